@@ -48,6 +48,7 @@ bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench weights
 	$(BIN)/python -m tools.bench stall
 	$(BIN)/python -m tools.bench scale
+	$(BIN)/python -m tools.bench fanout
 
 chaos: $(STAMP) ## Break a simulated run 24 times while it trains, end it 3 times, and audit it
 	$(BIN)/python -m tools.chaos --faults 24 --everything 3

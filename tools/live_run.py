@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,16 +33,24 @@ class RunEnded(Exception):
 class LiveRun:
     """``tree`` is its configuration; ``folder`` holds everything it writes.
 
-    ``alone``: no process lives here but this one and the run's. ``env`` is added to the run's environment.
+    ``processes`` tells of all processes of the run that live, where somebody knows them for sure; ``command`` makes the
+    command that runs one where the run is to be; ``arguments`` are added to the launcher's, ``env`` to its environment.
     """
 
     def __init__(
-        self, tree: dict[str, Any], folder: Path, *, alone: bool = False, env: Mapping[str, str] | None = None
+        self,
+        tree: dict[str, Any],
+        folder: Path,
+        *,
+        processes: Callable[[], list[psutil.Process]] | None = None,
+        command: Callable[[Sequence[str]], list[str]] = list,
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.run_dir = folder / "runs" / "live"
         self._output = folder / "output.txt"
-        self._alone = alone
+        self._processes, self._command, self._arguments = processes, command, arguments
         self._env = {**os.environ, **(env or {})}
         self._read = 0
         self._lines: list[dict[str, Any]] = []
@@ -52,9 +60,10 @@ class LiveRun:
         self._process = self._launch()
 
     def _launch(self, *further: str) -> subprocess.Popen[bytes]:
+        launch = [sys.executable, "-m", "asyncrl.cli.launch", str(self.folder / "config.toml")]
         with self._output.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli.launch", str(self.folder / "config.toml"), *further],
+                self._command([*launch, *self._arguments, *further]),
                 cwd=ROOT,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
@@ -111,8 +120,8 @@ class LiveRun:
 
     def processes(self) -> list[psutil.Process]:
         """All that it has started and that live; remembered, so that they are known when their parents are gone."""
-        if self._alone:
-            return [process for process in psutil.process_iter() if process.pid != os.getpid() and lives(process)]
+        if self._processes is not None:
+            return self._processes()
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 self._seen.setdefault(process.pid, process)

@@ -71,6 +71,11 @@ from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.supervision import role_of
 
+FEW_ACTORS = 64
+"""With so many in the registry each of its changes is followed at once."""
+GATHER_S = 0.05
+"""With more, changes are gathered for so long: to follow them looks at all actors, and a thousand that register one
+after the other would have a thousand looked at a thousand times."""
 FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
 
@@ -129,7 +134,13 @@ class Controller(Actor):
         self._flush_until: float | None = None
         """Until when the sinks may hold up the end of the run."""
         self._changed = asyncio.Event()
+        self._gathered = asyncio.Event()
+        """The registry has changed, and nobody has followed it so far."""
         self._watchers = ParkingLot()
+        self._followers = ParkingLot()
+        """Of the watchers, those who also follow metrics, notices, and who is awaited while the run starts."""
+        self._said: tuple[int, RunState] | None = None
+        """What watchers are told, by the number of the state: made once for all of them."""
         self._registered = ParkingLot()
         self._members = ComingAndGoing(
             curve=context.credentials.curve,
@@ -241,6 +252,7 @@ class Controller(Actor):
         """Let time act on the run until its state is final."""
         self.tasks.create_task(self._oversight.run())
         self.tasks.create_task(self._keep())
+        self.tasks.create_task(self._follow_registry())
         self.tasks.create_task(self._watching.run())
         self.tasks.create_task(self._members.run())
         while not self._run.final:
@@ -308,16 +320,24 @@ class Controller(Actor):
 
     @handler
     async def watch_run(self, request: WatchRun, caller: Caller) -> RunState:
-        """Parked until the state, or where asked for the metrics, are newer than what the caller has seen."""
-        wants_lines = request.seen_line >= 0
+        """Parked until the state, or where asked for the metrics, are newer than what the caller has seen.
+
+        Who does not ask for the metrics is not told of each actor that gets ready.
+        """
+        self._members.taken_in(caller.name, caller.incarnation, request.members)
+        if request.seen_line < 0:
+
+            def matters() -> RunState | None:
+                return None if self._run.matters <= request.seen <= self._run.number else self._state()
+
+            return await self._watchers.until(matters, caller.park_s) or self._state()
 
         def news() -> RunState | None:
-            if self._run.number != request.seen or (wants_lines and self._lines.last > request.seen_line):
-                return self._state(request.seen_line)
+            if self._run.number != request.seen or self._lines.last > request.seen_line:
+                return self._state_and_lines(request.seen_line)
             return None
 
-        self._members.taken_in(caller.name, caller.incarnation, request.members)
-        return await self._watchers.until(news, caller.park_s) or self._state(request.seen_line)
+        return await self._followers.until(news, caller.park_s) or self._state_and_lines(request.seen_line)
 
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
@@ -335,13 +355,13 @@ class Controller(Actor):
             # Too many for those who follow the run step by step.
             return
         self._lines.add(request.line)
-        self._watchers.wake()
+        self._followers.wake()
 
     @handler
     def notice(self, request: Notice, caller: Caller) -> Done:
         """Pass on what the user must know to whoever follows the run step by step."""
         self._lines.add_notice(caller.name, request)
-        self._watchers.wake()
+        self._followers.wake()
         return Done()
 
     def notify(
@@ -349,7 +369,7 @@ class Controller(Actor):
     ) -> None:
         super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
         self._lines.add_notice(self.name, sendable(key, text, count, meanwhile, waits_for, of))
-        self._watchers.wake()
+        self._followers.wake()
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
@@ -480,7 +500,21 @@ class Controller(Actor):
     # --- waiting ---
 
     def _registry_changed(self) -> None:
-        """Let the run follow, and wake whoever waits for either."""
+        """Let the run follow, at once or, where there are many actors, together with the changes that come next."""
+        if len(self._registry.entries) <= FEW_ACTORS:
+            self._follow()
+        else:
+            self._gathered.set()
+
+    async def _follow_registry(self) -> None:
+        while True:
+            await self._gathered.wait()
+            self._gathered.clear()
+            self._follow()
+            await asyncio.sleep(GATHER_S)
+
+    def _follow(self) -> None:
+        """Let the run follow the registry, and wake whoever waits for either."""
         ready = self._registry.ready()
         self._members.ready(ready)
         if self._numbered != self._registry.changes:
@@ -493,9 +527,17 @@ class Controller(Actor):
         self._registered.wake()
         self._tell()
 
-    def _state(self, seen_line: int) -> RunState:
+    def _state_and_lines(self, seen_line: int) -> RunState:
+        lines, last = self._lines.after(seen_line)
+        return msgspec.structs.replace(self._state(), lines=lines, last_line=last, waiting_for=self._run.waiting_for)
+
+    def _state(self) -> RunState:
+        if self._said is None or self._said[0] != self._run.number:
+            self._said = self._run.number, self._make_state()
+        return self._said[1]
+
+    def _make_state(self) -> RunState:
         outcome = self._run.outcome
-        lines, last = self._lines.after(seen_line) if seen_line >= 0 else ([], self._lines.last)
         return RunState(
             number=self._run.number,
             phase=self._run.phase,
@@ -504,9 +546,6 @@ class Controller(Actor):
             failed_actor=outcome.actor if outcome else "",
             log=outcome.log if outcome else "",
             exit_code=outcome.exit_code if outcome else 0,
-            last_line=last,
-            lines=lines,
-            waiting_for=self._run.waiting_for,
             condemned=self._run.condemned,
             stuck=self._run.stuck,
             checkpoint=self._run.checkpoint,
@@ -537,6 +576,7 @@ class Controller(Actor):
         self._watching.changed()
         self._changed.set()
         self._watchers.wake()
+        self._followers.wake()
         self._members.wake()
 
 

@@ -81,7 +81,12 @@ class _Search:
     silent_after_s: float
     newest: int
     ends: list[_End] = field(default_factory=list)
+    _of_role: dict[str, list[Seen]] = field(default_factory=dict)
     _followed: set[tuple[str, bool]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for actor in self.actors.values():
+            self._of_role.setdefault(role_of(actor.name), []).append(actor)
 
     def follow(self, actor: Seen, way: tuple[_Step, ...], idle: bool) -> None:
         """From an actor that ``way`` has led to."""
@@ -133,7 +138,7 @@ class _Search:
         if wait.whom in self.actors:
             yield self.actors[wait.whom]
         else:
-            yield from (other for name, other in self.actors.items() if role_of(name) == wait.whom and other != actor)
+            yield from (other for other in self._of_role.get(wait.whom, ()) if other is not actor)
 
     def _is_real(self, actor: Seen, wait: AwaitRecord) -> bool:
         return not wait.idle or (role_of(wait.whom) == PARAMETER_SERVER and actor.version < self.newest)

@@ -91,12 +91,14 @@ class Hosts:
         self._lost_since.update({host.agent: now for host in lost})
         return lost, back
 
-    def in_doubt(self, actor: str, registry: Registry, now: float) -> bool:
-        """Whether the host of an actor may be lost."""
-        agent = self._host_of.get(actor)
-        if agent is None:
-            return False
-        return self._silence_of(self.known[agent], registry, now) >= BEATS * self.heartbeat_s
+    def in_doubt(self, registry: Registry, now: float) -> set[str]:
+        """The actors whose host may be lost."""
+        doubtful = {
+            agent
+            for agent, host in self.known.items()
+            if self._silence_of(host, registry, now) >= BEATS * self.heartbeat_s
+        }
+        return {actor for actor, agent in self._host_of.items() if agent in doubtful}
 
     def _add(self, host: Host, now: float) -> bool:
         self._known_since.setdefault(host.agent, now)

@@ -9,7 +9,7 @@ policy says so. Invariant: nobody is condemned for silence before it was named, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from asyncrl.controller.blame import Seen, silence_in_words
 from asyncrl.controller.coming_and_going import ComingAndGoing
@@ -80,15 +80,14 @@ class Oversight:
             seen = look_at(self._registry, self._run.expected - aside, now)
             self._look_after_hosts(now)
             # An agent is judged by what else is on its host, and on a host that may be lost nobody is.
+            judged = self._run.expected - self._hosts.in_doubt(self._registry, now)
             silent = [
-                actor
-                for actor in self._registry.silent(now, self._supervision.silence_s)
-                if actor.name in self._run.expected and not self._hosts.in_doubt(actor.name, self._registry, now)
+                actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in judged
             ]
             self._name_silent(silent, seen)
             self._condemn(silent)
             if self._run.phase == "running":
-                self._look_at_paths(now)
+                self._look_at_paths(judged, now)
             if self._watchdog.look(seen, self._run.phase, now):
                 self._on_report(self._watchdog.report)
 
@@ -117,9 +116,8 @@ class Oversight:
             self._silent.append(Stuck(actor.name, actor.incarnation, words, self._first_number))
         self._tell_stuck()
 
-    def _look_at_paths(self, now: float) -> None:
-        """Fence who is cut off from those that it works with, though it beats."""
-        names = [name for name in self._run.expected if not self._hosts.in_doubt(name, self._registry, now)]
+    def _look_at_paths(self, names: Collection[str], now: float) -> None:
+        """Fence who of these is cut off from those that it works with, though it beats."""
         fresh_s = BEATS * self._supervision.heartbeat_s
         cuts = self._reach.look(standings(self._registry, names, now, fresh_s), now)
         self._condemn([Condemned(cut.name, cut.incarnation, cut.reason) for cut in cuts])

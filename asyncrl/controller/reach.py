@@ -54,12 +54,33 @@ class Cut:
     """How often in a row it was named, never more than ``memory_s`` apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """From who tells to whom it does not reach."""
+class _Seen:
+    """All actors and paths of one look, counted once: judging a path costs the same however many there are."""
 
-    teller: Standing
-    other: Standing
+    def __init__(self, actors: Iterable[str], broken: Iterable[tuple[str, str]]) -> None:
+        """``broken`` are pairs of who tells and whom it does not reach."""
+        self._of_role: dict[str, list[str]] = {}
+        for name in sorted(actors):
+            self._of_role.setdefault(role_of(name), []).append(name)
+        self._failing: dict[tuple[str, str], list[str]] = {}
+        """Of a role, those that do not reach somebody."""
+        self._failed: dict[tuple[str, str], list[str]] = {}
+        """Of a role, those that somebody does not reach."""
+        for teller, other in sorted(broken):
+            self._failing.setdefault((role_of(teller), other), []).append(teller)
+            self._failed.setdefault((role_of(other), teller), []).append(other)
+
+    def alike(self, name: str) -> int:
+        """How many do the same work; a gang is one."""
+        return 1 if is_gang(name) else len(self._of_role[role_of(name)])
+
+    def failing(self, teller: str, other: str) -> list[str]:
+        """Those that do the same work as the teller and do not reach the other."""
+        return self._failing.get((role_of(teller), other), [])
+
+    def failed(self, teller: str, other: str) -> list[str]:
+        """Those that do the same work as the other and that the teller does not reach."""
+        return self._failed.get((role_of(other), teller), [])
 
 
 @dataclass(slots=True)
@@ -85,13 +106,14 @@ class Reach:
         self._looked = now
         self._named = {name: last for name, last in self._named.items() if now - last[0] < self.memory_s}
         paths = self._take_in(actors, now)
-        suspect = {key for key, seconds in paths.items() if seconds >= SUSPECT_SHARE * self.unreachable_s}
+        suspect = [key for key, seconds in paths.items() if seconds >= SUSPECT_SHARE * self.unreachable_s]
+        seen = _Seen(actors, suspect)
         cuts: dict[str, Cut] = {}
         broken = [(seconds, key) for key, seconds in paths.items() if seconds >= self.unreachable_s]
         for seconds, (teller, other) in sorted(broken, reverse=True):
             if teller in cuts or other in cuts:
                 continue
-            name, why = self._judge(_Path(actors[teller], actors[other]), actors, suspect)
+            name, why = self._judge(teller, other, seen)
             reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
             times = self._named.get(name, (0.0, 0))[1] + 1
             cuts[name] = Cut(name=name, incarnation=actors[name].incarnation, reason=reason, times=times)
@@ -112,20 +134,18 @@ class Reach:
         self._since = since
         return found
 
-    def _judge(self, path: _Path, actors: Mapping[str, Standing], broken: set[tuple[str, str]]) -> tuple[str, str]:
-        """Who is at fault, and what it did."""
-        teller, other = path.teller.name, path.other.name
+    def _judge(self, teller: str, other: str, seen: _Seen) -> tuple[str, str]:
+        """Who of the two ends of a path is at fault, and what it did."""
         cannot = f"it could not reach {other}"
-        tellers, others = _alike(teller, actors), _alike(other, actors)
-        if len(tellers) > 1:
-            failing = [name for name in tellers if (name, other) in broken]
-            reaching = len(tellers) - len(failing)
+        if seen.alike(teller) > 1:
+            failing = seen.failing(teller, other)
+            reaching = seen.alike(teller) - len(failing)
             if self._is_many(len(failing), reaching, other):
                 return other, f"it was not reached by {_some(failing)}"
             return teller, f"{cannot}, as {_count(reaching, role_of(teller))} did,"
-        if len(others) > 1:
-            failing = [name for name in others if (teller, name) in broken]
-            reaching = len(others) - len(failing)
+        if seen.alike(other) > 1:
+            failing = seen.failed(teller, other)
+            reaching = seen.alike(other) - len(failing)
             # More than a heartbeat names may be failing.
             if len(failing) >= MOST_UNREACHED or self._is_many(len(failing), reaching, teller):
                 return teller, f"it could not reach {_some(failing)}"
@@ -137,13 +157,6 @@ class Reach:
     def _is_many(self, failing: int, reaching: int, whom: str) -> bool:
         """Whether so many do not reach ``whom`` that it is at fault itself."""
         return not reaching or (failing > reaching and whom not in self._named)
-
-
-def _alike(name: str, actors: Mapping[str, Standing]) -> list[str]:
-    """Who does the same work; a gang is one."""
-    if is_gang(name):
-        return [name]
-    return sorted(other for other in actors if role_of(other) == role_of(name))
 
 
 def _count(number: int, role: str) -> str:

@@ -62,6 +62,7 @@ class Reserve:
 
     def lacking(self, expected: Collection[str], least: int, without: Collection[str] = ()) -> str | None:
         """The role of which too few are neither set aside nor ``without``: rollouters below ``least``, no pool."""
+        without = frozenset(without)
         counts = {role: 0 for role in map(role_of, expected) if role in PLURALS}
         for name in expected:
             if role_of(name) in counts and name not in self.resting and name not in without:

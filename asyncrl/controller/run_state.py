@@ -19,10 +19,12 @@ Every method returns whether the state changed; each change has a new ``number``
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.controller.reserve import ROLLOUTER, Reserve
+from asyncrl.controller.reserve import ROLLOUTER, Reserve, Rest
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
@@ -71,6 +73,9 @@ class RunStateMachine:
     phase: RunPhase = "starting"
     drain: int = 0
     number: int = 0
+    matters: int = 0
+    """Number of the newest change that is more than another one that is ready while the run starts: that one is
+    followed by whoever shows the start, and by none of the actors, or each would be told of each."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     preempted_by: str = ""
@@ -103,6 +108,7 @@ class RunStateMachine:
     def __post_init__(self) -> None:
         self._reserve = Reserve(self.rest_s)
         assert all(drain_rank(name) < LAST_RANK for name in self.expected)
+        self.matters = self.number
         self._awaited_since = dict.fromkeys(self.expected, self.now)
 
     @property
@@ -143,12 +149,13 @@ class RunStateMachine:
 
     def ready(self, names: Iterable[str], now: float) -> bool:
         """``names`` are all the actors that are ready now."""
-        before = (self.phase, self.waiting_for)
+        phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
         self._await_others(now)
         if self.phase == "starting" and self._ready >= self.expected - self._spared - self._resting:
             self.phase = "running"
-        return (self.phase, self.waiting_for) != before and self._changed()
+            return self._changed()
+        return (phase, waiting_for) != (self.phase, self.waiting_for) and self._changed(matters=False)
 
     def started(self, name: str) -> None:
         """A process of ``name`` has been heard of."""
@@ -172,7 +179,7 @@ class RunStateMachine:
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
-        return self.waiting_for != before and self._changed()
+        return self.waiting_for != before and self._changed(matters=False)
 
     def condemn(self, actors: Iterable[Condemned]) -> bool:
         """These are all that are to be killed and whose end is not known."""
@@ -340,14 +347,15 @@ class RunStateMachine:
     @property
     def _spared(self) -> set[str]:
         """The actors of lost hosts without which the run goes on."""
-        return {name for name in self._lost if is_replicated(name) and self._has_other(name)}
-
-    def _has_other(self, name: str) -> bool:
-        """Whether as many as are needed of those that do the same work are on no lost host, and not set aside."""
-        others = [
-            other for other in self.expected - self._lost.keys() - self._resting if role_of(other) == role_of(name)
-        ]
-        return len(others) >= (self.min_replicas if role_of(name) == ROLLOUTER else 1)
+        if not self._lost:
+            return set()
+        # On no lost host, and not set aside.
+        left = Counter(role_of(name) for name in self.expected - self._lost.keys() - self._resting)
+        return {
+            name
+            for name in self._lost
+            if is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1)
+        }
 
     @property
     def _resting(self) -> set[str]:
@@ -363,6 +371,10 @@ class RunStateMachine:
         before = dict(self._reserve.resting)
         if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
+        return self._go_on_without(name, reason, log, before, now)
+
+    def _go_on_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
+        """Some are newly set aside, among them ``name``: the run fails if too few are left."""
         shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
         if shortage is not None and self.phase != "preempting":
             return self.fail(name, reason + shortage, log, 1, now)
@@ -374,8 +386,10 @@ class RunStateMachine:
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
         few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
         if few is None and all(map(is_replicated, late)):
-            set_aside = [self.set_aside(name, 0, reason, "", now) for name in late]
-            return any(set_aside)
+            before = dict(self._reserve.resting)
+            if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
+                return False
+            return self._go_on_without(late[0], reason, "", before, now)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
         return self.fail(late[0], reason, "", 1, now)
@@ -383,12 +397,15 @@ class RunStateMachine:
     def _missed(self) -> tuple[float, str, str] | None:
         """When a lost host must be back for the run to go on, who is there, and which host it is."""
         needed = self._lost.keys() - self._spared
+        last: dict[str, float] = {}
+        for name in needed:
+            last[role_of(name)] = max(self._lost[name][0], last.get(role_of(name), -math.inf))
         found = []
         for name in needed:
             since, host = self._lost[name]
             if is_replicated(name):
                 # Of replicas it is the loss of the last one that counts.
-                since = max(self._lost[other][0] for other in needed if role_of(other) == role_of(name))
+                since = last[role_of(name)]
             found.append((since + self.host_grace_s, name, host))
         return min(found, default=None)
 
@@ -429,6 +446,8 @@ class RunStateMachine:
         self.tick(now)
         return True
 
-    def _changed(self) -> bool:
+    def _changed(self, *, matters: bool = True) -> bool:
         self.number += 1
+        if matters:
+            self.matters = self.number
         return True

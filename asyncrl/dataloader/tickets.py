@@ -224,6 +224,7 @@ class Tickets:
                 del self._orphans[uid]
                 if uid not in kept:
                     self._take_back(uid)
+                    self.counts["recovered"] += 1
         self._note_supply()
 
     def stop(self) -> None:

@@ -13,7 +13,8 @@ Order of calls, rank 0::
     probe = backend.probe(sequences)
     publishing = backend.publish(0, probe)      # goes on by itself; its result is handed on, then released
     scores = backend.score(scoring)             # where the rewards of a step need it
-    plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
+    plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed,
+                      shared=backend.shares_prefixes)
     backend.send(plan, sending)                 # by any thread, beside whatever goes on; need not be
     metrics = backend.train(plan, sending.number)  # one optimizer step; then plan.metrics and these are one line
     saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
@@ -62,6 +63,9 @@ class Backend(Protocol):
 
     packed: bool
     """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
+    shares_prefixes: bool
+    """Whether rows may compute once what several of their sequences begin with; settled by ``setup``, alike on all
+    ranks."""
     skips_zero_advantages: bool
     """Whether sequences whose advantages are all 0 need not be computed; settled by ``setup``, alike on all ranks."""
     on_gpu: bool

@@ -39,6 +39,7 @@ def plan_step(
         config=config,
         world_size=config.learner.ranks,
         packed=backend.packed,
+        shared=backend.shares_prefixes,
         skip_zero_advantages=backend.skips_zero_advantages,
     )
     return plan if supervised is None else supervised.beside(plan, step)
@@ -54,5 +55,11 @@ def _penalties(groups: Sequence[Group], step: int, config: Config, backend: Back
     learner = config.learner
     if not learner.kl.in_reward or learner.backend == "sim" or not groups:
         return None
-    scoring = build_scoring(groups, config=config, world_size=learner.ranks, packed=backend.packed)
+    scoring = build_scoring(
+        groups,
+        config=config,
+        world_size=learner.ranks,
+        packed=backend.packed,
+        shared=backend.shares_prefixes,
+    )
     return kl_penalties(groups, by_group(groups, backend.score(scoring)), learner.kl, step=step)

@@ -32,6 +32,7 @@ class SimTrainer:
     """See Backend."""
 
     packed = True
+    shares_prefixes = False
     skips_zero_advantages = False
     on_gpu = False
     warm_steps = 0

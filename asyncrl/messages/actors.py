@@ -56,13 +56,13 @@ RunPhase = Literal["starting", "running", "preempting", "draining", "done", "fai
 
 
 class WatchRun(Request, frozen=True, kw_only=True):
-    """Anyone to controller, parked until the run's state is newer than ``seen``."""
+    """Anyone to controller, parked until the run's state is newer than ``seen``, by more than one more ready actor."""
 
     reply: ClassVar[type[Message]]
     idle = True
     seen: int = -1
     seen_line: int = -1
-    """With 0 or more, also answered when there are metrics lines past this number."""
+    """With 0 or more, also answered when there are metrics lines past this number, and at each ready actor."""
     members: int = -1
     """Number of the Members that the caller has taken in; -1 where it takes in none."""
 
@@ -124,7 +124,7 @@ class RunState(Message, frozen=True, kw_only=True):
     last_line: int = 0
     lines: list[dict[str, Any]] = []
     waiting_for: list[str] = []
-    """While starting: the actors that are not ready yet."""
+    """While starting: the actors that are not ready yet. Told to those alone who ask for the metrics."""
     condemned: list[Condemned] = []
     """The actors that are to be killed so that they are started again."""
     stuck: list[Stuck] = []

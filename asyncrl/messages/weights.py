@@ -121,6 +121,9 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     sources: list[str] = []
     """Under stream: actors that have the version, or are about to. They are asked for chunks in this order, each until
     it fails, and then the parameter server."""
+    more_sources: list[list[str]] = []
+    """Under stream: with n such lists beside ``sources``, which is list 0, chunk c is asked for by list c mod (n + 1).
+    Chunks are numbered from 0 through all buckets."""
 
 
 class Publish(Request, frozen=True, kw_only=True):

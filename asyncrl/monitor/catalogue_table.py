@@ -102,6 +102,7 @@ METRICS: tuple[Metric, ...] = (
         ("tickets/granted_alone", "groups", "grants of suspects of deaths, which have an engine alone"),
         ("tickets/returned", "groups", "tickets given back without being generated"),
         ("tickets/orphaned", "groups", "tickets whose holder died"),
+        ("tickets/recovered", "groups", "of these, those that the learner does not hold: they are granted again"),
         ("tickets/rejected", "prompts", "prompts not to be granted: too long, or in too many deaths"),
         ("tickets/trained", "groups", "outcomes reported by the learner: trained"),
         ("tickets/filtered", "groups", "outcomes reported: filtered, without a signal"),
@@ -332,7 +333,7 @@ METRICS: tuple[Metric, ...] = (
     *_all(
         "counter",
         "learner",
-        ("learner/tokens", "tokens", "of sequences trained, prompts included"),
+        ("learner/tokens", "tokens", "computed in training, prompts included; what sequences of a row share once"),
         ("learner/skipped_steps", "steps", "not taken because they were not finite"),
         ("learner/plans_ahead", "steps", "planned, and sent to the ranks, while the step before was trained"),
         (

@@ -36,7 +36,7 @@ from asyncrl.parameter_server.held import HeldVersions
 from asyncrl.parameter_server.offers import manifest_for, shared_manifest
 from asyncrl.parameter_server.snapshots import hold
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.parking import ParkingLot
+from asyncrl.runtime.parking import AT_ONCE, ParkingLot
 from asyncrl.weights.place import host_id
 
 T = TypeVar("T")
@@ -197,7 +197,9 @@ class ParameterServer(Actor):
             if request.committed:
                 self.log.info("committed", stall_s=request.times.stall_s, **facts)
             else:
-                self.log.warning("update failed", error=request.error, **facts)
+                # That a broadcast broke is one warning, and not one for each of its members.
+                tell = self.log.info if request.broke_off else self.log.warning
+                tell("update failed", error=request.error, **facts)
         if (
             request.corrupt
             and request.version == self._conductor.publications.newest > self._conductor.publications.condemned
@@ -247,14 +249,23 @@ class ParameterServer(Actor):
         effects = self._conductor.take_effects()
         for note in effects.notes:
             getattr(self.log, note.level)(note.event, **note.facts)
-        for name in effects.wake:
-            if name in self._lots:
-                self._lots[name].wake()
-        self._held.keep(self._conductor.publications.needed())
+        self._wake(list(effects.wake))
+        publications = self._conductor.publications
+        if not publications.kept().issuperset(self._held.versions):
+            # Only then is it worth asking all that fetch.
+            self._held.keep(publications.needed())
         self.counters.update({f"weights/{name}": value for name, value in self._conductor.figures().items()})
         deadline = self._conductor.next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer):
             self._sooner.set()
+
+    def _wake(self, names: list[str]) -> None:
+        """These ask again, no more in a turn of the event loop than of one lot: a broadcast is for all at once."""
+        for name in names[:AT_ONCE]:
+            if name in self._lots:
+                self._lots[name].wake()
+        if len(names) > AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._wake, names[AT_ONCE:])
 
     async def _keep_time(self) -> None:
         """Let the conductor know when its deadlines are over."""

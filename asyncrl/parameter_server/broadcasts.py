@@ -241,14 +241,14 @@ class Broadcasts:
             if all(self._fleet.asks(replica.name) for replica in self._fleet.of(Phase.REGROUPING)):
                 self._regroup(now)
             return
-        members = [self._fleet.replicas[name] for name in current.first_ranks if name in self._fleet.replicas]
+        # At most one is under way, so that all in its phases are its members; one that leaves them ends it.
         if current.stage is Stage.BEGUN:
-            if not any(replica.phase is Phase.RECEIVING for replica in members):
+            if not self._fleet.count(Phase.RECEIVING):
                 current.stage, self._fruitless = Stage.OVER, 0
             return
         # A learner that does not wait just now would leave them paused.
-        if self._fleet.asks(current.learner[0]) and all(replica.phase is Phase.PAUSED for replica in members):
-            for replica in members:
+        if self._fleet.asks(current.learner[0]) and not self._fleet.count(Phase.ANNOUNCED):
+            for replica in list(self._fleet.of(Phase.PAUSED)):
                 self._fleet.move(replica, Event.BEGUN)
             current.stage, current.since = Stage.BEGUN, now
             self._fleet.wake(current.learner[0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 
@@ -36,7 +37,6 @@ class Conductor:
         self._broadcasts = Broadcasts(weights, self._fleet, first_epoch=first_epoch)
         self._sharing = Sharing(weights, self._fleet)
         self.publications = Publications(weights, self._fleet, self._sharing)
-        self._last_place = 0
         self._last_seniority = 0
 
     # --- what replicas say and ask ---
@@ -64,7 +64,8 @@ class Conductor:
             # Its report was lost.
             self._commit(replica, now)
         replaced, changed = serving < replica.serving, serving != replica.serving
-        replica.serving, replica.same_host, replica.host, replica.on_gpu = serving, same_host, host, on_gpu
+        replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
+        self._fleet.settle_in(replica, host)
         if replaced:
             replica.engine += 1
         if replica.phase is Phase.ANNOUNCED and (changed or workers != replica.workers):
@@ -101,16 +102,18 @@ class Conductor:
             replica.source_paths = holder.held_paths
             return self._make_offer(replica, holder.held_version, "shm", now)
         if (fetcher := self._sharing.fetcher(replica)) is not None:
-            replica.waits_for = fetcher.name
+            self._fleet.await_other(replica, fetcher.name)
             return None
         offer = self._make_offer(replica, newest, transport, now)
         replica.fetches = True
-        return msgspec.structs.replace(offer, share=True, sources=self._sharing.join_tree(replica))
+        sources, *more_sources = self._sharing.join_tree(replica)
+        return msgspec.structs.replace(offer, share=True, sources=sources, more_sources=more_sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
         self._fleet.move(replica, Event.OFFERED)
         replica.target, replica.staging_since = version, now
-        replica.outrun, replica.fetches, replica.waits_for = False, False, ""
+        replica.outrun, replica.fetches = False, False
+        self._fleet.await_other(replica, "")
         if not replica.seniority:
             self._last_seniority += 1
             replica.seniority = self._last_seniority
@@ -130,16 +133,14 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
-        number, before = self._fleet.ask(name), replica.phase
+        number = self._fleet.ask(name)
         if version > replica.serving and self._word(replica, Event.ASKED, "", now):
             replica.target = version
             if paths or version != replica.held_version:
                 replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
                 replica.paused_since = now
-            elif before is not Phase.WAITING:
-                self._last_place += 1
-                replica.place = self._last_place
+                self._fleet.begin_anew(replica)
         self._settle(now)
         return number
 
@@ -251,8 +252,8 @@ class Conductor:
         if replica is None or replica.incarnation <= incarnation:
             self._fleet.close(name)
         if replica is not None and replica.incarnation <= incarnation:
-            del self._fleet.replicas[name]
-            before, replica.phase = replica.phase, Phase.BEHIND
+            before = replica.phase
+            self._fleet.remove(replica)
             self._broadcasts.member_lost(replica, before, "is gone", now)
         self._broadcasts.left(name, incarnation, now)
         self._settle(now)
@@ -260,8 +261,11 @@ class Conductor:
     def next_deadline(self) -> float | None:
         """When time alone will change something."""
         weights = self._weights
-        deadlines = [replica.paused_since + weights.deadline_s for replica in self._fleet.of(Phase.LOADING)]
-        deadlines += [replica.staging_since + weights.stage_deadline_s for replica in self._fleet.of(Phase.STAGING)]
+        deadlines = []
+        if (loading := self._fleet.first(Phase.LOADING)) is not None:
+            deadlines.append(loading.paused_since + weights.deadline_s)
+        if (staging := self._fleet.first(Phase.STAGING)) is not None:
+            deadlines.append(staging.staging_since + weights.stage_deadline_s)
         if (deadline := self._broadcasts.deadline()) is not None:
             deadlines.append(deadline)
         return min(deadlines, default=None)
@@ -303,13 +307,12 @@ class Conductor:
 
     def figures(self) -> dict[str, float]:
         """What has happened since the start, and how things stand."""
-        replicas = self._fleet.replicas.values()
         return {
             **{name: self._fleet.counts[name] for name in COUNTED},
-            "replicas": len(replicas),
-            "replicas_behind": sum(replica.phase is Phase.BEHIND for replica in replicas),
-            "replicas_paused": sum(replica.phase is Phase.LOADING for replica in replicas),
-            "failed_attempts": max((replica.failed_attempts for replica in replicas), default=0),
+            "replicas": len(self._fleet.replicas),
+            "replicas_behind": self._fleet.count(Phase.BEHIND),
+            "replicas_paused": self._fleet.count(Phase.LOADING),
+            "failed_attempts": self._fleet.failed_attempts,
         }
 
     # --- the inside ---
@@ -321,7 +324,8 @@ class Conductor:
             self.left(name, replica.incarnation, now)
             replica = None
         if replica is None:
-            replica = self._fleet.replicas[name] = Replica(name, incarnation)
+            replica = Replica(name, incarnation)
+            self._fleet.add(replica)
         elif replica.incarnation > incarnation:
             return None
         replica.heard = now
@@ -349,11 +353,11 @@ class Conductor:
         self._grant(now)
 
     def _grant(self, now: float) -> None:
-        free = self.max_paused - sum(1 for _ in self._fleet.of(Phase.LOADING))
+        free = self.max_paused - self._fleet.count(Phase.LOADING)
         if free <= 0:
             return
         # Whoever is between two questions keeps its place, but nobody waits for it.
-        asking = [replica for replica in self._fleet.of(Phase.WAITING) if self._fleet.asks(replica.name)]
-        for replica in sorted(asking, key=lambda replica: replica.place)[:free]:
+        asking = (replica for replica in self._fleet.of(Phase.WAITING) if self._fleet.asks(replica.name))
+        for replica in list(islice(asking, free)):
             self._fleet.move(replica, Event.GRANTED)
             replica.paused_since = now

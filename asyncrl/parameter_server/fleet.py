@@ -1,13 +1,18 @@
 """All replicas and the questions that are parked here, and what the shell is to do about a change. Pure.
 
 A caller has one question open at a time: whoever asks anew no longer waits for the answer to what it asked before.
+
+Invariant: replicas are found by their phase, their host and whom they wait for without a look at the others, so that a
+word of one of a thousand costs what it costs of ten; those of a phase come in the order in which they entered it.
+Phases are changed by ``move``, hosts by ``settle_in`` and waits by ``await_other`` alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from asyncrl.parameter_server.replicas import FAILED_PHASES, WORDS, Event, Phase, Replica
@@ -50,6 +55,12 @@ class Fleet:
 
     def __init__(self) -> None:
         self.replicas: dict[str, Replica] = {}
+        self._in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
+        self._on_host: dict[str, dict[str, Replica]] = {}
+        self._waiting_for: dict[str, dict[str, Replica]] = {}
+        """By whom they wait for."""
+        self._failing: dict[str, Replica] = {}
+        """Those with failed attempts since their last commit."""
         self.counts: Counter[str] = Counter()
         """See COUNTED."""
         self._effects = Effects()
@@ -87,20 +98,91 @@ class Fleet:
 
     # --- replicas ---
 
+    def add(self, replica: Replica) -> None:
+        """One that was not known."""
+        self.replicas[replica.name] = self._in_phase[replica.phase][replica.name] = replica
+        self._on_host.setdefault(replica.host, {})[replica.name] = replica
+
+    def remove(self, replica: Replica) -> None:
+        """It is dead, and in no phase any more."""
+        name = replica.name
+        self.await_other(replica, "")
+        del self.replicas[name], self._in_phase[replica.phase][name]
+        self._failing.pop(name, None)
+        self._leave_host(replica)
+        replica.phase = Phase.BEHIND
+
+    def settle_in(self, replica: Replica, host: str) -> None:
+        """It is on this host."""
+        if host != replica.host:
+            self._leave_host(replica)
+            replica.host = host
+            self._on_host.setdefault(host, {})[replica.name] = replica
+
+    def _leave_host(self, replica: Replica) -> None:
+        beside = self._on_host[replica.host]
+        del beside[replica.name]
+        if not beside:
+            del self._on_host[replica.host]
+
+    def await_other(self, replica: Replica, name: str) -> None:
+        """It waits for what this one fetches; for nobody with an empty name."""
+        if replica.waits_for:
+            waiting = self._waiting_for[replica.waits_for]
+            del waiting[replica.name]
+            if not waiting:
+                del self._waiting_for[replica.waits_for]
+        replica.waits_for = name
+        if name:
+            self._waiting_for.setdefault(name, {})[replica.name] = replica
+
     def of(self, *phases: Phase) -> Iterator[Replica]:
         """Those in one of these phases."""
-        return (replica for replica in self.replicas.values() if replica.phase in phases)
+        return chain.from_iterable(self._in_phase[phase].values() for phase in phases)
+
+    def count(self, phase: Phase) -> int:
+        """How many are in it."""
+        return len(self._in_phase[phase])
+
+    def first(self, phase: Phase) -> Replica | None:
+        """Who has been in a phase for longest, or since ``begin_anew``."""
+        return next(iter(self._in_phase[phase].values()), None)
+
+    def begin_anew(self, replica: Replica) -> None:
+        """It is in its phase as if it had entered it now."""
+        of_phase = self._in_phase[replica.phase]
+        del of_phase[replica.name]
+        of_phase[replica.name] = replica
+
+    def beside(self, replica: Replica) -> Iterator[Replica]:
+        """Those of its host, itself included."""
+        return iter(self._on_host[replica.host].values())
+
+    def waits(self) -> Iterator[tuple[str, Mapping[str, Replica]]]:
+        """Whom some wait for, and these."""
+        return iter(self._waiting_for.items())
+
+    @property
+    def failed_attempts(self) -> int:
+        """The most of any replica."""
+        return max((replica.failed_attempts for replica in self._failing.values()), default=0)
 
     def move(self, replica: Replica, event: Event) -> bool:
         """Let a replica go where the event leads; False if it leads nowhere."""
         before = replica.phase
         if not replica.follow(event):
             return False
+        if replica.phase is not before:
+            del self._in_phase[before][replica.name]
+            self._in_phase[replica.phase][replica.name] = replica
+        if replica.failed_attempts:
+            self._failing[replica.name] = replica
         if event in (Event.COMMITTED, Event.FAILED, Event.OVERDUE):
             replica.seniority = 0
         if event is Event.COMMITTED:
             self.counts["updates_committed"] += 1
             replica.failed_attempts, replica.failed_version = 0, -1
+            self._failing.pop(replica.name, None)
         elif replica.phase in FAILED_PHASES and before not in FAILED_PHASES:
             self.counts["updates_failed"] += 1
         if event not in WORDS or before is Phase.REGROUPING:

@@ -32,6 +32,11 @@ class HeldVersions:
         """Take it over."""
         self._snapshots[snapshot.manifest.version] = snapshot
 
+    @property
+    def versions(self) -> Collection[int]:
+        """Those at hand."""
+        return self._snapshots.keys()
+
     def manifest(self, version: int) -> Manifest:
         """Of a version. Raises VersionGone."""
         return self._find(version).manifest

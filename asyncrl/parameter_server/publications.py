@@ -67,7 +67,7 @@ class Publications:
 
     def needed(self) -> set[int]:
         """Versions that must stay held. What waits for its pause is in the replica's own hands."""
-        return self._kept() | {replica.target for replica in self._pinning()}
+        return self.kept() | {replica.target for replica in self._pinning()}
 
     def _pinning(self) -> list[Replica]:
         """Those for which a version is held: they stage it, or others of their host wait to."""
@@ -78,7 +78,7 @@ class Publications:
             if not replica.outrun and (replica.phase is Phase.STAGING or replica.name in awaited)
         ]
 
-    def _kept(self) -> set[int]:
+    def kept(self) -> set[int]:
         """Held whatever the replicas do."""
         versions = {self.newest, self.accepted, self._before if self._weights.delta else -1}
         return {version for version in versions if version >= 0}
@@ -87,7 +87,7 @@ class Publications:
         """Let go of versions past those that may be held."""
         pinning = self._pinning()
         tries = [(replica.target, replica.seniority) for replica in pinning]
-        gone = outrun(self._kept(), tries, most=self._weights.versions_held)
+        gone = outrun(self.kept(), tries, most=self._weights.versions_held)
         for replica in pinning:
             if replica.target in gone:
                 replica.outrun = True

@@ -165,8 +165,6 @@ class Replica:
     phase: Phase = Phase.SERVING
     target: int = -1
     """The version being taken over; -1 in an idle phase."""
-    place: int = 0
-    """In the line for a pause."""
     staging_since: float = 0.0
     """When it was offered what it stages."""
     seniority: int = 0

@@ -7,7 +7,7 @@ whose network is slower than the learner still shares all that it fetches; where
 gives up, another takes its place, and where what was offered is not there, whoever finds that fetches it. Nobody waits
 past the deadline of a staging, since the one that fetches does not.
 
-Those that fetch are the nodes of a tree for each version; see tree.py.
+Those that fetch are the nodes of trees for each version; see tree.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.parameter_server.fleet import Fleet
 from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase, Replica
-from asyncrl.parameter_server.tree import Tree
+from asyncrl.parameter_server.tree import STRIPES, Tree
 
 HOLDING_PHASES = (Phase.WAITING, Phase.LOADING)
 """It has a version whole, and takes it over itself."""
@@ -58,23 +58,28 @@ class Sharing:
 
     def awaited(self) -> set[str]:
         """Names of those that others wait for."""
-        return {replica.waits_for for replica in self._fleet.of(*IDLE_PHASES)} - {""}
+        return {
+            name for name, waiting in self._fleet.waits() if any(each.phase in IDLE_PHASES for each in waiting.values())
+        }
 
-    def join_tree(self, replica: Replica) -> list[str]:
-        """It fetches its target for its host: whom to ask for chunks, before the parameter server."""
+    def join_tree(self, replica: Replica) -> list[list[str]]:
+        """It fetches its target for its host: for each stripe whom to ask for chunks, before the parameter server."""
         if self._weights.delta:
             # Deltas are small, and against what this replica alone is known to have.
-            return []
-        return self._trees.setdefault(replica.target, Tree()).join(replica.name)
+            return [[]]
+        # Each stripe is asked for by itself.
+        stripes = min(STRIPES, self._weights.chunks_in_flight)
+        return self._trees.setdefault(replica.target, Tree(stripes)).join(replica.name)
 
     def settle(self) -> None:
         """After any change: wake those who wait in vain, and take out of the trees who has nothing to hand on."""
         replicas = self._fleet.replicas
-        for replica in self._fleet.of(*IDLE_PHASES):
-            if replica.waits_for:
-                awaited = replicas.get(replica.waits_for)
-                if awaited is None or not fetches(awaited):
-                    self._fleet.wake(replica.name)
+        for name, waiting in self._fleet.waits():
+            awaited = replicas.get(name)
+            if awaited is None or not fetches(awaited):
+                for replica in waiting.values():
+                    if replica.phase in IDLE_PHASES:
+                        self._fleet.wake(replica.name)
         for version, tree in self._trees.items():
             for name in tree.nodes:
                 node = replicas.get(name)
@@ -86,7 +91,7 @@ class Sharing:
         self._trees = {of: tree for of, tree in self._trees.items() if of >= version}
 
     def _beside(self, replica: Replica) -> list[Replica]:
-        return [each for each in self._fleet.replicas.values() if each.host == replica.host]
+        return list(self._fleet.beside(replica))
 
 
 def fetches(replica: Replica) -> bool:

@@ -1,9 +1,10 @@
 """Brings the bytes of a version into sealed, verified memory of this host, while the engine generates.
 
 Under ``shm`` the segments of another process of this host are opened and verified; under ``stream`` segments of this
-process are filled chunk by chunk: relays on other hosts are asked for them, and the parameter server (sources.py), and
-this host's own relay hands them on as they come. With a delta and its base at hand, that is read instead of the bucket
-and decoded; where it leads to other bytes than were published, the bucket itself is read.
+process are filled chunk by chunk: for each stripe of the chunks relays on other hosts are asked, and at last the
+parameter server (sources.py), and this host's own relay hands them on as they come. With a delta and its base at hand,
+that is read instead of the bucket and decoded; where it leads to other bytes than were published, the bucket itself is
+read.
 
 Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; never more than
 ``weights.chunks_in_flight`` chunks are asked for at once; a connection that breaks, a relay that dies, or a parameter
@@ -86,7 +87,8 @@ async def fetch(
     if offer.transport == "shm":
         fetching = _Shared(offer.manifest, base, weights, who)
     else:
-        fetching = _Stream(offer.manifest, base, weights, who, sources=offer.sources, call=call, relay=relay)
+        ways = [offer.sources, *offer.more_sources]
+        fetching = _Stream(offer.manifest, base, weights, who, ways=ways, call=call, relay=relay)
     try:
         async with asyncio.timeout(weights.stage_deadline_s) as limit:
             await fetching.run()
@@ -207,11 +209,12 @@ class _Shared(_Fetching):
 class _Stream(_Fetching):
     """In chunks over the wire."""
 
-    def __init__(self, *arguments: Any, sources: Sequence[str], call: Call, relay: Relay | None) -> None:
+    def __init__(self, *arguments: Any, ways: Sequence[Sequence[str]], call: Call, relay: Relay | None) -> None:
         super().__init__(*arguments)
         self._call, self._relay = call, relay
         now = asyncio.get_running_loop().time()
-        self._sources = Sources(sources, deadline_s=self._weights.deadline_s, now=now)
+        self._sources = [Sources(way, deadline_s=self._weights.deadline_s, now=now) for way in ways]
+        """Of each stripe."""
         self._filling: dict[int, Segment] = {}
         self._limit: asyncio.Timeout
         self._last_failure = ""
@@ -221,7 +224,7 @@ class _Stream(_Fetching):
 
     @property
     def source(self) -> str:  # type: ignore[override]
-        return self._sources.present
+        return ", ".join(dict.fromkeys(sources.present for sources in self._sources))
 
     async def run(self) -> None:
         deadline_s = self._weights.deadline_s
@@ -239,11 +242,12 @@ class _Stream(_Fetching):
     async def _fetch(self, indices: list[int]) -> None:
         sizes = {i: self._deltas[i].size if i in self._deltas else self.buckets[i].size for i in indices}
         credit = self._weights.chunks_in_flight
-        plan = ChunkPlan(self.version, sizes, chunk_bytes=self._weights.chunk_bytes, credit=credit)
+        stripes = len(self._sources)
+        plan = ChunkPlan(self.version, sizes, chunk_bytes=self._weights.chunk_bytes, credit=credit, stripes=stripes)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(credit, plan.chunks)):
-                    tasks.create_task(self._work(plan, sizes))
+                for number in range(min(credit, plan.chunks)):
+                    tasks.create_task(self._work(plan, sizes, number % stripes))
             assert plan.done
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -256,19 +260,23 @@ class _Stream(_Fetching):
         while self._filling:
             self._filling.popitem()[1].discard()
 
-    async def _work(self, plan: ChunkPlan, sizes: dict[int, int]) -> None:
-        """One of those who ask. What fails here is asked for again here, so that nobody waits for another."""
-        while (piece := plan.take()) is not None:
+    async def _work(self, plan: ChunkPlan, sizes: dict[int, int], stripe: int) -> None:
+        """One of those who ask. What fails here is asked for again here, so that nobody waits for another.
+
+        Each stripe has some, so that one whose source is slow holds up no other, nor the hosts below in that.
+        """
+        while (piece := plan.take(stripe)) is not None:
             index, delta = piece.bucket, self._deltas.get(piece.bucket)
-            source = self.source
-            chunk = await self._ask(source, plan, piece, delta)
+            sources = self._sources[plan.stripe_of(piece)]
+            source = sources.present
+            chunk = await self._ask(sources, plan, piece, delta)
             if chunk is None:
                 continue
             if index not in self._filling:
                 self._filling[index] = Segment("asyncrl-weights", sizes[index])
             problem = await self.in_thread(_write, self._filling[index], piece, chunk)
             if problem:
-                self._leave(source, problem)
+                self._leave(sources, source, problem)
                 self._corrupt(plan, piece, problem)
             elif plan.accept(piece):
                 self.encoded_bytes += piece.size
@@ -276,31 +284,32 @@ class _Stream(_Fetching):
                     self._relay.arrived(self.version, piece, self._filling[index].fd, chunk.checksum)
                 if plan.whole(index):
                     await self._complete(index, delta)
-                self._came_on()
+                self._came_on(sources)
 
-    async def _ask(self, source: str, plan: ChunkPlan, piece: Piece, delta: Delta | None) -> Chunk | None:
+    async def _ask(self, sources: Sources, plan: ChunkPlan, piece: Piece, delta: Delta | None) -> Chunk | None:
         """The chunk, not yet verified; None if it is to be asked for again or no longer wanted."""
+        source = sources.present
         base = -1 if delta is None else delta.base
         request = FetchChunk(version=self.version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
         try:
-            chunk: Chunk = await self._call(source, request, self._sources.timeout_s)
+            chunk: Chunk = await self._call(source, request, sources.timeout_s)
             return chunk
         except ProtocolError as error:
-            self._leave(source, str(error))
+            self._leave(sources, source, str(error))
             self._corrupt(plan, piece, str(error))
             return None
         except (DeadlineExceeded, PeerRestarted) as error:
             lost: WireError = error
-            self._leave(source, str(error))
+            self._leave(sources, source, str(error))
         except RemoteError as error:
             if error.code == NotHere.code:
                 # The relay waits for it as well.
-                if self._sources.has_nothing(source, self._now()):
-                    self._tell_left(source, str(error))
+                if sources.has_nothing(source, self._now()):
+                    self._tell_left(sources, source, str(error))
                 plan.lost(piece)
                 return None
             if source != PARAMETER_SERVER:
-                self._leave(source, str(error))
+                self._leave(sources, source, str(error))
                 plan.lost(piece)
                 return None
             if error.code == VersionGone.code:
@@ -324,13 +333,13 @@ class _Stream(_Fetching):
         await asyncio.sleep(again_s)
         return None
 
-    def _leave(self, source: str, problem: str) -> None:
-        """A relay that fails is asked no more."""
-        if self._sources.failed(source, self._now()):
-            self._tell_left(source, problem)
+    def _leave(self, sources: Sources, source: str, problem: str) -> None:
+        """A relay that fails is asked no more for this stripe."""
+        if sources.failed(source, self._now()):
+            self._tell_left(sources, source, problem)
 
-    def _tell_left(self, source: str, problem: str) -> None:
-        self._log.warning("relay is left", version=self.version, relay=source, next=self.source, error=problem)
+    def _tell_left(self, sources: Sources, source: str, problem: str) -> None:
+        self._log.warning("relay is left", version=self.version, relay=source, next=sources.present, error=problem)
 
     @staticmethod
     def _now() -> float:
@@ -347,9 +356,9 @@ class _Stream(_Fetching):
         )
         plan.corrupt(piece, problem)
 
-    def _came_on(self) -> None:
+    def _came_on(self, sources: Sources) -> None:
         self._last_failure, self._failures = "", 0
-        self._sources.came(self._now())
+        sources.came(self._now())
         if not self._limit.expired():
             self._limit.reschedule(self._now() + self._weights.deadline_s)
 

@@ -1,4 +1,6 @@
-"""Whom a fetch asks for chunks: the relays that it was named, nearest first, and in the end the parameter server. Pure.
+"""Whom a fetch asks for the chunks of a stripe: the relays that it was named, nearest first, then the parameter server.
+
+Pure.
 
 A relay is left for good, for the next one, when it fails in any way: it is dead or started anew, has let the version
 go, or sent bytes that are not what it says; and when it lives, but has nothing new for so long that something above it

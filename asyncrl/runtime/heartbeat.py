@@ -29,24 +29,25 @@ from asyncrl.wire.pieces import cut
 from asyncrl.wire.zeromq import find_half_open
 
 
-class HeartbeatThread:
-    """Beats until stopped."""
+class Heartbeats:
+    """Those of one actor. All methods are called by one thread."""
 
     def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self._actor = actor
         self._loop = loop
         self._interval = actor.config.supervision.heartbeat_s
         self._address = address
-        self._stop = threading.Event()
-        self._last_s = 0.0
-        """Longest that the last beat may take to leave the socket; there is none with 0."""
+        self._beats = 0
+        self._cpu_s = 0.0
+        """What it took to tell, the last time excepted."""
+        self._context: zmq.Context[Any]
+        self._socket: Any
         self._loop_seen = time.monotonic()
         self._stacks_asked = 0
         self._said: Heartbeat | None = None
         """Last."""
         self._is_well = True
         """Whether all that there is to say could be gathered so far."""
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         context = actor.context
         self._endpoint = Endpoint(
             name=context.name,
@@ -59,22 +60,10 @@ class HeartbeatThread:
             spawn=_no_task,
         )
 
-    def start(self) -> None:
-        """Begin to beat."""
-        self._thread.start()
-
-    def stop(self, last_s: float = 0.0) -> None:
-        """End; the actor's socket to the controller is closed when this returns.
-
-        With ``last_s`` it beats once more, which may take so long where the controller is away.
-        """
-        self._last_s = last_s
-        self._stop.set()
-        self._thread.join(timeout=5.0)
-
-    def _run(self) -> None:
-        context: zmq.Context[Any] = zmq.Context()
-        socket = context.socket(zmq.DEALER)
+    def open(self) -> None:
+        """Connect and say HELLO."""
+        self._context = zmq.Context()
+        socket = self._socket = self._context.socket(zmq.DEALER)
         socket.sndhwm = 16
         find_half_open(socket)
         name, incarnation = self._endpoint.name, self._endpoint.incarnation
@@ -85,28 +74,34 @@ class HeartbeatThread:
             socket.curve_secretkey = credentials.secret_key
             socket.curve_serverkey = credentials.peers[CONTROLLER][0].encode()
         socket.connect(self._address)
-        beat = 0
-        try:
-            self._send(socket, self._endpoint.hello(1))
-            while not self._stop.wait(self._interval):
-                beat += 1
-                self._beat(socket, beat)
-                self._listen(socket)
-                self._write_stacks()
-            if self._last_s:
-                self._beat(socket, beat + 1)
-        finally:
-            context.destroy(linger=int(1000 * self._last_s))
+        self._send(self._endpoint.hello(1))
 
-    def _beat(self, socket: Any, beat: int) -> None:
+    def beat(self) -> None:
+        """Tell how the actor is, and take in what has come since."""
+        self.tell()
+        self._listen()
+        self._write_stacks()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Disconnect; what was told may take so long to leave."""
+        self._context.destroy(linger=int(1000 * linger_s))
+
+    def tell(self) -> None:
+        """Tell how the actor is."""
+        began = time.thread_time()
+        self._tell()
+        self._cpu_s += time.thread_time() - began
+
+    def _tell(self) -> None:
+        self._beats += 1
         self._endpoint.param_version = self._actor.param_version
-        self._said = self._gather(beat)
+        self._said = self._gather(self._beats)
         if self._said is None:
             return
         message = self._actor.telling.trim(self._said)
         header = self._endpoint.header(Kind.CAST, type(message).__name__)
         frames = [header, *self._endpoint.codec.encode(message)]
-        if not self._send(socket, frames):
+        if not self._send(frames):
             self._actor.telling.forget()
         self._count(sum(map(len, frames)))
 
@@ -126,7 +121,7 @@ class HeartbeatThread:
         counters.add("heartbeats/sent_bytes", size)
         counters["heartbeats/largest_bytes"] = max(size, counters.get("heartbeats/largest_bytes", 0))
         counters["facts/late"] = self._actor.telling.late
-        counters["facts/cpu_s"] = time.thread_time()
+        counters["facts/cpu_s"] = self._cpu_s
 
     def _loop_lag(self) -> float:
         """Seconds that the event loop has not come round, beyond the beat itself."""
@@ -150,10 +145,10 @@ class HeartbeatThread:
                 text = f"{stacks.TASKS_BEGIN} {error}\n{stacks.TASKS_END}\n"
             write_text(text)
 
-    def _listen(self, socket: Any) -> None:
+    def _listen(self) -> None:
         while True:
             try:
-                header = decode_header(socket.recv_multipart(zmq.NOBLOCK)[0])
+                header = decode_header(self._socket.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return
             except ProtocolError:
@@ -161,15 +156,50 @@ class HeartbeatThread:
             if header.kind == Kind.ERROR:
                 # A controller that does not know this one has not heard any of it.
                 self._actor.telling.forget()
-                self._send(socket, self._endpoint.hello(1))
+                self._send(self._endpoint.hello(1))
 
-    def _send(self, socket: Any, frames: list[Any]) -> bool:
+    def _send(self, frames: list[Any]) -> bool:
         try:
-            socket.send_multipart(cut(frames) if self._endpoint.credentials.curve else frames, zmq.NOBLOCK)
+            self._socket.send_multipart(cut(frames) if self._endpoint.credentials.curve else frames, zmq.NOBLOCK)
         except zmq.Again:
             # The controller is away; the next beat says the same and more.
             return False
         return True
+
+
+class HeartbeatThread:
+    """Beats until stopped."""
+
+    def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._beats = Heartbeats(actor, address, loop)
+        self._interval = actor.config.supervision.heartbeat_s
+        self._stop = threading.Event()
+        self._last_s = 0.0
+        """Longest that the last beat may take to leave the socket; there is none with 0."""
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def stop(self, last_s: float = 0.0) -> None:
+        """End; the actor's socket to the controller is closed when this returns.
+
+        With ``last_s`` it beats once more, which may take so long where the controller is away.
+        """
+        self._last_s = last_s
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        self._beats.open()
+        try:
+            while not self._stop.wait(self._interval):
+                self._beats.beat()
+            if self._last_s:
+                self._beats.tell()
+        finally:
+            self._beats.close(self._last_s)
 
 
 async def _nobody(_name: str, _above: int) -> None:

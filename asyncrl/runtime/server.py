@@ -118,6 +118,8 @@ class CallServer:
         self._on_replaced = on_replaced
         self._handlers = handlers_of(owner)
         self._sessions: dict[bytes, _Session] = {}
+        self._by_name: dict[str, dict[bytes, _Session]] = {}
+        """The same by the name of the caller: a HELLO looks at its own alone."""
         self._newest: dict[str, int] = {}
         self._fenced: dict[str, int] = {}
         """Incarnations up to these are dead."""
@@ -141,7 +143,7 @@ class CallServer:
     def fence(self, name: str, incarnation: int) -> None:
         """This incarnation and all older ones are dead: nothing more is heard of them."""
         self._fenced[name] = max(incarnation, self._fenced.get(name, 0))
-        for session in [s for s in self._sessions.values() if s.name == name and s.incarnation <= incarnation]:
+        for session in [s for s in self._by_name.get(name, {}).values() if s.incarnation <= incarnation]:
             self._drop(session)
 
     def close(self) -> None:
@@ -225,9 +227,8 @@ class CallServer:
         if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
             if known is not None:
                 self._drop(known)
-            self._sessions[routing_id] = _Session(
-                routing_id, hello.name, hello.incarnation, hello.max_message_bytes, self._loop.time()
-            )
+            session = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes, self._loop.time())
+            self._sessions[routing_id] = self._by_name.setdefault(hello.name, {})[routing_id] = session
         welcome = Welcome(
             run_id=ours.run_id,
             name=self._endpoint.name,
@@ -257,10 +258,12 @@ class CallServer:
         return bool(unused)
 
     def _others_of(self, name: str, but: bytes) -> list[_Session]:
-        return [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
+        return [s for s in self._by_name.get(name, {}).values() if s.routing_id != but]
 
     def _drop(self, session: _Session) -> None:
-        del self._sessions[session.routing_id]
+        del self._sessions[session.routing_id], self._by_name[session.name][session.routing_id]
+        if not self._by_name[session.name]:
+            del self._by_name[session.name]
         for id in list(session.running):
             self._cancel(session, id)
 

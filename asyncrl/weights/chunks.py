@@ -4,6 +4,9 @@
        ▲                  │
        └── lost, corrupt ─┘
 
+The chunks are dealt out into stripes in turn; whoever takes one says of which stripe, and is given one of another when
+that has none left.
+
 Invariants: never more than ``credit`` chunks are in flight; each chunk is accepted once; whatever the order of
 arrivals and failures, all that was not dropped is arrived in the end, as long as each chunk comes intact before it
 was corrupt ATTEMPTS times in a row. What was lost with its connection may be asked for again without end: the caller
@@ -36,29 +39,40 @@ class Piece:
 class ChunkPlan:
     """One fetch. ``sizes`` maps bucket indices to the bytes to be fetched of each: its own, or its delta's."""
 
-    def __init__(self, version: int, sizes: Mapping[int, int], *, chunk_bytes: int, credit: int) -> None:
+    def __init__(
+        self, version: int, sizes: Mapping[int, int], *, chunk_bytes: int, credit: int, stripes: int = 1
+    ) -> None:
         self._version = version
         self._credit = credit
-        self._waiting = deque(
+        pieces = (
             Piece(bucket, offset, min(chunk_bytes, size - offset))
             for bucket, size in sizes.items()
             for offset in range(0, size, chunk_bytes)
         )
+        self._stripes = {piece: number % stripes for number, piece in enumerate(pieces)}
+        self._waiting: list[deque[Piece]] = [deque() for _ in range(stripes)]
+        for piece, stripe in self._stripes.items():
+            self._waiting[stripe].append(piece)
         self._in_flight: set[Piece] = set()
         self._corrupt: dict[Piece, int] = {}
         """How often in a row."""
         self._missing = dict(sizes)
         """Bytes of each bucket that have not arrived."""
-        self.chunks = len(self._waiting)
+        self.chunks = len(self._stripes)
         self.bytes_done = 0
 
-    def take(self) -> Piece | None:
+    def take(self, stripe: int = 0) -> Piece | None:
         """The next chunk to ask for, in flight from here on; None while there is none or no credit for it."""
-        if not self._waiting or len(self._in_flight) >= self._credit:
+        waiting = self._waiting[stripe] or max(self._waiting, key=len)
+        if not waiting or len(self._in_flight) >= self._credit:
             return None
-        piece = self._waiting.popleft()
+        piece = waiting.popleft()
         self._in_flight.add(piece)
         return piece
+
+    def stripe_of(self, piece: Piece) -> int:
+        """The stripe of a chunk of this plan."""
+        return self._stripes[piece]
 
     def accept(self, piece: Piece) -> bool:
         """It is here, intact. False if nobody waits for it any more."""
@@ -73,7 +87,7 @@ class ChunkPlan:
         """Its call has failed; it is the next to be asked for again."""
         if piece in self._in_flight:
             self._in_flight.remove(piece)
-            self._waiting.appendleft(piece)
+            self._waiting[self._stripes[piece]].appendleft(piece)
 
     def corrupt(self, piece: Piece, what: str) -> None:
         """It came, but is not what was sent. Raises WeightsCorrupt when that has happened too often."""
@@ -90,7 +104,7 @@ class ChunkPlan:
 
     def drop(self, bucket: int) -> None:
         """What is still missing of this bucket is no longer wanted."""
-        self._waiting = deque(piece for piece in self._waiting if piece.bucket != bucket)
+        self._waiting = [deque(piece for piece in waiting if piece.bucket != bucket) for waiting in self._waiting]
         self._in_flight = {piece for piece in self._in_flight if piece.bucket != bucket}
         self._missing.pop(bucket, None)
 
@@ -101,4 +115,4 @@ class ChunkPlan:
     @property
     def done(self) -> bool:
         """Whether everything that is wanted has arrived."""
-        return not self._waiting and not self._in_flight
+        return not any(self._waiting) and not self._in_flight

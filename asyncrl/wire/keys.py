@@ -193,5 +193,9 @@ class Doorkeeper(ThreadAuthenticator):
 
 def _write(path: Path, value: object) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(value, file)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(value, file)
+    except OSError as error:
+        # A write does not say which file it was.
+        raise OSError(error.errno, error.strerror, str(path)) from error

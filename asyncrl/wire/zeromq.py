@@ -26,7 +26,11 @@ from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 
 HIGH_WATER_MARK = 16384
 COPY_BELOW_BYTES = 65536
-BATCH = 512
+MOST_SOCKETS = 1 << 14
+"""Of one actor. A connection takes three, with those that watch it; ZeroMQ's own 1,023 end at 341 peers with an error
+that reads as if descriptors were lacking. Each that could be there takes four bytes."""
+BATCH = 64
+"""Messages that are read in one turn of the loop: a thousand heartbeats at once are not to hold up everything else."""
 SEND_BATCH = 32
 """Messages that may wait for the next turn of the loop before they are handed to ZeroMQ."""
 HEARTBEAT_MS = 5000
@@ -49,6 +53,7 @@ class ZmqTransport:
 
     def __init__(self, credentials: Credentials, *, max_message_bytes: int) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._credentials = credentials
         self._peers: Mapping[str, list[str]] = credentials.peers
         self._max_message_bytes = max_message_bytes

@@ -21,6 +21,7 @@ def test_the_commands():
     assert parser().parse_args(["learner", "--vs", "trl"]).vs == "trl"
     assert parser().parse_args(["rollout", "--pairs", "3"]).pairs == 3
     assert parser().parse_args(["overlap", "--steps", "5", "--json"]).steps == 5
+    assert parser().parse_args(["sharing"]).pairs == 20
     chosen = parser().parse_args(["planning", "--pairs", "2"])
     assert (chosen.pairs, chosen.steps) == (2, 5)
 

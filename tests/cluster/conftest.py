@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.netns import Cluster, why_not
 from cluster.slurm import NODES, Slurm, why_no_slurm
+
+from tools.cluster.netns import Cluster, why_not
 
 LONGEST = (
     "test_strangers_long",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.netns import REPOSITORY, Cluster, Host, wait_until
+from tools.cluster.netns import REPOSITORY, Cluster, Host, wait_until
 
 WAIT_S = 120.0
 SECRET = "whisper these very words to nobody"

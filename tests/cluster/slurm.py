@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.netns import Cluster, Host, wait_until
+from tools.cluster.netns import Cluster, Host, wait_until
 
 NODES = ("n1", "n2")
 CONFIG = "/run/slurm/slurm.conf"

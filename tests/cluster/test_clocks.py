@@ -7,9 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster.netns import wait_until
 from cluster.test_host_lost import launched as launched
-from wall_clocks import WallClocks
+
+from tools.cluster.netns import wait_until
+from tools.wall_clocks import WallClocks
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from cluster.netns import REPOSITORY
 from model_files import write_model
+
+from tools.cluster.netns import REPOSITORY
 
 ANSWER_S = 120
 PORTS = "5000-5100"

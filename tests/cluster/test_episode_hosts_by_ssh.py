@@ -4,8 +4,9 @@ import os
 import signal
 
 from cluster.launches import Launch, process
-from cluster.netns import wait_until
 from cluster.test_join_leave import Run
+
+from tools.cluster.netns import wait_until
 
 FLAGS = (
     "--rollout.replicas=1",

@@ -6,14 +6,15 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.netns import Cluster, wait_until
 
 from asyncrl.runtime.address_file import ADDRESS_FILE
 from tools.chaos.audit import Expected, audit, read_lines
+from tools.cluster.netns import Cluster, wait_until
 
 GROUPS = 4
 CUT_S = 30.0
@@ -69,6 +70,7 @@ class Launched:
         steps: int,
         ranks: int = 1,
         transport: str = "auto",
+        flags: Sequence[str] = (),
         **supervision: float,
     ):
         self.cluster, self.folder, self.steps = cluster, folder, steps
@@ -76,7 +78,7 @@ class Launched:
         write_config(folder / "config.toml", steps, ranks, transport, **supervision)
         (folder / "hosts").write_text("head\na\nb\nc\n")
         argv = [sys.executable, "-m", "asyncrl.cli.launch", str(folder / "config.toml")]
-        argv += ["--hosts", str(folder / "hosts"), "--ssh-args", f"-F {cluster.ssh_config}"]
+        argv += ["--hosts", str(folder / "hosts"), "--ssh-args", f"-F {cluster.ssh_config}", *flags]
         self.out = folder / "out.txt"
         with self.out.open("wb") as out:
             self.process = cluster.head.popen(argv, cwd=str(folder), stdout=out, stderr=subprocess.STDOUT)
@@ -105,6 +107,11 @@ class Launched:
     def wait_for(self, event: str, times: int = 1) -> None:
         """Until the controller has said so, so many times."""
         wait_until(lambda: self.said("controller-0").count(f'"event": "{event}"') >= times, event)
+
+    def addresses(self, actor: str) -> list[str]:
+        """Those of its incarnations, as the controller has heard of them; before it has one, an actor tells none."""
+        lines = [json.loads(line) for line in self.said("controller-0").splitlines() if '"registered"' in line]
+        return [line["address"] for line in lines if line["actor"] == actor and line["address"]]
 
     def versions_served(self) -> dict[str, int]:
         """The newest weights that each replica has taken over and resumed with, by its own report."""

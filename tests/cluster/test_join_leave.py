@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from cluster.launches import WAIT_S, Command, Launch, left, process
-from cluster.netns import Cluster, wait_until
 from recordings import read_recording
 from trace_files import generation, load
 
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.story import explain
 from tools.chaos.audit import Expected, audit
+from tools.cluster.netns import Cluster, wait_until
 
 GROUPS = 4
 BROKEN = """

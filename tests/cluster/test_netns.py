@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster.capture import conversations
-from cluster.netns import HERE, Cluster, remove_abandoned, wait_until, why_not
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tools.cluster.capture import conversations
+from tools.cluster.netns import HERE, REPOSITORY, Cluster, remove_abandoned, wait_until, why_not
 
 ECHO = """
 import socket, sys
@@ -209,8 +210,8 @@ def test_a_host_without_power_says_nothing_and_boots_empty(cluster):
 
 MAKE_AND_DIE = f"""
 import os, signal, sys
-sys.path[:0] = [{str(HERE.parent)!r}]
-from cluster.netns import Cluster
+sys.path[:0] = [{str(REPOSITORY)!r}]
+from tools.cluster.netns import Cluster
 cluster = Cluster(["a", "b"])
 cluster.ssh("a", "nohup setsid sleep 1000 >/dev/null 2>&1 &")
 cluster["b"].popen(["sleep", "2000"])
@@ -258,10 +259,14 @@ def test_a_living_cluster_is_not_taken_for_an_abandoned_one(cluster):
     assert cluster.ssh("a", "hostname").stdout == "a\n"
 
 
-def test_it_says_why_it_cannot_be(monkeypatch):
+def test_it_says_why_it_cannot_be(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert why_not() == "making namespaces needs root"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("tools.cluster.netns.SETGROUPS", tmp_path / "setgroups")
+    (tmp_path / "setgroups").write_text("deny\n")
+    assert why_not() == "sshd needs the root of more than one user"
+    (tmp_path / "setgroups").write_text("allow\n")
     monkeypatch.setattr("shutil.which", lambda tool, path=None: None if tool in ("ip", "sshd") else tool)
     assert "not installed: ip, sshd" in (why_not() or "")
 

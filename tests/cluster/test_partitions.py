@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cluster.netns import wait_until
 from cluster.test_host_lost import launched
+
+from tools.cluster.netns import wait_until
 
 __all__ = ["launched"]
 

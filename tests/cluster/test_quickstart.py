@@ -11,10 +11,10 @@ from itertools import islice
 import numpy as np
 import pytest
 from cluster.launches import Launch
-from cluster.netns import REPOSITORY, Cluster, wait_until
 
 from asyncrl.monitor.metrics_file import read_metrics
 from tools.chaos.audit import read_lines
+from tools.cluster.netns import REPOSITORY, Cluster, wait_until
 from tools.quickstart.assets import draw_splits
 from tools.quickstart.model import make_model, make_tokenizer, save
 from tools.quickstart.settings import Settings

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cluster.netns import wait_until
 from cluster.slurm import NODES
+
+from tools.cluster.netns import wait_until
 
 TWO_NODES = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --output=two.txt

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from cluster.launches import CONFIG
-from cluster.netns import REPOSITORY, wait_until
 from cluster.slurm import NODES, Slurm
 
 from asyncrl.monitor.metrics_file import read_metrics
 from tools.chaos.audit import Expected, audit
+from tools.cluster.netns import REPOSITORY, wait_until
 
 SCRIPT = REPOSITORY / "launch" / "slurm" / "train.sbatch"
 PYTHON = f"{sys.executable} -m asyncrl.cli.launch"

@@ -170,7 +170,7 @@ def test_a_successor_of_the_controller_knows_who_has_joined(tmp_path):
         await cluster.die()
         await cluster.start(8)
         assert await cluster.caller().call(WatchMembers()) == before
-        told = await cluster.caller().call(WatchRun())
+        told = await cluster.caller().call(WatchRun(seen_line=0))
         assert found.rollouters[0] in told.waiting_for
         assert told.members == before.number
         assert json.loads((tmp_path / "private" / "members.json").read_text())["serving"] == found.rollouters

@@ -196,10 +196,10 @@ def test_a_parked_call_is_answered_before_half_of_its_deadline(tmp_path):
 def test_watchers_see_the_start(tmp_path):
     async def scenario(cluster):
         watcher = cluster.caller()
-        state = await watcher.call(WatchRun())
+        state = await watcher.call(WatchRun(seen_line=0))
         assert (state.phase, state.waiting_for) == ("starting", sorted(OTHERS))
         for name in OTHERS:
-            call = watcher.call(WatchRun(seen=state.number))
+            call = watcher.call(WatchRun(seen=state.number, seen_line=state.last_line))
             assert await is_parked(call)
             await cluster.register(name)
             state = await call
@@ -557,7 +557,7 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             after = states[states.index("successor") + 1 :]
             assert all(number > last for number, _ in after)
             # It is not yet asked to make way, and is not told twice when it is.
-            assert cluster.controller._state(0).phase == "starting"
+            assert cluster.controller._state().phase == "starting"
             await launcher.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
             assert actor.times == 1
@@ -599,7 +599,7 @@ def test_a_successor_condemns_nobody_before_it_has_listened(tmp_path):
             tasks.create_task(beats(cluster.caller("rollouter/0"), until=over))
             for _ in range(10):
                 await asyncio.sleep(0.05)
-                assert cluster.controller._state(0).condemned == []
+                assert cluster.controller._state().condemned == []
             over.set()
 
     tree = CONFIG.model_dump() | {"supervision": {"heartbeat_s": 0.05, "silence_s": 0.4}}

@@ -72,7 +72,7 @@ class World:
 
     def silent(self, silence_s):
         found = [actor for actor in self.registry.silent(self.now, silence_s) if actor.name in ACTORS]
-        return [a.name for a in found if not self.hosts.in_doubt(a.name, self.registry, self.now)]
+        return [a.name for a in found if a.name not in self.hosts.in_doubt(self.registry, self.now)]
 
 
 def test_a_host_that_falls_silent_is_lost_and_what_was_on_it_is_dead():

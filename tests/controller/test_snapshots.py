@@ -296,7 +296,7 @@ def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_steps(t
         assert len(seen.updates) == UPDATE_LINES and seen.updates[-1]["replica"] == f"rollouter/{UPDATE_LINES + 4}"
         assert [line.get("eval/held/mean", line.get("eval/other/mean")) for line in seen.evals] == [0.2, 0.5]
         assert seen.run.step == 3
-        assert {line["kind"] for line in cluster.controller._state(0).lines} == {"eval", "train"}
+        assert {line["kind"] for line in cluster.controller._state_and_lines(0).lines} == {"eval", "train"}
 
     run(tmp_path, scenario)
 

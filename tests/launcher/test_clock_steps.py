@@ -7,7 +7,8 @@ import time
 
 import pytest
 from launched import Launched, wait_until
-from wall_clocks import LOOK_S, WallClocks
+
+from tools.wall_clocks import LOOK_S, WallClocks
 
 BACK_S = 7200.0
 

@@ -16,6 +16,7 @@ from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
 from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
 
 VOCABULARY = 48
@@ -64,6 +65,15 @@ def make_config(model: Path | None = None, *, ranks: int = 1, budget: int = 64, 
         weights=WeightsConfig(bucket_bytes=bucket_bytes),
         learner=LearnerConfig(ranks=ranks, tokens_per_microbatch=budget, **(defaults | learner)),
     )
+
+
+def context_of(batch: MicroBatch, position: int) -> list[int]:
+    """The tokens of a sequence up to one at ``position`` of its row, from the first on."""
+    ends = np.cumsum(batch.lengths)
+    piece = int(np.searchsorted(ends, position, side="right"))
+    own = batch.input_ids[ends[piece] - batch.lengths[piece] : position + 1].tolist()
+    before = int(batch.prefixes[piece])
+    return own if before < 0 else batch.input_ids[ends[before] - batch.lengths[before] : ends[before]].tolist() + own
 
 
 def only(plan: StepPlan) -> UpdatePlan:

@@ -11,7 +11,7 @@ import pytest
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import make_config, make_group, make_sequence, make_trajectory, only, random_groups
+from learner_cases import context_of, make_config, make_group, make_sequence, make_trajectory, only, random_groups
 
 from asyncrl.config.training import LearnerConfig, StalenessConfig
 from asyncrl.errors import ConfigError
@@ -55,23 +55,22 @@ def test_a_micro_batch_predicts_each_loss_token_from_the_position_before_it() ->
     world_size=st.integers(1, 3),
     budget=st.integers(1, 200),
     packed=st.booleans(),
+    shared=st.booleans(),
     aggregation=st.sampled_from(["token", "sequence", "constant"]),
 )
 @settings(max_examples=50, deadline=None)
-def test_the_step_does_not_depend_on_how_it_is_cut(seed, world_size, budget, packed, aggregation) -> None:
+def test_the_step_does_not_depend_on_how_it_is_cut(seed, world_size, budget, packed, shared, aggregation) -> None:
     """Each loss token appears once, with the same weight, advantage and behaviour, whatever the cut."""
     groups = random_groups(seed, 4)
 
-    def tokens(config, world_size, packed):
-        plan = build_step(groups, version=2, config=config, world_size=world_size, packed=packed)
+    def tokens(config, world_size, packed, shared=False):
+        plan = build_step(groups, version=2, config=config, world_size=world_size, packed=packed, shared=shared)
         found = []
         for batch in (batch for rank in only(plan).ranks for batch in rank):
-            ends = np.cumsum(batch.lengths)
-            member = np.searchsorted(ends, batch.predict, side="right")
-            inside = batch.predict - (ends - batch.lengths)[member]
+            member = batch.segments
             rows = zip(
                 batch.sequences[member].tolist(),
-                inside.tolist(),
+                [context_of(batch, position) for position in batch.predict.tolist()],
                 batch.targets.tolist(),
                 batch.behaviour.tolist(),
                 batch.advantages.tolist(),
@@ -83,7 +82,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(seed, world_size, budget, pac
         return sorted(found), only(plan).denominator
 
     base = tokens(make_config(budget=10_000, aggregation=aggregation), 1, True)
-    assert tokens(make_config(budget=budget, aggregation=aggregation), world_size, packed) == base
+    assert tokens(make_config(budget=budget, aggregation=aggregation), world_size, packed, shared) == base
     count = sum(sampled_tokens(t) for g in groups for t in g.trajectories)
     assert len(base[0]) == count
     assert base[1] == {"token": count, "sequence": 12, "constant": 12 * 32}[aggregation]
@@ -353,14 +352,11 @@ def _brute_force(group: Group, answers: list[list[dict[str, Any]]], config: Any,
 
 def _computed(plan: Any) -> Iterator[tuple]:
     for batch in (batch for update in plan.updates for rank in update.ranks for batch in rank):
-        ends = np.cumsum(batch.lengths)
-        for i, position in enumerate(batch.predict):
-            member = int(np.searchsorted(ends, position, side="right"))
-            if batch.sequences[member] < 0:
+        for i, position in enumerate(batch.predict.tolist()):
+            if batch.sequences[batch.segments[i]] < 0:
                 continue
-            context = batch.input_ids[ends[member] - batch.lengths[member] : position + 1]
             rest = (batch.targets, batch.behaviour, batch.staleness, batch.advantages, batch.weights)
-            yield (tuple(context.tolist()), *(column[i].item() for column in rest))
+            yield (tuple(context_of(batch, position)), *(column[i].item() for column in rest))
 
 
 @given(
@@ -370,11 +366,12 @@ def _computed(plan: Any) -> Iterator[tuple]:
     truncated=st.sampled_from(["score", "mask"]),
     late=st.sampled_from(["train", "mask"]),
     packed=st.booleans(),
+    shared=st.booleans(),
     world_size=st.integers(1, 2),
 )
 @settings(max_examples=150, deadline=None)
 def test_what_is_trained_is_what_a_loop_over_the_answers_would_train(
-    data, advantage, aggregation, truncated, late, packed, world_size
+    data, advantage, aggregation, truncated, late, packed, shared, world_size
 ) -> None:
     """Each answer once, in its own context, with its own advantage, however many sequences repeat it."""
     prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
@@ -382,7 +379,7 @@ def test_what_is_trained_is_what_a_loop_over_the_answers_would_train(
     group = make_group(0, prompt, [trajectory for trajectory, _ in made])
     config = make_config(advantage=advantage, aggregation=aggregation, truncated=truncated, budget=12)
     config = config.model_copy(update={"staleness": StalenessConfig(max=2, late=late)})
-    plan = build_step([group], version=4, config=config, world_size=world_size, packed=packed)
+    plan = build_step([group], version=4, config=config, world_size=world_size, packed=packed, shared=shared)
     expected = sorted(_brute_force(group, [answers for _, answers in made], config, 4))
     found = sorted(_computed(plan))
     assert [row[:4] for row in found] == [row[:4] for row in expected]

@@ -70,30 +70,39 @@ def _row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
     return make_row(ids, lengths, np.arange(len(ids)), ids, CPU)
 
 
-@pytest.mark.parametrize(("attention", "most"), [("packed", 12), ("varlen", 4)])
+def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
+    """The same with a beginning that all have."""
+    lengths = [5, *random.integers(2, 12, sequences)]
+    ids = random.integers(0, policy.model.config.vocab_size, sum(lengths))
+    return make_row(ids, lengths, np.arange(len(ids)), ids, CPU, prefixes=[-1, *[0] * sequences])
+
+
+@pytest.mark.parametrize(("attention", "most"), [("packed", 16), ("varlen", 8)])
 @pytest.mark.parametrize("counts", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
     counts: int, attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
-    # Its two layers attend in different ways: a graph each, with a gradient and without. Attention sequence by sequence
-    # breaks them, and dynamo knows sizes of one and of several.
+    # Its two layers attend in different ways: a graph each, with a gradient and without, of whole sequences and of
+    # shared beginnings. Attention sequence by sequence breaks them, and dynamo knows sizes of one and of several.
     policy = _load(save_family(tmp_path / "model", make_family("Gemma3", tied=True)), attention)
     graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
 
-    def score(sequences: int) -> None:
-        row = _row(random, sequences, policy)
+    def score(sequences: int, make: Any = _row) -> None:
+        row = make(random, sequences, policy)
         if sequences < 4 or sequences % 10 == 0:
             with torch.no_grad():
                 policy.score(row, 1.0)
         policy.score(row, 1.0)[0].sum().backward()
 
-    score(1)
-    score(3)
+    for sequences in (1, 3):
+        score(sequences)
+        score(sequences, _shared_row)
     known = len(graphs)
     assert 0 < known <= most
     assert torch._dynamo.config.recompile_limit < counts, "dynamo would allow a graph for each count"
     for sequences in random.permutation(np.arange(2, counts + 2)):
         score(int(sequences))
+        score(int(sequences), _shared_row)
     assert len(graphs) == known
 
 

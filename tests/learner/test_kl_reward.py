@@ -105,15 +105,21 @@ def test_a_reference_that_is_not_finite_names_the_group() -> None:
         kl_penalties([_played()], broken, KLConfig(coefficient=1.0, place="reward"), step=7)
 
 
-@given(seed=st.integers(0, 30), world_size=st.integers(1, 3), budget=st.integers(1, 80), packed=st.booleans())
+@given(
+    seed=st.integers(0, 30),
+    world_size=st.integers(1, 3),
+    budget=st.integers(1, 80),
+    packed=st.booleans(),
+    shared=st.booleans(),
+)
 @settings(max_examples=40, deadline=None)
 def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut(
-    seed, world_size, budget, packed
+    seed, world_size, budget, packed, shared
 ) -> None:
     """Values that name the token that is predicted, and the one before it."""
     config = make_config(budget=budget)
     groups = random_groups(seed, 3)
-    plan = build_scoring(groups, config=config, world_size=world_size, packed=packed)
+    plan = build_scoring(groups, config=config, world_size=world_size, packed=packed, shared=shared)
     assert len({len(rank) for rank in plan.ranks}) == 1
     values = [
         np.concatenate([1000.0 * batch.input_ids[batch.predict] + batch.targets for batch in rank])
@@ -148,8 +154,7 @@ def _plan_and_train(backend, config) -> tuple[list[tuple[int, float]], dict[str,
     (update,) = plan.updates
     found = []
     for batch in (batch for rank in update.ranks for batch in rank):
-        member = np.searchsorted(np.cumsum(batch.lengths), batch.predict, side="right")
-        sequences = batch.sequences[member]
+        sequences = batch.sequences[batch.segments]
         found += [(int(i), float(a)) for i, a in zip(sequences, batch.advantages, strict=True) if i >= 0]
     return sorted(found, key=lambda pair: pair[0]), plan.metrics | backend.train(plan)
 

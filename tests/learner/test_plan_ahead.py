@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, build_step
+from asyncrl.learner.algorithm.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue

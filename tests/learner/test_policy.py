@@ -105,7 +105,7 @@ def test_log_probs_of_a_large_vocabulary() -> None:
 
 def test_the_check_takes_the_fastest_way_that_is_right(loaded) -> None:
     choice = choose_scoring(loaded, LearnerConfig(), seed=0)
-    assert choice.scoring == Scoring(packed=True, attention="packed", chunked=True)
+    assert choice.scoring == Scoring(packed=True, attention="packed", chunked=True, shared=True)
     assert (choice.packed, choice.single) == (["packed", "loaded", "plain"], "loaded")
     alone = choose_scoring(loaded, LearnerConfig(packing="off"), seed=0)
     assert alone.scoring == Scoring(packed=False, attention="loaded", chunked=True)
@@ -158,7 +158,7 @@ def test_the_check_sees_a_model_that_scales_its_logits(loaded, monkeypatch) -> N
 
     monkeypatch.setattr(loaded.model, "forward", scaled)
     scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
-    assert scoring == Scoring(True, "packed", False, scoring.warnings)
+    assert scoring == Scoring(True, "packed", False, scoring.warnings, shared=True)
     assert "whole logits" in scoring.warnings[0]
 
 

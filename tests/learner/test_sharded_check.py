@@ -100,10 +100,11 @@ def _leak(monkeypatch: pytest.MonkeyPatch, *, beyond: int) -> None:
     """Rows of more than ``beyond`` tokens are taken for one long sequence."""
     forward = Policy.forward
 
-    def leaking(self: Policy, input_ids: Any, position_ids: Any, lengths: Any, *rest: Any) -> Any:
+    def leaking(self: Policy, input_ids: Any, position_ids: Any, lengths: Any, seen: Any, *rest: Any) -> Any:
         if position_ids.shape[1] > beyond:
-            lengths, position_ids = (position_ids.shape[1],), torch.arange(position_ids.shape[1])[None]
-        return forward(self, input_ids, position_ids, lengths, *rest)
+            lengths = seen = (position_ids.shape[1],)
+            position_ids = torch.arange(position_ids.shape[1])[None]
+        return forward(self, input_ids, position_ids, lengths, seen, *rest)
 
     monkeypatch.setattr(Policy, "forward", leaking)
 

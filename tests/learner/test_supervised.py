@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import VOCABULARY, make_config, random_groups, save_small_model
+from learner_cases import VOCABULARY, context_of, make_config, random_groups, save_small_model
 from segment_reading import read_manifest
 
 from asyncrl.config.sft import SftConfig
@@ -74,11 +74,10 @@ def test_a_plan_has_each_token_with_a_loss_once_under_its_own_denominator(folder
     assert len({len(rank) for rank in term.ranks}) == 1 and len(batches) > 2
     pairs = []
     for batch in batches:
-        starts = np.cumsum(batch.lengths) - batch.lengths
-        for place, target, weight in zip(batch.predict, batch.targets, batch.weights, strict=True):
-            at = int(np.searchsorted(starts, place, side="right")) - 1
+        rows = zip(batch.segments, batch.predict, batch.targets, batch.weights, strict=True)
+        for at, place, target, weight in rows:
             if weight:
-                pairs.append((int(batch.sequences[at]), int(place - starts[at] + 1), int(target)))
+                pairs.append((int(batch.sequences[at]), len(context_of(batch, place)), int(target)))
     wanted = [(i, int(p), int(each.ids[p])) for i, each in enumerate(expected) for p in each.trained]
     assert sorted(pairs) == wanted
     assert term.denominator == len(wanted) == plan.metrics["sft/tokens"]

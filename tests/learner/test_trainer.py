@@ -38,7 +38,14 @@ def folder(tmp_path_factory) -> Path:
 
 def _plan(backend, config, step: int):
     groups = random_groups(step, 4)
-    return build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
+    return build_step(
+        groups,
+        version=0,
+        config=config,
+        world_size=config.learner.ranks,
+        packed=backend.packed,
+        shared=backend.shares_prefixes,
+    )
 
 
 def _weights(publication) -> dict[str, np.ndarray]:

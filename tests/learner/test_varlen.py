@@ -13,6 +13,7 @@ from model_matrix import make_family, save_family
 from torch import nn
 
 from asyncrl.learner.fsdp import attention, varlen
+from asyncrl.learner.fsdp.pieces import connect
 from asyncrl.learner.fsdp.startup_check import LENGTHS
 from asyncrl.learner.fsdp.varlen import Heads, kernel_problem, refusal, round_longest
 
@@ -61,12 +62,18 @@ def _module(groups: int) -> nn.Module:
     return module
 
 
-def _both(lengths: tuple[int, ...], keys: int, **named: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _both(
+    lengths: tuple[int, ...], keys: int, prefixes: tuple[int, ...] | None = None, **named: Any
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Output and gradients in one kernel, in bfloat16, and sequence by sequence, in float32."""
     random, total = torch.Generator().manual_seed(0), sum(lengths)
+    pieces = connect(lengths, prefixes)
+    seen = pieces.key_lengths
     values = [torch.randn(1, heads, total, 16, generator=random).bfloat16() for heads in (4, keys, keys)]
-    told = {"sequence_lengths": torch.tensor(lengths), **named}
-    packed = {"cu_seqlens": varlen.cumulate(lengths, CPU), "max_seqlen": round_longest(max(lengths))}
+    told = {"sequence_lengths": torch.tensor(lengths), "key_lengths": torch.tensor(seen), **named}
+    told |= {"key_index": None if pieces.key_index is None else torch.from_numpy(pieces.key_index)}
+    packed = {"cu_seqlens": varlen.cumulate(lengths, CPU), "cu_seqlens_k": varlen.cumulate(seen, CPU)}
+    packed |= {"max_seqlen": round_longest(max(seen))}
     module = _module(4 // keys)
     ours = varlen._with_gradients(varlen.varlen_attention, module, values, told | packed)
     truth = varlen._with_gradients(attention.packed_attention, module, [x.float() for x in values], told)
@@ -77,6 +84,13 @@ def _both(lengths: tuple[int, ...], keys: int, **named: Any) -> list[tuple[torch
 @pytest.mark.parametrize("named", [{}, {"sliding_window": 5}, {"sliding_window": 2}, {"scaling": 0.9}])
 def test_a_row_gets_in_one_kernel_what_its_sequences_get_alone(kernel, keys: int, named: dict[str, Any]) -> None:
     for ours, truth in _both((9, 1, 30, 4), keys, **named):
+        assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
+
+
+@pytest.mark.parametrize("named", [{}, {"sliding_window": 5}, {"sliding_window": 12}])
+def test_a_rest_gets_in_one_kernel_what_it_gets_behind_its_prefix(kernel, named: dict[str, Any]) -> None:
+    """Keys of a prefix collect the gradients of all rests."""
+    for ours, truth in _both((9, 20, 4, 4, 30), 2, (-1, -1, 0, 0, 1), **named):
         assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
 
 

@@ -24,10 +24,12 @@ def _sequences(ends: Tensor, longest: int) -> list[slice]:
 
 
 def _weights(query: Tensor, key: Tensor, scale: float, window: list[int]) -> Tensor:
-    """Of one sequence: scores before the softmax, [heads, T, T]; ``query`` and ``key`` [heads, T, D]."""
+    """Of one sequence: scores before the softmax, [heads, T, K]; ``query`` and ``key`` [heads, T or K, D]."""
     scores = query @ key.transpose(1, 2) * scale
     i, j = torch.arange(scores.shape[1])[:, None], torch.arange(scores.shape[2])[None]
     left, right = window
+    # A query counts from where it would be if the last of both were at one place.
+    i = i + scores.shape[2] - scores.shape[1]
     hidden = torch.zeros(scores.shape[1:], dtype=torch.bool)
     if left >= 0:
         hidden |= j < i - left
@@ -56,12 +58,11 @@ def _forward(
     *_rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert is_causal == (window_size == [-1, 0])
-    assert torch.equal(cu_seq_q, cu_seq_k)
-    assert max_q == max_k
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     output, sums = torch.empty_like(query), torch.empty(query.shape[1], query.shape[0])
-    for part in _sequences(cu_seq_q, max_q):
-        q, k, v = (_heads(x, part, query.shape[1]) for x in (query, key, value))
+    for part, seen in zip(_sequences(cu_seq_q, max_q), _sequences(cu_seq_k, max_k), strict=True):
+        q = _heads(query, part, query.shape[1])
+        k, v = (_heads(x, seen, query.shape[1]) for x in (key, value))
         scores = _weights(q, k, scale, window_size)
         output[part] = (torch.softmax(scores, -1) @ v).transpose(0, 1).to(query.dtype)
         sums[:, part] = torch.logsumexp(scores, -1)
@@ -86,14 +87,15 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     found = [torch.empty_like(x) for x in (query, key, value)]
-    for part in _sequences(cu_seq_q, max_q):
-        q, k, v, g, o = (_heads(x, part, query.shape[1]) for x in (query, key, value, gradient, out))
+    for part, seen in zip(_sequences(cu_seq_q, max_q), _sequences(cu_seq_k, max_k), strict=True):
+        q, g, o = (_heads(x, part, query.shape[1]) for x in (query, gradient, out))
+        k, v = (_heads(x, seen, query.shape[1]) for x in (key, value))
         weights = torch.exp(_weights(q, k, scale, window_size) - lse[:, part, None])
         scores = weights * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * scale
         of_each = [scores @ k, scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ g]
-        for whole, each in zip(found, of_each, strict=True):
+        for whole, each, its in zip(found, of_each, (part, seen, seen), strict=True):
             each = each.unflatten(0, (whole.shape[1], -1)).sum(1)
-            whole[part] = each.transpose(0, 1).to(whole.dtype)
+            whole[its] = each.transpose(0, 1).to(whole.dtype)
     return tuple(found)
 
 

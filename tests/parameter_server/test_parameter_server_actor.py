@@ -242,7 +242,7 @@ def test_replicas_of_another_host_are_given_what_one_of_them_fetched(tmp_path, p
         # A host of its own is below the first.
         stage.next("rollouter/3", host="another")
         below = (await stage.next("rollouter/4", host="a third")).offer
-        assert (below.transport, below.sources) == ("stream", ["rollouter/0"])
+        assert (below.transport, below.sources, below.more_sources) == ("stream", ["rollouter/0"], [["rollouter/3"]])
         paths = ["/proc/4711/fd/12"]
         pausing = stage.asking("rollouter/0", RequestPause(version=3, paths=paths))
         for call in others:

@@ -1,9 +1,11 @@
 """One copy a host: who fetches, who waits, who is given what the other has, and what a death costs."""
 
+from collections import Counter
+
 import pytest
 from conductor_play import Play
 
-from asyncrl.parameter_server.tree import FAN_OUT
+from asyncrl.parameter_server.tree import STRIPES
 
 HERE = {"same_host": False, "host": "a"}
 THERE = {"same_host": False, "host": "b"}
@@ -192,37 +194,49 @@ def test_what_came_another_way_ends_the_holding():
 # --- the tree ---
 
 
-def test_hosts_are_named_those_above_them_and_the_parameter_server_serves_a_few():
+def ways(offer):
+    """To whom it leads, for each stripe of the chunks."""
+    return [offer.sources, *offer.more_sources]
+
+
+def test_hosts_are_named_those_above_them_and_nobody_serves_much_more_than_a_version():
     play = on_hosts()
     names = [f"r/{index}" for index in range(512)]
-    sources = [play.next(name, -1, same_host=False, host=name).sources for name in names]
-    assert sum(not above for above in sources) == FAN_OUT
-    assert max(len(above) for above in sources) == 8
-    for name, above in zip(names, sources, strict=True):
-        assert name not in above and len(set(above)) == len(above)
-    parents = [above[0] for above in sources if above]
-    assert max(parents.count(parent) for parent in set(parents)) == FAN_OUT
+    found = {name: ways(play.next(name, -1, same_host=False, host=name)) for name in names}
+    for name, above in found.items():
+        assert len(above) == STRIPES
+        assert all(name not in way and len(set(way)) == len(way) for way in above)
+    parents = Counter(way[0] if way else "" for above in found.values() for way in above)
+    assert max(parents.values()) == STRIPES + 1
+    assert max(len(way) for above in found.values() for way in above) == 9
+
+
+def test_whoever_asks_for_one_chunk_at_a_time_has_one_way():
+    play = on_hosts(chunks_in_flight=1)
+    found = [ways(play.next(name, -1, same_host=False, host=name)) for name in R[:3]]
+    assert found == [[[]], [[]], [["r/0"]]]
 
 
 def test_a_relay_that_is_lost_or_lets_the_version_go_is_named_to_nobody_any_more():
     play = on_hosts()
-    for name in R[:3]:
-        play.next(name, -1, same_host=False, host=name)
-    assert play.next("r/3", -1, same_host=False, host="3").sources == ["r/0"]
+
+    def join(index):
+        return ways(play.next(f"r/{index}", -1, same_host=False, host=f"{index}"))
+
+    for index in range(3):
+        join(index)
+    assert join(3) == [["r/2", "r/0"], ["r/1"]]
     play.left("r/0")
-    assert play.next("r/4", -1, same_host=False, host="4").sources == ["r/1"]
     play.report("r/1", 0, committed=False)
-    assert "r/1" not in play.next("r/5", -1, same_host=False, host="5").sources
     # One that has it whole goes on to hand it on.
     fetched(play, "r/2")
     play.report("r/2", 0)
-    play.next("r/2", 0, same_host=False, host="r/2")
-    named = {
-        each for index in range(6, 30) for each in play.next(f"r/{index}", -1, same_host=False, host=str(index)).sources
-    }
-    assert "r/2" in named and not named & {"r/0", "r/1"}
+    play.next("r/2", 0, same_host=False, host="2")
+    named = {each for index in range(4, 30) for way in join(index) for each in way}
+    assert "r/2" in named
+    assert not named & {"r/0", "r/1"}
 
 
 def test_with_deltas_each_host_asks_the_parameter_server():
     play = on_hosts(delta=True)
-    assert [play.next(name, -1, same_host=False, host=name).sources for name in R] == [[]] * 8
+    assert [ways(play.next(name, -1, same_host=False, host=name)) for name in R] == [[[]]] * 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness import Net
@@ -91,9 +91,16 @@ class Host:
             self._peers[name] = self._net.peer(self._endpoint, name)
         return self._peers[name].call(request, timeout)
 
-    async def take(self, manifest: Manifest, *sources: str) -> Fetched:
-        """Bring a version to this host, for the others there and below."""
-        offer = Offer(version=manifest.version, transport="stream", manifest=manifest, share=True, sources=[*sources])
+    async def take(self, manifest: Manifest, *sources: str, more: Sequence[Sequence[str]] = ()) -> Fetched:
+        """Bring a version to this host, for the others there and below. ``more``: the ways of further stripes."""
+        offer = Offer(
+            version=manifest.version,
+            transport="stream",
+            manifest=manifest,
+            share=True,
+            sources=[*sources],
+            more_sources=[[*way] for way in more],
+        )
         self.relay.begin(manifest.version)
         try:
             found = await fetch(offer, None, call=self.call, weights=self.weights, who=self.name, relay=self.relay)

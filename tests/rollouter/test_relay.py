@@ -79,6 +79,62 @@ def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> No
     over_zmq(main)
 
 
+EVEN = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
+ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow: int) -> None:
+    async def main(net: Net) -> None:
+        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+            await go_on.wait()
+            return chunk
+
+        go_on = asyncio.Event()
+        server = Server(held(4, CONTENTS))
+        relays = [Server(held(4, CONTENTS), on_chunk=hold_back if stripe == slow else None) for stripe in (0, 1)]
+        for name, owner in (("parameter_server/0", server), ("rollouter/0", relays[0]), ("rollouter/1", relays[1])):
+            net.serve(owner, name)
+        host = Host(net, "rollouter/2", WEIGHTS)
+        manifest = as_streamed(server.snapshots[4].manifest)
+        fetching = asyncio.create_task(host.take(manifest, "rollouter/0", more=[["rollouter/1"]]))
+        async with asyncio.timeout(20):
+            while arrived(host) != (EVEN, ODD)[1 - slow]:
+                await asyncio.sleep(0.002)
+        go_on.set()
+        found = await fetching
+        assert contents_of(found.staged.manifest) == CONTENTS
+        assert server.served.total() == 0
+        for relay, pieces in zip(relays, (EVEN, ODD), strict=True):
+            assert relay.served == {(piece.bucket, piece.offset, -1): 1 for piece in pieces}
+        found.staged.close()
+        host.relay.close()
+        for each in (server, *relays):
+            each.close()
+
+    over_zmq(main)
+
+
+def test_a_relay_that_fails_is_left_for_its_stripe_alone() -> None:
+    async def main(net: Net) -> None:
+        server = Server(held(4, CONTENTS))
+        failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: has_let_go(chunk))
+        good = Server(held(4, CONTENTS))
+        for name, owner in (("parameter_server/0", server), ("rollouter/1", failing), ("rollouter/0", good)):
+            net.serve(owner, name)
+        host = Host(net, "rollouter/2", WEIGHTS)
+        manifest = as_streamed(server.snapshots[4].manifest)
+        found = await host.take(manifest, "rollouter/1", more=[["rollouter/0"]])
+        assert contents_of(found.staged.manifest) == CONTENTS
+        assert (server.served.total(), good.served.total()) == (CHUNKS / 2, CHUNKS / 2)
+        found.staged.close()
+        host.relay.close()
+        for each in (server, failing, good):
+            each.close()
+
+    over_zmq(main)
+
+
 def shared_manifest(server: Server, paths: list[str]) -> Any:
     manifest = server.snapshots[4].manifest
     buckets = [replace(bucket, path=path) for bucket, path in zip(manifest.buckets, paths, strict=True)]

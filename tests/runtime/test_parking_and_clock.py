@@ -48,6 +48,39 @@ def test_many_are_woken_at_once_and_a_cancelled_one_leaves():
     run_virtual(main())
 
 
+def test_a_thousand_that_are_woken_leave_the_event_loop_turns_for_others():
+    async def main():
+        lot, asked, open_ = ParkingLot(), [], []
+
+        def ask(i):
+            asked.append(i)
+            return open_ or None
+
+        tasks = [asyncio.create_task(lot.until(lambda i=i: ask(i), 100.0)) for i in range(1000)]
+        await asyncio.sleep(0)
+        asked.clear()
+        lot.wake()
+        most, turns = 0, 0
+        while len(asked) < 1000:
+            before = len(asked)
+            await asyncio.sleep(0)
+            most, turns = max(most, len(asked) - before), turns + 1
+        assert most <= 100 and turns < 1000
+        # In their order, and each once.
+        assert asked == list(range(1000))
+        # What happens while some are still to ask is seen by all of them, and by those that have asked.
+        lot.wake()
+        await asyncio.sleep(0)
+        open_.append(1)
+        tasks[999].cancel()
+        lot.wake()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert results[:999] == [[1]] * 999 and isinstance(results[999], asyncio.CancelledError)
+        assert len(lot) == 0
+
+    run_virtual(main())
+
+
 def test_virtual_time_jumps_and_a_deadlock_is_an_error():
     async def main():
         clock = LoopClock()

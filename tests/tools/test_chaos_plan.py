@@ -1,15 +1,16 @@
 """What is broken and when: the same for a seed, every kind for every victim, within the steps of the run."""
 
+import re
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.chaos.plan import ON_MACHINE, ON_PROCESSES, draw, steps_of_run, victims
+from tools.chaos.plan import KINDS, MOST_AHEAD_S, ON_HOSTS, ON_PROCESSES, between, draw, steps_of_run, victims
 
-KINDS = (*ON_PROCESSES, *ON_MACHINE)
 SILENCE_S = 3.0
+HOSTS = ("head", "a", "b")
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -27,15 +28,17 @@ def test_every_role_is_a_victim():
 @given(seeds, st.integers(0, 120), st.integers(0, 6))
 def test_a_plan_is_a_function_of_its_seed_and_in_order(seed, count, everything):
     struck = victims(2, 1, cores=False)
-    faults = draw(seed, count, struck, KINDS, everything=everything, silence_s=SILENCE_S)
-    assert faults == draw(seed, count, struck, KINDS, everything=everything, silence_s=SILENCE_S)
+    faults = draw(seed, count, struck, KINDS, hosts=HOSTS, everything=everything, silence_s=SILENCE_S)
+    assert faults == draw(seed, count, struck, KINDS, hosts=HOSTS, everything=everything, silence_s=SILENCE_S)
     assert len(faults) == count + everything
     assert sum(fault.kind == "everything" for fault in faults) == everything
     steps = [fault.after_step for fault in faults]
     assert steps == sorted(steps)
     assert all(0 < step < steps_of_run(faults) for step in steps)
     for fault in faults:
-        assert bool(fault.victim) == (fault.kind in ON_PROCESSES)
+        assert bool(fault.victim) == (fault.kind in (*ON_PROCESSES, *ON_HOSTS))
+        assert (fault.link is None) == (fault.kind != "slow")
+        assert abs(fault.ahead_s) <= (MOST_AHEAD_S if fault.kind == "clock" else 0.0)
         assert (fault.lasts_s is None) == (fault.kind in ("kill", "freeze", "reset", "everything"))
         assert fault.in_checkpoint <= (fault.kind == "everything")
         if fault.kind == "delay":
@@ -48,6 +51,32 @@ def test_one_deck_holds_every_kind_for_every_victim_once(seed):
     deck = len(struck) * len(ON_PROCESSES)
     faults = draw(seed, deck, struck, ON_PROCESSES, silence_s=SILENCE_S)
     assert set(Counter((fault.kind, fault.victim) for fault in faults).values()) == {1}
+
+
+@given(seeds)
+def test_one_deck_cuts_every_pair_of_hosts_in_every_direction_and_strikes_each_link_and_clock(seed):
+    kinds = Counter((fault.kind, fault.victim) for fault in draw(seed, 21, [], ON_HOSTS, hosts=HOSTS, silence_s=3.0))
+    assert {victim for kind, victim in kinds if kind == "partition"} == {
+        *("head-a", "head-b", "a-b"),
+        *("head>a", "a>head", "head>b", "b>head", "a>b", "b>a"),
+    }
+    for kind in ("slow", "clock"):
+        assert {victim: times for (of, victim), times in kinds.items() if of == kind} == dict.fromkeys(HOSTS, 2)
+
+
+def test_one_host_has_a_clock_and_no_pair():
+    assert between([""]) == []
+    faults = draw(1, 8, [], ["partition", "clock"], silence_s=SILENCE_S)
+    assert {(fault.kind, fault.victim) for fault in faults} == {("clock", "")}
+
+
+def test_a_fault_says_how_and_how_long():
+    shown = {str(fault) for fault in draw(3, 21, [], ON_HOSTS, hosts=HOSTS, silence_s=SILENCE_S)}
+    assert any(re.fullmatch(r"partition a>b for \d+\.\d s", text) for text in shown), shown
+    assert any(re.fullmatch(r"slow b \(\d+ ms, \d+\.\d Mbit/s, loss \d\.\d%\) for \d\.\d s", text) for text in shown), (
+        shown
+    )
+    assert any(re.fullmatch(r"clock head [+-]\d\.\d s for \d\.\d s", text) for text in shown), shown
 
 
 def test_nothing_else_comes_at_the_end_of_everything_or_with_the_recovery_from_it():
@@ -64,7 +93,7 @@ def test_only_the_kinds_that_are_asked_for_are_drawn():
     assert steps_of_run([]) > 0
 
 
-@pytest.mark.parametrize("kind", ["stall", "cut"])
+@pytest.mark.parametrize("kind", ["stall", "cut", "partition"])
 def test_some_stalls_are_noticed_and_some_are_not(kind):
-    faults = draw(1, 100, victims(1, 1, cores=False), [kind], silence_s=SILENCE_S)
+    faults = draw(1, 100, victims(1, 1, cores=False), [kind], hosts=HOSTS, silence_s=SILENCE_S)
     assert min(fault.lasts_s for fault in faults) < SILENCE_S < max(fault.lasts_s for fault in faults)

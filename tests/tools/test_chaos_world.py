@@ -6,32 +6,41 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tools.cluster.netns import why_not
+
 TESTS = Path(__file__).parents[1]
+
+
+def probe(mode):
+    path = os.pathsep.join(map(str, (TESTS / "tools", TESTS.parent)))
+    done = subprocess.run(
+        [sys.executable, "-m", "world_probe", mode],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_faults_of_the_machine_come_and_go_and_leftovers_are_seen():
     shared_memory, mounts = set(os.listdir("/dev/shm")), Path("/proc/mounts").read_text()
-    path = os.pathsep.join(map(str, (TESTS / "tools", TESTS.parent)))
-    done = subprocess.run(
-        [sys.executable, "-m", "world_probe"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    said = probe("one")
     assert said["left"][0] == []
     if not said["alone"]:
         # Where namespaces cannot be had, the faults that need them are not offered.
-        assert said["kinds"] == []
+        assert set(said["missing"]) == {"disk", "cut", "reset", "partition", "slow"}
         return
     assert said["pid"] == 1
-    assert said["kinds"][:2] == ["disk", "cut"]
+    assert set(said["missing"]) - {"reset"} == {"partition", "slow"}
+    assert said["missing"]["partition"] == "the run has one host"
     assert said["room"] == [False, True, True]
     assert said["connects"] == [True, False, True]
-    assert said["reset"] == ("reset" in said["kinds"])
+    assert said["reset"] == ("reset" not in said["missing"])
     (port,) = said["left"][1]
     assert port.startswith("port ")
     assert {"shared memory forgotten"} < set(said["left"][2])
@@ -39,3 +48,21 @@ def test_faults_of_the_machine_come_and_go_and_leftovers_are_seen():
     # Nothing of it was ever seen outside.
     assert Path("/proc/mounts").read_text() == mounts
     assert "forgotten" not in set(os.listdir("/dev/shm")) - shared_memory
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no cluster of namespaces here: {why_not()}")
+def test_on_several_hosts_all_are_cut_and_what_is_left_on_each_is_seen():
+    said = probe("several")
+    assert said["names"] == ["head", "a", "b"]
+    assert not {"partition", "slow", "cut", "disk"} & set(said["missing"])
+    assert said["left"][0] == []
+    # Neither what holds the hosts nor their sshd is the run's.
+    assert said["processes"][0] == 0 and said["processes"][1] > 0
+    assert said["connects"] == [[True, True], [False, False], [True, True]]
+    found = said["left"][1]
+    assert {"port 7002 of a", "shared memory forgotten of a"} < set(found)
+    assert sum("/tmp/forgotten of a" in name for name in found) == 1
+    assert sum(name.endswith("/forgotten of head") for name in found) == 1
+    # Logs stay where a connection was lost; keys do not.
+    assert sum(name.endswith("/runs/live/private-1/file of a") for name in found) == 1
+    assert len(found) == 5, found

@@ -1,9 +1,11 @@
-"""Run by test_chaos_world.py in a machine of its own: each fault of the machine, and what it does to this process."""
+"""Run by test_chaos_world.py in a machine of its own: each fault of the machine, and what it does to this process, or
+to those on its hosts (``several``)."""
 
 import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,8 +30,8 @@ def connects(port):
 
 
 def main(folder):
-    world = World(folder, 16)
-    said = {"alone": world.alone, "pid": os.getpid(), "kinds": world.kinds, "left": [world.left()]}
+    world = World(folder, 16, several=False)
+    said = {"alone": world.alone, "pid": os.getpid(), "missing": world.missing, "left": [world.left()]}
     if world.alone:
         world.fill()
         world.fill()
@@ -44,7 +46,10 @@ def main(folder):
             world.mend()
             said["connects"].append(connects(port))
             with socket.create_connection(("127.0.0.1", port)) as client:
-                world.reset()
+                if "reset" in world.missing:
+                    client.close()
+                else:
+                    world.reset()
                 try:
                     client.settimeout(5)
                     said["reset"] = client.recv(1) == b""
@@ -58,7 +63,53 @@ def main(folder):
     print(json.dumps(said))
 
 
+CONNECT = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7002), timeout=1):
+    pass
+"""
+SERVE = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 7002))
+print("listening", flush=True)
+while True:
+    listener.accept()
+"""
+
+
+def several(folder):
+    """What is said where there can be several hosts."""
+    world = World(folder, 16)
+    said = {"names": world.hosts.names, "missing": world.missing, "left": [world.left()]}
+    cluster = world.hosts.cluster
+    if cluster is not None:
+        head, a = cluster.head, cluster["a"]
+        said["processes"] = [len(world.processes())]
+        pipe = subprocess.PIPE
+        serving = a.popen([sys.executable, "-c", SERVE, a.address], stdout=pipe, text=True)
+        assert serving.stdout.readline() == "listening\n"
+        said["processes"].append(sum("listener" in " ".join(process.cmdline()) for process in world.processes()))
+        reach = [sys.executable, "-c", CONNECT, a.address]
+        for action in (None, world.cut, world.mend):
+            if action is not None:
+                action()
+            codes = [host.run(reach, check=False).returncode for host in (head, a)]
+            said.setdefault("connects", []).append([code == 0 for code in codes])
+        a.path("/dev/shm/forgotten").write_text("")
+        a.path("/tmp/forgotten").write_text("")
+        for name in ("logs", "private-1"):
+            a.path(world.runs / "live" / name).mkdir(parents=True)
+            a.path(world.runs / "live" / name / "file").write_text("")
+        (world.temporary / "forgotten").write_text("")
+        said["left"].append(sorted(world.left()))
+        serving.kill()
+        serving.wait()
+        serving.stdout.close()
+    world.close()
+    print(json.dumps(said))
+
+
 if __name__ == "__main__":
     enter("world_probe", sys.argv[1:])
     with tempfile.TemporaryDirectory() as name:
-        main(Path(name))
+        {"one": main, "several": several}[sys.argv[1]](Path(name))

@@ -105,3 +105,30 @@ def test_a_lost_chunk_is_the_next_to_be_asked_for() -> None:
     plan.lost(first)
     assert plan.take() == first
     assert not plan.done
+
+
+def test_chunks_are_dealt_out_into_stripes_through_all_buckets() -> None:
+    plan = ChunkPlan(7, {0: 10, 1: 25, 2: 20}, chunk_bytes=10, credit=9, stripes=2)
+    first, second = Piece(0, 0, 10), Piece(1, 0, 10)
+    assert (plan.take(0), plan.take(1)) == (first, second)
+    assert [plan.stripe_of(piece) for piece in (first, second)] == [0, 1]
+    assert [plan.take(1), plan.take(1)] == [Piece(1, 20, 5), Piece(2, 10, 10)]
+    # It has none left.
+    assert plan.take(1) == Piece(1, 10, 10)
+    plan.lost(second)
+    assert plan.take(0) == Piece(2, 0, 10)
+    assert plan.take(0) == second
+    assert plan.take(0) is None
+
+
+@given(sizes=SIZES, chunk=st.integers(1, 120), stripes=st.integers(1, 4), data=st.data())
+def test_whichever_stripes_are_asked_for_each_chunk_is_taken_once(
+    sizes: dict[int, int], chunk: int, stripes: int, data: st.DataObject
+) -> None:
+    plan = ChunkPlan(3, sizes, chunk_bytes=chunk, credit=10_000, stripes=stripes)
+    pieces = []
+    while (piece := plan.take(data.draw(st.integers(0, stripes - 1)))) is not None:
+        pieces.append(piece)
+    assert len(set(pieces)) == len(pieces) == plan.chunks
+    counts = [sum(plan.stripe_of(piece) == stripe for piece in pieces) for stripe in range(stripes)]
+    assert max(counts) - min(counts) <= 1

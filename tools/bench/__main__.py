@@ -8,6 +8,7 @@ The exit code says nothing of the targets: 0 when everything was measured.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--pairs", type=_positive, default=10, help="pairs of each comparison (10)")
     bench.add_argument("--threads", type=_positive, default=1, help="of each side (1)")
     bench.add_argument("--vs", choices=["trl"], help="also measure against TRL's GRPO")
+    bench = benches.add_parser("sharing", help="CPU time of a step that computes the prompt of a group once")
+    bench.add_argument("--pairs", type=_positive, default=20, help="pairs of each comparison (20)")
     bench = benches.add_parser("quickstart", help="seconds until the quickstart's policy is right on held-out problems")
     bench.add_argument("--vs", choices=["trl"], required=True, help="the other side: TRL's GRPO")
     bench.add_argument("--lengths", choices=["equal", "lognormal"], default="equal", help="of the responses (equal)")
@@ -52,15 +55,24 @@ def parser() -> argparse.ArgumentParser:
     bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
     bench.add_argument("--up-to", choices=list(LAYOUTS), default="2B", help="largest layout (2B)")
     bench = benches.add_parser("scale", help="one control plane under many rollouters, and what watching it costs")
-    bench.add_argument("--replicas", type=_positive, default=256, help="simulated (256); each has 64 in flight")
+    bench.add_argument(
+        "--replicas", type=_positive, default=256, help="simulated (256); 64 in flight in each, 16,384 in all"
+    )
     bench.add_argument("--per-process", type=_positive, default=None, help="of them in a process (by the processors)")
-    bench.add_argument("--steps", type=_positive, default=8, help="of the run (8)")
+    bench.add_argument("--steps", type=_positive, default=8, help="in which nothing happens (8)")
+    bench.add_argument("--freeze-s", type=float, default=0.0, metavar="S", help="then one process stands still so long")
+    bench.add_argument(
+        "--break-broadcast", action="store_true", help="then one broadcast breaks; weights come by these"
+    )
     bench.add_argument("--no-top", action="store_true", help="without asyncrl-top beside it")
     bench = benches.add_parser("episodes", help="what a call of the policy costs; many open episodes; no barriers")
     bench.add_argument("--pairs", type=_positive, default=30, help="pairs of each comparison of calls (30)")
     bench.add_argument("--open", type=_positive, default=1000, help="episodes open on one rollouter (1000)")
     bench.add_argument("--steps", type=_positive, default=8, help="synchronous steps; 5 times as many without (8)")
     bench.add_argument("--only", choices=["calls", "open", "async"], help="one of the three parts")
+    bench = benches.add_parser("fanout", help="time of a version until all hosts have it, against one copy to one host")
+    bench.add_argument("--hosts", type=_positive, default=16, help="besides that of the parameter server (16)")
+    bench.add_argument("--pairs", type=_positive, default=3, help="pairs of each comparison, and deaths (3)")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return found
@@ -98,6 +110,10 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import learner
 
         uvloop.run(learner.measure(report, pairs=chosen.pairs, threads=chosen.threads, vs_trl=chosen.vs == "trl"))
+    elif chosen.bench == "sharing":
+        from tools.bench import sharing
+
+        uvloop.run(sharing.measure(report, pairs=chosen.pairs))
     elif chosen.bench == "quickstart":
         from tools.bench import quickstart
 
@@ -123,8 +139,15 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import scale, scale_run
 
         per_process = chosen.per_process or scale_run.per_process(chosen.replicas)
-        top = not chosen.no_top
-        scale.measure(report, rollouters=chosen.replicas, per_process=per_process, steps=chosen.steps, top=top)
+        scale.measure(
+            report,
+            rollouters=chosen.replicas,
+            per_process=per_process,
+            steps=chosen.steps,
+            top=not chosen.no_top,
+            freeze_s=chosen.freeze_s,
+            break_broadcast=chosen.break_broadcast,
+        )
     elif chosen.bench == "episodes":
         from tools.bench import episode_calls, episode_runs
 
@@ -134,6 +157,13 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
             episode_runs.measure_open(report, episodes=chosen.open)
         if chosen.only in (None, "async"):
             episode_runs.measure_async(report, steps=chosen.steps)
+    elif chosen.bench == "fanout":
+        from tools.bench import fanout
+        from tools.cluster.network import why_no_shaped_network
+
+        if reason := why_no_shaped_network():
+            raise SystemExit(f"there can be no hosts here: {reason}")
+        asyncio.run(fanout.measure(report, fanout.Setting(hosts=chosen.hosts, pairs=chosen.pairs)))
     else:
         from tools.bench import overlap
 

@@ -41,7 +41,14 @@ def learner(config: Config) -> Step:
     trainer.setup(*trainer.open_store("127.0.0.1"))
 
     def step(groups: list[Group]) -> float:
-        plan = build_step(groups, version=0, config=config, world_size=1, packed=trainer.packed)
+        plan = build_step(
+            groups,
+            version=0,
+            config=config,
+            world_size=1,
+            packed=trainer.packed,
+            shared=trainer.shares_prefixes,
+        )
         return trainer.train(plan)["loss/policy"]
 
     return step

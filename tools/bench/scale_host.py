@@ -1,7 +1,9 @@
-"""Several simulated rollouters in one process: ``python -m tools.bench.scale_host RUN CONTROLLER FIRST COUNT``.
+"""A host of simulated rollouters: ``python -m tools.bench.scale_host RUN CONTROLLER HOST FIRST COUNT``.
 
-Each is the actor that it is in a process of its own, with its own server, its own connections and heartbeats; they
-share an event loop and an interpreter.
+Each rollouter is the actor that it is in a process of its own, with its own server, its own connections and heartbeats;
+they share an event loop and an interpreter. Beside them is what a node agent does as far as the control plane sees it:
+it tells who is on this host and what the process takes, ends who is condemned and starts again who has ended, under the
+next incarnation. SIGTERM has it ask for the end of the run.
 
 They would be on other hosts, so they have the least share of the processors that Linux gives: SCHED_IDLE, and where it
 shares them among sessions first (sched_autogroup_enabled), the least for this session, which must be our own. In that
@@ -12,59 +14,158 @@ the bytes of a terminal, were seen to wait for that group for seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
 from asyncrl.config.load import config_from_json
+from asyncrl.errors import AsyncRLError
+from asyncrl.launcher.link import ControllerLink
+from asyncrl.messages.actors import ActorEnded, RunState
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
-from asyncrl.runtime.actor import ActorContext
-from asyncrl.runtime.heartbeat import HeartbeatThread
-from asyncrl.runtime.process import tune_memory
+from asyncrl.runtime.actor import Actor, ActorContext
+from asyncrl.runtime.heartbeat import Heartbeats
+from asyncrl.runtime.process import SWITCH_S, tune_memory
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
+from tools.bench import scale_collective
+from tools.bench.scale_heart import Heart
 
 AUTOGROUP_S = 60.0
 """To get our turn where many sessions ask for less at a time."""
 LEAST_NICE = "19"
+STARTS_AT_ONCE = 4
+"""So that those that are up are not kept from beating by all the others that start."""
+REPORT_S = 5.0
+"""Longest that the end of a rollouter is reported."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
-async def live(run_dir: Path, controller: str, index: int) -> None:
-    """One rollouter, until the run drains."""
-    config = config_from_json((run_dir / "config.json").read_text())
-    name = f"rollouter/{index}"
-    credentials = load_credentials(run_dir / "private", name, 0)
-    context = ActorContext(
-        config=config,
-        name=name,
-        incarnation=1,
-        run_dir=run_dir,
-        transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
-        credentials=credentials,
-        controller=controller,
-    )
-    actor = Rollouter(context)
-    actor.measure()
-    heartbeat = HeartbeatThread(actor, controller, asyncio.get_running_loop())
-    heartbeat.start()
-    try:
-        await actor.main()
-    finally:
-        await asyncio.to_thread(heartbeat.stop)
-        actor.stop_measuring()
+class StartedRollouter(Rollouter):
+    """Says when it is up."""
+
+    def __init__(self, context: ActorContext) -> None:
+        super().__init__(context)
+        self.is_up = asyncio.Event()
+
+    async def run(self) -> None:
+        self.is_up.set()
+        await super().run()
 
 
-async def main(run_dir: Path, controller: str, first: int, count: int) -> None:
-    """All of them; ends when each has."""
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(first, first + count):
-            tasks.create_task(live(run_dir, controller, index))
+class Host:
+    """See the module."""
+
+    def __init__(self, run_dir: Path, controller: str, index: int, names: Sequence[str]) -> None:
+        self._run_dir, self._controller, self._names = run_dir, controller, names
+        self._config = config_from_json((run_dir / "config.json").read_text())
+        # The head, where no rollouters are, has the number 0.
+        self._link = ControllerLink(
+            self._context(f"agent/{index + 1}", 1),
+            on_state=self._on_state,
+            on_silent=lambda: None,
+            on_successor=lambda: None,
+        )
+        self._link.facts = {"actors": list(names), "host": f"host-{index}"}
+        self._lives: dict[str, tuple[int, asyncio.Task[str]]] = {}
+        """Incarnation of each rollouter, and its life, which ends with the reason of its death."""
+        self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._heart = Heart(self._config.supervision.heartbeat_s)
+
+    async def run(self) -> None:
+        """Until all have ended in good order."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            link = tasks.create_task(self._live(self._link))
+            stop = self._link.ask_stop
+            loop.add_signal_handler(
+                signal.SIGTERM, lambda: tasks.create_task(stop("everything is measured", preempt=False))
+            )
+            async with asyncio.TaskGroup() as keepers:
+                for name in self._names:
+                    keepers.create_task(self._keep(name))
+            link.cancel()
+        await asyncio.to_thread(self._heart.stop)
+
+    def _context(self, name: str, incarnation: int) -> ActorContext:
+        credentials = load_credentials(self._run_dir / "private", name, 0)
+        return ActorContext(
+            config=self._config,
+            name=name,
+            incarnation=incarnation,
+            run_dir=self._run_dir,
+            transport=ZmqTransport(credentials, max_message_bytes=self._config.network.max_message_bytes),
+            credentials=credentials,
+            controller=self._controller,
+        )
+
+    def _on_state(self, state: RunState) -> None:
+        for actor in state.condemned:
+            incarnation, life = self._lives.get(actor.name, (0, None))
+            if life is not None and incarnation == actor.incarnation:
+                life.cancel(actor.reason)
+
+    async def _keep(self, name: str) -> None:
+        """One rollouter, started again until it has ended in good order."""
+        incarnation = 0
+        while True:
+            incarnation += 1
+            life = asyncio.create_task(self._rollouter(name, incarnation), name=name)
+            self._lives[name] = incarnation, life
+            try:
+                await asyncio.wait({life})
+            finally:
+                life.cancel()
+            reason = "killed" if life.cancelled() else life.result()
+            # Of a run that ends the controller may be gone before.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._link.report_end(
+                        ActorEnded(
+                            name=name, incarnation=incarnation, exit_code=int(bool(reason)), fatal=False, reason=reason
+                        )
+                    )
+            if not reason:
+                return
+            await asyncio.sleep(self._config.supervision.backoff_s)
+
+    async def _rollouter(self, name: str, incarnation: int) -> str:
+        """Why it has ended; empty in good order."""
+        async with asyncio.TaskGroup() as tasks:
+            async with self._starting:
+                actor = StartedRollouter(self._context(name, incarnation))
+                life = tasks.create_task(self._reason_of(actor))
+                up = tasks.create_task(actor.is_up.wait())
+                await asyncio.wait({life, up}, return_when=asyncio.FIRST_COMPLETED)
+                up.cancel()
+            return await life
+
+    async def _reason_of(self, actor: Actor) -> str:
+        try:
+            await self._live(actor)
+        except AsyncRLError as error:
+            return str(error)
+        return ""
+
+    async def _live(self, actor: Actor) -> None:
+        if actor is self._link:
+            # The process is measured once, or it would do little else: a look takes the longer the more threads it has.
+            actor.measure()
+        beats = Heartbeats(actor, self._controller, asyncio.get_running_loop())
+        self._heart.add(beats)
+        try:
+            await actor.main()
+        finally:
+            self._heart.remove(beats)
+            actor.stop_measuring()
 
 
 def yield_processors() -> None:
@@ -86,7 +187,12 @@ def yield_processors() -> None:
 if __name__ == "__main__":
     yield_processors()
     tune_memory()
+    # As each actor has it; each message that the event loop sends lets go of the interpreter to a hundred threads.
+    sys.setswitchinterval(SWITCH_S)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     configure_logging("warning")
-    uvloop.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    scale_collective.stand_in(Path(sys.argv[1]))
+    host_index, first = int(sys.argv[3]), int(sys.argv[4])
+    rollouters = [f"rollouter/{i}" for i in range(first, first + int(sys.argv[5]))]
+    uvloop.run(Host(Path(sys.argv[1]), sys.argv[2], host_index, rollouters).run())

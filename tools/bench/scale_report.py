@@ -13,7 +13,7 @@ from asyncrl.monitor.rates import Interval
 from asyncrl.monitor.states import StateLedger
 from asyncrl.snapshot import ActorView, Snapshot
 from tools.bench.report import Report, Target
-from tools.bench.scale_watch import Watched, total
+from tools.bench.scale_watch import Seen, Watched, total
 
 LAG = "loop/lag_s"
 FACTS_TARGET = 0.01
@@ -24,7 +24,7 @@ COUNTED_AT_ONCE = frozenset({"staleness/tokens"})
 TIMED = 20_000
 LAG_TARGET_S = 0.05
 TOP_TARGET = 0.10
-CONTROL_PLANE = ("controller/0", "dataloader/0", "learner/0")
+CONTROL_PLANE = ("controller/0", "dataloader/0", "learner/0", "parameter_server/0", "reward/0")
 """Whose lag is aimed at."""
 FAULTS = (
     "wire/strangers",
@@ -38,17 +38,22 @@ FAULTS = (
     "snapshots/lost",
     "records/lost",
 )
+OF_THE_DEAD = ("wire/strangers", "wire/refused", "heartbeats/ignored")
+"""What is also counted when somebody who is known to be dead is heard of again, and turned away."""
 
 
 def _of(snapshot: Snapshot, name: str) -> ActorView:
     return next(actor for actor in snapshot.actors if actor.name == name)
 
 
-def lost(snapshot: Snapshot) -> dict[str, float]:
-    """What went wrong, by what it is; empty if nothing did."""
-    found = {name: count for name in FAULTS if (count := total(snapshot, name))}
+def lost(first: Snapshot, snapshot: Snapshot, *, of_the_dead: bool = False) -> dict[str, float]:
+    """What went wrong between two snapshots, by what it is; empty if nothing did. ``of_the_dead``: some have died."""
+    faults = [name for name in FAULTS if not (of_the_dead and name in OF_THE_DEAD)]
+    # Whoever was started again counts anew.
+    found = {name: count for name in faults if (count := max(0.0, total(snapshot, name) - total(first, name)))}
     tickets = _of(snapshot, "dataloader/0").figures
-    over = sum(tickets.get(f"tickets/{kind}", 0.0) for kind in ("trained", "filtered", "quarantined", "returned"))
+    kinds = ("trained", "filtered", "quarantined", "returned", "recovered")
+    over = sum(tickets.get(f"tickets/{kind}", 0.0) for kind in kinds)
     missing = tickets["tickets/granted"] - over - tickets["tickets/outstanding"]
     if missing:
         found["groups not accounted for"] = missing
@@ -58,22 +63,44 @@ def lost(snapshot: Snapshot) -> dict[str, float]:
 
 
 def report_all(report: Report, seen: Watched, recorded: int) -> None:
-    """Add it all; ``recorded`` is the size of the recorded snapshots in bytes."""
+    """Add what is not of a single phase; ``recorded`` is the size of the recorded snapshots in bytes."""
+    figures = report.figures
+    figures["start"] = {"ready_s": round(seen.ready_s, 1), "first_step_s": round(seen.first_step_s, 1)}
+    report.say(f"all ready after {seen.ready_s:.0f} s, the first step trained after {seen.first_step_s:.0f} s")
+    report_traffic(report, seen.phases[0], recorded)
+    if seen.drawing is not None:
+        drawing = seen.drawing
+        figures["top"] = asdict(drawing)
+        report.ratio("top_cores", drawing.cores, Target("<=", TOP_TARGET))
+        report.ratio("top_drawn_seconds", drawing.seconds_share, Target(">=", 1.0))
+        report.say(
+            f"asyncrl-top: {drawing.cores:.3f} of a core, drew in {100 * drawing.seconds_share:.1f} % of all seconds, "
+            f"longest time without {drawing.longest_s:.2f} s"
+        )
+
+
+def report_phase(report: Report, seen: Seen) -> None:
+    """The lag and the losses of a phase."""
+    first, last, name = seen.first, seen.last, seen.phase.name
+    seconds, meanwhile = last.wall - first.wall, Interval(first, last)
+    steps, in_flight = last.run.step - first.run.step, sum(seen.in_flight) / len(seen.in_flight)
+    found = report.figures[name] = {
+        "measured_s": round(seconds, 1),
+        "steps": steps,
+        "in_flight": {"mean": in_flight, "most": max(seen.in_flight)},
+    }
+    report.say(f"{name}: {seconds:.0f} s, {steps} steps, {in_flight:.0f} trajectories in flight on average")
+    for actor in CONTROL_PLANE:
+        found[f"lag_{actor.partition('/')[0]}"] = report_lag(report, name, _of(last, actor), meanwhile)
+    problems = found["lost"] = lost(first, last, of_the_dead=seen.phase.of_the_dead)
+    report.ratio(f"{name}_lost", sum(problems.values()), Target("<=", 0))
+    report.say(f"lost: {problems or 'nothing'}")
+
+
+def report_traffic(report: Report, seen: Seen, recorded: int) -> None:
+    """What facts and their watching cost."""
     first, last, figures = seen.first, seen.last, report.figures
     seconds, meanwhile = last.wall - first.wall, Interval(first, last)
-    figures["measured_s"] = round(seconds, 1)
-    figures["steps"] = last.run.step - first.run.step
-    figures["in_flight"] = {"mean": sum(seen.in_flight) / len(seen.in_flight), "most": seen.most_in_flight}
-    report.say(
-        f"{seconds:.0f} s, {figures['steps']} steps, {figures['in_flight']['mean']:.0f} trajectories in flight "
-        f"(most {seen.most_in_flight})"
-    )
-    for name in CONTROL_PLANE:
-        report_lag(report, _of(last, name), meanwhile)
-    problems = lost(seen.end)
-    figures["lost"] = problems
-    report.ratio("lost", sum(problems.values()), Target("<=", 0))
-    report.say(f"lost: {problems or 'nothing'}")
     sent = {side: total(s, "heartbeats/sent_bytes") for side, s in (("first", first), ("last", last))}
     beats = total(last, "heartbeats/sent") - total(first, "heartbeats/sent")
     largest = max(actor.figures.get("heartbeats/largest_bytes", 0.0) for actor in last.actors)
@@ -100,15 +127,6 @@ def report_all(report: Report, seen: Watched, recorded: int) -> None:
     figures["repeated_deliveries"] = total(last, "groups/duplicate") - total(first, "groups/duplicate")
     figures["viewer"] = {"snapshots_per_s": seen.snapshots / seconds, "largest_gap_s": seen.largest_gap_s}
     report.say(f"viewer: {seen.snapshots / seconds:.2f} snapshots/s, largest gap {seen.largest_gap_s:.2f} s")
-    if seen.drawing is not None:
-        drawing = seen.drawing
-        figures["top"] = asdict(drawing)
-        report.ratio("top_cores", drawing.cores, Target("<=", TOP_TARGET))
-        report.ratio("top_drawn_seconds", drawing.seconds_share, Target(">=", 1.0))
-        report.say(
-            f"asyncrl-top: {drawing.cores:.3f} of a core, drew in {100 * drawing.seconds_share:.1f} % of all seconds, "
-            f"longest time without {drawing.longest_s:.2f} s"
-        )
 
 
 def _spread(meanwhile: Interval, last: Snapshot, name: str) -> dict[str, float | None]:
@@ -158,7 +176,7 @@ def _time_of(work: Callable[[], object]) -> float:
     return (time.thread_time() - began) / TIMED
 
 
-def report_lag(report: Report, now: ActorView, meanwhile: Interval) -> None:
+def report_lag(report: Report, phase: str, now: ActorView, meanwhile: Interval) -> dict[str, float | None]:
     """Of the event loop of an actor."""
     histogram, edges, role = meanwhile.histogram(now, LAG), EDGES[LAG], now.name.partition("/")[0]
     counts = [] if histogram is None else histogram.counts
@@ -167,7 +185,13 @@ def report_lag(report: Report, now: ActorView, meanwhile: Interval) -> None:
     if typical is None or late_s is None:
         raise ActorFailed(now.name, "told nothing of the lag of its event loop")
     late = sum(counts[edges.index(LAG_TARGET_S) + 1 :]) / sum(counts)
-    report.figures[f"lag_{role}"] = {
+    # By buckets: the p99 lies at or below the target exactly if no more than 1 % are above it.
+    report.ratio(f"{phase}_lag_p99_{role}_s", late_s, Target("<=", LAG_TARGET_S))
+    report.say(
+        f"{now.name:14} lag p50 ≤ {1e3 * typical:g} ms, p99 ≤ {1e3 * late_s:g} ms, {100 * late:.2f} % over 50 ms; "
+        f"loop busy {100 * now.loop_busy:.0f} %, {now.cpu:.2f} cores"
+    )
+    return {
         **found,
         "over_50ms_share": late,
         "samples": sum(counts),
@@ -175,9 +199,3 @@ def report_lag(report: Report, now: ActorView, meanwhile: Interval) -> None:
         "cpu": now.cpu,
         "rss_bytes": now.rss_bytes,
     }
-    # By buckets: the p99 lies at or below the target exactly if no more than 1 % are above it.
-    report.ratio(f"lag_p99_{role}_s", late_s, Target("<=", LAG_TARGET_S))
-    report.say(
-        f"{now.name:14} lag p50 ≤ {1e3 * typical:g} ms, p99 ≤ {1e3 * late_s:g} ms, {100 * late:.2f} % over 50 ms; "
-        f"loop busy {100 * now.loop_busy:.0f} %, {now.cpu:.2f} cores"
-    )

@@ -21,19 +21,26 @@ from asyncrl.monitor.client import Target, find_target
 SAMPLES = 8
 PROCESSES_PER_CPU = 4
 CONCURRENCY = 64
-"""Trajectories in flight in each rollouter."""
+"""Trajectories in flight in each rollouter, where that makes no more than MOST_IN_FLIGHT."""
+MOST_IN_FLIGHT = 1 << 14
+"""Trajectories in flight in the whole run: simulating more engines is to take no more processors."""
 GROUPS_SHARE = 0.25
 """Of all groups in flight that a step trains."""
-FILL_STEPS = 10
-"""What is out at a time, and a little: the gate grants no more than the run still needs."""
+STEPS = 1 << 20
+"""Of the run, which is ended when everything is measured."""
 STALENESS_MAX = 11
 READY_S = 600.0
 END_S = 60.0
 
 
-def config(folder: Path, rollouters: int, steps: int) -> Config:
-    """Responses of some 450 tokens that take about 40 s each."""
-    groups = max(1, int(GROUPS_SHARE * rollouters * CONCURRENCY / SAMPLES))
+def concurrency(rollouters: int) -> int:
+    """Trajectories in flight in each rollouter."""
+    return max(SAMPLES, min(CONCURRENCY, MOST_IN_FLIGHT // rollouters))
+
+
+def config(folder: Path, rollouters: int, *, broadcast: bool) -> Config:
+    """Responses of some 450 tokens that take about 40 s each. Weights come by shared memory or by ``broadcast``."""
+    groups = max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
     return validate_config(
         {
             "run": {"name": "scale", "dir": str(folder), "samples_per_step": 0},
@@ -43,7 +50,7 @@ def config(folder: Path, rollouters: int, steps: int) -> Config:
                 "replicas": rollouters,
                 "gpus_per_replica": 0,
                 "samples_per_prompt": SAMPLES,
-                "concurrency": CONCURRENCY,
+                "concurrency": concurrency(rollouters),
                 "max_tokens": 2048,
                 "stream_interval": 32,
                 "sim": {
@@ -58,14 +65,14 @@ def config(folder: Path, rollouters: int, steps: int) -> Config:
             "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
             "learner": {
                 "backend": "sim",
-                "steps": steps + FILL_STEPS,
+                "steps": STEPS,
                 "groups_per_step": groups,
                 "steps_per_version": 1,
                 "dynamic_sampling": False,
                 "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
             },
             "staleness": {"max": STALENESS_MAX, "adapt": False},
-            "weights": {"max_paused_fraction": 0.25},
+            "weights": {"max_paused_fraction": 0.25, "transport": "gloo" if broadcast else "auto"},
             "checkpoint": {"every_versions": 0, "export_at_end": False},
             "supervision": {"drain_s": 20.0, "start_timeout_s": READY_S},
             "log": {"level": "warning"},
@@ -99,9 +106,10 @@ class Processes:
             )
 
     def actor(self, name: str, controller: str = "") -> None:
-        """An actor, as its agent would start it."""
-        words = ["-m", "asyncrl.cli.actor", name, "--run", str(self.folder.path), "--attempt", "0"]
-        words += ["--incarnation", "1"]
+        """An actor, as its agent would start it; the learner with a stand-in for the process groups of broadcasts."""
+        stand_in = ["-m", "tools.bench.scale_learner", str(self.folder.path)]
+        words = stand_in if name == "learner/0" else ["-m", "asyncrl.cli.actor"]
+        words += [name, "--run", str(self.folder.path), "--attempt", "0", "--incarnation", "1"]
         self.start(name, [*words, "--controller", controller] if controller else words)
 
     def check(self) -> None:
@@ -110,6 +118,11 @@ class Processes:
             if process.poll():
                 log = (self.folder.logs / f"{name.replace('/', '-')}.log").read_text()
                 raise ActorFailed(name, f"exit code {process.returncode}:\n{log[-2000:]}")
+
+    @property
+    def hosts(self) -> list[subprocess.Popen[bytes]]:
+        """The processes of the rollouters."""
+        return [process for name, process in self.started.items() if name.startswith("rollouters-")]
 
     def close(self, grace_s: float) -> None:
         """Wait for their ends, and end those that are still there."""
@@ -135,9 +148,10 @@ def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple
             for name in chosen.actors:
                 if not name.startswith(("controller/", "rollouter/")):
                     processes.actor(name, target.address)
-            for first in range(0, rollouters, per_process):
+            for index, first in enumerate(range(0, rollouters, per_process)):
                 count = min(per_process, rollouters - first)
-                words = ["-m", "tools.bench.scale_host", str(folder.path), target.address, str(first), str(count)]
+                numbers = [str(number) for number in (index, first, count)]
+                words = ["-m", "tools.bench.scale_host", str(folder.path), target.address, *numbers]
                 processes.start(f"rollouters-{first}", words, session=True)
             yield folder, processes, target
         except BaseException:

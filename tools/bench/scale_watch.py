@@ -1,77 +1,156 @@
-"""Follows the run that ``scale`` measures, and keeps what was seen of it."""
+"""Follows the run that ``scale`` measures, says on stderr how far it is, and keeps what was seen of it.
+
+Everything that is waited for has a deadline, and an error that says how far it came.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.errors import ActorFailed
 from asyncrl.monitor.client import Target, Viewer
 from asyncrl.snapshot import Snapshot
-from tools.bench.scale_run import Processes
+from tools.bench.scale_phases import Phase
+from tools.bench.scale_run import END_S, READY_S, Processes
 from tools.bench.scale_top import Drawing, Top
 
 IN_FLIGHT_SHARE = 0.95
-"""Of the trajectories that are to be in flight: with fewer than that the measured time is over."""
-RUN_S = 1800.0
+"""Of the trajectories that are to be in flight: with so many the measured time begins."""
+FULL_S = 300.0
+"""Longest from when all are ready to when the trajectories are in flight."""
+SAY_S = 5.0
+"""How often it is said how far the run is."""
+NAMES_SHOWN = 4
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of a phase."""
+
+    phase: Phase
+    first: Snapshot
+    last: Snapshot
+    snapshots: int = 0
+    largest_gap_s: float = 0.0
+    """Between two snapshots."""
+    in_flight: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Watched:
     """What was seen of the run."""
 
-    first: Snapshot
-    """When the measured time began."""
-    last: Snapshot
-    """When it ended."""
-    end: Snapshot
-    """Before the run drained."""
-    snapshots: int = 0
-    largest_gap_s: float = 0.0
-    """Between two snapshots."""
-    most_in_flight: int = 0
-    in_flight: list[float] = field(default_factory=list)
+    phases: list[Seen] = field(default_factory=list)
+    ready_s: float = 0.0
+    """From the start of the first process until everybody was ready."""
+    first_step_s: float = 0.0
+    """From there until a step was trained."""
     drawing: Drawing | None = None
+    """In the first phase."""
 
 
-async def follow(target: Target, processes: Processes, wanted: int, *, top: bool) -> Watched:
-    """Until the run is over. Raises ActorFailed."""
-    seen: Watched | None = None
-    screen: Top | None = None
-    at, over = time.monotonic(), False
+class Follower:
+    """See the module. To be made when the first process is started."""
+
+    def __init__(
+        self,
+        actors: int,
+        wanted: int,
+        phases: Sequence[Phase],
+        *,
+        say: Callable[[str], None],
+        over: Callable[[Seen], None],
+    ) -> None:
+        """``actors`` are those that the run begins with, the controller excluded; ``wanted`` trajectories are to be in
+        flight; ``say`` tells people how far it is; ``over`` is given each phase when it is measured.
+        """
+        self._actors, self._wanted, self._left, self._say, self._over = actors, wanted, list(phases), say, over
+        self._began = self._since = self._at = time.monotonic()
+        """When the first process was started; when what is waited for now began; when the last snapshot came."""
+        self._said = self._began
+        self.watched = Watched()
+
+    def see(self, snapshot: Snapshot, now: float) -> bool:
+        """Take in a snapshot; whether everything is measured. Raises ActorFailed where it takes too long."""
+        watched, run = self.watched, snapshot.run
+        if run.phase != "running" and run.phase != "starting":
+            raise ActorFailed("the run", run.reason or f"{run.phase} before everything was measured")
+        if not watched.ready_s and run.phase == "running":
+            watched.ready_s, self._since = now - self._began, now
+        if not watched.first_step_s and run.step:
+            watched.first_step_s = now - self._began
+        in_flight = total(snapshot, "rollout/in_flight")
+        if not watched.ready_s:
+            ready = self._actors - len(run.waiting_for)
+            self._wait(now, READY_S, f"{ready} of {self._actors} actors ready", _some(run.waiting_for))
+        elif not watched.phases:
+            if in_flight >= IN_FLIGHT_SHARE * self._wanted and run.step:
+                self._begin_phase(snapshot, now)
+            else:
+                said = f"{in_flight:.0f} of {self._wanted} trajectories in flight, {run.step} steps"
+                self._wait(now, FULL_S, said)
+        else:
+            seen = watched.phases[-1]
+            seen.largest_gap_s = max(seen.largest_gap_s, now - self._at)
+            seen.snapshots += 1
+            seen.last = snapshot
+            seen.in_flight.append(in_flight)
+            if seen.phase.is_over(seen.first, snapshot, now - self._since):
+                self._over(seen)
+                if not self._left:
+                    return True
+                self._begin_phase(snapshot, now)
+            else:
+                absent = [actor.name for actor in snapshot.actors if actor.condition != "ready"]
+                said = f"{seen.phase.name}: {run.step - seen.first.run.step} steps, {in_flight:.0f} in flight"
+                self._wait(now, seen.phase.longest_s, said, _some(absent))
+        self._at = now
+        return False
+
+    def _begin_phase(self, snapshot: Snapshot, now: float) -> None:
+        phase = self._left.pop(0)
+        self.watched.phases.append(Seen(phase, snapshot, snapshot))
+        self._since = now
+        self._say(f"{now - self._began:6.0f} s  {phase.name} begins")
+        phase.begin()
+
+    def _wait(self, now: float, longest_s: float, how_far: str, absent: str = "") -> None:
+        how_far += f"; not ready: {absent}" if absent else ""
+        if now - self._since > longest_s:
+            raise ActorFailed("the run", f"after {longest_s:g} s no more than this: {how_far}")
+        if now - self._said >= SAY_S:
+            self._said = now
+            self._say(f"{now - self._began:6.0f} s  {how_far}")
+
+
+async def follow(target: Target, processes: Processes, follower: Follower, *, top: bool) -> Watched:
+    """Until everything is measured and the run is over. Raises ActorFailed."""
+    watched, screen, ends_by = follower.watched, None, math.inf
     with Viewer(target) as viewer:
         try:
             async for snapshot in _snapshots(viewer, processes):
-                now = time.monotonic()
-                in_flight = total(snapshot, "rollout/in_flight")
-                if seen is None:
-                    if snapshot.run.phase == "running" and in_flight >= wanted:
-                        seen = Watched(snapshot, snapshot, snapshot)
-                        if top:
-                            assert target.run_dir is not None
-                            screen = Top(target.run_dir)
-                elif snapshot.run.phase == "running":
-                    seen.end = snapshot
-                    over = over or in_flight < IN_FLIGHT_SHARE * wanted
-                    if not over:
-                        seen.largest_gap_s = max(seen.largest_gap_s, now - at)
-                        seen.snapshots += 1
-                        seen.last = snapshot
-                        seen.most_in_flight = max(seen.most_in_flight, int(in_flight))
-                        seen.in_flight.append(in_flight)
-                        if screen is not None:
-                            seen.drawing = screen.drawing()
-                at = time.monotonic()
-                if snapshot.run.phase not in ("starting", "running"):
-                    if snapshot.run.exit_code:
-                        raise ActorFailed("the run", snapshot.run.reason)
-                    if seen is None:
-                        raise ActorFailed("the run", f"over before {wanted} trajectories were in flight")
-                    if top and seen.drawing is None:
+                if ends_by < math.inf:
+                    if snapshot.run.phase not in ("starting", "running"):
+                        return watched
+                    if time.monotonic() > ends_by:
+                        raise ActorFailed("the run", f"is {snapshot.run.phase} {END_S:g} s after it was asked to end")
+                    continue
+                is_measured = follower.see(snapshot, time.monotonic())
+                if top and screen is None and watched.phases:
+                    assert target.run_dir is not None
+                    screen = Top(target.run_dir)
+                elif screen is not None and len(watched.phases) == 1:
+                    watched.drawing = screen.drawing()
+                if is_measured:
+                    if top and watched.drawing is None:
                         raise ActorFailed("asyncrl-top", "drew nothing")
-                    return seen
+                    ends_by = time.monotonic() + END_S
+                    processes.hosts[0].send_signal(signal.SIGTERM)
         finally:
             if screen is not None:
                 await asyncio.to_thread(screen.close)
@@ -79,13 +158,17 @@ async def follow(target: Target, processes: Processes, wanted: int, *, top: bool
 
 
 async def _snapshots(viewer: Viewer, processes: Processes) -> AsyncIterator[Snapshot]:
-    async with asyncio.timeout(RUN_S):
-        async for news in viewer.snapshots():
-            processes.check()
-            if isinstance(news, Snapshot):
-                yield news
+    async for news in viewer.snapshots():
+        processes.check()
+        if isinstance(news, Snapshot):
+            yield news
 
 
 def total(snapshot: Snapshot, figure: str) -> float:
     """Of all actors."""
     return sum(actor.figures.get(figure, 0.0) for actor in snapshot.actors)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -7,10 +7,12 @@
 
 Every process of the run but launcher, guard and node agent is killed (SIGKILL), frozen for good, for a while, or for
 a moment (SIGSTOP), those that play episodes (``--episodes``) included; its disk is filled for a while; its network is
-cut for a while, and all its connections are reset. With ``--everything`` all its processes, also the first three, end
-at once, some of them in the middle of a checkpoint, and it goes on by ``--resume auto``. At the end: training came to
-its last step with exit code 0, every prompt has exactly one outcome and none is lost, and no process, port, shared
-memory or temporary file is left.
+cut for a while, and all its connections are reset. The simulated run has several hosts: two of them do not hear each
+other for a while, or one does not hear the other; the link of one is slow, its wall clock is wrong and steps back.
+Faults that this machine does not allow are not drawn, and said to be missing. With ``--everything`` all its processes,
+also the first three, end at once, some of them in the middle of a checkpoint, and it goes on by ``--resume auto``. At
+the end: training came to its last step with exit code 0, every prompt has exactly one outcome and none is lost, and no
+process, port, shared memory or temporary file is left.
 
 The seed is printed. Exit code 0 only when nothing was lost, repeated or left over. With ``--json`` the last line of
 stdout is one JSON object, and everything else goes to stderr.
@@ -32,7 +34,7 @@ from typing import Any, TextIO
 
 from tools.chaos.audit import Expected, Findings, Problem, audit, read_lines
 from tools.chaos.faults import Striker, Struck
-from tools.chaos.plan import ON_MACHINE, ON_PROCESSES, Episodes, Fault, Kind, draw, steps_of_run, victims
+from tools.chaos.plan import KINDS, Episodes, Fault, Kind, draw, steps_of_run, victims
 from tools.chaos.score import rows
 from tools.chaos.settings import (
     DISK_MIB,
@@ -42,6 +44,7 @@ from tools.chaos.settings import (
     SIM_SILENCE_S,
     VLLM_SILENCE_S,
     expected,
+    on_several_hosts,
     sim_tree,
     vllm_tree,
     with_episodes,
@@ -50,7 +53,6 @@ from tools.chaos.torment import NotRecovered, torment
 from tools.chaos.world import World, enter
 from tools.live_run import LiveRun
 
-ALL = (*ON_PROCESSES, *ON_MACHINE)
 PATIENCE_S = {"sim": 90.0, "vllm": 300.0}
 """Longest without a trained step."""
 END_S = 30.0
@@ -69,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as name:
         folder = chosen.keep or Path(name)
-        world = World(folder, DISK_MIB[chosen.engine])
+        world = World(folder, DISK_MIB[chosen.engine], several=chosen.engine == "sim")
         try:
-            kinds = tuple(kind for kind in chosen.kind or ALL if kind in ON_PROCESSES or kind in world.kinds)
+            kinds = chosen.kind or KINDS
             report = go(
                 chosen.engine, chosen.episodes, chosen.faults, chosen.everything, kinds, seed, folder, world, out
             )
@@ -100,15 +102,30 @@ def go(
     silence_s = SIM_SILENCE_S if engine == "sim" else VLLM_SILENCE_S
     sim = engine == "sim"
     struck_at = victims(REPLICAS if sim else 1, RANKS, cores=not sim, episodes=episodes)
-    faults = draw(seed, count, struck_at, kinds, everything=everything, silence_s=silence_s)
+    skipped = {kind: why for kind, why in world.missing.items() if kind in kinds}
+    drawn = [kind for kind in kinds if kind not in skipped]
+    if count and not drawn:
+        raise SystemExit(f"none of these faults can be had here: {skipped}")
+    hosts = world.hosts.names
+    faults = draw(seed, count, struck_at, drawn, hosts=hosts, everything=everything, silence_s=silence_s)
     tree, promised = _configuration(engine, episodes, seed, faults, folder)
+    if len(hosts) > 1:
+        tree = on_several_hosts(tree, seed)
     print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
-    skipped = [kind for kind in ON_MACHINE if kind not in world.kinds]
-    if skipped:
-        print(f"skipped, for there is no machine of its own here: {', '.join(skipped)}", file=out)
-    print(f"{'time':>8}  {'fault':32}  {'phase':12}  {'step':>5}  recovered after", file=out, flush=True)
+    for why in sorted(set(skipped.values())):
+        print(f"skipped: {', '.join(kind for kind in skipped if skipped[kind] == why)}: {why}", file=out)
+    if "slow" in drawn and not world.hosts.netem:
+        print("links are slow by their rate alone: the kernel has no netem", file=out)
+    print(f"{'time':>8}  {'fault':52}  {'phase':12}  {'step':>5}  recovered after", file=out, flush=True)
     began = time.monotonic()
-    run = LiveRun(tree, folder, alone=world.alone, env={"TMPDIR": str(world.temporary)})
+    run = LiveRun(
+        tree,
+        folder,
+        processes=world.processes if world.alone else None,
+        command=world.command,
+        arguments=world.hosts.launch_arguments(folder),
+        env=world.environment,
+    )
     findings = Findings()
     notes: list[Problem] = []
     struck: list[Struck] = []
@@ -131,7 +148,11 @@ def go(
                 findings.say("end", f"the run ended after {len(struck)} of {len(faults)} faults")
             for left in _left(run, world):
                 findings.say("left", left)
-            audited = audit(run.run_dir, promised)
+            try:
+                audited = audit(run.run_dir, promised)
+            except OSError as error:
+                audited = Findings()
+                findings.say("end", f"there is nothing to audit: {error}")
             full = any(one.fault.kind == "disk" for one in struck)
             for problem in audited.problems:
                 # Records that find no room are lost, by design; the ledger knows their prompts and how many.
@@ -144,6 +165,7 @@ def go(
         "episodes": episodes,
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
+        "hosts": len(hosts),
         "skipped": skipped,
         "faults": [_told(one) for one in struck],
         "figures": findings.figures | _rewards(run),
@@ -215,7 +237,7 @@ def _rewards(run: LiveRun) -> dict[str, float]:
 
 def _row(one: Struck) -> str:
     recovered = "" if one.recovered_s is None else f"{one.recovered_s:.1f} s"
-    return f"{one.at_s:7.1f}s  {one.fault!s:32}  {one.phase:12}  {one.step:5}  {recovered}"
+    return f"{one.at_s:7.1f}s  {one.fault!s:52}  {one.phase:12}  {one.step:5}  {recovered}"
 
 
 def _told(one: Struck) -> dict[str, Any]:
@@ -243,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
     parser.add_argument("--everything", type=int, default=0, metavar="K", help="ends of all processes at once (0)")
-    parser.add_argument("--kind", choices=ALL, action="append", help="of the faults; all by default")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="of the faults; all by default")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="keep what the run has written there")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tools.chaos.conditions import conditions
 from tools.chaos.plan import Fault
 from tools.chaos.settings import PROGRAM
 from tools.chaos.world import World
@@ -55,6 +56,8 @@ class Striker:
         self._over: list[tuple[float, Callable[[], None]]] = []
         """What is to be taken back, and when."""
         self._full_until = 0.0
+        self._on_hosts: list[Fault] = []
+        """Those that go on."""
 
     def strike(self, fault: Fault, best: int) -> Struck | None:
         """Carry it out, ``best`` being the last step ever trained; None when its victim is not there just now."""
@@ -75,6 +78,9 @@ class Striker:
                 self._later(fault, self._world.mend)
             case "reset":
                 self._world.reset()
+            case "partition" | "slow" | "clock":
+                self._become([*self._on_hosts, fault])
+                self._later(fault, lambda: self._become([other for other in self._on_hosts if other is not fault]))
             case _:
                 struck.pids = pids = self.pids(fault.victim)
                 if not pids:
@@ -111,6 +117,10 @@ class Striker:
         actions, self._over, self._full_until = self._over, [], 0.0
         for _, action in actions:
             action()
+
+    def _become(self, on_hosts: list[Fault]) -> None:
+        self._on_hosts = on_hosts
+        self._world.hosts.become(conditions(on_hosts))
 
     def _later(self, fault: Fault, action: Callable[[], None]) -> None:
         self._over.append((self._after(fault), action))

@@ -9,21 +9,45 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
-Kind = Literal["kill", "freeze", "stall", "delay", "disk", "cut", "reset", "everything"]
+Kind = Literal["kill", "freeze", "stall", "delay", "disk", "cut", "reset", "partition", "slow", "clock", "everything"]
 ON_PROCESSES: tuple[Kind, ...] = ("kill", "freeze", "stall", "delay")
 """SIGKILL; SIGSTOP for good; SIGSTOP for about as long as supervision takes to notice; SIGSTOP for a moment."""
 ON_MACHINE: tuple[Kind, ...] = ("disk", "cut", "reset")
 """No room in the run's folder for a while; no loopback network for a while; every connection reset at once."""
+ON_HOSTS: tuple[Kind, ...] = ("partition", "slow", "clock")
+"""Two hosts that do not hear each other, or one the other, for a while; a host whose link is slow for a while; one
+whose wall clock is ahead or behind for a while, and then steps back."""
+KINDS: tuple[Kind, ...] = (*ON_PROCESSES, *ON_MACHINE, *ON_HOSTS)
 Episodes = Literal["function", "command"] | None
 """How a run's episodes are played; None: a prompt has one response."""
 MACHINE_CARDS = 3
 """Of each kind that strikes the machine, for one of each kind and victim."""
+HOST_CARDS = 2
+"""Likewise for each host, of those that strike one."""
+BOTH, ONE_WAY = "-", ">"
+"""Between the names of two hosts: neither hears the other; the second does not hear the first."""
+MOST_AHEAD_S = 10.0
+"""By which a clock differs, either way."""
 STEPS_PER_FAULT = 6
 """Training between two faults, so that it does not only ever recover."""
 TOGETHER = 0.2
 """Share of the faults that come with the one before, while the run is still busy with that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Of a host to all others, in either direction."""
+
+    delay_ms: float
+    rate_mbit: float
+    loss: float
+    """Share of the packets."""
+
+    def __str__(self) -> str:
+        return f"{self.delay_ms:.0f} ms, {self.rate_mbit:.1f} Mbit/s, loss {self.loss:.1%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +57,8 @@ class Fault:
     kind: Kind
     victim: str
     """An actor, an engine core (engine_core/N), a worker of the reward pool (reward_worker) or of an episode host
-    (episode_worker), a program that plays an episode (agent), or empty: the machine."""
+    (episode_worker), a program that plays an episode (agent), a host, two hosts (a-b, or a>b where only what a sends
+    to b is lost), or empty: the machine, or the only host."""
     after_step: int
     """It comes once this many steps were trained"""
     after_s: float
@@ -42,10 +67,15 @@ class Fault:
     """How long; None where it is over at once, or never ends by itself."""
     in_checkpoint: bool = False
     """Of everything: wait until a checkpoint is being written."""
+    link: Link | None = None
+    """Of slow."""
+    ahead_s: float = 0.0
+    """Of clock: by how much; behind, where it is negative."""
 
     def __str__(self) -> str:
+        how = f" ({self.link})" if self.link else f" {self.ahead_s:+.1f} s" if self.ahead_s else ""
         lasts = "" if self.lasts_s is None else f" for {self.lasts_s:.1f} s"
-        return f"{self.kind} {self.victim}".rstrip() + lasts
+        return f"{self.kind} {self.victim}".rstrip() + how + lasts
 
 
 def victims(replicas: int, ranks: int, *, cores: bool, episodes: Episodes = None) -> list[str]:
@@ -69,16 +99,22 @@ def victims(replicas: int, ranks: int, *, cores: bool, episodes: Episodes = None
 
 
 def draw(
-    seed: int, count: int, struck: Sequence[str], kinds: Sequence[Kind], *, everything: int = 0, silence_s: float
+    seed: int,
+    count: int,
+    struck: Sequence[str],
+    kinds: Sequence[Kind],
+    *,
+    hosts: Sequence[str] = ("",),
+    everything: int = 0,
+    silence_s: float,
 ) -> list[Fault]:
-    """``count`` faults of these ``kinds``, those of processes on the victims ``struck``, in the order in which they
-    come, and among them ``everything`` times the end of all processes at once.
+    """``count`` faults of these ``kinds``, those of processes on the victims ``struck``, those of hosts on ``hosts``,
+    in the order in which they come, and among them ``everything`` times the end of all processes at once.
 
     ``silence_s`` is the run's supervision.silence_s.
     """
     randomness = random.Random(seed)
-    machine = ("",) * MACHINE_CARDS
-    cards = _deck(randomness, [(k, v) for k in kinds for v in (struck if k in ON_PROCESSES else machine)])
+    cards = _deck(randomness, [(kind, victim) for kind in kinds for victim in _struck_by(kind, struck, hosts)])
     dealt: list[tuple[Kind, str]] = [next(cards) for _ in range(count)]
     for number in range(everything):
         # Spread over the round, not all at its start.
@@ -98,6 +134,8 @@ def draw(
                 after_s=randomness.uniform(0.0, 1.0),
                 lasts_s=_duration(randomness, kind, silence_s),
                 in_checkpoint=kind == "everything" and randomness.random() < 0.5,
+                link=_link(randomness) if kind == "slow" else None,
+                ahead_s=randomness.uniform(-MOST_AHEAD_S, MOST_AHEAD_S) if kind == "clock" else 0.0,
             )
         )
     return found
@@ -106,6 +144,20 @@ def draw(
 def steps_of_run(faults: Sequence[Fault]) -> int:
     """Steps within which all of them fall, with some left to recover in."""
     return max((fault.after_step for fault in faults), default=0) + 2 * STEPS_PER_FAULT
+
+
+def between(hosts: Sequence[str]) -> list[str]:
+    """Every way in which two of these hosts may not hear each other."""
+    pairs = list(combinations(hosts, 2))
+    return [way for a, b in pairs for way in (f"{a}{BOTH}{b}", f"{a}{ONE_WAY}{b}", f"{b}{ONE_WAY}{a}")]
+
+
+def _struck_by(kind: Kind, processes: Sequence[str], hosts: Sequence[str]) -> Sequence[str]:
+    if kind in ON_PROCESSES:
+        return processes
+    if kind in ON_MACHINE:
+        return ("",) * MACHINE_CARDS
+    return between(hosts) if kind == "partition" else [*hosts] * HOST_CARDS
 
 
 def _deck(randomness: random.Random, cards: list[tuple[Kind, str]]) -> Iterator[tuple[Kind, str]]:
@@ -120,4 +172,17 @@ def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float 
         return randomness.uniform(0.5 * silence_s, 1.5 * silence_s)
     if kind == "disk":
         return randomness.uniform(0.25 * silence_s, 2.0 * silence_s)
+    if kind == "partition":
+        # The longer ones outlast the connection, and then supervision.unreachable_s.
+        return randomness.uniform(0.5 * silence_s, 10.0 * silence_s)
+    if kind in ("slow", "clock"):
+        return randomness.uniform(0.5 * silence_s, 2.5 * silence_s)
     return None
+
+
+def _link(randomness: random.Random) -> Link:
+    return Link(
+        delay_ms=randomness.uniform(5.0, 200.0),
+        rate_mbit=10.0 ** randomness.uniform(0.3, 1.7),
+        loss=randomness.uniform(0.0, 0.05),
+    )

@@ -17,14 +17,20 @@ from tools.quickstart.assets import Assets
 PROGRAM = str(Path(__file__).with_name("agent.py"))
 SIM_SILENCE_S = 3.0
 VLLM_SILENCE_S = 20.0
+SIM_UNREACHABLE_S = 4.0
+"""Longer than a lost host is waited for, and shorter than some partitions."""
+HOST_GRACE_S = 120.0
+"""Longer than any partition, and than two that follow one another."""
+PORTS = "7000-7063"
 SIM_PROMPTS = 300
 SIM_GROUPS = 4
 REPLICAS = 2
 RANKS = 2
 DISK_MIB = {"sim": 256, "vllm": 2048}
 
-_SUPERVISION = {"heartbeat_s": 0.5, "max_restarts": 100_000, "restart_window_s": 1.0, "backoff_s": 0.05}
-"""Restarts without end: the faults do not stop either."""
+_SUPERVISION = {"heartbeat_s": 0.5, "max_restarts": 50, "restart_window_s": 1.0, "backoff_s": 0.05}
+"""Restarts without end, for nobody comes to so many within a window: the faults do not stop either. There is a key for
+each."""
 
 
 def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
@@ -66,8 +72,26 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
         "staleness": {"max": 2},
         "checkpoint": {"every_versions": 3, "export_at_end": False},
         "network": {"call_timeout_s": 5.0},
-        "supervision": {**_SUPERVISION, "silence_s": SIM_SILENCE_S, "start_timeout_s": 60.0},
+        "supervision": {
+            **_SUPERVISION,
+            "silence_s": SIM_SILENCE_S,
+            "host_lost_s": SIM_SILENCE_S,
+            "unreachable_s": SIM_UNREACHABLE_S,
+            "start_timeout_s": 60.0,
+        },
         "log": {"level": "debug"},
+    }
+
+
+def on_several_hosts(tree: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The same run over hosts of its own; whether its wire is encrypted, and whether a successor finds the port of its
+    predecessor, comes from the seed."""
+    randomness = random.Random(f"hosts {seed}")
+    security = {"curve": randomness.choice(("auto", "off"))}
+    return tree | {
+        "security": security,
+        "network": tree["network"] | {"ports": randomness.choice(("0", PORTS))},
+        "supervision": tree["supervision"] | {"host_grace_s": HOST_GRACE_S},
     }
 
 

@@ -14,7 +14,7 @@ from tools.chaos.plan import Fault
 from tools.live_run import LiveRun, pid_lives
 
 LOOK_S = 0.03
-VICTIM_WAIT_S = 30.0
+VICTIM_WAIT_S = 60.0
 """Longest wait for a victim that is away because of an earlier fault."""
 PROGRESS_STEPS = 2
 """Steps trained after a fault that show that training goes on; the first may have been under way."""

@@ -1,9 +1,11 @@
-"""A machine of its own for a round: processes, network, shared memory and disk that nothing else uses.
+"""A machine of its own for a round, with several hosts in it: processes, network, shared memory and disk that nothing
+else uses.
 
-As root, or where users may make namespaces, the tool starts itself again inside new ones. There every process but its
-own belongs to the run, so that what a run leaves behind is seen without doubt, the network and the disk can be taken
-away from the run alone, and the end of the tool, however it comes, ends and frees everything. Elsewhere the round goes
-on without those faults, and looks at what has changed instead. Fails with OSError or CalledProcessError.
+As root, or where users may make namespaces, the tool starts itself again inside new ones. There every process but those
+that were there before the run belongs to it, so that what a run leaves behind is seen without doubt, the network and
+the disk can be taken away from the run alone, and the end of the tool, however it comes, ends and frees everything.
+Where a cluster of namespaces can be made too, the run has several hosts. Elsewhere the round goes on without those
+faults, and looks at what has changed instead. Fails with OSError, CalledProcessError or, for a cluster, AssertionError.
 """
 
 from __future__ import annotations
@@ -13,14 +15,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tools.chaos.plan import Kind
+import psutil
+
+from tools.chaos.hosts import OTHERS, Hosts
+from tools.chaos.plan import ON_MACHINE, Kind
+from tools.cluster.netns import Cluster, Host, why_not
+from tools.live_run import lives
+from tools.wall_clocks import WallClocks
 
 _INSIDE = "ASYNCRL_CHAOS_WORLD"
 _MIB = 1 << 20
 SHM = Path("/dev/shm")
+LISTENS = "0A"
+"""In the kernel's tables of TCP."""
+NOT_ALONE = "no machine of its own here (root, or users that may make namespaces; iproute2)"
 
 
 def enter(module: str, arguments: Sequence[str]) -> None:
@@ -44,34 +56,75 @@ def _unshare() -> list[str] | None:
     return command if tried.returncode == 0 else None
 
 
-class World:
-    """``folder`` is on an ordinary disk; ``runs`` inside it is a disk of ``disk_mib`` where that can be had."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a host may have something left."""
 
-    def __init__(self, folder: Path, disk_mib: int) -> None:
+    of: str
+    """In words, behind what was found."""
+    net: Path
+    shm: Path
+    temporary: Path
+
+
+class World:
+    """``folder`` is on an ordinary disk; ``runs`` inside it is a disk of ``disk_mib`` where that can be had.
+
+    ``several``: hosts, where these can be had.
+    """
+
+    def __init__(self, folder: Path, disk_mib: int, *, several: bool = True) -> None:
         self.alone = bool(os.environ.get(_INSIDE)) and os.getpid() == 1
-        """Whether no process but this one and the run's exists."""
+        """Whether no process but those of this world and the run's exists."""
         self.runs, self.temporary = folder / "runs", folder / "tmp"
         self._filler = self.runs / "filler"
         for path in (self.runs, self.temporary):
             path.mkdir(parents=True)
+        clocks = WallClocks(folder)
+        why_one = self._why_one_host() if several else "the run has one host"
         if self.alone:
             subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={disk_mib}m", "tmpfs", str(self.runs)], check=True)
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(SHM)], check=True)
+        self.hosts = Hosts(clocks, None if why_one else Cluster(OTHERS, shared=[clocks.folder]))
+        self.missing = self._missing(why_one)
+        """Faults that cannot be had here, and why."""
+        self._residents = {os.getpid(), *psutil.pids()} if self.alone else set()
         self._before = {*self._ports(), *self._shared_memory()}
 
     def close(self) -> None:
         """Free what would outlive the namespaces; nothing does."""
+        if self.hosts.cluster is not None:
+            self.hosts.cluster.close()
         if self.alone:
             subprocess.run(["umount", "--lazy", str(self.runs)], check=False)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Faults of the whole machine that can be had here."""
+    def environment(self) -> Mapping[str, str]:
+        """Of the run."""
+        return {"TMPDIR": str(self.temporary), "PYTHONPATH": self.hosts.clocks.path}
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` where the run's head is."""
+        return list(argv) if self.hosts.cluster is None else self.hosts.cluster.head.entered(argv)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live and were not there before the run, in a world that is alone."""
+        assert self.alone
+        return [process for process in psutil.process_iter() if process.pid not in self._residents and lives(process)]
+
+    def _why_one_host(self) -> str | None:
+        return why_not() if self.alone else NOT_ALONE
+
+    def _missing(self, why_one: str | None) -> Mapping[Kind, str]:
         if not self.alone:
-            return ()
-        tried = shutil.which("ss") is not None and subprocess.run(["ss", "-K"], capture_output=True).returncode == 0
-        return ("disk", "cut", "reset") if tried else ("disk", "cut")
+            return dict.fromkeys((*ON_MACHINE, "partition", "slow"), NOT_ALONE)
+        found: dict[Kind, str] = {} if why_one is None else {"partition": why_one, "slow": why_one}
+        if shutil.which("ss") is None or subprocess.run(["ss", "-K"], capture_output=True).returncode != 0:
+            found["reset"] = "ss -K does not work here"
+        if why_one is None and shutil.which("tc") is None:
+            found["slow"] = "tc is not installed"
+        return found
 
     # --- faults ---
 
@@ -91,16 +144,30 @@ class World:
         self._filler.unlink(missing_ok=True)
 
     def cut(self) -> None:
-        """No packet arrives any more."""
-        subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+        """No packet arrives any more, not even at the host that sends it."""
+        for host in self._cluster_hosts():
+            host.cut_off()
+        self._everywhere("ip", "link", "set", "lo", "down")
 
     def mend(self) -> None:
         """They do again."""
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        self._everywhere("ip", "link", "set", "lo", "up")
+        for host in self._cluster_hosts():
+            host.reconnect()
 
     def reset(self) -> None:
         """Every connection is gone at once."""
-        subprocess.run(["ss", "-K", "state", "connected"], capture_output=True, check=True)
+        self._everywhere("ss", "-K", "state", "connected")
+
+    def _cluster_hosts(self) -> list[Host]:
+        return [] if self.hosts.cluster is None else self.hosts.cluster.all_hosts
+
+    def _everywhere(self, *argv: str) -> None:
+        """Run a command on every host of the run."""
+        for host in self._cluster_hosts():
+            host.run(argv)
+        if self.hosts.cluster is None:
+            subprocess.run(argv, capture_output=True, check=True)
 
     # --- what is left ---
 
@@ -108,15 +175,50 @@ class World:
         """Ports, shared memory and temporary files that were not there at the start."""
         found = [*self._ports(), *self._shared_memory()]
         found = [name for name in found if name not in self._before]
-        return found + [f"temporary file {path}" for path in sorted(self.temporary.rglob("*")) if path.is_file()]
+        return found + [
+            f"temporary file {path}{place.of}"
+            for place in self._places()
+            for path in _files(place.temporary)
+            if not self._is_log(path.relative_to(place.temporary))
+        ]
 
-    def _ports(self) -> list[str]:
-        if not self.alone:
-            # Others listen here, too.
-            return []
-        lines = Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]
-        listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
-        return [f"port {int(address.rpartition(':')[2], 16)}" for address in listening]
+    def _is_log(self, path: Path) -> bool:
+        """Whether it is of a host's part of the run folder, which stays there after a lost connection; keys do not."""
+        inside = Path("/tmp", path)
+        return inside.is_relative_to(self.runs) and not any(part.startswith("private") for part in path.parts)
 
-    def _shared_memory(self) -> list[str]:
-        return [f"shared memory {path.name}" for path in SHM.iterdir()] if SHM.is_dir() else []
+    def _places(self) -> list[_Place]:
+        if self.hosts.cluster is None:
+            return [_Place("", Path("/proc/net"), SHM, self.temporary)]
+        return [
+            _Place(
+                of=f" of {host.name}",
+                net=host.kernel("net"),
+                shm=host.path(SHM),
+                # The head sees this machine's, in which others may write.
+                temporary=self.temporary if host is self.hosts.cluster.head else host.path("/tmp"),
+            )
+            for host in self._cluster_hosts()
+        ]
+
+    def _ports(self) -> Iterator[str]:
+        # Others listen here too, where it is not alone.
+        for place in self._places() if self.alone else ():
+            for table in ("tcp", "tcp6"):
+                rows = [line.split() for line in (place.net / table).read_text().splitlines()[1:]]
+                ports = [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENS]
+                yield from (f"port {port}{place.of}" for port in ports)
+
+    def _shared_memory(self) -> Iterator[str]:
+        for place in self._places():
+            if place.shm.is_dir():
+                yield from (f"shared memory {path.name}{place.of}" for path in place.shm.iterdir())
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All below it, but not what is seen there of other disks."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from () if path.is_mount() else _files(path)
+        else:
+            yield path

@@ -5,9 +5,10 @@ Everything here is a pure function of its arguments, in numpy; torch is not impo
 over whole groups before anything is split. The denominator is the step's, over all ranks and micro-batches,
 fixed here.
 
-A sequence is its prompt and its tokens up to the last that is trained, which is left out: position i of the row
-predicts token i + 1. The arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the
-positions that predict a loss token, and ``predict`` says where in the row these are.
+A sequence is its prompt and its tokens up to the last that is trained, which is left out: position i of it predicts
+token i + 1. The arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the positions
+that predict a loss token, and ``predict`` says where these are. Sequences of a group behind the same prompt may share
+what they begin with (sharing.py); that changes what is computed and nothing else.
 
 Trained are the sampled tokens, each in the one sequence where that is its role; what is context, or repeated from
 another sequence, is computed and has no loss. A sequence with no loss token is not computed at all; neither is one
@@ -29,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -39,8 +39,10 @@ from asyncrl.learner.algorithm.advantages import Advantages, ScoredGroup, find_a
 from asyncrl.learner.algorithm.aggregation import step_denominator, token_weight
 from asyncrl.learner.algorithm.group_check import check_group
 from asyncrl.learner.algorithm.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
+from asyncrl.learner.algorithm.micro_batch import MicroBatch, count_tokens, make_micro_batches
 from asyncrl.learner.algorithm.packing import pack
 from asyncrl.learner.algorithm.penalties import Penalties
+from asyncrl.learner.algorithm.sharing import Sharing, find_sharing, nothing_shared
 from asyncrl.learner.algorithm.signal import turns_past
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
@@ -55,35 +57,6 @@ from asyncrl.trajectories import (
 
 GroupScores = list[list[np.ndarray]]
 """For each trajectory and each of its sequences, float64 [S]: a value for each sampled token."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One packed row of T tokens holding S sequences, with N positions that have a loss."""
-
-    input_ids: np.ndarray
-    """int32 [T]."""
-    lengths: np.ndarray
-    """int32 [S], sums to T: the sequences, one after the other. Positions restart at 0 in each."""
-    sequences: np.ndarray
-    """int32 [S]: index of each in ``UpdatePlan.sequences``; -1 for a filler."""
-    predict: np.ndarray
-    """int32 [N], ascending: positions in the row whose next token has a loss."""
-    targets: np.ndarray
-    """int32 [N]: the token that each of them predicts."""
-    behaviour: np.ndarray
-    """float32 [N], nats: log-prob of the target when it was sampled."""
-    advantages: np.ndarray
-    """float32 [N]."""
-    weights: np.ndarray
-    """float32 [N]: share of each token in the sum that is divided by the denominator; 0 only in a filler."""
-    staleness: np.ndarray
-    """int32 [N]: versions between the newest published weights and those that sampled the target.
-
-    -1 where the engine's log-prob is of no single version (mixed_kv).
-    """
-    teacher: np.ndarray
-    """float32 [N], nats: log-prob of the target by a teacher on a server; [0] without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +81,7 @@ class SupervisedPlan:
     places: list[str]
     """FILE:LINE of each sequence."""
     tokens: int
-    """Tokens computed, context included."""
+    """Tokens computed by all ranks, context included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +96,7 @@ class UpdatePlan:
     """Every sequence that has a loss, in the order of groups and trajectories, those that are left out as 0 included;
     none in a warm step."""
     tokens: int
-    """Tokens computed, prompts and conversations included."""
+    """Tokens computed by all ranks, prompts and conversations included; what sequences of a row share once."""
     supervised: SupervisedPlan | None = None
 
     @property
@@ -149,7 +122,7 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens computed, prompts included."""
+        """Tokens computed, as those of its updates."""
         return sum(update.tokens for update in self.updates)
 
     @property
@@ -168,6 +141,7 @@ def build_step(
     config: Config,
     world_size: int,
     packed: bool,
+    shared: bool = False,
     skip_zero_advantages: bool = False,
 ) -> StepPlan:
     """The plan of one optimizer step.
@@ -175,7 +149,8 @@ def build_step(
     ``groups`` are trained, in the order given (the caller orders them by (epoch, index)).
     ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
     of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
-    taken since it was. ``packed`` False puts each sequence in a row of its own. ``skip_zero_advantages``: a token of
+    taken since it was. ``packed`` False puts each sequence in a row of its own; ``shared`` has rows compute once what
+    sequences of a group begin with. ``skip_zero_advantages``: a token of
     advantage 0 has no gradient (objective.py), so that a sequence of such tokens alone is not computed, unless the
     update has no other.
     """
@@ -206,17 +181,22 @@ def build_step(
             computed = list(range(len(sequences)))
             if skip_zero_advantages:
                 computed = [i for i in computed if sequences[i].advantages.any()] or computed
-            lengths = [len(sequences[i].input_ids) for i in computed]
-            rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=world_size, packed=packed)
+            sharing = sharing_of(sequences, shared=shared)
+            rows = pack(
+                [len(sequences[i].input_ids) for i in computed],
+                budget=learner.tokens_per_microbatch,
+                world_size=world_size,
+                packed=packed,
+                sharing=sharing.among(computed),
+            )
+            chosen = [[[computed[i] for i in row] for row in rank] for rank in rows]
+            ranks = make_micro_batches(sequences, weights, chosen, sharing)
             updates.append(
                 UpdatePlan(
-                    ranks=[
-                        [make_micro_batch(sequences, weights, [computed[i] for i in row]) for row in rank]
-                        for rank in rows
-                    ],
+                    ranks=ranks,
                     denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
                     sequences=[s.id for s in sequences],
-                    tokens=sum(lengths),
+                    tokens=count_tokens(ranks),
                 )
             )
     return StepPlan(
@@ -349,6 +329,7 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
+        self.family = name.uid, prompt_ids.tobytes()
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
             last = len(sequence.tokens) - 1
             self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)
@@ -378,52 +359,8 @@ def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
     return values.astype(dtype, copy=False)
 
 
-class Computed(Protocol):
-    """A sequence as the learner computes it: fields of a MicroBatch that holds it alone."""
-
-    input_ids: np.ndarray
-    predict: np.ndarray
-    targets: np.ndarray
-    behaviour: np.ndarray
-    advantages: np.ndarray
-    staleness: np.ndarray
-    teacher: np.ndarray
-
-
-def make_micro_batch(sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int]) -> MicroBatch:
-    """The row of these indices; a filler where there are none. ``weights`` has that of each sequence's tokens."""
-    if not row:
-        return _filler()
-    members = [sequences[i] for i in row]
-    lengths = np.array([len(s.input_ids) for s in members], dtype=np.int32)
-    counts = [len(s.predict) for s in members]
-    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
-    return MicroBatch(
-        input_ids=np.concatenate([s.input_ids for s in members]),
-        lengths=lengths,
-        sequences=np.array(row, dtype=np.int32),
-        predict=np.concatenate([s.predict for s in members]) + np.repeat(starts, counts),
-        targets=np.concatenate([s.targets for s in members]),
-        behaviour=np.concatenate([s.behaviour for s in members]),
-        advantages=np.concatenate([s.advantages for s in members]),
-        weights=np.repeat(np.array([weights[i] for i in row], dtype=np.float32), counts),
-        staleness=np.concatenate([s.staleness for s in members]),
-        teacher=np.concatenate([s.teacher for s in members]),
-    )
-
-
-def _filler() -> MicroBatch:
-    """A row of one token with no weight, for a rank that has nothing to do while the others have."""
-    nothing, one = np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.int32)
-    return MicroBatch(
-        input_ids=one * 0,
-        lengths=one,
-        sequences=-one,
-        predict=one * 0,
-        targets=one * 0,
-        behaviour=nothing,
-        advantages=nothing,
-        weights=nothing,
-        staleness=-one,
-        teacher=nothing,
-    )
+def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> Sharing:
+    """What these begin with alike, group by group and prompt by prompt; nothing unless ``shared``."""
+    if not shared:
+        return nothing_shared(len(sequences))
+    return find_sharing([s.input_ids for s in sequences], [s.family for s in sequences])

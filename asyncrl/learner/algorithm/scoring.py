@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.batch import GroupScores, MicroBatch, SampledSequence, make_micro_batch
+from asyncrl.learner.algorithm.batch import GroupScores, SampledSequence, sharing_of
+from asyncrl.learner.algorithm.micro_batch import MicroBatch, make_micro_batches
 from asyncrl.learner.algorithm.packing import pack
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
@@ -56,14 +57,16 @@ def sampled_sequences(groups: Iterable[Group]) -> Iterator[tuple[Group, TokenSeq
             yield from ((group, sequence) for sequence in trajectory.sequences if len(sequence.logprobs))
 
 
-def build_scoring(groups: Sequence[Group], *, config: Config, world_size: int, packed: bool) -> ScoringPlan:
-    """The pass over all that was sampled in ``groups``. ``packed`` False puts each sequence in a row of its own."""
+def build_scoring(
+    groups: Sequence[Group], *, config: Config, world_size: int, packed: bool, shared: bool = False
+) -> ScoringPlan:
+    """The pass over all that was sampled in ``groups``; ``packed`` and ``shared`` as for build_step."""
     sequences = [SampledSequence.whole(group, sequence) for group, sequence in sampled_sequences(groups)]
     lengths = [len(sequence.input_ids) for sequence in sequences]
-    rows = pack(lengths, budget=config.learner.tokens_per_microbatch, world_size=world_size, packed=packed)
-    weights = [1.0] * len(sequences)
+    sharing, budget = sharing_of(sequences, shared=shared), config.learner.tokens_per_microbatch
+    rows = pack(lengths, budget=budget, world_size=world_size, packed=packed, sharing=sharing)
     return ScoringPlan(
-        ranks=[[make_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
+        ranks=make_micro_batches(sequences, [1.0] * len(sequences), rows, sharing),
         lengths=[len(sequence.predict) for sequence in sequences],
         temperature=config.rollout.temperature,
     )

@@ -17,14 +17,10 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.batch import (
-    MicroBatch,
-    StepPlan,
-    SupervisedPlan,
-    UpdatePlan,
-    make_micro_batch,
-)
+from asyncrl.learner.algorithm.batch import StepPlan, SupervisedPlan, UpdatePlan
+from asyncrl.learner.algorithm.micro_batch import MicroBatch, count_tokens, make_micro_batches
 from asyncrl.learner.algorithm.packing import pack
+from asyncrl.learner.algorithm.sharing import nothing_shared
 from asyncrl.sft.conversations import Conversation, Conversations
 from asyncrl.sft.encoding import Encoded
 
@@ -70,13 +66,13 @@ class SupervisedSteps:
         lengths = [len(sequence.input_ids) for sequence in sequences]
         learner = self._config.learner
         rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=learner.ranks, packed=self._packed)
-        weights = [1.0] * len(sequences)
+        ranks = make_micro_batches(sequences, [1.0] * len(sequences), rows, nothing_shared(len(sequences)))
         return SupervisedPlan(
-            ranks=[[make_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
+            ranks=ranks,
             denominator=float(sum(len(sequence.predict) for sequence in sequences)),
             coefficient=coefficient,
             places=[place for place, _ in members],
-            tokens=sum(lengths),
+            tokens=count_tokens(ranks),
         )
 
 

@@ -13,7 +13,8 @@ from dataclasses import fields
 import msgspec
 import numpy as np
 
-from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.weights.segments import ALIGNMENT
 
 Parcels = list[np.ndarray]

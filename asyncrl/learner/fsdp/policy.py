@@ -6,7 +6,8 @@ backward pass.
 
 A packed row is told to the model by ``position_ids`` that restart at 0, with ``use_cache=False`` and no
 attention mask: with the cache left on, or a mask of ones, transformers takes the row for one long sequence
-without a word.
+without a word. What several sequences of a row begin with may be in it once (micro_batch.py): positions then go on
+behind it, and attention, which has to be ours, fetches its keys and values for each of them.
 
 Fails with ConfigError naming model.path when the model cannot be loaded as it stands.
 """
@@ -29,6 +30,7 @@ from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.fsdp import attention, varlen
 from asyncrl.learner.fsdp.head import find_likeliest, head_logits, score_hidden, score_logits
+from asyncrl.learner.fsdp.pieces import connect
 
 Attention = Literal["varlen", "packed", "loaded", "plain"]
 """Ours in one kernel (varlen.py) and sequence by sequence (attention.py), what transformers chose when it loaded the
@@ -47,9 +49,15 @@ class Row:
     position_ids: Tensor
     """int64 [1, T], restarting at 0 in each sequence."""
     lengths: tuple[int, ...]
-    """Of the sequences; sums to T."""
+    """Of the pieces; sums to T."""
+    key_lengths: tuple[int, ...]
+    """Tokens that each piece attends to: the piece before it and itself; sums to K."""
     cu_seqlens: Tensor
-    """int32 [sequences + 1]: where each begins, and T."""
+    """int32 [pieces + 1]: where each begins, and T."""
+    cu_seqlens_k: Tensor
+    """int32 [pieces + 1]: where the tokens begin that each attends to, and K."""
+    key_index: Tensor | None
+    """int64 [K]: where in the row the tokens are that the pieces attend to; None where it is the row as it stands."""
     predict: Tensor
     """int64 [N]: positions whose next token is scored."""
     targets: Tensor
@@ -107,7 +115,10 @@ class Policy(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
         cu_seqlens: Tensor,
+        cu_seqlens_k: Tensor,
+        key_index: Tensor | None,
         predict: Tensor,
         targets: Tensor,
         temperature: float,
@@ -120,10 +131,14 @@ class Policy(nn.Module):
         arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
         if implementation == varlen.NAME:
-            arguments |= {"cu_seqlens": cu_seqlens, "max_seqlen": varlen.round_longest(max(lengths))}
+            longest = varlen.round_longest(max(key_lengths))
+            arguments |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen": longest}
         if implementation in (attention.NAME, varlen.NAME):
-            # Made here, below FSDP's root: it would move an argument of its own to the device.
-            arguments["sequence_lengths"] = torch.tensor(lengths)
+            # Made here, below FSDP's root: it would move arguments of its own to the device.
+            arguments |= {"sequence_lengths": torch.tensor(lengths), "key_lengths": torch.tensor(key_lengths)}
+            arguments["key_index"] = key_index
+        elif key_index is not None:
+            raise NotImplementedError(f"{implementation} attention cannot share what sequences begin with")
         if not self.chunked:
             logits = self.model(**arguments).logits[0, predict]
             scores = score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
@@ -160,7 +175,10 @@ class Policy(nn.Module):
             row.input_ids,
             row.position_ids,
             row.lengths,
+            row.key_lengths,
             row.cu_seqlens,
+            row.cu_seqlens_k,
+            row.key_index,
             row.predict,
             row.targets,
             temperature,
@@ -187,19 +205,25 @@ class Policy(nn.Module):
         return list(layers.values()) or max(lists, key=len, default=[])
 
 
-def make_row(input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device) -> Row:
-    """A Row from the integer arrays of a MicroBatch."""
+def make_row(
+    input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device, *, prefixes: Any = None
+) -> Row:
+    """A Row from the integer arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
 
     def put(values: Any) -> Tensor:
         return torch.as_tensor(values).to(device=device, dtype=torch.int64)
 
-    sizes = tuple(int(n) for n in lengths)
-    positions = torch.cat([torch.arange(n) for n in sizes])
+    pieces = connect(lengths, prefixes)
+    cu_seqlens = varlen.cumulate(pieces.lengths, device)
+    shared = pieces.key_index is not None
     return Row(
         input_ids=put(input_ids)[None],
-        position_ids=put(positions)[None],
-        lengths=sizes,
-        cu_seqlens=varlen.cumulate(sizes, device),
+        position_ids=put(pieces.positions)[None],
+        lengths=pieces.lengths,
+        key_lengths=pieces.key_lengths,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=varlen.cumulate(pieces.key_lengths, device) if shared else cu_seqlens,
+        key_index=put(pieces.key_index) if shared else None,
         predict=put(predict),
         targets=put(targets),
     )

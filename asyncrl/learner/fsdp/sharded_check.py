@@ -6,8 +6,9 @@ window of the model's attention. A way that agreed before (startup_check.py) and
 fastest:
 
     logits      in chunks, against the model's own, of the short sequences
-    rows        several sequences a row, the long one between short ones, against each alone: in one kernel where the
-                devices of all ranks have it (varlen.py), then in the ways of the first part
+    rows        several sequences a row, the long one and another that begins as it does between short ones, against
+                each alone: in one kernel where the devices of all ranks have it (varlen.py), then in the ways of the
+                first part; in ours once more with common beginnings in the row once
 
 Two computations in float32 agree to TOLERANCE. In bfloat16 rounding alone is more, and how much depends on the model:
 it is measured as the distance of the short sequences from the first part's float32, and a way agrees when no stretch of
@@ -34,13 +35,17 @@ from asyncrl.learner.fsdp.policy import Attention, Policy
 from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.startup_check import (
     LENGTHS,
+    OURS,
     TOLERANCE,
+    Batch,
     Choice,
     Scoring,
     make_batch,
     no_packing,
+    no_sharing,
     random_tokens,
     score_rows,
+    short_tokens,
     slower_packing,
 )
 
@@ -56,6 +61,8 @@ PAST = 2 * STRETCH
 """Positions past the window."""
 BEFORE = 2
 """Short sequences before the long one."""
+BEHIND = 8
+"""Positions of the other one behind what it has in common with the long one, half of that."""
 LONG = 2048
 """Length of the long sequence of a model without a window, where there is room and time for it."""
 
@@ -122,7 +129,7 @@ class _Check:
 
     def run(self, path: str) -> Scoring:
         choice, warnings = self._choice, list(self._choice.warnings)
-        tokens = random_tokens(self._policy, LENGTHS, self._seed)
+        tokens = short_tokens(self._policy, self._seed)
         short = make_batch(tokens, self._ranks.device)
         whole = self._score(short.single, choice.single, chunked=False)
         rounding = self._rounding(whole, path)
@@ -142,7 +149,8 @@ class _Check:
         if self._window is not None and self._length <= self._window < self._config.longest_sequence:
             warnings.append(f"its window of {self._window} tokens takes too long to check here: {self._length} were")
 
-        long = random_tokens(self._policy, [self._length], self._seed + 1)
+        long = random_tokens(self._policy, [self._length, self._length // 2 + BEHIND], self._seed + 1)
+        long[1][: self._length // 2] = long[0][: self._length // 2]
         before = sum(LENGTHS[:BEFORE])
         alone = self._score(make_batch(long, self._ranks.device).single, choice.single, chunked=chunked)
         truth = torch.cat([whole[:before], alone, whole[before:]])
@@ -155,9 +163,20 @@ class _Check:
             if worst <= self._limit:
                 if attention != ways[0]:
                     warnings.append(slower_packing(attention, f"{found[ways[0]]:.2g} {self._where}"))
-                return Scoring(True, attention, chunked, warnings)
+                return Scoring(
+                    True, attention, chunked, warnings, self._shares(attention, batch, truth, chunked, warnings)
+                )
         warnings.append(no_packing(self._config.learner, f"{min(found.values()):.2g} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
+
+    def _shares(self, attention: Attention, batch: Batch, truth: Tensor, chunked: bool, warnings: list[str]) -> bool:
+        """Whether this way holds as well where the common beginnings of sequences are in the row once."""
+        if not self._choice.shared or attention not in ("varlen", OURS):
+            return False
+        worst = self._worst(self._score([batch.shared], attention, chunked=chunked), truth)
+        if not worst <= self._limit:
+            warnings.append(no_sharing(f"{worst:.2g} {self._where}"))
+        return worst <= self._limit
 
     def _ways(self, warnings: list[str]) -> list[Attention]:
         """Ways to attend to several sequences a row, the fastest first: what the kernel can do, our own can."""

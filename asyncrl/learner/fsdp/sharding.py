@@ -40,7 +40,7 @@ from asyncrl.learner.fsdp.policy import Policy, local, parts
 from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.shard_plan import own_rows
 from asyncrl.learner.fsdp.sharded_check import confirm_scoring
-from asyncrl.learner.fsdp.startup_check import LENGTHS, Choice, Scoring, choose_scoring, make_batch, random_tokens
+from asyncrl.learner.fsdp.startup_check import Choice, Scoring, choose_scoring, make_batch, short_tokens
 
 _LOG = logging.getLogger(__name__)
 KEPT = (
@@ -102,8 +102,10 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
     return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
 
 
-def build_frozen(key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool) -> Policy:
-    """All ranks together: a model that only scores, named by the value ``path`` of ``key``.
+def build_frozen(
+    key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool
+) -> tuple[Policy, Scoring]:
+    """All ranks together: a model that only scores, named by the value ``path`` of ``key``, and how it does.
 
     Its shards stay in host memory, and a layer is on the device while it computes. ``packed``: whether it must score
     packed rows. Raises ConfigError on all ranks.
@@ -118,7 +120,7 @@ def build_frozen(key: str, path: str, config: Config, ranks: Ranks, dtype: torch
     scoring = _confirm(policy, choice, config, ranks, dtype, model)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
-    return policy
+    return policy, scoring
 
 
 def _confirm(
@@ -180,7 +182,7 @@ def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> C
     if not adapted:
         return choice
     ranks.mark()
-    row, _ = make_batch(random_tokens(policy, LENGTHS, seed), ranks.device).longest
+    row, _ = make_batch(short_tokens(policy, seed), ranks.device).longest
     if silent := unreached(policy, row):
         told = f"the adapters of {len(silent)} layers got no gradient in the check at start, the first {silent[0]}"
         choice.warnings.append(f"{told}: the model does not call them, and merging adds what it does not train")

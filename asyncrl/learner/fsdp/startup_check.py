@@ -6,7 +6,7 @@ fast attention leaves out what it does not know (a soft cap); each trains on wro
 batch is scored in every way, in float32, by the weights as they were loaded, and held against the slowest: one
 sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
 
-    rows        several sequences a row, else one
+    rows        several sequences a row, else one; what several of a row begin with once, else in each
     attention   of several: ours (attention.py), else what transformers chose, else the plain one; of one: the last two
     logits      in chunks, else the model's own
 
@@ -27,15 +27,21 @@ from torch import Tensor
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.micro_batch import lay_out
+from asyncrl.learner.algorithm.sharing import find_sharing
 from asyncrl.learner.fsdp.policy import Attention, Policy, Row, make_row
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats, that still counts as rounding (float32)."""
 LENGTHS = (7, 1, 19, 12, 5)
 """Of the random sequences: short, so that what leaks in from a neighbour weighs much."""
+COMMON = 4
+"""Tokens with which all begin that are longer."""
 _CPU = torch.device("cpu")
 PACKED: tuple[Attention, ...] = ("packed", "loaded", "plain")
 """Ways to attend to several sequences a row, the fastest first."""
+OURS: Attention = "packed"
+"""The one of these that may share what sequences begin with; in one kernel (varlen.py) so may another."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
@@ -47,6 +53,8 @@ class Scoring(msgspec.Struct, frozen=True):
     chunked: bool
     """Logits in chunks."""
     warnings: list[str] = []
+    shared: bool = False
+    """What several sequences of a row begin with is in it once."""
 
     def apply(self, policy: Policy) -> None:
         """Make ``policy`` score this way."""
@@ -61,6 +69,8 @@ class Choice(msgspec.Struct, frozen=True):
     """Those of PACKED with which several sequences a row score as they do alone, the fastest first."""
     single: Attention
     """The fastest for one sequence a row."""
+    shared: bool
+    """Whether our attention scores sequences as well where their common beginning is in the row once."""
     chunked: bool
     truth: list[float]
     """Log-probs of the random sequences, nats."""
@@ -69,7 +79,8 @@ class Choice(msgspec.Struct, frozen=True):
     @property
     def scoring(self) -> Scoring:
         """The fastest way."""
-        return Scoring(bool(self.packed), (*self.packed, self.single)[0], self.chunked, self.warnings)
+        attention = (*self.packed, self.single)[0]
+        return Scoring(bool(self.packed), attention, self.chunked, self.warnings, self.shared)
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,8 @@ class Batch:
     """The same sequences in one row and in a row each, every position scored."""
 
     packed: Row
+    shared: Row
+    """What several of them begin with once."""
     single: list[Row]
 
     @property
@@ -100,7 +113,7 @@ def choose_scoring(
     ``policy`` computes in float32 on ``device``. Leaves it set to the fastest way that agrees. ``on_pass`` is called
     before each.
     """
-    batch = make_batch(random_tokens(policy, LENGTHS, seed), device)
+    batch = make_batch(short_tokens(policy, seed), device)
     longest, its = batch.longest
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
@@ -126,6 +139,7 @@ def choose_scoring(
     if config.packing != "off":
         found = {attention: tried(batch.packed, truth, attention, chunked) for attention in PACKED}
     packed = [attention for attention, worst in found.items() if _agrees(worst)]
+    together = tried(batch.shared, truth, OURS, chunked) if OURS in packed else 0.0
 
     warnings = []
     if not chunked:
@@ -134,11 +148,14 @@ def choose_scoring(
         warnings.append(no_packing(config, str(found["plain"])))
     elif found and packed[0] != "packed":
         warnings.append(slower_packing(packed[0], str(found["packed"])))
+    if not _agrees(together):
+        warnings.append(no_sharing(str(together)))
     if not packed and single == "plain":
         warnings.append(
             f"transformers' fast attention leaves out a part of the model's ({alone}); its plain one is slow"
         )
-    choice = Choice(packed, single, chunked, truth.tolist(), warnings)
+    shared = OURS in packed and _agrees(together)
+    choice = Choice(packed, single, shared, chunked, truth.tolist(), warnings)
     choice.scoring.apply(policy)
     return choice
 
@@ -149,6 +166,11 @@ def no_packing(config: LearnerConfig, found: str) -> str:
     if config.packing == "required":
         raise ConfigError([f'learner.packing: is "required", but with this model {told}'])
     return f"{told}; each row holds one sequence"
+
+
+def no_sharing(found: str) -> str:
+    """The warning when sequences of a row do not share what they begin with although they might."""
+    return f"log-probs differ where the common beginning of sequences is computed once ({found}); each computes its own"
 
 
 def slower_packing(attention: Attention, found: str) -> str:
@@ -172,17 +194,24 @@ def random_tokens(policy: Policy, lengths: Sequence[int], seed: int) -> list[np.
     return [random.integers(0, vocabulary, n + 1) for n in lengths]
 
 
+def short_tokens(policy: Policy, seed: int) -> list[np.ndarray]:
+    """Random sequences of LENGTHS and one token more, those that are longer than COMMON with the same beginning."""
+    tokens = random_tokens(policy, LENGTHS, seed)
+    for sequence in tokens:
+        if len(sequence) > COMMON + 1:
+            sequence[:COMMON] = tokens[0][:COMMON]
+    return tokens
+
+
 def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> Batch:
     """Rows of these sequences."""
-    lengths = [len(t) - 1 for t in tokens]
+    inputs, targets = [t[:-1] for t in tokens], np.concatenate([t[1:] for t in tokens])
+    lengths = [len(t) for t in inputs]
+    layout = lay_out(inputs, find_sharing(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))
+    places = np.concatenate(layout.places)
     return Batch(
-        packed=make_row(
-            np.concatenate([t[:-1] for t in tokens]),
-            lengths,
-            np.arange(sum(lengths)),
-            np.concatenate([t[1:] for t in tokens]),
-            device,
-        ),
+        packed=make_row(np.concatenate(inputs), lengths, np.arange(sum(lengths)), targets, device),
+        shared=make_row(layout.input_ids, layout.lengths, places, targets, device, prefixes=layout.prefixes),
         single=[make_row(t[:-1], [n], np.arange(n), t[1:], device) for t, n in zip(tokens, lengths, strict=True)],
     )
 

@@ -30,7 +30,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.checkpoint.durable import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
-from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.fsdp import dcp
@@ -122,7 +123,7 @@ class Trainer:
     """See Backend."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        self.packed = self.skips_zero_advantages = self.on_gpu = False
+        self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
         self.steps = 0
         """Optimizer steps of the run taken."""
@@ -153,7 +154,7 @@ class Trainer:
         self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
         self._policy, scoring = build_policy(self._config, self._ranks, self._dtype)
-        self.packed = scoring.packed
+        self.packed, self.shares_prefixes = scoring.packed, scoring.shared
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
         objective = Objective(self._learner)
@@ -182,7 +183,10 @@ class Trainer:
         def frozen(key: str, path: str | None) -> Policy:
             assert self._ranks is not None
             assert path is not None
-            return build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
+            policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
+            # It scores the rows that are trained.
+            self.shares_prefixes = self.shares_prefixes and scoring.shared
+            return policy
 
         kl, teacher = self._learner.kl, self._learner.teacher
         reference: Scorer | None = None

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.batch import MicroBatch
 from asyncrl.learner.algorithm.losses import supervised
+from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.statistics import TokenSums, token_sums
 from asyncrl.learner.algorithm.token_batch import TokenBatch
@@ -173,7 +173,9 @@ class Updates:
         return found
 
     def _row(self, batch: MicroBatch) -> Row:
-        return make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device)
+        return make_row(
+            batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device, prefixes=batch.prefixes
+        )
 
     def _score(self, rows: Sequence[Row], temperature: float, *, several: bool) -> list[_Scored]:
         def by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
@@ -291,7 +293,6 @@ class Updates:
         def put(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self._ranks.device)
 
-        segments = np.searchsorted(np.cumsum(batch.lengths), batch.predict, side="right")
         return TokenBatch(
             logprobs=logprobs,
             entropies=entropies,
@@ -299,8 +300,8 @@ class Updates:
             proximal=logprobs.detach() if first or scored.proximal is None else scored.proximal,
             advantages=put(batch.advantages),
             weights=put(batch.weights),
-            segments=put(segments),
-            sequences=len(batch.lengths),
+            segments=put(batch.segments).long(),
+            sequences=len(batch.sequences),
             staleness=put(batch.staleness),
             reference=scored.reference,
             teacher=put(batch.teacher) if scored.teacher is None and len(batch.teacher) else scored.teacher,
@@ -311,8 +312,7 @@ class Updates:
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
             bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
-            member = np.searchsorted(np.cumsum(batch.lengths), batch.predict[bad], side="right")
-            indices = batch.sequences[member]
+            indices = batch.sequences[batch.segments[bad]]
             flags[indices[indices >= 0]] = 1.0
         everyone = self._ranks.all_gather(flags.tolist(), "the search for what is not finite")
         return [int(i) for i in np.flatnonzero(everyone.any(axis=0))]

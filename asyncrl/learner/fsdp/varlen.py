@@ -1,8 +1,9 @@
 """Attention over a packed row in one kernel: torch.nn.attention.varlen, which is flash attention on CUDA.
 
 Registered with transformers under NAME. A model that runs with it gets, beside ``sequence_lengths`` (attention.py),
-``cu_seqlens``, int32 [sequences + 1] on the device, and ``max_seqlen``, both made once a row. Nothing here reads values
-of a tensor, so a compiled layer stays one graph, whatever is packed.
+``cu_seqlens`` and ``cu_seqlens_k``, int32 [pieces + 1] on the device, and ``max_seqlen``, all made once a row. The
+kernel aligns the queries of a piece with the last of its keys. Nothing here reads values of a tensor, so a compiled
+layer stays one graph, whatever is packed, and one more where something is shared.
 
 A layer that asks for what the kernel cannot do is attended to sequence by sequence, as attention.py does; ``refusal``
 says which. ``kernel_problem`` tries the kernel, forward and backward, where it is to run: the start-up check
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 
 from asyncrl.learner.fsdp.attention import packed_attention, refuse_unknown
+from asyncrl.learner.fsdp.pieces import connect
 
 NAME = "asyncrl_varlen"
 DEVICE = "cuda"
@@ -30,7 +32,8 @@ HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Dimensions of a head that the kernel has."""
 LEAST_LONGEST = 128
 """Least value of ``max_seqlen``: a block of the kernel."""
-TRIED_LENGTHS = (33, 1, 70)
+TRIED_LENGTHS = (33, 1, 70, 20, 1)
+TRIED_PREFIXES = (-1, -1, -1, 2, 2)
 TRIED_WINDOW = 16
 TRIED_DISTANCE = 0.05
 """Largest distance from float32, relative to the size, of what the kernel gives; rounding to bfloat16 is 0.002."""
@@ -96,7 +99,10 @@ def varlen_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     sequence_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_index: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen: int = 0,
     softcap: float | None = None,
     **kwargs: Any,
@@ -121,17 +127,24 @@ def varlen_attention(
             scaling=scaling,
             sliding_window=sliding_window,
             sequence_lengths=sequence_lengths,
+            key_lengths=key_lengths,
+            key_index=key_index,
             softcap=softcap,
             **kwargs,
         )
         return attended
     refuse_unknown(module, kwargs, cu_seqlens)
     assert cu_seqlens is not None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if key_index is not None:
+        # In float32, so that the gradients of all who share a key are summed in it.
+        key, value = (x.float().index_select(0, key_index).to(x.dtype) for x in (key, value))
     output = attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query,
+        key,
+        value,
         cu_seqlens,
+        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         max_seqlen,
         scaling=scaling,
         sliding_window=sliding_window,
@@ -144,12 +157,13 @@ def attend(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
     max_seqlen: int,
     *,
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """The kernel: ``query`` [T, heads, D], ``key`` and ``value`` [T, kv heads, D]; returns [T, heads, D].
+    """The kernel: ``query`` [T, heads, D], ``key`` and ``value`` [K, kv heads, D]; returns [T, heads, D].
 
     A position sees itself and the ``sliding_window`` - 1 before it.
     """
@@ -161,7 +175,7 @@ def attend(
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     named: dict[str, Any] = {"enable_gqa": gqa} if _HAS_GQA else {}
     output = varlen.varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=window, **named
+        query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen, scale=scaling, window_size=window, **named
     )
     assert isinstance(output, Tensor)
     return output
@@ -174,17 +188,20 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
         reason = f"the kernel needs a device of capability {CAPABILITY[0]}.{CAPABILITY[1]}"
     if reason is not None:
         return reason
-    generator = torch.Generator().manual_seed(0)
+    generator, pieces = torch.Generator().manual_seed(0), connect(TRIED_LENGTHS, TRIED_PREFIXES)
     values = [
-        torch.randn(1, count, sum(TRIED_LENGTHS), heads.width, generator=generator).to(device, dtype)
+        torch.randn(1, count, sum(pieces.lengths), heads.width, generator=generator).to(device, dtype)
         for count in (heads.queries, heads.keys, heads.keys)
     ]
     window = TRIED_WINDOW if windowed else None
     told = {
         "sliding_window": window,
-        "sequence_lengths": torch.tensor(TRIED_LENGTHS),
-        "cu_seqlens": cumulate(TRIED_LENGTHS, device),
-        "max_seqlen": round_longest(max(TRIED_LENGTHS)),
+        "sequence_lengths": torch.tensor(pieces.lengths),
+        "key_lengths": torch.tensor(pieces.key_lengths),
+        "key_index": torch.as_tensor(pieces.key_index).to(device),
+        "cu_seqlens": cumulate(pieces.lengths, device),
+        "cu_seqlens_k": cumulate(pieces.key_lengths, device),
+        "max_seqlen": round_longest(max(pieces.key_lengths)),
     }
     module = nn.Module()
     module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]

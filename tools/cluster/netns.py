@@ -27,6 +27,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.cluster import network
+from tools.cluster.network import Switch
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 PREFIX = f"asyncrl-cluster-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}-"
@@ -35,6 +38,8 @@ HEAD = "head"
 NETWORK = "10.77.0"
 NOWHERE = "02:00:00:00:00:01"
 WAIT_S = 30.0
+SETGROUPS = Path("/proc/self/setgroups")
+"""Denied where a user is root in a namespace of its own."""
 ENTER = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "enter")
 INIT = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "init")
 UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
@@ -59,21 +64,13 @@ Subsystem sftp internal-sftp
 
 def why_not() -> str | None:
     """Why no cluster can be made here; None where one can."""
-    if sys.platform != "linux":
-        return "network namespaces are Linux's"
-    if os.geteuid() != 0:
-        return "making namespaces needs root"
-    path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
-    missing = [tool for tool in ("ip", "unshare", "ssh", "ssh-keygen", "sshd") if not shutil.which(tool, path=path)]
-    if missing:
-        return f"not installed: {', '.join(missing)} (Debian: iproute2 util-linux openssh-client openssh-server)"
+    tools = (*network.TOOLS, "ssh", "ssh-keygen", "sshd")
+    packages = "iproute2 util-linux openssh-client openssh-server"
     trial = "mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && "
-    trial += "ip link add name trial type bridge && ip link add name one type veth peer name other"
-    tried = subprocess.run([*UNSHARE, "sh", "-c", trial], capture_output=True, text=True, timeout=WAIT_S)
-    if tried.returncode:
-        said = " ".join(tried.stderr.split()) or f"exit code {tried.returncode}"
-        return f"the kernel does not let us make namespaces with a bridge: {said}"
-    return None
+    found = network.why_not(tools, packages, trial + network.BRIDGE_TRIAL, unshare=UNSHARE)
+    if found is None and SETGROUPS.read_text().strip() != "allow":
+        return "sshd needs the root of more than one user"
+    return found
 
 
 def wait_until(condition: Any, what: str, timeout: float = WAIT_S) -> Any:
@@ -112,18 +109,13 @@ class Host:
         self._holder = subprocess.Popen(
             [*UNSHARE, *INIT, str(self.cluster.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self._holder.stdin is not None and self._holder.stdout is not None
+        assert self._holder.stdin is not None
+        assert self._holder.stdout is not None
         self._holder.stdin.write(json.dumps(self.cluster.describe(self)) + "\n")
         self._holder.stdin.flush()
         assert self._holder.stdout.readline() == "ready\n", f"{self.name} does not boot"
         (self._init,) = _children_of(self._holder.pid)
-        self.cluster.on_switch(
-            f"ip link add name {self.port} type veth peer name eth0 netns {self._init}",
-            f"ip link set dev {self.port} master bridge up",
-        )
-        self.run(
-            ["sh", "-ec", f"ip link set lo up; ip addr add {self.address}/24 dev eth0; ip link set eth0 up"],
-        )
+        self.cluster.switch.plug(self.port, self._init, f"{self.address}/24")
         log = self.cluster.folder / f"sshd-{self.name}.log"
         with log.open("wb") as out:
             self._sshd = self.popen([_sshd(), "-D", "-e", "-f", f"{SSH}/sshd_config"], stdout=out, stderr=out)
@@ -143,8 +135,8 @@ class Host:
         holder.wait(WAIT_S)
         _close(holder)
         # The kernel takes its network away when it finds the time; the port is wanted for the next boot.
-        with contextlib.suppress(AssertionError):
-            self.cluster.on_switch(f"ip link delete dev {self.port}")
+        with contextlib.suppress(OSError):
+            self.cluster.switch.run(f"ip link delete dev {self.port}")
         for child in self._children:
             child.wait(WAIT_S)
             _close(child)
@@ -152,11 +144,11 @@ class Host:
 
     def cut_off(self) -> None:
         """Pull its cable. What is on the host goes on."""
-        self.cluster.on_switch(f"ip link set dev {self.port} down")
+        self.cluster.switch.run(f"ip link set dev {self.port} down")
 
     def reconnect(self) -> None:
         """Put the cable back."""
-        self.cluster.on_switch(f"ip link set dev {self.port} up")
+        self.cluster.switch.run(f"ip link set dev {self.port} up")
 
     def drop_to(self, other: Host) -> None:
         """Lose every packet to another host, of connections that stand as well, without an error; none from there."""
@@ -202,6 +194,15 @@ class Host:
             self._children.remove(child)
         assert not check or child.returncode == 0, f"{self.name}: {argv} exited {child.returncode}\n{out}{errors}"
         return subprocess.CompletedProcess(list(argv), child.returncode, out, errors)
+
+    def entered(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` on the host, in the folder of the same name there."""
+        assert self.is_on, f"{self.name} is off"
+        return [*ENTER, str(self._init), *argv]
+
+    def kernel(self, name: str) -> Path:
+        """What the host calls /proc/NAME, while it is on."""
+        return Path(f"/proc/{self._init}/{name}")
 
     def path(self, inside: str | Path) -> Path:
         """Where this machine sees the path that the host calls ``inside``, while the host is on."""
@@ -249,7 +250,7 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._switch: subprocess.Popen[str] | None = None
+        self._switch: Switch | None = None
         self._recorders: list[Capture] = []
         self.head = Host(self, HEAD, 1)
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(names, 2)}
@@ -258,7 +259,7 @@ class Cluster:
             self[name].cores = own
         try:
             self._make_keys()
-            self._power_on_switch()
+            self._switch = Switch(str(self.folder / "nothing"))
             for host in self.all_hosts:
                 host.power_on()
         except BaseException:
@@ -275,6 +276,12 @@ class Cluster:
         self.close()
 
     @property
+    def switch(self) -> Switch:
+        """What all cables lead to."""
+        assert self._switch is not None
+        return self._switch
+
+    @property
     def all_hosts(self) -> list[Host]:
         return [self.head, *self.hosts.values()]
 
@@ -285,8 +292,7 @@ class Cluster:
     @contextlib.contextmanager
     def capture(self) -> Iterator[Capture]:
         """Record what crosses the bridge; read it once the context is left."""
-        assert self._switch is not None
-        capture = Capture(self._switch.pid, self.folder / f"capture-{len(self._recorders)}")
+        capture = Capture(self.switch.pid, self.folder / f"capture-{len(self._recorders)}")
         self._recorders.append(capture)
         try:
             yield capture
@@ -297,7 +303,8 @@ class Cluster:
         """Take everything away. AssertionError where something stays."""
         with contextlib.ExitStack() as ending:
             ending.callback(self._remove_folder)
-            ending.callback(self._power_off_switch)
+            if self._switch is not None:
+                ending.callback(self._switch.close)
             for host in self.all_hosts:
                 ending.callback(host.power_off)
             for capture in self._recorders:
@@ -322,33 +329,6 @@ class Cluster:
             },
             "replaced": {"/etc/hosts": "/run/hosts"},
         }
-
-    def on_switch(self, *commands: str) -> None:
-        """Run commands where the bridge is."""
-        assert self._switch is not None
-        for command in commands:
-            argv = ["nsenter", f"--target={self._switch.pid}", "--net", *command.split()]
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S)
-            assert done.returncode == 0, f"{command}: {done.stderr.strip()}"
-
-    def _power_on_switch(self) -> None:
-        self._switch = subprocess.Popen(
-            ["unshare", "--net", "cat", "-", str(self.folder / "nothing")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._switch.stdin is not None and self._switch.stdout is not None
-        self._switch.stdin.write("ready\n")
-        self._switch.stdin.flush()
-        assert self._switch.stdout.readline() == "ready\n", "no namespace for the bridge"
-        self.on_switch("ip link add name bridge type bridge", "ip link set dev bridge up")
-
-    def _power_off_switch(self) -> None:
-        if self._switch is not None:
-            _close(self._switch)
-            self._switch.wait(WAIT_S)
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -400,7 +380,8 @@ class Capture:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        assert recorder.stdin is not None and recorder.stdout is not None
+        assert recorder.stdin is not None
+        assert recorder.stdout is not None
         recorder.stdin.close()
         lost = recorder.stdout.read()
         recorder.wait(WAIT_S)
@@ -409,7 +390,7 @@ class Capture:
 
     def conversations(self) -> dict[tuple[tuple[str, int], tuple[str, int]], bytes]:
         """By ((address, port) of the sender, of the receiver): the bytes sent over TCP, in order."""
-        from cluster.capture import conversations, read_frames
+        from tools.cluster.capture import conversations, read_frames
 
         assert self._recorder is None, "the record still runs"
         return conversations(read_frames(self._file))
@@ -456,7 +437,7 @@ def _children_of(pid: int) -> list[int]:
 
 def _sshd() -> str:
     # It starts itself again for each connection, so it wants its whole path.
-    found = shutil.which("sshd", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
+    found = shutil.which("sshd", path=network.PATH)
     assert found is not None
     return found
 

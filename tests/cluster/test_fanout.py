@@ -1,0 +1,88 @@
+"""Weights over real networks of hosts: a relay that is killed costs no version, and nothing is left of the hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench.fanout import Setting, config, middle
+from tools.bench.fanout_fleet import fleet
+from tools.bench.fanout_host import name_of
+from tools.cluster.netns import REPOSITORY, wait_until
+from tools.cluster.network import ShapedNetwork, why_no_shaped_network
+
+SETTING = Setting(hosts=8, bytes_per_s=2e6, size=2 << 20, chunk_bytes=64 << 10, deadline_s=16.0)
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shaped() -> None:
+    if reason := why_no_shaped_network():
+        pytest.skip(f"there can be no hosts here: {reason}")
+
+
+@pytest.mark.timeout(600)
+def test_relays_killed_half_way_cost_no_version_and_are_relays_again() -> None:
+    async def main() -> None:
+        with ShapedNetwork(SETTING.hosts + 1, bytes_per_s=SETTING.bytes_per_s) as network:
+            async with fleet(network, config(SETTING)) as hosts:
+                victims = set()
+                for _ in range(2):
+                    version = await hosts.publish(SETTING.size, hosts.receivers, WAIT_S)
+                    offered = await hosts.offered(version, hosts.receivers, WAIT_S)
+                    victim = middle(offered)
+                    victims.add(victim)
+                    assert any(name_of(victim) in way for ways in offered.values() for way in ways)
+                    await hosts.half(version, victim, WAIT_S)
+                    await hosts.kill(victim)
+                    survivors = [host for host in hosts.receivers if host != victim]
+                    await hosts.served(version, survivors, WAIT_S)
+                    assert hosts.serving(version, [victim]) == []
+                    await hosts.start([victim])
+                version = await hosts.publish(SETTING.size, hosts.receivers, WAIT_S)
+                await hosts.served(version, hosts.receivers, WAIT_S)
+                # Who has died is as good as any other: it is asked again, or has its chunks of others.
+                assert victims <= set(hosts.serving(version, hosts.receivers))
+
+    asyncio.run(main())
+
+
+def marked(mark: str) -> set[int]:
+    """The processes that have this in their environment."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                if mark.encode() in Path("/proc", entry, "environ").read_bytes():
+                    found.add(int(entry))
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_of_the_benchmark_however_it_is_ended(number: signal.Signals) -> None:
+    mark = f"ASYNCRL_TEST_MARK={os.getpid()}-{number.name}"
+    name, _, value = mark.partition("=")
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "tools.bench", "fanout", "--hosts", "3"],
+        cwd=REPOSITORY,
+        env=os.environ | {name: value},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        # Itself, a holder for each host and for the switch, a process on each host, and the one that made these.
+        wait_until(lambda: len(marked(mark)) == 1 + 5 + 4 + 1, "the hosts", WAIT_S)
+        bench.send_signal(number)
+        bench.wait(WAIT_S)
+        wait_until(lambda: not marked(mark), "all processes to be gone", WAIT_S)
+    finally:
+        bench.kill()
+        bench.wait(WAIT_S)

@@ -1,0 +1,177 @@
+"""What the controller does for each of many actors does not grow with how many there are."""
+
+import asyncio
+
+import pytest
+from test_controller_actor import CONTROLLER, Cluster, validate_config
+from work import steps_of
+
+from asyncrl.controller.actor import Controller
+from asyncrl.controller.blame import Seen, find_culprit
+from asyncrl.controller.reach import Reach, Standing
+from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.messages.actors import WatchRun
+from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.runtime.clock import run_virtual
+
+SINGLE = ("dataloader/0", "learner/0", "parameter_server/0", "reward/0")
+
+
+def config_of(rollouters):
+    return validate_config(
+        {
+            "data": {"source": "synthetic"},
+            "rollout": {"engine": "sim", "replicas": rollouters},
+            "learner": {"backend": "sim"},
+        }
+    )
+
+
+def run(tmp_path, rollouters, scenario):
+    config = config_of(rollouters)
+
+    async def main():
+        async with asyncio.timeout(3600), Cluster(tmp_path, config) as cluster:
+            await scenario(cluster, [name for name in config.actors if name != CONTROLLER])
+
+    run_virtual(main())
+
+
+def test_while_a_run_starts_no_actor_is_told_of_the_others(tmp_path):
+    async def scenario(cluster, names):
+        # Of its generation everybody is told.
+        await cluster.register("learner/0")
+        names.remove("learner/0")
+        first = await cluster.caller().call(WatchRun())
+        parked = [cluster.caller(name).call(WatchRun(seen=first.number), timeout=1000.0) for name in names]
+        follower = cluster.caller("agent/1")
+        for name in names[:-1]:
+            await cluster.register(name)
+        await asyncio.sleep(1.0)
+        assert not any(call.done() for call in parked)
+        shown = await follower.call(WatchRun(seen=first.number, seen_line=0))
+        assert shown.waiting_for == names[-1:] and shown.number > first.number
+        # To come back with what it has seen since changes nothing for an actor, either.
+        again = cluster.caller("agent/2").call(WatchRun(seen=shown.number), timeout=1000.0)
+        await asyncio.sleep(1.0)
+        assert not again.done()
+        await cluster.register(names[-1])
+        states = await asyncio.gather(*parked, again)
+        assert {(state.phase, *state.waiting_for) for state in states} == {("running",)}
+
+    run(tmp_path, 40, scenario)
+
+
+def test_a_successor_of_the_controller_tells_everybody_its_state_at_once(tmp_path):
+    async def scenario(cluster, names):
+        for name in names:
+            await cluster.register(name)
+        seen = (await cluster.caller().call(WatchRun())).number
+        await cluster.die()
+        await cluster.start(9)
+        state = await cluster.caller().call(WatchRun(seen=seen), timeout=1000.0)
+        assert state.number > seen and state.phase == "starting"
+
+    run(tmp_path, 2, scenario)
+
+
+def test_many_registrations_at_a_time_are_followed_together(tmp_path, monkeypatch):
+    followed = 0
+    follow = Controller._follow
+
+    def counted(controller):
+        nonlocal followed
+        followed += 1
+        follow(controller)
+
+    monkeypatch.setattr(Controller, "_follow", counted)
+
+    async def scenario(cluster, names):
+        callers = [cluster.caller(name) for name in names]
+        for name in names:
+            await cluster.register(name)
+        # No time passes on this clock while they register.
+        assert followed <= 70
+        await asyncio.sleep(1.0)
+        assert followed <= 71
+        assert (await callers[0].call(WatchRun())).phase == "running"
+
+    run(tmp_path, 250, scenario)
+
+
+def broken_paths(rollouters):
+    """A look at paths that are all broken, of which each is judged."""
+    reach = Reach(60.0, look_s=1.0, memory_s=600.0)
+    unreached = {f"rollouter/{i}": {"learner/0": 100.0} for i in range(0, rollouters, 2)}
+    names = [*SINGLE, *(f"rollouter/{i}" for i in range(rollouters))]
+    standings = [Standing(name=name, incarnation=1, unreached=unreached.get(name, {})) for name in names]
+    for now in range(60):
+        assert reach.look(standings, 1000.0 + now) == []
+
+    def look():
+        # Half of them are no majority.
+        assert len(reach.look(standings, 1060.0)) == rollouters / 2
+
+    return look
+
+
+def a_stall(rollouters):
+    """All wait for whoever of the reward pools, and these for whoever of the rollouters."""
+    waits = {"learner/0": "rollouter", "reward/0": "rollouter"}
+    names = ["learner/0", "reward/0", *(f"rollouter/{i}" for i in range(rollouters))]
+    actors = {
+        name: Seen(
+            name=name,
+            incarnation=1,
+            state="ready",
+            waits=[AwaitRecord(waits.get(name, "reward"), "Score", 10.0, False)],
+        )
+        for name in names
+    }
+    return lambda: find_culprit(actors, 60.0)
+
+
+def lost_hosts(rollouters):
+    """Half of the replicas are lost, and it is asked when the run cannot do without them any more."""
+    names = [f"rollouter/{i}" for i in range(rollouters)]
+    run = RunStateMachine(
+        expected=frozenset({*SINGLE, *names}),
+        now=0.0,
+        start_timeout_s=300.0,
+        drain_s=10.0,
+        grace_s=60.0,
+        host_grace_s=60.0,
+        min_replicas=rollouters,
+    )
+    run.ready(run.expected, 1.0)
+    run.host_lost("a (agent/1)", names[::2], 2.0)
+
+    def ask():
+        assert run.next_deadline() == 62.0
+
+    return ask
+
+
+def late_replicas(rollouters):
+    """Half of the replicas are not ready in time, and are set aside."""
+    names = [f"rollouter/{i}" for i in range(rollouters)]
+    run = RunStateMachine(
+        expected=frozenset({*SINGLE, *names}),
+        now=0.0,
+        start_timeout_s=300.0,
+        drain_s=10.0,
+        grace_s=60.0,
+        host_grace_s=60.0,
+    )
+    run.ready(run.expected - set(names[::2]), 1.0)
+
+    def tick():
+        assert run.tick(300.0)
+        assert len(run.aside) == rollouters / 2 and run.phase == "running"
+
+    return tick
+
+
+@pytest.mark.parametrize("make", [broken_paths, a_stall, lost_hosts, late_replicas])
+def test_four_times_the_replicas_are_four_times_the_work(make):
+    assert steps_of(make(400)) < 5 * steps_of(make(100))

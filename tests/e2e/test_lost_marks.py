@@ -1,0 +1,118 @@
+"""A run is killed as a whole and loses a file by which it knows what is complete or used, before it is resumed: it goes
+on from what is whole and says what is missing, or refuses; no prompt is trained and no version used twice (I1).
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder
+from asyncrl.learner.publishing.version_mark import FILE
+from tools.chaos.audit import Expected, audit
+from tools.live_run import ROOT, LiveRun
+
+STEPS, GROUPS, PROMPTS = 24, 4, 60
+TREE = {
+    "run": {"samples_per_step": GROUPS},
+    "data": {"source": "synthetic", "size": PROMPTS},
+    "rollout": {
+        "engine": "sim",
+        "replicas": 2,
+        "gpus_per_replica": 0,
+        "samples_per_prompt": 2,
+        "concurrency": 8,
+        "max_tokens": 64,
+        "sim": {"length_median": 24.0, "decode_step_s": 0.004, "load_s": 0.02},
+    },
+    "reward": {"function": "constant", "workers": 1},
+    "learner": {
+        "backend": "sim",
+        "steps": STEPS,
+        "groups_per_step": GROUPS,
+        "dynamic_sampling": False,
+        "sim": {"step_s": 0.1},
+    },
+    "staleness": {"max": 2},
+    "checkpoint": {"every_versions": 3, "keep": 3, "export_at_end": False},
+}
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """With at least two checkpoints, and steps trained behind the newest."""
+    run = LiveRun(TREE, tmp_path)
+    folder = CheckpointFolder(run.run_dir / "checkpoints")
+    try:
+        run.until(lambda: len(folder.candidates()) >= 2, "two checkpoints", 120)
+        newest = folder.newest()
+        run.until(lambda: run.step > newest.step, "a step more", 60)
+        run.kill_everything()
+        yield run
+    finally:
+        run.close()
+
+
+def checkpoints(run):
+    """The newest first."""
+    return CheckpointFolder(run.run_dir / "checkpoints").candidates()
+
+
+def is_exact(run):
+    assert run.wait(200) == 0, run.output
+    assert run.left() == []
+    findings = audit(run.run_dir, Expected(steps=STEPS, groups_per_step=GROUPS, prompts=PROMPTS))
+    assert [str(problem) for problem in findings.problems] == []
+    assert findings.figures["trained"] == STEPS * GROUPS
+    assert findings.figures["starts"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("also", [False, True])
+def test_i1_without_the_mark_of_versions_no_number_is_used_twice(killed, also):
+    """``also``: the newest checkpoint, which tells of the highest number but metrics.jsonl, is lost with it."""
+    newest, older, *_ = checkpoints(killed)
+    (killed.run_dir / FILE).unlink()
+    if also:
+        (newest / COMPLETE).unlink()
+    killed.resume()
+    is_exact(killed)
+    shown = killed.output
+    assert f"{killed.run_dir / FILE} is not there; versions go on above " in shown
+    assert f": {older if also else newest}" in next(line for line in shown.splitlines() if line.startswith("resuming "))
+
+
+@pytest.mark.slow
+def test_i1_a_checkpoint_without_its_mark_is_told_of_and_stepped_back_from(killed):
+    newest, older, *_ = checkpoints(killed)
+    (newest / COMPLETE).unlink()
+    killed.resume()
+    is_exact(killed)
+    shown = killed.output
+    assert f"checkpoint {newest.name} is damaged: {newest}" in shown and f"it holds no {COMPLETE}" in shown
+    assert f"goes on from the newest whole one, {older.name} of step" in shown
+    assert (newest.parent / f"damaged-{newest.name}").is_dir()
+
+
+@pytest.mark.slow
+def test_i1_where_no_checkpoint_has_its_mark_nothing_begins_until_one_is_restored(killed):
+    kept = {}
+    for path in checkpoints(killed):
+        kept[path] = (path / COMPLETE).read_bytes()
+        (path / COMPLETE).unlink()
+    before = sorted(path.name for path in checkpoints(killed)[0].parent.iterdir())
+    refused = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli.launch", str(killed.folder / "config.toml"), "--resume", "auto"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    newest = next(iter(kept))
+    assert refused.returncode not in (0, 75), refused.stdout
+    told = refused.stdout + refused.stderr
+    assert "no checkpoint here is whole" in told and str(newest) in told and f"it holds no {COMPLETE}" in told, told
+    assert sorted(path.name for path in newest.parent.iterdir()) == before
+    (newest / COMPLETE).write_bytes(kept[newest])
+    killed.resume()
+    is_exact(killed)

@@ -1,0 +1,77 @@
+"""What the conductor does for a word of one replica does not grow with how many there are."""
+
+import pytest
+from conductor_play import LEARNER, Play, announcement
+from work import steps_of
+
+HOSTS = 8
+"""Replicas on each host, where they are on hosts."""
+
+
+def serving(count, *, transport="stream", hosts=False):
+    play = Play(transport=transport, max_paused_fraction=0.5)
+    for i in range(count):
+        name = f"r/{i}"
+        host = {"same_host": False, "host": f"host-{i // HOSTS}"} if hosts else {}
+        play.conductor.next_update(name, 1, serving=0, now=play.now, **host)
+    return play
+
+
+def offer_all(play, count):
+    play.publish(1)
+    for i in range(count):
+        play.conductor.offer(f"r/{i}", play.now)
+
+
+def ask_for_pause(count):
+    """Half of all load, and one more asks."""
+    play = serving(count)
+    offer_all(play, count)
+    for i in range(count - 1):
+        play.conductor.request_pause(f"r/{i}", 1, 1, play.now)
+    return lambda: play.conductor.request_pause(f"r/{count - 1}", 1, 1, play.now)
+
+
+def commit(count):
+    """Half of all load, and one of them has loaded: another may pause."""
+    play = serving(count)
+    offer_all(play, count)
+    for i in range(count):
+        play.conductor.request_pause(f"r/{i}", 1, 1, play.now)
+    loading = next(name for name, phase in play.phases().items() if phase == "loading")
+    return lambda: play.conductor.report(loading, 1, 1, committed=True, now=play.now)
+
+
+def offer(count):
+    """The others of its host wait for one of them, as everywhere."""
+    play = serving(count, hosts=True)
+    play.publish(1)
+    for i in range(count - 1):
+        play.conductor.offer(f"r/{i}", play.now)
+    return lambda: play.conductor.offer(f"r/{count - 1}", play.now)
+
+
+def join(count):
+    """All but two members of a broadcast are paused."""
+    play = serving(count, transport="gloo")
+    play.conductor.publications.accept(0)
+    play.conductor.announce(*LEARNER, announcement(1), play.now)
+    epoch = play.conductor.offer("r/0", play.now).collective.group.epoch
+    for i in range(count - 2):
+        play.conductor.join(f"r/{i}", 1, 1, epoch, play.now)
+    return lambda: play.conductor.join(f"r/{count - 2}", 1, 1, epoch, play.now)
+
+
+def figures(count):
+    play = serving(count)
+    offer_all(play, count)
+    return lambda: (play.conductor.figures(), play.conductor.next_deadline())
+
+
+@pytest.mark.parametrize("make", [ask_for_pause, commit, join, figures])
+def test_a_word_of_one_of_many_is_no_more_work(make):
+    assert steps_of(make(400)) < 1.2 * steps_of(make(50)) + 20
+
+
+def test_an_offer_looks_at_its_own_host_and_once_at_each_that_fetches():
+    assert steps_of(offer(400)) < 400 / HOSTS * 10 + steps_of(offer(HOSTS)) + 100

@@ -1,0 +1,13 @@
+"""Credentials on disk: whoever cannot write them says where."""
+
+import pytest
+from disks import room_for
+
+from asyncrl.wire.keys import create_credentials
+
+
+@pytest.mark.parametrize("curve", [True, False])
+def test_a_file_that_finds_no_room_is_named(tmp_path, curve):
+    with room_for(8), pytest.raises(OSError, match="too large") as refused:
+        create_credentials(tmp_path / "private", "run-1", ["server/0"], attempts=1, curve=curve)
+    assert refused.value.filename == str(tmp_path / "private" / "run.json")

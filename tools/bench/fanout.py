@@ -1,0 +1,138 @@
+"""``python -m tools.bench fanout``: how long a version takes to come to many hosts, against one copy to one host.
+
+Each host is a network namespace whose cable carries so much in each direction and no more (``settings`` say how much);
+a process on each is what a run has there as far as weights are concerned (fanout_host.py), and one more host has the
+parameter server. The cable is so narrow that it bounds a copy, and not the processors, which all hosts share.
+
+Measured is the time from the publication until a version is served: by one host that takes it alone, in turns with all
+hosts that take it at once. Then, as often, a relay that has hosts above and below it is killed when it has half of a
+version, and nobody tells anybody of it: the version is lost for each surviving host that does not serve it in time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.errors import DeadlineExceeded
+from tools.bench.fanout_fleet import Fleet, fleet
+from tools.bench.fanout_host import PORT, name_of
+from tools.bench.paired import compare, measure_pairs, median_interval
+from tools.bench.report import Report, Target
+from tools.cluster.network import ShapedNetwork
+
+ALL_TARGET = Target("<=", 2.0)
+LOST_TARGET = Target("<=", 0.0)
+SLOWEST = 10
+"""Copies to one host that a version may take before it counts as lost, beside the deadlines of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is measured."""
+
+    hosts: int = 16
+    bytes_per_s: float = 2e6
+    """Of a cable, in each direction."""
+    size: int = 8 << 20
+    """Of a version."""
+    chunk_bytes: int = 64 << 10
+    deadline_s: float = 24.0
+    """weights.deadline_s: a relay that does not answer in an eighth of it is dead."""
+    pairs: int = 3
+
+    @property
+    def within_s(self) -> float:
+        """Longest for a version."""
+        return SLOWEST * self.size / self.bytes_per_s + 2 * self.deadline_s
+
+
+def config(setting: Setting) -> Config:
+    """Of all hosts."""
+    return validate_config(
+        {
+            "rollout": {"engine": "sim", "replicas": setting.hosts, "sim": {"load_s": 0.0}},
+            "learner": {"backend": "sim"},
+            "data": {"source": "synthetic"},
+            "network": {"ports": str(PORT)},
+            "weights": {
+                "chunk_bytes": setting.chunk_bytes,
+                "deadline_s": setting.deadline_s,
+                "broadcast_timeout_s": setting.deadline_s,
+                "max_paused_fraction": 1.0,
+            },
+        }
+    )
+
+
+async def measure(report: Report, setting: Setting) -> None:
+    """Fill the report."""
+    report.settings |= {
+        "hosts": setting.hosts,
+        "bytes_per_s_of_a_cable": setting.bytes_per_s,
+        "bytes_of_a_version": setting.size,
+        "chunk_bytes": setting.chunk_bytes,
+        "chunks_in_flight": config(setting).weights.chunks_in_flight,
+        "deadline_s": setting.deadline_s,
+    }
+    with ShapedNetwork(setting.hosts + 1, bytes_per_s=setting.bytes_per_s) as network:
+        async with fleet(network, config(setting)) as hosts:
+            await _measure_copies(report, setting, hosts)
+            await _measure_deaths(report, setting, hosts)
+
+
+async def _measure_copies(report: Report, setting: Setting, hosts: Fleet) -> None:
+    async def to(*takers: int) -> float:
+        version = await hosts.publish(setting.size, takers, setting.within_s)
+        return await hosts.served(version, takers, setting.within_s)
+
+    async def to_all() -> float:
+        return await to(*hosts.receivers)
+
+    async def to_one() -> float:
+        return await to(hosts.receivers[-1])
+
+    found = compare(await measure_pairs(to_all, to_one, setting.pairs))
+    sides = (f"all {setting.hosts} hosts", "one host")
+    report.comparison("all_vs_one", found, unit="s", sides=sides, target=ALL_TARGET)
+    bare = setting.size / setting.bytes_per_s
+    report.figures["cable"] = {"bytes_over_bytes_per_s": bare, "one_host_over_it": found.second.median / bare}
+
+
+async def _measure_deaths(report: Report, setting: Setting, hosts: Fleet) -> None:
+    lost, seconds, below = 0, [], []
+    for _ in range(setting.pairs):
+        version = await hosts.publish(setting.size, hosts.receivers, setting.within_s)
+        offered = await hosts.offered(version, hosts.receivers, setting.within_s)
+        victim = middle(offered)
+        below.append(sum(name_of(victim) in way for ways in offered.values() for way in ways))
+        await hosts.half(version, victim, setting.within_s)
+        await hosts.kill(victim)
+        survivors = [host for host in hosts.receivers if host != victim]
+        try:
+            seconds.append(await hosts.served(version, survivors, setting.within_s))
+        except DeadlineExceeded as error:
+            report.say(str(error))
+            lost += len(survivors) - len(hosts.serving(version, survivors))
+        await hosts.start([victim])
+    report.ratio("versions_lost", lost, LOST_TARGET)
+    report.figures["relay_killed"] = {"ways_through_it": below, "seconds": seconds}
+    if seconds:
+        shown = median_interval(seconds)
+        report.say(
+            f"{'relay_killed':24} the survivors serve the version after {shown.median:.4g} s "
+            f"[{shown.low:.4g}, {shown.high:.4g}], {lost} versions lost"
+        )
+
+
+def middle(offered: dict[int, list[list[str]]]) -> int:
+    """The relay that has others above it, if any has, and most below: through which most ways to others lead."""
+    through = Counter(name for ways in offered.values() for way in ways for name in way)
+
+    def rank(host: int) -> tuple[bool, int]:
+        ways = through[name_of(host)]
+        return ways > 0 and any(offered[host]), ways
+
+    return max(offered, key=rank)

@@ -1,0 +1,228 @@
+"""The hosts of the benchmark of fan-out: ``python -m tools.bench.fanout_host`` makes a process on each.
+
+Host 0 has the parameter server, each other host a rollouter as far as weights are concerned: the real follower of
+updates with the real fetch and relay, and a simulated engine that loads in no time. There is no controller: a host is
+found at an address that is told at the start. All are forks of one process, since to import all of it for each of many
+takes far longer than what is measured.
+
+Each line of standard input describes a host; its process connects to the socket that it names. It reads orders there,
+``publish`` a version, or ``take`` the next one, and a host may sit one out. What happens it tells in lines, each with
+the time of a clock that all processes of this machine share. It ends when that connection does, and whoever forks when
+standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from asyncrl.config.load import config_from_json
+from asyncrl.messages import Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, NextUpdate, Publish, Update
+from asyncrl.monitor.logging import configure_logging
+from asyncrl.monitor.trace import WEIGHTS
+from asyncrl.parameter_server.actor import ParameterServer
+from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.engines import make_engine
+from asyncrl.rollouter.updates import UpdateFollower
+from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.process import tune_memory
+from asyncrl.weights.segments import Segment, layout
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+RUN_ID = "fanout"
+PORT = 7000
+NOWHERE_S = 1.0
+"""Until whoever looks for another incarnation of a host is told to look again where it was."""
+CLONE_NEWNET = 0x40000000
+Tell = Callable[..., None]
+"""An event and its facts."""
+
+
+def name_of(host: int) -> str:
+    """The actor of a host."""
+    return f"rollouter/{host - 1}" if host else "parameter_server/0"
+
+
+class Root(ParameterServer):
+    """The parameter server, and in place of the learner whoever gives it orders."""
+
+    def __init__(self, context: ActorContext, tell: Tell) -> None:
+        super().__init__(context)
+        self._tell = tell
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """``publish``: a version of random bytes."""
+        size: int = order["bytes"]
+        specs, _ = layout([("weight", "uint8", (size,))])
+        segment = Segment("asyncrl-fanout", size)
+        segment.write(0, np.random.default_rng(order["version"]).bytes(size))
+        bucket = segment.seal(specs)
+        self._tell("published", version=order["version"])
+        learner = Caller("learner/0", 1, -1, asyncio.get_running_loop().time())
+        self.publish(Publish(manifest=Manifest(version=order["version"], buckets=[bucket])), learner)
+        os.close(segment.fd)
+
+
+class Replica(Actor):
+    """See the module. It takes up one version for each order."""
+
+    role = "rollouter"
+    kind = "engine"
+
+    def __init__(self, context: ActorContext, tell: Tell, records: dict[str, ActorRecord]) -> None:
+        super().__init__(context)
+        self._tell, self._records = tell, records
+        self._ordered, self._above = asyncio.Event(), -1
+        self._half = 0
+        """Bytes of the version under way that are more than a half of it are still to come."""
+        self._host = EngineHost(
+            self.config, lambda: make_engine(self.config, self.name), self.clock, self.states, self.awaits
+        )
+        self._follower = UpdateFollower(
+            self.config,
+            self.name,
+            host=self._host,
+            call=self._ask,
+            committed=self._committed,
+            updated=lambda times: None,
+            awaits=self.awaits,
+            clock=self.clock,
+            log=self.log,
+            notify=self.notify,
+            track=self.trace.track("weights", WEIGHTS),
+            place=self.name,
+        )
+
+    async def setup(self) -> None:
+        await self._host.start()
+
+    async def run(self) -> None:
+        self.tasks.create_task(self._follower.run(), name="updates")
+        await self.drained()
+
+    async def close(self) -> None:
+        await self._host.close()
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """``take``: ask for a version ``above`` the one that is named, as if that were served, and take it up."""
+        self._above = order["above"]
+        self._ordered.set()
+
+    @handler
+    async def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
+        """As a rollouter does."""
+        return await self._follower.relay.chunk(request, caller.park_s)
+
+    async def _ask(self, name: str, request: Request, timeout: float | None) -> Any:
+        if isinstance(request, NextUpdate):
+            await self._ordered.wait()
+            request = msgspec.structs.replace(request, serving=self._above)
+            self._tell("asks")
+        reply = await self.peer(name).call(request, timeout)
+        if isinstance(reply, Update) and reply.offer is not None:
+            offer = reply.offer
+            assert offer.manifest is not None
+            self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
+            self._tell("offered", version=offer.version, sources=[offer.sources, *offer.more_sources])
+        elif isinstance(request, FetchChunk):
+            before, self._half = self._half, self._half - request.size
+            if self._half <= 0 < before:
+                self._tell("half", version=request.version)
+        return reply
+
+    def _committed(self, version: int) -> None:
+        self._ordered.clear()
+        self._tell("serves", version=version)
+
+    async def _resolve(self, name: str, above: int) -> ActorRecord | None:
+        if above < self._records[name].incarnation:
+            return self._records[name]
+        # It may be started again, and is found at the same address then.
+        await asyncio.sleep(NOWHERE_S)
+        return None
+
+
+async def live(first: dict[str, Any]) -> None:
+    """As the actor of a host, until the connection ends."""
+    reader, writer = await asyncio.open_unix_connection(first["socket"])
+
+    def tell(event: str, **facts: Any) -> None:
+        writer.write(json.dumps({"event": event, "at": time.monotonic(), **facts}).encode() + b"\n")
+
+    config, host, addresses = config_from_json(first["config"]), first["host"], first["addresses"]
+    tell("here", host=host, pid=os.getpid())
+    credentials = Credentials(RUN_ID, first["secret"])
+    context = ActorContext(
+        config=config,
+        name=name_of(host),
+        incarnation=first["incarnation"],
+        run_dir=Path(first["socket"]).parent,
+        transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
+        credentials=credentials,
+        controller=None,
+        bind_host=addresses[host],
+    )
+    records = {
+        name_of(index): ActorRecord(name=name_of(index), incarnation=1, address=f"tcp://{address}:{PORT}")
+        for index, address in enumerate(addresses)
+    }
+    actor = Replica(context, tell, records) if host else Root(context, tell)
+    async with asyncio.TaskGroup() as tasks:
+        life = tasks.create_task(actor.main())
+        orders = tasks.create_task(obey(reader, actor))
+        while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor tells nobody that it is ready
+            await asyncio.sleep(0.01)
+        tell("ready")
+        await life
+        orders.cancel()
+    writer.close()
+
+
+async def obey(reader: asyncio.StreamReader, actor: Root | Replica) -> None:
+    """Each order, then the end."""
+    while line := await reader.readline():
+        actor.obey(json.loads(line))
+    actor.begin_drain()
+
+
+def become(first: dict[str, Any]) -> None:
+    """This process is the host that is described."""
+    namespace = os.open(f"/proc/{first['holder']}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(namespace)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    tune_memory()
+    uvloop.run(live(first))
+
+
+def main() -> None:
+    """See the module."""
+    configure_logging("warning")
+    # Nobody asks how a host has ended but by its connection.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            sys.stdin.close()
+            become(json.loads(line))
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Networks that stand on this machine alone: network namespaces, joined by a bridge with cables of a chosen width.
+
+A namespace lives as long as its holder, a process that waits at the end of a pipe of whoever made it: when that closes,
+in whatever way its owner ends, the kernel takes the namespace and its cable away. Nothing is left on disk or in the
+network of this machine.
+
+Fails with OSError, saying which command was refused and why.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+WAIT_S = 30.0
+PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+TOOLS = ("ip", "unshare", "nsenter")
+BRIDGE_TRIAL = "ip link add name trial type bridge && ip link add name one type veth peer name other"
+SHAPED_TRIAL = f"{BRIDGE_TRIAL} && tc qdisc add dev one root tbf rate 1mbit burst 16kb latency 50ms"
+QUEUE_S = 0.5
+"""How long a byte waits at most for a cable; what comes on top is dropped. Long enough for the chunks in flight: where
+narrow cables drop what is sent, TCP waits for longer than the copy of a small version takes."""
+BURST_BYTES = 16 << 10
+"""What a cable that was idle lets pass at once."""
+
+
+def why_not(
+    tools: Sequence[str], packages: str, trial: str, *, unshare: Sequence[str] = ("unshare", "--net")
+) -> str | None:
+    """Why no network can be made here; None where one can.
+
+    ``trial`` is a shell command that is tried in fresh namespaces, ``packages`` those of Debian that bring ``tools``.
+    """
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "making namespaces needs root"
+    missing = [tool for tool in tools if not shutil.which(tool, path=PATH)]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: {packages})"
+    tried = _run([*unshare, "sh", "-c", trial])
+    if tried.returncode:
+        said = " ".join(tried.stderr.split()) or f"exit code {tried.returncode}"
+        return f"the kernel does not let us make such namespaces: {said}"
+    return None
+
+
+def why_no_shaped_network() -> str | None:
+    """Why there can be no cables of a chosen width here; None where there can."""
+    return why_not((*TOOLS, "tc"), "iproute2 util-linux", SHAPED_TRIAL)
+
+
+class Namespace:
+    """A network namespace. ``mark`` stands in the command line of its holder."""
+
+    def __init__(self, mark: str = "") -> None:
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "cat", "-", *([mark] if mark else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            # A Ctrl-C is for the owner alone.
+            process_group=0,
+        )
+        assert self._holder.stdin is not None
+        assert self._holder.stdout is not None
+        try:
+            self._holder.stdin.write("ready\n")
+            self._holder.stdin.flush()
+            if self._holder.stdout.readline() != "ready\n":
+                raise OSError("a network namespace cannot be made")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of its holder."""
+        return self._holder.pid
+
+    def within(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` in it, as the same process."""
+        return ["nsenter", f"--target={self.pid}", "--net", *argv]
+
+    def run(self, *commands: str) -> None:
+        """Run commands in it, one after the other. Raises OSError."""
+        for command in commands:
+            done = _run(self.within(command.split()))
+            if done.returncode:
+                raise OSError(f"{command}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+
+    def close(self) -> None:
+        """Take it away, once what runs in it has ended."""
+        for stream in (self._holder.stdin, self._holder.stdout):
+            assert stream is not None
+            stream.close()
+        self._holder.wait(WAIT_S)
+
+
+class Switch(Namespace):
+    """A bridge, in a namespace of its own. Hosts are plugged into its ports."""
+
+    def __init__(self, mark: str = "") -> None:
+        super().__init__(mark)
+        try:
+            self.run("ip link add name bridge type bridge", "ip link set dev bridge up")
+        except BaseException:
+            self.close()
+            raise
+
+    def plug(self, port: str, pid: int, address: str) -> None:
+        """Run a cable from ``port`` to eth0 in the namespace of process ``pid``, which has ``address`` there."""
+        self.run(
+            f"ip link add name {port} type veth peer name eth0 netns {pid}",
+            f"ip link set dev {port} master bridge up",
+            f"nsenter --target={pid} --net ip link set dev lo up",
+            f"nsenter --target={pid} --net ip addr add {address} dev eth0",
+            f"nsenter --target={pid} --net ip link set dev eth0 up",
+        )
+
+    def narrow(self, port: str, pid: int, *, bytes_per_s: float) -> None:
+        """Let that cable carry no more than so much, in each direction by itself."""
+        bits = round(8 * bytes_per_s)
+        shape = f"root tbf rate {bits}bit burst {BURST_BYTES} latency {round(1000 * QUEUE_S)}ms"
+        self.run(
+            f"tc qdisc add dev {port} {shape}",
+            f"nsenter --target={pid} --net tc qdisc add dev eth0 {shape}",
+        )
+
+
+class ShapedNetwork:
+    """Hosts with cables of one width. Use it as a context. Host N has the address ``addresses[N]``."""
+
+    def __init__(self, hosts: int, *, bytes_per_s: float) -> None:
+        self.addresses = [f"10.78.{number // 250}.{number % 250 + 1}" for number in range(hosts)]
+        self._hosts: list[Namespace] = []
+        self._switch = Switch()
+        try:
+            for number, address in enumerate(self.addresses):
+                host = Namespace()
+                self._hosts.append(host)
+                self._switch.plug(f"port{number}", host.pid, f"{address}/16")
+                self._switch.narrow(f"port{number}", host.pid, bytes_per_s=bytes_per_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ShapedNetwork:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def holder(self, host: int) -> int:
+        """A process in the namespace of a host."""
+        return self._hosts[host].pid
+
+    def close(self) -> None:
+        """Take it away, once what runs on the hosts has ended."""
+        for host in self._hosts:
+            host.close()
+        self._switch.close()
+
+
+def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": PATH}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S, env=environment)
