@@ -36,6 +36,11 @@ def on_cpu(config: Config) -> bool:
     return not config.rollout.gpus_per_replica
 
 
+def threads_on_cpu() -> int:
+    """How many threads an engine on CPU computes with, once its environment is set."""
+    return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+
+
 def environment(config: Config) -> dict[str, str]:
     """Environment that vLLM is to find when it is imported; what the user has set stays as it is."""
     variables = {
@@ -54,7 +59,7 @@ def environment(config: Config) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",
             # The worker lives in the engine core's process: one process less, and half the start-up time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Bound engines would all choose the same cores.
+            # Engines that vLLM binds would all choose the same cores; cores.py does it.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if threads:
