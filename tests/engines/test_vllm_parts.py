@@ -167,12 +167,13 @@ def test_arguments_follow_the_configuration() -> None:
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] >= 128
     assert arguments["block_size"] == 64
+    assert arguments["ir_op_priority"]["rms_norm"] == ["asyncrl_cpu", "native"]
     assert arguments["seed"] != options.engine_arguments(config, "rollouter/1")["seed"]
     gpu = config_for(rollout={"gpus_per_replica": 2})
     arguments = options.engine_arguments(gpu, "rollouter/0")
     assert (arguments["tensor_parallel_size"], arguments["dtype"]) == (2, "bfloat16")
     assert arguments["enforce_eager"] is False
-    assert "enable_chunked_prefill" not in arguments
+    assert not {"enable_chunked_prefill", "ir_op_priority"} & set(arguments)
     assert options.dtype(config_for(learner={"dtype": "bfloat16"})) == "bfloat16"
 
 

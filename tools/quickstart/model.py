@@ -38,7 +38,7 @@ def make_model(settings: Settings) -> Qwen2ForCausalLM:
             intermediate_size=settings.intermediate,
             num_hidden_layers=settings.layers,
             num_attention_heads=settings.heads,
-            num_key_value_heads=settings.heads,
+            num_key_value_heads=settings.kv_heads,
             max_position_embeddings=settings.positions,
             initializer_range=INITIAL_STD,
             tie_word_embeddings=False,

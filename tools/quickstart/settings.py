@@ -39,6 +39,8 @@ class Settings:
     width: int = 128
     heads: int = 4
     """Width / heads must be a head dimension that vLLM's CPU attention knows: 32, 64, ..."""
+    kv_heads: int = 1
+    """vLLM's CPU attention computes the queries of one of them together, in about the time of a single query."""
     intermediate: int = 640
     positions: int = 128
 

@@ -28,8 +28,9 @@ from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.vllm import checkpoint
+from asyncrl.rollouter.engines.vllm.cores import ClaimedCores
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters
-from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder
+from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
 from asyncrl.weights.broadcast import Broadcast
@@ -62,6 +63,7 @@ class VllmEngine:
         self._stream_interval = config.rollout.stream_interval
         self._watch = Watch(name, self._fail_streams)
         self._processes = Processes()
+        self._claimed: ClaimedCores | None = None
         self._flights: dict[str, _Flight] = {}
         self._kv_tokens = 0
         """Size of the KV cache; 0 where that is not known."""
@@ -118,6 +120,10 @@ class VllmEngine:
         self._adapter = self._vllm.adapter_request(self._config, self._folder)
         self._kv_tokens = self._vllm.kv_tokens(llm)
         self._processes.adopt(self._cores)
+        if on_cpu(self._config):
+            self._claimed = ClaimedCores.claim(threads_on_cpu())
+        if self._claimed is not None:
+            self._claimed.bind(self._processes.pids)
         for core in self._cores:
             loop.add_reader(core.sentinel, self._core_ended, core)
         async with self._control("its first call", self._timeout_s):
@@ -165,6 +171,9 @@ class VllmEngine:
                 self._processes.end(0.0)
             llm.shutdown(timeout=grace_s)
         left = self._processes.end(0.0)
+        if self._claimed is not None:
+            self._claimed.release()
+            self._claimed = None
         shutil.rmtree(self._folder, ignore_errors=True)
         assert not left, f"processes {left} survived being killed"
 

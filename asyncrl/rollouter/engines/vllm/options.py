@@ -25,6 +25,8 @@ from asyncrl.rollouter.engines.vllm.lora_layout import targets
 SCRATCH_PREFIX = "asyncrl-engine-"
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket (unix(7)), without the final zero."""
+CPU_NORMS = "asyncrl_cpu"
+"""Provider of norms (cpu_norms.py)."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens that a CPU engine processes in one step, unless one prompt is longer."""
 
@@ -32,6 +34,11 @@ CPU_BATCHED_TOKENS = 4096
 def on_cpu(config: Config) -> bool:
     """Whether engines run on CPU."""
     return not config.rollout.gpus_per_replica
+
+
+def threads_on_cpu() -> int:
+    """How many threads an engine on CPU computes with, once its environment is set."""
+    return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -52,7 +59,7 @@ def environment(config: Config) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",
             # The worker lives in the engine core's process: one process less, and half the start-up time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Bound engines would all choose the same cores.
+            # Engines that vLLM binds would all choose the same cores; cores.py does it.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if threads:
@@ -137,6 +144,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
             # engine core would die of it.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len(config)),
+            "ir_op_priority": {"rms_norm": [CPU_NORMS, "native"], "fused_add_rms_norm": [CPU_NORMS, "native"]},
         }
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
