@@ -56,7 +56,7 @@ async def measure(report: Report, *, pairs: int, vs_ray: bool) -> None:
     settings = config()
     with ExitStack() as stack:
         addresses, secret = stack.enter_context(server("echo", settings))
-        ours = Ours(addresses["actor"], secret, "echo/0", settings)
+        ours = Ours(addresses["actor"], secret, "echo/0", settings, name="rollouter/0")
         stack.callback(ours.close)
         raw = Raw(addresses)
         stack.callback(raw.close)
@@ -66,7 +66,7 @@ async def measure(report: Report, *, pairs: int, vs_ray: bool) -> None:
             async with ray() as other:
                 await against_ray(report, ours, other, pairs)
                 rewards_at, secret = stack.enter_context(server("reward", settings))
-                rewards = Ours(rewards_at["actor"], secret, "reward/0", settings)
+                rewards = Ours(rewards_at["actor"], secret, "reward/0", settings, name="rollouter/0")
                 stack.callback(rewards.close)
                 await tasks_against_ray(report, rewards, other, pairs)
 

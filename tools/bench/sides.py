@@ -61,13 +61,13 @@ def server(role: str, config: Config) -> Iterator[tuple[dict[str, str], str]]:
 
 
 class Ours:
-    """asyncrl's runtime."""
+    """asyncrl's runtime, of the actor ``name``, whose role may send what is called for."""
 
-    def __init__(self, address: str, secret: str, peer: str, config: Config) -> None:
+    def __init__(self, address: str, secret: str, peer: str, config: Config, *, name: str) -> None:
         credentials = Credentials(RUN_ID, secret)
         self._transport = ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes)
         endpoint = Endpoint(
-            name="client/0",
+            name=name,
             incarnation=1,
             credentials=credentials,
             transport=self._transport,

@@ -96,12 +96,18 @@ async def measure(report: Report, sizes: list[str]) -> None:
         "chunks_in_flight": settings.weights.chunks_in_flight,
     }
     with server("parameter_server", settings) as (addresses, secret), sending() as sender:
-        ours = Ours(addresses["actor"], secret, "parameter_server/0", settings)
+        learner, rollouter = (
+            Ours(addresses["actor"], secret, "parameter_server/0", settings, name=name)
+            for name in ("learner/0", "rollouter/0")
+        )
         try:
             for version, name in enumerate(sizes):
-                await Size(report, settings, sender, ours, name, version).measure(PAIRS[name])
+                size = Size(report, settings, sender, rollouter, name, version)
+                await learner.call(Publish(manifest=size.manifest))
+                await size.measure(PAIRS[name])
         finally:
-            ours.close()
+            learner.close()
+            rollouter.close()
     report.figures["delta"] = found = await asyncio.to_thread(delta_ratio)
     for lr, figures in found.items():
         shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
@@ -128,7 +134,6 @@ class Size:
 
     async def measure(self, pairs: int) -> None:
         """Each transport against its floor."""
-        await self.ours.call(Publish(manifest=self.manifest))
         await self._compare("shm", "memcpy", self._rate(self._shm), self._rate(self._memcpy()), pairs)
         await self._compare("stream", "tcp", self._rate(self._stream), self._rate(self._tcp()), pairs)
         receiver = Receiver()
