@@ -5,7 +5,8 @@ and takes over the routing id of a peer that comes back; heartbeats of clients e
 high-water marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ
 drop the connection without a word, so senders check the size their peer stated, and cut for a server under CURVE what
 is larger than it takes of strangers (pieces.py). Who does not get through the handshake, which has a deadline, is
-counted and never seen by the receiver.
+counted and never seen by the receiver. Where connections begin faster than a server has time for, no more begin for a
+moment (door.py), which is counted too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 import zmq
 import zmq.utils.z85
 
+from asyncrl.wire.door import Door
 from asyncrl.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
+from asyncrl.wire.listening import ListeningSocket
 from asyncrl.wire.pieces import CURVE_BYTES, MARK, PIECE_BYTES, cut, joined
 from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 
@@ -39,6 +42,7 @@ HANDSHAKE_MS = 30_000
 TURNED_AWAY = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+BEGUN = int(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED)
 
 # As plain numbers: an enumeration's operators cost as much as handing over a frame.
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -75,13 +79,12 @@ class ZmqTransport:
             socket.curve_server = True
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
+        pieces = self._max_message_bytes if self._credentials.curve else None
         try:
-            _bind(socket, address)
+            server = ZmqServer(socket, self._open.discard, receive, turned_away, address, pieces=pieces)
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, f"{address}: {error.strerror}") from None
-        pieces = self._max_message_bytes if self._credentials.curve else None
-        server = ZmqServer(socket, self._open.discard, receive, turned_away, pieces=pieces)
         self._open.add(server)
         return server
 
@@ -260,14 +263,50 @@ class ZmqServer(_ZmqSocket):
         closed: Callable[[_ZmqSocket], None],
         receive: ServerReceive,
         turned_away: Callable[[], None],
+        address: str,
         *,
         pieces: int | None,
     ) -> None:
-        self.address = socket.last_endpoint.decode().rstrip("\0")
         self._on_message = receive
         self._pieces = pieces
-        self._monitor = _Monitor(socket, TURNED_AWAY, turned_away)
+        self._turned_away = turned_away
+        loop = asyncio.get_running_loop()
+        self._door = Door(loop.time())
+        self._listening: ListeningSocket | None = None
+        self._opening: asyncio.TimerHandle | None = None
+        self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._happened)
         super().__init__(socket, closed)
+        try:
+            _bind(socket, address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.address = socket.last_endpoint.decode().rstrip("\0")
+
+    def _happened(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_LISTENING:
+            # It lives as long as the server.
+            self._listening = ListeningSocket(value)
+        elif event == zmq.EVENT_ACCEPTED:
+            self._let_in()
+        else:
+            self._turned_away()
+
+    def _let_in(self) -> None:
+        now = self._loop.time()
+        shut_until = self._door.begin(now)
+        if shut_until <= now or self._listening is None:
+            return
+        if self._opening is None:
+            self._listening.shut()
+            self._turned_away()
+        else:
+            self._opening.cancel()
+        self._opening = self._loop.call_at(shut_until, self._open_door, self._listening)
+
+    def _open_door(self, listening: ListeningSocket) -> None:
+        self._opening = None
+        listening.open()
 
     def _receive_one(self) -> None:
         routing_id = self._take_frame(NOW)
@@ -290,6 +329,10 @@ class ZmqServer(_ZmqSocket):
 
     def close(self) -> None:
         self._monitor.close()
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._listening is not None:
+            self._listening.close()
         super().close()
 
 
@@ -309,7 +352,7 @@ class ZmqClient(_ZmqSocket):
         in_pieces: bool,
     ) -> None:
         self._on_message, self._in_pieces = receive, in_pieces
-        self._monitor = _Monitor(socket, zmq.EVENT_DISCONNECTED, lost)
+        self._monitor = _Monitor(socket, zmq.EVENT_DISCONNECTED, lambda _event, _value: lost())
         super().__init__(socket, closed)
         try:
             socket.connect(endpoint)
@@ -329,13 +372,13 @@ class ZmqClient(_ZmqSocket):
 
 
 class _Monitor:
-    """Calls ``happened`` for each of certain events of a socket from here on.
+    """Calls ``happened`` with each of certain events of a socket from here on, and its value (zmq_socket_monitor(3)).
 
     Its queue has no bound: ZeroMQ's thread, which serves all sockets, would wait until there is room. An event is
     a few bytes, and the loop takes up all of them at each turn.
     """
 
-    def __init__(self, socket: RawSocket, events: int, happened: Callable[[], None]) -> None:
+    def __init__(self, socket: RawSocket, events: int, happened: Callable[[int, int], None]) -> None:
         self._monitored, self._happened = socket, happened
         # Never used again: ZeroMQ gives a name back some time after its socket is closed.
         endpoint = f"inproc://monitor-{next(_monitors)}"
@@ -352,10 +395,10 @@ class _Monitor:
     def _read(self) -> None:
         while not self._closed:
             try:
-                self._pair.recv_multipart(zmq.NOBLOCK)
+                event, _ = self._pair.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._happened()
+            self._happened(*struct.unpack("=HI", event))
 
     def close(self) -> None:
         """No more calls. To be closed before its socket; may be repeated."""

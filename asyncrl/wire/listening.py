@@ -1,0 +1,37 @@
+"""The listening socket of a ZeroMQ server, which can be kept from letting connections begin.
+
+ZeroMQ accepts whoever comes. The kernel drops what comes to a shut one, which is the first packet of a connection: its
+sender repeats it, after a second at first, and gets in once the door is open. Connections that stand are not touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+"""Of Linux (asm-generic/socket.h); Python does not name them."""
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""The filter "return 0", a struct sock_filter (linux/filter.h): of each packet no byte is kept."""
+
+
+class ListeningSocket:
+    """``fd``, which stays its owner's. Close this one first: the port is free only when both are closed."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=os.dup(fd))
+
+    def shut(self) -> None:
+        """Let no connection begin. May be repeated."""
+        code = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
+
+    def open(self) -> None:
+        """Let connections begin again; it was shut."""
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._socket.close()

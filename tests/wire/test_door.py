@@ -1,0 +1,99 @@
+"""How fast connections to a server may begin: by tables and properties, and over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from harness import Net
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.messages import Done, Request
+from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.wire import door
+from asyncrl.wire.door import BURST, PER_S, REOPENS_WITH, Door
+
+
+class Knock(Request, frozen=True, kw_only=True):
+    reply = Done
+
+
+SENDERS.update(dict.fromkeys([Knock], ANYBODY))
+
+
+class House:
+    @handler
+    def knock(self, request: Knock, caller: Caller) -> Done:
+        return Done()
+
+
+def test_it_shuts_after_a_burst_and_is_open_to_several_afterwards() -> None:
+    entrance = Door(10.0)
+    for _ in range(BURST - 1):
+        assert entrance.begin(10.0) == 10.0
+    until = entrance.begin(10.0)
+    assert until == pytest.approx(10.0 + REOPENS_WITH / PER_S)
+    # One that was on its way already puts it off.
+    assert entrance.begin(10.0) > until
+    later = 11.0 + REOPENS_WITH / PER_S
+    for _ in range(REOPENS_WITH):
+        assert entrance.begin(later) == later
+
+
+@given(waits=st.lists(st.sampled_from([0.0, 0.001, 0.01, 1.0, 100.0]), max_size=300))
+def test_no_more_begin_than_a_burst_and_its_share_of_time(waits: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(door, "BURST", 20)
+        patch.setattr(door, "PER_S", 10.0)
+        patch.setattr(door, "REOPENS_WITH", 5)
+        now = shut_until = 0.0
+        entrance = Door(now)
+        begun: list[float] = []
+        for wait in waits:
+            now = max(now + wait, shut_until)
+            begun.append(now)
+            shut_until = entrance.begin(now)
+            assert now <= shut_until <= now + (5 + 1) / 10.0
+        for first, start in enumerate(begun):
+            for last, end in enumerate(begun[first:], start=1):
+                assert last <= 20 + 10.0 * (end - start) + 1e-6
+
+
+def test_a_flood_is_kept_outside_while_friends_are_served_and_new_ones_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "BURST", 20)
+    monkeypatch.setattr(door, "PER_S", 20.0)
+    monkeypatch.setattr(door, "REOPENS_WITH", 10)
+
+    async def main() -> None:
+        async with asyncio.timeout(60), Net() as net:
+            server = net.serve(House(), "server/0")
+            friend = net.client("server/0", "friend/0")
+            await friend.call(Knock())
+            host, _, port = server.address.removeprefix("tcp://").partition(":")
+            flood = [socket.socket() for _ in range(400)]
+            try:
+                for stranger in flood:
+                    stranger.setblocking(False)
+                    stranger.connect_ex((host, int(port)))
+                    await asyncio.sleep(0.001)
+                assert await friend.call(Knock()) == Done(), "who stands inside is not touched"
+                begun = sum(_is_connected(stranger) for stranger in flood)
+                assert 10 <= begun < 300, "most are outside"
+                assert server._endpoint.counters["wire/strangers"] >= 1
+            finally:
+                for stranger in flood:
+                    stranger.close()
+            assert await net.client("server/0", "other/0").call(Knock()) == Done()
+
+    asyncio.run(main())
+
+
+def _is_connected(stranger: socket.socket) -> bool:
+    try:
+        stranger.getpeername()
+    except OSError:
+        return False
+    return True
