@@ -227,9 +227,22 @@ class RankPool:
 
 def run_alone(config: Config, main: RankZero, *arguments: Any) -> Any:
     """Run ``main(backend, config, *arguments)`` on a single rank in this process."""
+    _forget_meshes()
     results: queue.Queue = queue.Queue()
     _play(config, 0, queue.Queue(), results, main, arguments)
     return _unpack(dict([results.get_nowait()]))[0]
+
+
+def _forget_meshes() -> None:
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+    # A process of a run has one mesh. Here it has several, one after the other, which torch takes for equal, so that it
+    # would go on with the process group of the first.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    _gen_transform_infos.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _unpack(found: dict[int, Any]) -> tuple[Any, list[Any]]:

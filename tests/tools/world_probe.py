@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tools.chaos.world import World, enter
@@ -93,8 +94,13 @@ def several(folder):
         for action in (None, world.cut, world.mend):
             if action is not None:
                 action()
-            codes = [host.run(reach, check=False).returncode for host in (head, a)]
-            said.setdefault("connects", []).append([code == 0 for code in codes])
+            # The kernel takes a moment to find a neighbour again.
+            until = time.monotonic() + (30.0 if action == world.mend else 0.0)
+            while True:
+                connected = [host.run(reach, check=False).returncode == 0 for host in (head, a)]
+                if all(connected) or time.monotonic() >= until:
+                    break
+            said.setdefault("connects", []).append(connected)
         a.path("/dev/shm/forgotten").write_text("")
         a.path("/tmp/forgotten").write_text("")
         for name in ("logs", "private-1"):
