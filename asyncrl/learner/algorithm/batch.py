@@ -329,7 +329,9 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
-        self.family = name.uid, prompt_ids.tobytes()
+        # A run of episodes is to be the plain loop in every bit, which it is where their conversations are computed whole.
+        single = name.sequence == 0 and len(sequence.logprobs) == len(sequence.tokens)
+        self.family: tuple[object, ...] = (name.uid, prompt_ids.tobytes()) if single else (name,)
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
             last = len(sequence.tokens) - 1
             self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)
