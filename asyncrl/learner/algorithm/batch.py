@@ -329,7 +329,7 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
-        # A run of episodes is to be the plain loop in every bit, which it is where their conversations are computed whole.
+        # A run of episodes is to be the plain loop in every bit, which it is where conversations are computed whole.
         single = name.sequence == 0 and len(sequence.logprobs) == len(sequence.tokens)
         self.family: tuple[object, ...] = (name.uid, prompt_ids.tobytes()) if single else (name,)
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
