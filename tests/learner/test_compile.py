@@ -70,6 +70,10 @@ def _row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
     return make_row(ids, lengths, np.arange(len(ids)), ids, CPU)
 
 
+SHARED_GRAPHS = 4
+"""One for each of two layers, with a gradient and without, where sequences share a beginning."""
+
+
 def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
     """The same with a beginning that all have."""
     lengths = [5, *random.integers(2, 12, sequences)]
@@ -77,13 +81,13 @@ def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> 
     return make_row(ids, lengths, np.arange(len(ids)), ids, CPU, prefixes=[-1, *[0] * sequences])
 
 
-@pytest.mark.parametrize(("attention", "most"), [("packed", 16), ("varlen", 8)])
+@pytest.mark.parametrize(("attention", "most"), [("packed", 12), ("varlen", 4)])
 @pytest.mark.parametrize("counts", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
     counts: int, attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
-    # Its two layers attend in different ways: a graph each, with a gradient and without, of whole sequences and of
-    # shared beginnings. Attention sequence by sequence breaks them, and dynamo knows sizes of one and of several.
+    # Its two layers attend in different ways: a graph each, with a gradient and without. Attention sequence by sequence
+    # breaks them, and dynamo knows sizes of one and of several.
     policy = _load(save_family(tmp_path / "model", make_family("Gemma3", tied=True)), attention)
     graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
 
@@ -94,11 +98,14 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
                 policy.score(row, 1.0)
         policy.score(row, 1.0)[0].sum().backward()
 
-    for sequences in (1, 3):
-        score(sequences)
-        score(sequences, _shared_row)
+    score(1)
+    score(3)
+    whole = len(graphs)
+    assert 0 < whole <= most
+    score(1, _shared_row)
+    score(3, _shared_row)
     known = len(graphs)
-    assert 0 < known <= most
+    assert known <= whole + SHARED_GRAPHS
     assert torch._dynamo.config.recompile_limit < counts, "dynamo would allow a graph for each count"
     for sequences in random.permutation(np.arange(2, counts + 2)):
         score(int(sequences))

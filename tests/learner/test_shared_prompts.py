@@ -137,6 +137,19 @@ def test_the_cost_of_a_row_is_that_of_its_attention(batch, data) -> None:
     assert Sizes([*map(len, sequences)], sharing).cost(row) == pytest.approx(expected)
 
 
+def test_a_prompt_is_the_same_in_every_integer_type_that_it_came_in() -> None:
+    prompts = [np.array([1, 2, 3], dtype) for dtype in (np.int32, np.int64)]
+    rewards = (1.0, 0.0)
+    trajectories = [
+        make_trajectory([7 + sample, 9, 9], reward=rewards[sample], sample=sample, prompt_ids=prompt)
+        for sample, prompt in enumerate(prompts)
+    ]
+    group = make_group(0, [1, 2, 3], trajectories)
+    plan = build_step([group], version=0, config=make_config(), world_size=1, packed=True, shared=True)
+    [[batch]] = only(plan).ranks
+    assert batch.input_ids.tolist() == [1, 2, 3, 7, 9, 8, 9]
+
+
 def test_one_response_of_one_token_and_a_longer_one_share_their_prompt() -> None:
     group = make_group(0, [1, 2, 3], [make_trajectory([7], reward=1.0), make_trajectory([8, 9], reward=0.0)])
     group.trajectories.append(make_trajectory([8, 6], reward=0.5, sample=2))

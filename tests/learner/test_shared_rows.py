@@ -129,7 +129,7 @@ def test_a_model_learns_the_same_of_shared_rows(family: str, budget: int, tmp_pa
         only(build_step(_groups(VOCABULARY), version=0, config=config, world_size=1, packed=True, shared=share))
         for share in (False, True)
     )
-    assert shared.tokens < 0.75 * whole.tokens
+    assert shared.tokens < 0.7 * whole.tokens
     for ours, truth in zip(_learn(policy, shared), _learn(policy, whole), strict=True):
         torch.testing.assert_close(ours, truth, atol=1e-5 * float(truth.abs().max()), rtol=0)
 

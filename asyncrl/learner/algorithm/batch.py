@@ -329,9 +329,6 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
-        # A run of episodes is to be the plain loop in every bit, which it is where conversations are computed whole.
-        single = name.sequence == 0 and len(sequence.logprobs) == len(sequence.tokens)
-        self.family: tuple[object, ...] = (name.uid, prompt_ids.tobytes()) if single else (name,)
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
             last = len(sequence.tokens) - 1
             self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)
@@ -342,6 +339,7 @@ class SampledSequence:
             self.predict = (positions + (len(prompt_ids) - 1)).astype(np.int32)
             targets = sequence.tokens[positions]
         self.input_ids = _as(np.concatenate([prompt_ids, sequence.tokens[:last]]), np.int32)
+        self.family = name.uid, self.input_ids[: len(prompt_ids)].tobytes()
         self.targets = _as(targets, np.int32)
         self.behaviour = _as(chosen(sequence.logprobs), np.float32)
         self.advantages = chosen(advantages)
