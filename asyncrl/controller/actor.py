@@ -138,9 +138,9 @@ class Controller(Actor):
         """The registry has changed, and nobody has followed it so far."""
         self._watchers = ParkingLot()
         self._followers = ParkingLot()
-        """Of the watchers, those who also follow metrics, notices, and who is awaited while the run starts."""
+        """Watchers who also follow metrics, notices, and who is awaited while the run starts."""
         self._said: tuple[int, RunState] | None = None
-        """What watchers are told, by the number of the state: made once for all of them."""
+        """The state that watchers are told, and its number: made once for all of them."""
         self._registered = ParkingLot()
         self._members = ComingAndGoing(
             curve=context.credentials.curve,

@@ -63,9 +63,9 @@ class _Seen:
         for name in sorted(actors):
             self._of_role.setdefault(role_of(name), []).append(name)
         self._failing: dict[tuple[str, str], list[str]] = {}
-        """Of a role, those that do not reach somebody."""
+        """Actors of a role that do not reach somebody."""
         self._failed: dict[tuple[str, str], list[str]] = {}
-        """Of a role, those that somebody does not reach."""
+        """Actors of a role that somebody does not reach."""
         for teller, other in sorted(broken):
             self._failing.setdefault((role_of(teller), other), []).append(teller)
             self._failed.setdefault((role_of(other), teller), []).append(other)

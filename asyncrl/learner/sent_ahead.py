@@ -1,4 +1,4 @@
-"""What may travel to the ranks before its step begins, when that is void, and what a rank holds of it. Pure.
+"""Parcels that travel to the ranks before their step begins: which may, when they are void, which a rank holds. Pure.
 
     rank 0   numbers what it sends (``Sendings``), and says with each which one a step has taken last
     rank     holds one parcel at most (``Slot``); ``train`` names the number that it is to be of
@@ -67,7 +67,7 @@ class Slot:
     """A rank: the one parcel of a step to come."""
 
     number: int = 0
-    """Of what is held; 0 for nothing."""
+    """The number of what is held; 0 for nothing."""
     _parcel: np.ndarray | None = None
 
     def make_room(self, taken: int) -> bool:

@@ -59,7 +59,7 @@ class StepPlanner:
         return await running.run_in_executor(self._thread, self._made_of, basis, teacher), 0
 
     def _expected(self) -> Basis | None:
-        """Of what the next step would be planned if it began now; None where that is not known yet."""
+        """The basis on which the next step would be planned if it began now; None where that is not known yet."""
         groups = self._chosen(self._outlook) if self._outlook is not None else ()
         return self._outlook.basis(groups) if self._outlook is not None and groups else None
 

@@ -24,7 +24,7 @@ STRIPES = 2
 
 
 class Tree:
-    """See the module; all trees of a version."""
+    """All trees of a version."""
 
     def __init__(self, stripes: int = STRIPES) -> None:
         self._fan_out = stripes + 1

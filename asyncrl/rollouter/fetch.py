@@ -214,7 +214,7 @@ class _Stream(_Fetching):
         self._call, self._relay = call, relay
         now = asyncio.get_running_loop().time()
         self._sources = [Sources(way, deadline_s=self._weights.deadline_s, now=now) for way in ways]
-        """Of each stripe."""
+        """For each stripe."""
         self._filling: dict[int, Segment] = {}
         self._limit: asyncio.Timeout
         self._last_failure = ""

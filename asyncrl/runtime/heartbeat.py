@@ -39,7 +39,7 @@ class Heartbeats:
         self._address = address
         self._beats = 0
         self._cpu_s = 0.0
-        """What it took to tell, the last time excepted."""
+        """The cost of telling, the last time excepted."""
         self._context: zmq.Context[Any]
         self._socket: Any
         self._loop_seen = time.monotonic()

@@ -15,7 +15,7 @@ REOPENS_WITH = 64
 
 
 class Door:
-    """Of one server, open from ``now`` (s) on."""
+    """The door of one server, open from ``now`` (s) on."""
 
     def __init__(self, now: float) -> None:
         self._left = float(BURST)

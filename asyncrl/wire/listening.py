@@ -12,7 +12,7 @@ import socket
 import struct
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
-"""Of Linux (asm-generic/socket.h); Python does not name them."""
+"""Socket options of Linux (asm-generic/socket.h); Python does not name them."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """The filter "return 0", a struct sock_filter (linux/filter.h): of each packet no byte is kept."""
 

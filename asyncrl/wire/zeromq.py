@@ -30,7 +30,7 @@ from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 HIGH_WATER_MARK = 16384
 COPY_BELOW_BYTES = 65536
 MOST_SOCKETS = 1 << 14
-"""Of one actor. A connection takes three, with those that watch it; ZeroMQ's own 1,023 end at 341 peers with an error
+"""One actor's. A connection takes three, with those that watch it; ZeroMQ's own 1,023 end at 341 peers with an error
 that reads as if descriptors were lacking. Each that could be there takes four bytes."""
 BATCH = 64
 """Messages that are read in one turn of the loop: a thousand heartbeats at once are not to hold up everything else."""
@@ -253,7 +253,7 @@ class _ZmqSocket:
 
 
 class ZmqServer(_ZmqSocket):
-    """See Server. ``pieces`` is how many bytes a message in pieces may have; None without CURVE."""
+    """A ROUTER. ``pieces`` is how many bytes a message in pieces may have; None without CURVE."""
 
     _plain = 3
 

@@ -360,7 +360,7 @@ def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 
 
 def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> Sharing:
-    """What these begin with alike, group by group and prompt by prompt; nothing unless ``shared``."""
+    """The common beginnings, group by group and prompt by prompt; none unless ``shared``."""
     if not shared:
         return nothing_shared(len(sequences))
     return find_sharing([s.input_ids for s in sequences], [s.family for s in sequences])

@@ -93,7 +93,7 @@ class Layout:
     prefixes: np.ndarray
     """int32 [P], as in MicroBatch."""
     places: list[np.ndarray]
-    """Of each sequence int64 [L]: where in the row each of its tokens is."""
+    """For each sequence int64 [L]: where in the row each of its tokens is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +124,7 @@ def lay_out(sequences: Sequence[np.ndarray], sharing: Sharing) -> Layout:
     together = Counter(families)
     begun: dict[int, _Piece] = {}
     parts = list[list[_Piece]]()
-    """Of each sequence."""
+    """For each sequence."""
     for family, prefix, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
         if not prefix or together[family] == 1:
             parts.append([_Piece(tokens)])

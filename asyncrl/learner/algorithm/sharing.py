@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Of the sequences of an update, by their index."""
+    """Families of the sequences of an update, by their index."""
 
     family: np.ndarray
     """int64 [n]: which sequences begin alike; counted from 0."""
@@ -27,7 +27,7 @@ class Sharing:
     """int64 [n]: tokens with which all of its family begin; 0 where it has no other."""
 
     def among(self, chosen: Sequence[int]) -> Sharing:
-        """Of these sequences alone, in this order."""
+        """The same for these sequences alone, in this order."""
         indices = np.asarray(chosen, np.int64)
         return Sharing(self.family[indices], self.prefix[indices])
 
@@ -38,7 +38,7 @@ def nothing_shared(count: int) -> Sharing:
 
 
 def find_sharing(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> Sharing:
-    """Of token ids of sequences; those of equal ``keys`` are a family."""
+    """Families of sequences, given by their token ids: those of equal ``keys`` are one."""
     families: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         families.setdefault(key, []).append(i)

@@ -88,7 +88,7 @@ def packed_attention(
 
 
 def _mask(length: int, seen: int, window: int | None, like: Tensor) -> Tensor:
-    """What is added to the scores of the last ``length`` of ``seen`` tokens: 0 or -inf, [length, seen].
+    """The mask that is added to the scores of the last ``length`` of ``seen`` tokens: 0 or -inf, [length, seen].
 
     A position sees itself and those before it, ``window`` in all.
     """

@@ -56,7 +56,7 @@ class Loaded:
     """By the names of Policy: this rank's rows of each parameter, and the buffers. In host memory; taken from it."""
     tied: dict[str, str]
     conversions: Any
-    """Of transformers: what of its names and shapes is another in the checkpoint."""
+    """How transformers converts names and shapes of the checkpoint into its own."""
 
     def empty(self) -> Policy:
         """A new policy without memory, for what has been read into ``values``."""

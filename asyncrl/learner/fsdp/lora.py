@@ -46,7 +46,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
 
     def first_a(self, generator: torch.Generator) -> Tensor:
-        """What A begins with, whole."""
+        """The initial value of A, whole."""
         first = torch.empty(self.lora_A.shape)
         return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
 

@@ -30,7 +30,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParcelHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a parcel holds: a body of MessagePack, then arrays."""
+    """The content of a parcel: a body of MessagePack, then arrays."""
 
     body: bytes
     arrays: list[ArraySpec]
@@ -74,12 +74,12 @@ def _aligned(size: int) -> int:
 
 
 def pack(of_ranks: Sequence[Sequence[MicroBatch]]) -> Parcels:
-    """Of the micro-batches of each rank."""
+    """One for the micro-batches of each rank."""
     return [np.empty(0, np.uint8), *(pack_parcel(b"", _arrays(batches)) for batches in of_ranks[1:])]
 
 
 def pack_step(plan: StepPlan, world_size: int) -> Parcels:
-    """Of a step."""
+    """Parcels of a step."""
     return pack([of_step(plan, rank) for rank in range(world_size)])
 
 

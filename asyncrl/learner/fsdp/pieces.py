@@ -1,4 +1,4 @@
-"""What each piece of a row attends to, and at which positions its tokens are: from lengths and prefixes alone. Pure.
+"""Keys that each piece of a row attends to, and the positions of its tokens: from lengths and prefixes alone. Pure.
 
 Invariant: a token sees those of its own sequence that come before it, at the positions that they have there.
 
@@ -15,10 +15,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Of a row of T tokens, in the order of its pieces (micro_batch.py)."""
+    """Pieces of a row of T tokens, in the order of its pieces (micro_batch.py)."""
 
     lengths: tuple[int, ...]
-    """Of each piece; sums to T."""
+    """Length of each piece; sums to T."""
     key_lengths: tuple[int, ...]
     """Tokens that each attends to: the piece before it and itself; sums to K."""
     positions: np.ndarray

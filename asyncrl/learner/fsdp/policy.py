@@ -37,7 +37,7 @@ Attention = Literal["varlen", "packed", "loaded", "plain"]
 model, and transformers' own matrix products, which leave out nothing that a model asks for."""
 
 UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
-"""What transformers raises where a model cannot be loaded."""
+"""Errors that transformers raises where a model cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Row:
     position_ids: Tensor
     """int64 [1, T], restarting at 0 in each sequence."""
     lengths: tuple[int, ...]
-    """Of the pieces; sums to T."""
+    """Lengths of the pieces; they sum to T."""
     key_lengths: tuple[int, ...]
     """Tokens that each piece attends to: the piece before it and itself; sums to K."""
     cu_seqlens: Tensor

@@ -112,7 +112,7 @@ class Ranks:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
 
     def another_line(self, name: str) -> StoreLine:
-        """What rank 0 says to the others beside its commands, in an order of its own."""
+        """Words of rank 0 to the others beside its commands, in an order of their own."""
         client = self._client(*self._address)
         return StoreLine(name, self.rank, self.world_size, client=client, interrupter=self._interrupter)
 

@@ -54,7 +54,7 @@ class Scoring(msgspec.Struct, frozen=True):
     """Logits in chunks."""
     warnings: list[str] = []
     shared: bool = False
-    """What several sequences of a row begin with is in it once."""
+    """A row holds once what several of its sequences begin with."""
 
     def apply(self, policy: Policy) -> None:
         """Make ``policy`` score this way."""
@@ -89,7 +89,7 @@ class Batch:
 
     packed: Row
     shared: Row
-    """What several of them begin with once."""
+    """Their common beginnings once."""
     single: list[Row]
 
     @property

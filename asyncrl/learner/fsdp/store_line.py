@@ -1,4 +1,4 @@
-"""What rank 0 says to all other ranks, one after the other, through the store of their rendezvous.
+"""Words of rank 0 to all other ranks, one after the other, through the store of their rendezvous.
 
 Message n of a line for rank r is the key ``LINE/r/n``. A rank waits for its next key for as long as it takes, in waits
 of IDLE_WAIT_S that are renewed; no collective runs meanwhile. The wait ends at once when the key is set, when rank 0 is

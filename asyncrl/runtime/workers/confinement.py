@@ -1,4 +1,4 @@
-"""What is kept from workers that run users' code: the environment always, the run's own where the system lets us.
+"""Users' code kept from the environment of its workers always, and from the run's own where the system lets us.
 
 Invariant: a worker that is to be isolated runs no code of the user before it is (isolation.py); and where it cannot be,
 nothing starts, or the user is told, as security.isolate_user_code says.
@@ -27,7 +27,7 @@ PROBE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """Of the workers of one actor. By default they are not isolated, as where there is no run so far."""
+    """For the workers of one actor. By default they are not isolated, as where there is no run so far."""
 
     named: Sequence[str] = ()
     """Variables that they are given beside the usual ones."""
@@ -41,7 +41,7 @@ class Confinement:
         return users_environment(os.environ, self.named)
 
     def hidden(self) -> list[str] | None:
-        """What a worker that starts now finds empty; None if it is not isolated."""
+        """Folders that a worker that starts now finds empty; None if it is not isolated."""
         return None if self.run_dir is None else sorted({*private_folders(self.run_dir), *self.beside})
 
 

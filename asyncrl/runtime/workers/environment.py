@@ -1,4 +1,4 @@
-"""What users' code is given of the environment of the run: what programs need to run at all, and what the user names.
+"""The environment that users' code is given: variables that programs need to run at all, and those that the user names.
 Pure.
 
 Invariant: nothing that is not listed here or named passes, so that no key, token or address of the run or of the user

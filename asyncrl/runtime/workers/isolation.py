@@ -43,7 +43,7 @@ def obey(arguments: Sequence[str]) -> None:
 
 
 def isolate(hidden: Iterable[str]) -> None:
-    """See the module. Once, in a process with one thread."""
+    """Isolate this process. Once, in a process with one thread."""
     root = os.geteuid() == 0
     if root:
         _enter_as_root()

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 NAME = "asyncrl-core"
-"""Of a claim, before the core's number; of the kernel's own names (unix(7), "abstract"), so nothing is left on disk."""
+"""A claim's name begins so, before the core's number. It is one of the kernel's own (unix(7), "abstract"), and leaves
+nothing on disk."""
 
 
 class ClaimedCores:
