@@ -99,7 +99,11 @@ def test_a_reward_function_that_hangs_is_named_and_the_run_stopped_where_that_is
     (tmp_path / "code" / "hanging.py").write_text(HANGING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
     monkeypatch.setenv("HANG_IF", str(tmp_path / "hang"))
-    run = launch(tree("stop") | {"reward": {"function": "hanging:score", "workers": 1, "timeout_s": 600.0}})
+    run = launch(
+        tree("stop")
+        | {"reward": {"function": "hanging:score", "workers": 1, "timeout_s": 600.0}}
+        | {"security": {"user_environment": ["HANG_IF"]}}
+    )
     (tmp_path / "hang").touch()
     assert run.wait(WAIT_S) == 1
     last = run.output.splitlines()[-1]
