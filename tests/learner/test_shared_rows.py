@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,32 @@ def test_a_model_learns_the_same_of_shared_rows(family: str, budget: int, tmp_pa
     assert shared.tokens < 0.7 * whole.tokens
     for ours, truth in zip(_learn(policy, shared), _learn(policy, whole), strict=True):
         torch.testing.assert_close(ours, truth, atol=1e-5 * float(truth.abs().max()), rtol=0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("chunk", [True, False])
+def test_i8_a_row_of_many_who_share_has_the_same_gradient_every_time(
+    chunk: bool, folder: Path, two_threads: None
+) -> None:
+    """On several threads, and so many positions that torch divides what it does with them."""
+    policy = load_policy(ModelConfig(path=str(folder)))
+    policy.use_attention("packed")
+    policy.chunked = chunk
+    random = np.random.default_rng(0)
+    same, mine = (random.integers(0, VOCABULARY, n).tolist() for n in (9, 12))
+    made = [make_trajectory(same + mine[i % 12 :], reward=float(i % 3)) for i in range(80)]
+    config, groups = make_config(budget=10_000), [make_group(0, same, made)]
+    step = build_step(groups, version=0, config=config, world_size=1, packed=True, shared=True)
+    first = _learn(policy, only(step))
+    for _ in range(4):
+        assert all(map(torch.equal, _learn(policy, only(step)), first))
 
 
 @pytest.fixture(scope="module")

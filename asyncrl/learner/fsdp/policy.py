@@ -140,10 +140,10 @@ class Policy(nn.Module):
         elif key_index is not None:
             raise NotImplementedError(f"{implementation} attention cannot share what sequences begin with")
         if not self.chunked:
-            logits = self.model(**arguments).logits[0, predict]
+            logits = _pick(self.model(**arguments).logits[0], predict)
             scores = score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
             return scores if likeliest is None else (*scores, *likeliest.find(scores[1], lambda at: logits[at]))
-        hidden = self.model.base_model(**arguments).last_hidden_state[0, predict]
+        hidden = _pick(self.model.base_model(**arguments).last_hidden_state[0], predict)
         head = self.model.get_output_embeddings()
         scores = score_hidden(
             hidden,
@@ -302,6 +302,12 @@ def local(tensor: Tensor) -> Tensor:
 def parts(policy: Policy) -> dict[str, Tensor]:
     """This rank's shards of the parameters, and the buffers, by the names of Policy."""
     return {name: local(tensor) for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]}
+
+
+def _pick(values: Tensor, places: Tensor) -> Tensor:
+    """Rows of ``values`` [T, D] at ``places`` int64 [N], of which some may be the same: [N, D]."""
+    # As an embedding: on several threads the gradient of an index is summed in an order that changes with each call.
+    return nn.functional.embedding(places, values)
 
 
 def _auto_model() -> Any:
