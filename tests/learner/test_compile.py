@@ -82,7 +82,7 @@ def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> 
 
 
 @pytest.mark.parametrize(("attention", "most"), [("packed", 12), ("varlen", 4)])
-@pytest.mark.parametrize("counts", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", [10, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
     counts: int, attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:

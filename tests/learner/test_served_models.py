@@ -133,11 +133,13 @@ def test_what_the_learner_publishes_is_what_vllm_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_family_is_served(tmp_path: Path) -> None:
     assert not wrong(differences(made(REST, tmp_path), tmp_path))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     "ASYNCRL_CHAT_MODEL" not in os.environ,
     reason="ASYNCRL_CHAT_MODEL does not name the folder of SmolLM2-135M-Instruct (make chat-model)",
@@ -147,6 +149,7 @@ def test_a_real_model_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts_are_refused_for_a_reason(family: str, tmp_path: Path) -> None:
     """Once vLLM's experts follow an update, preflight/model.py need not refuse them on CPUs for that."""
