@@ -71,7 +71,7 @@ terminal, 143 by SIGTERM or --stop, 140 by SIGUSR2.
 
 
 ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometry of a batch"))
-"""What may have changed when a run is resumed."""
+"""Inputs of a run that may have changed when it is resumed: the end of the flag, and words for people."""
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -91,13 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = interrupt.number if isinstance(interrupt, _Interrupted) else int(signal.SIGINT)
         return _complain(f"ended by {signal.Signals(number).name}", 128 + number)
     except BrokenPipeError:
-        # Whoever read has read enough, as head does.
+        # The reader of the output has read enough, as head does.
         send_nowhere(sys.stdout)
         return 128 + signal.SIGPIPE
 
 
 def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
-    # A terminal that closes sends it more than once, and what is begun is to be undone in peace.
+    # A terminal that closes sends SIGHUP more than once, and everything that is begun is to be undone in peace.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise _Interrupted(number)
 
@@ -210,7 +210,7 @@ class _Version(argparse.Action):
 def _prepare(
     given: argparse.Namespace, overrides: dict[str, str]
 ) -> tuple[Config, list[Placed], list[Finding], Resumption | None]:
-    """Configuration, placement, findings and what is resumed, with every problem of the first three reported at once.
+    """Configuration, placement, findings and resumption, with every problem of the first three reported at once.
 
     Raises ConfigError, and where the run cannot be resumed UsageError, CheckpointError or RunChanged.
     """
@@ -277,7 +277,7 @@ def _without_resume(argv: list[str]) -> str:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """With the values that are themselves flags of another command made part of the flag before them."""
+    """The arguments, with the values that are flags of another command made part of the flag before them."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1] in ("--sbatch-args", "--container"):
@@ -345,7 +345,7 @@ def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[str, str]:
-    """The overrides with what may have changed when a run is resumed."""
+    """The overrides, with the inputs that may have changed when a run is resumed as resume.allow."""
     allowed = [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
 

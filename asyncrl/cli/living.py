@@ -14,7 +14,7 @@ from asyncrl.cli.flags import seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of all four."""
+    """Add the flags of all four commands."""
     parser.add_argument(
         "--stop", metavar="RUN", help="end this living run in good order, by its folder or its name under runs/"
     )
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_meant(given: argparse.Namespace) -> bool:
-    """Whether the command line asks for it."""
+    """Whether the command line asks for one of the four."""
     return any(value is not None for value in (given.stop, given.join, given.leave, given.bring_back, given.within))
 
 

@@ -51,20 +51,20 @@ EXCLUDED = {
 }
 """Flags that would change nothing beside another."""
 PAGE_COLUMNS = 120
-"""Of a page that goes to no terminal."""
+"""Columns of a page that goes to no terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     try:
         code = _main(list(sys.argv[1:] if argv is None else argv))
-        # Here, where it is known what it means that nobody reads it.
+        # Flushed here, where it is known what a closed pipe means.
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read has read enough, as head does.
+        # The reader of the output has read enough, as head does.
         _print_no_more()
         return 141
     except OSError as error:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_no_more() -> None:
-    """What is held back would fail again at the end of the process."""
+    """Send standard output nowhere: text that it holds back would fail again at the end of the process."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -101,7 +101,7 @@ def _main(argv: list[str]) -> int:
             try:
                 write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
             except OSError as error:
-                # The file that cannot be read or written, whosever it is.
+                # The file that cannot be read or written, one of the run's or the report.
                 return _complain(_why(error), 1)
             say(given.report, sys.stdout)
             return 0
@@ -125,7 +125,7 @@ def _why(error: OSError) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its complaints repeat what was typed."""
+    """The parser; its complaints repeat typed text, so they are made printable."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable(message, keep="\n"), file)
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _may_live(run_dir: Path) -> bool:
-    """Whether a run lives there, or that is not for us to know."""
+    """Whether a run lives there, or that is not for this user to know."""
     from asyncrl.launcher.folders import is_living
 
     try:
@@ -160,7 +160,7 @@ def _may_live(run_dir: Path) -> bool:
         return True
 
 
-# --- what is shown ---
+# --- showing ---
 
 
 def _watch(given: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Which run is meant: a folder, a name under runs/, HOST:PORT, or the newest.
+"""The run that is meant: a folder, a name under runs/, HOST:PORT, or the newest.
 
 Importing it loads nothing beyond the standard library. Fails with UsageError, which says what there is instead.
 """
@@ -27,7 +27,7 @@ def run_folder(run: str | None, flag: str) -> Path:
 
 
 def named(run: str) -> str:
-    """The folder of a run that is named by it, or by its name under runs/; what is neither, as it stands."""
+    """The folder of a run, by its path or by its name under runs/; any other text as it stands."""
     return str(_named(run) or run)
 
 
@@ -47,7 +47,7 @@ def _runs() -> list[Path]:
 
 
 def living_run(run: str | None) -> str:
-    """What to attach to. Raises UsageError, which says what there is instead."""
+    """Run folder or HOST:PORT to attach to. Raises UsageError, which says what there is instead."""
     from asyncrl.errors import UsageError
     from asyncrl.launcher.folders import is_living
 
@@ -72,7 +72,7 @@ def living_run(run: str | None) -> str:
 
 
 def must_be_reachable(address: str) -> None:
-    """Somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
+    """Require that somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
     from asyncrl.errors import ActorFailed
     from asyncrl.monitor.reach import why_unreachable
 

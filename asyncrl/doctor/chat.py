@@ -1,4 +1,4 @@
-"""How a model's chat template turns conversations into tokens, for people. Starts nothing and needs no torch."""
+"""Tokens that a model's chat template makes of conversations, for people. Starts nothing and needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong between hosts, each of which is well by itself. Pure: facts go in, findings come out.
+"""Faults between hosts, each of which is well by itself. Pure: facts go in, findings come out.
 
 The head is what the others are held against, so that a host that differs is the one that is named.
 """
@@ -16,23 +16,23 @@ from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.runtime.supervision import role_of
 
 SKEW_S = 0.5
-"""Clocks that differ by more are named: nothing is decided by them, but times of two hosts are shown side by side."""
+"""Difference above which clocks are named: they decide nothing, but times of two hosts are shown side by side."""
 MUST_BE_EQUAL = ("asyncrl", "torch", "vllm", "transformers")
 SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
 BUSY_SHARE = 0.05
-"""Of a GPU's memory; less is what a driver or a display takes."""
+"""Share of a GPU's memory above which it is in use already; a driver or a display takes less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far a host's clock is ahead of the doctor's, with the most that this may be wrong by (s)."""
+    """Lead of a host's clock over the doctor's, with the most that it may be wrong by (s)."""
 
     ahead_s: float
     error_s: float
 
 
 def best_offset(rounds: Sequence[tuple[float, float, float]]) -> Offset:
-    """From (asked, the host's time, answered), all s: the quickest answer tells most. ``rounds`` is not empty."""
+    """Offset by the quickest answer, which tells most; ``rounds`` (not empty): (asked, host's time, answered), in s."""
     asked, there, answered = min(rounds, key=lambda one: one[2] - one[0])
     return Offset(ahead_s=there - (asked + answered) / 2, error_s=(answered - asked) / 2)
 
@@ -101,7 +101,7 @@ def _differences(names: Sequence[str], there: HostFacts, reference: HostFacts, h
 
 
 def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[str]]:
-    """By host, what its actors import."""
+    """Packages that a host's actors import, by host."""
     needed: dict[str, list[str]] = {}
     for actor in placed:
         role = role_of(actor.name)
@@ -161,7 +161,7 @@ def compare_models(digests: Mapping[str, str], head: str) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """From one host to another; ``problem`` is empty if it is open."""
+    """A way from one host to another; ``problem`` is empty if it is open."""
 
     source: str
     target: str

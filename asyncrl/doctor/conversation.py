@@ -33,7 +33,7 @@ class HostLost(Exception):
 
 
 class Conversation:
-    """Use it as a context."""
+    """The talk with one host; use it as a context."""
 
     def __init__(self, host: str, start: StartCommand, answer_s: float) -> None:
         self.host = host
@@ -43,7 +43,7 @@ class Conversation:
         self._reading: asyncio.Task[None] | None = None
 
     async def begin(self) -> HostFacts:
-        """Start it. Raises HostLost."""
+        """Start the host's part. Raises HostLost."""
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._start.argv(self.host),
@@ -93,7 +93,7 @@ class Conversation:
         """Rounds of (asked, the host's time, answered), s. Raises HostLost."""
         rounds = []
         for _ in range(CLOCK_ROUNDS):
-            # The span by the clock that never jumps; only where it begins is taken from the other.
+            # The span by the clock that never jumps; only its beginning is taken from the other.
             begun, asked = time.monotonic(), time.time()
             there = (await self.ask(ReadClock(), Time)).wall_ns / 1e9
             rounds.append((asked, there, asked + time.monotonic() - begun))

@@ -72,13 +72,13 @@ class Target:
 
     @property
     def name(self) -> str:
-        """As in the hostfile."""
+        """Name as in the hostfile."""
         return self.line.name
 
 
 @dataclass
 class Examination:
-    """Of some hosts, whose names differ, the head first; without a configuration only what needs none."""
+    """Examination of some hosts, whose names differ, the head first; without a configuration only what needs none."""
 
     targets: Sequence[Target]
     config: Config | None
@@ -87,7 +87,7 @@ class Examination:
     fix: bool = False
     _found: list[Finding] = field(default_factory=list)
     _talks: dict[str, Conversation] = field(default_factory=dict)
-    """With those that answer."""
+    """Talks with the hosts that answer."""
     _facts: dict[str, HostFacts] = field(default_factory=dict)
     _placed: list[Placed] = field(default_factory=list)
     _addresses: dict[str, str] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class Examination:
                 self._found.append(ok("interface", told, host))
 
     def _place(self) -> None:
-        """What runs where, if it fits."""
+        """Place the actors on the hosts, if they fit."""
         if self.config is None:
             return
         hosts, lines = [], {target.name: target.line for target in self.targets}
@@ -234,7 +234,7 @@ class Examination:
             self._found.append(ok("placement", told))
 
     def _actors_on(self, host: str) -> list[str]:
-        """By the placement; where there is none, any host may get what others than the head can have."""
+        """Actors by the placement; without one, any host may get those that other hosts than the head can have."""
         if self.config is None:
             return []
         if self._placed:
@@ -285,7 +285,7 @@ class Examination:
                 self._found.append(fail("checkpoint_dir", told, fix, host))
 
     async def _who_sees(self, folder: str, name: str) -> Mapping[str, bool]:
-        """By host: whether it sees what the head puts there; empty if the head can put nothing there."""
+        """Whether each host sees the file that the head puts there; empty if the head can put nothing there."""
         head = self._head
         left = (await self._ask_all(lambda talk: talk.ask(Leave(path=folder, name=name), Left), [head])).get(head)
         if left is None or left.problem:
@@ -324,7 +324,7 @@ class Examination:
             ]
             found = judge_ways(ways, asked)
             if asked != wanted:
-                # What is open twice need not be said twice.
+                # A way that is open twice need not be said twice.
                 found = [finding for finding in found if finding.result != "ok"]
             said = {finding.host for finding in found}
             self._found = [
@@ -337,7 +337,7 @@ class Examination:
         return config is not None and config.learner.backend != "sim" and bool(self._placed)
 
     def _is_needed(self, source: str, target: str, ports: str, wanted: str) -> bool:
-        """Ports of network.ports always; others between ranks. A broadcast that fails is made up for by ``stream``."""
+        """Ways by network.ports are needed always, others between ranks; ``stream`` makes up for a failed broadcast."""
         if ports == wanted:
             return True
         ranked = {actor.host for actor in self._placed if role_of(actor.name) == "learner"}

@@ -84,14 +84,14 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 class _Host:
-    """Answers. ``left`` undoes what has to be undone at the end."""
+    """The host's answers; ``left`` undoes at the end what has to be undone."""
 
     def __init__(self, left: contextlib.ExitStack) -> None:
         self.patience_s = UNSTARTED_S
         self._left = left
 
     def answer(self, request: Any) -> Any:
-        """See ``talk``. Raises AsyncRLError, OSError or ValueError."""
+        """The answer to a request of ``talk``. Raises AsyncRLError, OSError or ValueError."""
         match request:
             case Begin():
                 self.patience_s = math.ceil(request.deadline_s)

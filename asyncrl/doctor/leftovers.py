@@ -1,4 +1,4 @@
-"""What runs that were killed as a whole have left on this host, and its removal.
+"""Leftovers on this host of runs that were killed as a whole, and their removal.
 
 Certainly dead is: a private folder whose lock is free; the unfinished checkpoints of a run none of whose locks is held;
 an engine's scratch folder whose process is no more; a process of asyncrl that has been orphaned, since
@@ -31,7 +31,7 @@ SCRATCH = "asyncrl-engine-"
 LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
 """Mount options under which the locks of other hosts are not seen."""
 TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.runtime\.workers\.keeper ")
-"""Of an actor's process, or of one of its workers."""
+"""Command line of an actor's process, or of one of its workers."""
 ENGINE_TITLE = "VLLM::"
 LAUNCHER = "asyncrl.launcher."
 REAPERS = ("systemd", "init", "tini", "dumb-init", "catatonit")
@@ -46,7 +46,7 @@ class Process:
     parent: int
     started: float
     title: str
-    """Its command line."""
+    """Command line of the process."""
     name: str
 
 
@@ -80,7 +80,7 @@ def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
 
 
 def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
-    """On this host. Unfinished checkpoints are looked for on the head alone, where the runs' own locks are."""
+    """Leftovers of this host. The head alone looks for unfinished checkpoints, where the runs' own locks are."""
     return [
         *(_private_folders(runs) if runs is not None else ()),
         *(_checkpoints(runs) if runs is not None and is_head else ()),
@@ -93,7 +93,7 @@ def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
 
 
 def remove(leftover: Leftover) -> bool:
-    """Whether it is gone. It is looked at once more, so that nothing that lives by now is removed."""
+    """Remove it, after one more look, so that nothing that lives by now is removed; whether it is gone."""
     if leftover.process is not None:
         return _kill(leftover.process)
     path = leftover.path
@@ -185,7 +185,7 @@ def _checkpoints(runs: Path) -> Iterator[Leftover]:
             names = sorted(os.listdir(folder))
         except (OSError, ValueError, ConfigError):
             continue
-        # What lies elsewhere is not told apart from that of a run of the same name in another folder of runs.
+        # A checkpoint elsewhere is not told apart from that of a run of the same name in another folder of runs.
         mine = certain and folder.is_relative_to(run)
         for name in filter(is_leftover, names):
             yield Leftover(f"{folder / name} (unfinished checkpoint)", folder / name, certain=mine)
@@ -208,7 +208,7 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
 
 
 def read_processes() -> dict[int, Process]:
-    """Those of this user, and process 1 and all between."""
+    """Processes of this user, and process 1, by their id."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error), process.oneshot():
@@ -222,8 +222,8 @@ def read_processes() -> dict[int, Process]:
 def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
     """Processes of asyncrl that belong to no living run, and whether that is certain. Pure.
 
-    Above those of a living run there is its guard or its agent; above those that somebody has started by hand there is
-    that somebody. Orphans go to process 1, or to whatever else takes in orphans. Engine cores may be anybody's.
+    Above a process of a living run there is its guard or its agent; above one that was started by hand there is its
+    starter. Orphans go to process 1, or to another process that takes in orphans. Engine cores may be anybody's.
     """
     found = []
     for process in processes.values():
@@ -246,7 +246,7 @@ def _kill(process: Process) -> bool:
     except ProcessLookupError:
         return True
     try:
-        # From here on the number stands for whatever has it now, and nothing else can take it.
+        # From here on the number stands for the process that has it now, and no other can take it.
         now = {one.pid: one for one, certain in orphans(read_processes()) if certain}.get(process.pid)
         if now is None or now.started != process.started:
             return not psutil.pid_exists(process.pid)

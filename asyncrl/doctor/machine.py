@@ -1,6 +1,6 @@
-"""What a host is, and whether its limits and memory are enough: facts are gathered here, judged by pure functions.
+"""Facts of a host, and whether its limits and memory are enough: facts are gathered here, judged by pure functions.
 
-Nothing heavy is imported: versions are those of the installed distributions. What cannot be found out is empty.
+Nothing heavy is imported: versions are those of the installed distributions. A fact that cannot be found out is empty.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 LEAST_SHM_BYTES = 32 << 20
 WANTED_SHM_BYTES = 1 << 30
-"""A container's 64 MiB are soon full of what NCCL and torch put there."""
+"""Free space that is wanted: a container's 64 MiB are soon full of what NCCL and torch put there."""
 
 
 def gather_facts() -> HostFacts:
-    """Everything that is compared between hosts."""
+    """Facts of this host that are compared between hosts."""
     problem, cpus, gpus = "", len(os.sched_getaffinity(0)), list[str]()
     try:
         gpus = list(local_host().gpus)
@@ -78,7 +78,7 @@ def _version(name: str) -> str:
 
 
 def find_cards() -> tuple[dict[str, Card], str]:
-    """The GPUs, and why they cannot be told."""
+    """The GPUs by index, and the reason that they cannot be told."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}, ""
@@ -119,7 +119,7 @@ def shm_bytes() -> tuple[int, int] | None:
 
 
 def judge_shm(found: tuple[int, int] | None) -> Finding:
-    """Weights do not lie there (they are in memory files), but what torch, NCCL and vLLM say to each other does."""
+    """Judge /dev/shm, where torch, NCCL and vLLM put messages, but where no weights lie (they are in memory files)."""
     if found is None:
         return fail("shm", f"{SHM} is not there or cannot be written to", f"mount a tmpfs at {SHM}, mode 1777")
     size, free = found
@@ -167,7 +167,7 @@ def _group_limits() -> list[tuple[int, int]]:
 
 
 def judge_memory(total: int, available: int, need: int) -> Finding:
-    """``need`` is an estimate; what others use now they may give back."""
+    """Judge the memory, in bytes. ``need`` is an estimate; what others use now they may give back."""
     told = f"{in_bytes(available)} of {in_bytes(total)} available; about {in_bytes(need)} are needed"
     if need > total:
         fix = "take a host with more memory, fewer actors there, a smaller model or rollout.vllm.cpu_kv_cache_bytes"

@@ -1,7 +1,7 @@
 """Sockets between hosts: who reaches whom, and whether NCCL is told the right interface.
 
 A connection counts when the other side answers for the token of this examination: that something accepts is no proof
-that it is the host that was meant. Everything waits under a deadline; what listens ends with the process.
+that it is the host that was meant. Everything waits under a deadline; listeners end with the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SWITCHED_OFF = {
 IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-# --- who reaches whom ---
+# --- reach ---
 
 
 def _proof(token: str) -> bytes:
@@ -39,13 +39,13 @@ def _proof(token: str) -> bytes:
 
 
 class Listeners:
-    """Answers whoever knows the token, until it is closed."""
+    """Listening sockets that answer a peer that knows the token, until they are closed."""
 
     def __init__(self) -> None:
         self._open: list[socket.socket] = []
 
     def listen(self, order: Listen) -> Listening:
-        """See Listen."""
+        """Listen at a port of each range in ``order``; one where no port is free is left out."""
         found = {}
         for ports in order.ports:
             for port in ports_of(ports):
@@ -92,7 +92,7 @@ def _read_line(peer: socket.socket) -> bytes:
 
 
 def connect(order: Connect) -> Connected:
-    """See Connect."""
+    """Try to reach all peers of ``order`` at their ports."""
     wanted = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
     with ThreadPoolExecutor(min(CONNECTIONS_AT_ONCE, max(1, len(wanted)))) as threads:
         tried = threads.map(lambda each: _try(each[0], each[2], order.token, order.timeout_s), wanted)
@@ -120,7 +120,7 @@ def _try(peer: Peer, port: int, token: str, timeout_s: float) -> str:
 
 
 def infiniband_devices() -> list[str]:
-    """Those of this host."""
+    """Names of this host's InfiniBand devices."""
     try:
         return sorted(os.listdir(INFINIBAND))
     except OSError:
@@ -130,7 +130,7 @@ def infiniband_devices() -> list[str]:
 def judge_nccl(
     env: Mapping[str, str], interfaces: Mapping[str, str], infiniband: list[str], *, used: str, several: bool
 ) -> Finding:
-    """What the environment tells NCCL and gloo, which decide by it and hang where it is wrong. Pure.
+    """Judge the environment's settings for NCCL and gloo, which decide by them and hang where they are wrong. Pure.
 
     ``interfaces`` are addresses by name, ``used`` is the one that actors use, empty where it is not known.
     """

@@ -1,6 +1,6 @@
-"""What the doctor asks a host and what it is answered: a JSON line each, in turn, over standard input and output.
+"""Questions of the doctor to a host, and their answers: a JSON line each, in turn, over standard input and output.
 
-The facts hold what may be read whatever version answers: unknown fields are passed over, missing ones are empty.
+Facts can be read from any version that answers: unknown fields are passed over, missing ones are empty.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     deadline_s: float
     """The host's part ends itself when it has heard nothing for so long, or takes so long over an answer."""
     folder: str
-    """Where the doctor was called; relative paths begin there, if there is such a folder."""
+    """Folder in which the doctor was called; relative paths begin there, if there is such a folder."""
     env: dict[str, str] = {}
-    """Laid over the host's own environment, as the launcher does."""
+    """Variables that are laid over the host's own environment, as the launcher does."""
 
 
 class Card(Struct, frozen=True, kw_only=True):
@@ -32,21 +32,21 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True, tag="host"):
-    """What a host is; the answer to Begin."""
+    """Facts of a host; the answer to Begin."""
 
     facts: Facts
-    """As the launcher gets them."""
+    """Facts as the launcher gets them."""
     identity: str = ""
-    """Equal for two names of one machine."""
+    """Text that is equal for two names of one machine."""
     versions: dict[str, str] = {}
-    """By name; empty for what is not installed."""
+    """Versions by name; empty for what is not installed."""
     cards: dict[str, Card] = {}
     """GPUs by their index."""
     gpu_problem: str = ""
 
 
 class ReadClock(Struct, frozen=True, kw_only=True, tag="clock"):
-    """What time is it? The answer is Time."""
+    """The question for the host's time. The answer is Time."""
 
 
 class Time(Struct, frozen=True, kw_only=True, tag="time"):
@@ -63,9 +63,9 @@ class Examine(Struct, frozen=True, kw_only=True, tag="examine"):
     runs: str
     """The folder of run folders."""
     actors: list[str] = []
-    """Those that the run would have on this host."""
+    """Actors that the run would have on this host."""
     address: str
-    """By which the others would reach it."""
+    """Address by which the others would reach the host."""
     several: bool
     """Whether the run has several hosts."""
     is_head: bool
@@ -91,13 +91,13 @@ class Listen(Struct, frozen=True, kw_only=True, tag="listen"):
 
 
 class Listening(Struct, frozen=True, kw_only=True, tag="listening"):
-    """Port by what was asked for; absent where none is free."""
+    """Port by the range that was asked for; absent where none is free."""
 
     ports: dict[str, int]
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """Who listens where."""
+    """A host that listens, with its ports by the ranges that were asked for."""
 
     host: str
     address: str
@@ -113,7 +113,7 @@ class Connect(Struct, frozen=True, kw_only=True, tag="connect"):
 
 
 class Connected(Struct, frozen=True, kw_only=True, tag="connected"):
-    """By host and then by what was asked for there: why it is not reached, empty if it is."""
+    """Problem by host and then by range of ports; empty where the host is reached."""
 
     problems: dict[str, dict[str, str]]
 
@@ -126,14 +126,14 @@ class Leave(Struct, frozen=True, kw_only=True, tag="leave"):
 
 
 class Left(Struct, frozen=True, kw_only=True, tag="left"):
-    """Where it is, or why it is not."""
+    """Path of the file, or the problem that kept it from being put there."""
 
     path: str = ""
     problem: str = ""
 
 
 class Look(Struct, frozen=True, kw_only=True, tag="look"):
-    """Is there such a file? The answer is Seen."""
+    """The question whether there is such a file. The answer is Seen."""
 
     path: str
 
@@ -145,7 +145,7 @@ class Seen(Struct, frozen=True, kw_only=True, tag="seen"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
-    """Instead of any answer."""
+    """The reason of a failure, instead of any answer."""
 
     reason: str
 

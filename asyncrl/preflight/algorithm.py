@@ -1,5 +1,5 @@
 """The loss and the advantage, found as the learner finds them and tried on a few made-up tokens, in a process of their
-own, so that whatever the user's code does costs that process and nothing else.
+own, so that the user's code can cost that process and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.runtime.supervision import describe_exit
 
 ARGV = (sys.executable, "-m", "asyncrl.learner.algorithm.trial")
 TRIAL_S = 60.0
-"""Longest time for it; importing torch takes most."""
+"""Longest time for the trial (s); importing torch takes most."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")
 
 
@@ -28,7 +28,7 @@ def is_default(config: LearnerConfig) -> bool:
 
 
 async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Finding | None:
-    """Whether they can be called; None where there is nothing to be tried."""
+    """Whether loss and advantage can be called; None where there is nothing to be tried."""
     learner = config.learner
     if is_default(learner):
         return None

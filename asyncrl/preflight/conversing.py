@@ -15,7 +15,7 @@ CONVERSATIONS = "sft.data"
 
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
-    """Read and encode those of sft.data as the learner does, for about so long."""
+    """Read and encode the conversations of sft.data as the learner does, for about so long."""
     window, longest = window_of(config), config.sft.max_tokens
     if window is not None and longest is not None and longest > window:
         told = f"is {longest}, and the model has max_position_embeddings = {window}"

@@ -43,7 +43,7 @@ class Finding(msgspec.Struct, frozen=True):
     """The result of one check on one host."""
 
     host: str
-    """As in the hostfile; empty for what concerns all hosts together."""
+    """Name as in the hostfile; empty for what concerns all hosts together."""
     check: str
     """One of CHECKS."""
     result: Result
@@ -61,33 +61,33 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def ok(check: str, detail: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """Nothing to do."""
+    """A finding with nothing to do."""
     return Finding(host, check, "ok", detail, key=key)
 
 
 def warn(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """A run can begin, but may suffer from it."""
+    """A finding with which a run can begin, but from which it may suffer."""
     return Finding(host, check, "warn", detail, fix, key)
 
 
 def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """A run would not begin, or fail on its way."""
+    """A finding with which a run would not begin, or would fail on its way."""
     return Finding(host, check, "fail", detail, fix, key)
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
-    """The same, of this host."""
+    """The findings, of this host."""
     return [msgspec.structs.replace(finding, host=host) for finding in findings]
 
 
 def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
-    """Those of all hosts first, then host by host, each in the order of CHECKS."""
+    """Findings of all hosts first, then host by host, each in the order of CHECKS."""
     places = {name: number for number, name in enumerate((ALL_HOSTS, *hosts))}
     return sorted(findings, key=lambda finding: (places[finding.host], CHECKS.index(finding.check)))
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 if nothing failed."""
+    """Exit code of a command; 0 if nothing failed."""
     return FAILED_EXIT_CODE if any(finding.result == "fail" for finding in findings) else 0
 
 

@@ -1,8 +1,8 @@
 """The models that only score, the reference and the teacher: they must have the policy's tokens.
 
 The tokens of a sequence go to them as ids, so with another tokenizer each log-prob would be that of another word, and
-no later check could tell. Compared is which token each id is; a scoring model may have more tokens than the policy and
-rows for more than there are, as where its embedding is padded. Of a server the text of some ids is compared, and it is
+no later check could tell. Compared is the token of each id; a scoring model may have more tokens than the policy and
+rows for more than there are, as where its embedding is padded. A server is compared by the text of some ids, and is
 asked to score these, with the policy's highest id as the last one.
 """
 
@@ -25,9 +25,9 @@ from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 REFERENCE, TEACHER = "learner.kl.path", "learner.teacher"
 SAMPLES = ("Let f(x) = 3x^2 + 17.\n\nÄpfel, naïve 日本語: 'quoted' <b>words</b>\t42 %", "a", "0")
-"""The first is for the vocabularies of all but toys."""
+"""Texts to be encoded; the first is for the vocabularies of all but toys."""
 ASK_S = 20.0
-"""Longest time of all that a server is asked here."""
+"""Longest time for all that a server is asked here (s)."""
 OTHERS = "take a model with the policy's own tokenizer, as a larger one of its family"
 
 
@@ -50,7 +50,7 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
 
 
 def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
-    """Why ids of the policy are other tokens in the model of folder ``other``; empty if they are not."""
+    """Reason that ids of the policy are other tokens in the model of folder ``other``; empty if they are not."""
     if not (other / "config.json").is_file():
         return f"{other} holds no config.json, so it is not a Hugging Face model folder"
     ours, theirs = tokens_of(policy), tokens_of(other)
@@ -80,7 +80,7 @@ def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
 
 
 def tokens_of(folder: Path) -> dict[int, str] | None:
-    """Which token each id is, by tokenizer.json; None where there is none that tells."""
+    """Token by id, as tokenizer.json tells; None where there is none that tells."""
     try:
         whole = json.loads((folder / "tokenizer.json").read_bytes())
         vocabulary = whole["model"]["vocab"]
@@ -138,7 +138,7 @@ def _sample(tokenizer: Tokenizer) -> tuple[str, list[int]]:
 
 
 def highest_id(config: Config, tokenizer: Tokenizer) -> int:
-    """Of the policy's tokens."""
+    """Highest id of the policy's tokens."""
     tokens = tokens_of(Path(config.model.path)) if config.model.path is not None else None
     return max(tokens) if tokens else tokenizer.vocabulary - 1
 

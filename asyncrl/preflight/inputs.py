@@ -2,7 +2,7 @@
 
 A tokenizer may bring code of its own, and libraries that read rows take long to import or die at a broken file, so this
 happens in a process of its own (``python -m asyncrl.preflight.inputs``) under a deadline. Its parent gets findings,
-and sample rows for whoever tries the reward function.
+and sample rows for the trial of the reward function.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ SETS_S = 5.0
 TOKENIZED_AT_ONCE = 100
 """Rows between two looks at the time."""
 CHEAP_ROWS = 10_000
-"""So many synthetic ones take a moment."""
+"""Synthetic rows that take a moment."""
 END_S = 5.0
 SAMPLES = 3
 """Rows of the training prompts that the reward function is tried on; one of each other set."""
 LOOKED_AT = 100
-"""Rows among which they are looked for."""
+"""Rows among which the samples are looked for."""
 MODEL = "model.path"
 STOPS = "rollout.stop_token_ids"
 
@@ -83,7 +83,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """The answer."""
+    """The answer to an Order."""
 
     findings: list[Finding] = []
     samples: list[Sample] = []
@@ -154,7 +154,7 @@ async def check_inputs(
 def read_inputs(
     config: Config, *, with_rows: bool, for_learner: bool = False, known: KnownPrompts | None = None
 ) -> Inputs:
-    """The same in this process."""
+    """The answer of check_inputs, found in this process."""
     findings, samples, tokenizer = list[Finding](), list[Sample](), None
     if config.model.path is None or Path(config.model.path).is_dir():
         # The check of the model tells of one that is not there.
@@ -255,7 +255,7 @@ def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
 
 
 def _of_set(key: str, text: str) -> str:
-    """With the keys of the training prompts as those of this set."""
+    """The text with the keys of the training prompts as those of this set."""
     return re.sub(r"\bdata\.(on_bad_row|prompt_key|max_prompt_tokens)\b", rf"{key}.\1", text)
 
 
@@ -319,7 +319,7 @@ def main() -> int:
     while data:
         data = data[os.write(answers, data) :]
     sys.stderr.flush()
-    # Threads of a library's own must not keep it.
+    # Threads of a library's own must not keep the process.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""How many files a process may have open here, and whether that is enough."""
+"""Number of files that a process may have open here, and whether that is enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def descriptor_limit() -> int:
 
 
 def judge_descriptors(hard: int, need: Need, host: str = "") -> Finding:
-    """Pure. ``need`` is that of the actor that holds most."""
+    """Judge the hard limit of open files. Pure. ``need`` is that of the actor that holds most."""
     told = f"a process may open {hard} files (ulimit -Hn); the largest actor needs about {need.least}"
     told += f", and {need.wanted} with room to spare"
     fix = (

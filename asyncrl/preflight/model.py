@@ -1,7 +1,7 @@
 """The weights in the model's folder: readable and whole; and their size, without loading a tensor.
 
-Of safetensors only the headers are read: they tell the shape of every tensor and where it lies in the file, so that a
-file that was cut off is found out, and a tensor that the index names and nobody holds.
+Safetensors are read by their headers alone: they tell the shape of every tensor and where it lies in the file, so
+that a file that was cut off is found out, and a tensor that the index names and no file holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.preflight.needs import ModelSize
 
 MOST_HEADER_BYTES = 100 << 20
 BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-"""As config.json names them."""
+"""Bytes of a number, by the name of its dtype in config.json."""
 KEY = "model.path"
 ALWAYS_TIED = ("gemma2",)
 """Values of model_type for which vLLM loads no head beside the embedding."""
@@ -84,7 +84,7 @@ def measure(folder: Path, lora: LoraConfig = LoraConfig()) -> ModelSize:  # noqa
 
 
 def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
-    """About how many numbers the adapter of this tensor has: one of a matrix in a numbered layer."""
+    """Estimated numbers of the tensor's adapter; a matrix in a numbered layer has one."""
     layer, own = name.removesuffix(".weight"), name.endswith(".weight") and len(shape) == 2
     if not own or not any(part.isdecimal() for part in layer.split(".")):
         return 0
@@ -123,7 +123,7 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def digest(folder: Path) -> str:
-    """Equal where hosts have the same model: its config.json, and the names and sizes of the weights' files."""
+    """Digest that hosts with the same model share: of config.json, and the names and sizes of the weights' files."""
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
         found.update(f"{file.name} {file.stat().st_size}\n".encode())

@@ -15,23 +15,23 @@ from asyncrl.disk import in_bytes
 from asyncrl.runtime.supervision import role_of
 
 CHECKPOINT_BYTES = 12
-"""For each number that is trained."""
+"""Bytes for each number that is trained."""
 WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
-"""On a learner that trains on CPU, beside the moments: of each number, and of each that is trained."""
+"""Bytes on a learner that trains on CPU, beside the moments: of each number, and of each that is trained."""
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
 """Room for logs, metrics and samples."""
 PROCESS_BYTES = 100 << 20
-"""For an actor with nothing in it."""
+"""Bytes of an actor with nothing in it."""
 LEAST_DESCRIPTORS = 64
-"""For an actor with nothing in it."""
+"""Descriptors of an actor with nothing in it."""
 LEAST_DESCRIPTORS_OF_A_PEER = 5
-"""The dataloader of 12 rollouters holds 97, of 32 rollouters 197."""
+"""Descriptors for each actor: the dataloader of 12 rollouters holds 97, of 32 rollouters 197."""
 WANTED_DESCRIPTORS = 512
-"""With room for what the user's own code, torch or vLLM open."""
+"""Descriptors with room for those that the user's own code, torch or vLLM open."""
 WANTED_DESCRIPTORS_OF_A_PEER = 8
 DESCRIPTORS_OF_A_BUCKET = 6
-"""Two versions, as published, staged and loaded."""
+"""Descriptors of two versions of a bucket, as published, staged and loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ModelSize:
     parameters: int
     bytes: int
     adapters: int = 0
-    """Numbers of the adapters that are trained in their place; 0 without."""
+    """Numbers of the adapters that are trained in place of the model; 0 without."""
 
     @property
     def trained(self) -> int:
@@ -49,19 +49,19 @@ class ModelSize:
         return self.adapters or self.parameters
 
     def published(self, config: Config) -> int:
-        """Bytes of a version."""
+        """Bytes of a published version."""
         alone = self.adapters and config.publishes_adapter
         return WEIGHT_BYTES * self.adapters if alone else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """``least`` to begin at all, ``wanted`` until the run's end."""
+    """A need: ``least`` to begin at all, ``wanted`` until the run's end."""
 
     least: int
     wanted: int
     made_of: tuple[str, ...] = ()
-    """What ``wanted`` consists of, in words."""
+    """Parts of ``wanted``, in words."""
 
     def __add__(self, other: Need) -> Need:
         return Need(self.least + other.least, self.wanted + other.wanted, self.made_of + other.made_of)
@@ -86,7 +86,7 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
         kept += config.learner.steps // checkpoint.keep_every_steps
     each = size.trained * CHECKPOINT_BYTES
     if not checkpoint.every_versions:
-        # None but when the run makes way.
+        # No checkpoint but when the run makes way.
         return Need(least=0, wanted=each, made_of=(f"{in_bytes(each)} for a checkpoint when the run makes way",))
     return Need(least=each, wanted=each * kept, made_of=(f"{in_bytes(each)} for each of {kept} checkpoints",))
 
@@ -125,5 +125,5 @@ def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
 
 
 def count(actors: Sequence[str], role: str) -> int:
-    """How many of these are of the role."""
+    """Number of the actors that are of the role."""
     return sum(role_of(name) == role for name in actors)

@@ -37,7 +37,7 @@ class Part:
     run: Path
     is_head: bool = True
     known: KnownPrompts | None = None
-    """Those of the run that is resumed."""
+    """Training prompts of the run that is resumed."""
 
 
 async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
@@ -82,7 +82,7 @@ async def _check_data(config: Config, actors: Sequence[str], known: KnownPrompts
         return (await _read_inputs(config, actors, known)).findings
     async with RewardTrial(config) as trial:
         inputs, problem = await asyncio.gather(_read_inputs(config, actors, known), trial.start())
-        # Of an episode it scores a whole conversation, if the episode gives no reward of its own.
+        # The function scores a whole conversation of an episode, if the episode gives no reward of its own.
         samples = inputs.samples if config.episode.kind == "single" else []
         return [*inputs.findings, problem or await trial.call(samples)]
 

@@ -1,7 +1,7 @@
 """The code that plays episodes, found as the episode host finds it, in a worker of its own; nothing is played.
 
-So whatever its module does when it is imported costs that worker and nothing else. Of a command the program is looked
-for, and the script that an interpreter is given.
+So the import of the user's module can cost that worker and nothing else. A command's program is looked for, and the
+script that an interpreter is given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.runtime.workers.confinement import Confinement
 IMPORT_S = 45.0
 """Longest time for importing the user's module; the episode host has more, so that this is no error."""
 NOWHERE = "http://127.0.0.1:9/v1"
-"""Nothing is asked of it."""
+"""Address of an endpoint of which nothing is asked."""
 
 
 async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Finding:

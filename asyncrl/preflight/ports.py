@@ -19,13 +19,13 @@ def ports_of(ports: str) -> range:
 
 
 def ports_needed(config: Config, actors: list[str]) -> int:
-    """How many of network.ports the host of these actors needs."""
+    """Number of ports in network.ports that the host of these actors needs."""
     needed = len(actors)
     controller = config.network.controller_port
     if "controller/0" in actors and controller and controller not in ports_of(config.network.ports):
         needed -= 1
     if "learner/0" in actors and config.learner.backend != "sim":
-        # Where the ranks of the learner meet.
+        # The port at which the ranks of the learner meet.
         needed += 1
     return needed
 

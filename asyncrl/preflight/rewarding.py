@@ -1,9 +1,9 @@
 """The reward function, found as the pool finds it and called on sample rows, in a worker of a pool of its own.
 
-So whatever the function does (exit, hang, eat memory, print without end) costs that worker and nothing else. A call
-on one sample may fail by that sample, or by a completion that no model would write. So what fails on each sample of
-a set is an error; what fails on some is a warning. So is a call that runs over its time, unless all do for which there
-was time and reward.on_timeout gives such a response no reward.
+So a function that exits, hangs, eats memory or prints without end costs that worker and nothing else. A call on one
+sample may fail by that sample, or by a completion that no model would write: a function that fails on each sample of
+a set is an error, one that fails on some a warning. A call that runs over its time is a warning, too, unless all do
+for which there was time and reward.on_timeout gives such a response no reward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IMPORT_S = 45.0
 CALLS_S = 12.0
 """Longest time for all calls together; reward.timeout_s, by default less, bounds each of them too."""
 PLAIN = "I am not sure. The answer is 42."
-"""A model might say this to anything."""
+"""Completion that a model might give to anything."""
 KEY = "reward.function"
 
 
@@ -39,7 +39,7 @@ class Trial:
 
     rewards: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    """With the place of the row."""
+    """Reasons of failures, with the place of the row."""
 
 
 class RewardTrial:
@@ -67,7 +67,7 @@ class RewardTrial:
         await self._pool.close()
 
     async def start(self) -> Finding | None:
-        """Why the function cannot be called; None if it can."""
+        """Start the worker; a finding where the function cannot be called, None if it can."""
         fix = "correct reward.function and reward.options; the module has to be installed or lie where you launch"
         try:
             await self._pool.start()
@@ -82,7 +82,7 @@ class RewardTrial:
         return None
 
     async def call(self, samples: Sequence[Sample]) -> Finding:
-        """Call it on each sample, until the time is over."""
+        """Call the function on each sample, until the time is over."""
         trials: dict[str, Trial] = {}
         calls = list(_calls(self._reward, samples, self._n))
         try:
@@ -103,7 +103,7 @@ class RewardTrial:
 
 
 def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[tuple[Sample, list[Completion]]]:
-    """Each sample with what a model may have said to it: the row's answer, where it has one, and something else."""
+    """Each sample with completions that a model may have given: the row's answer, where it has one, and another."""
     column = reward.options.get("answer_key", "answer")
     for sample in samples:
         answer = sample.row.get(column)
@@ -116,7 +116,7 @@ def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[
 
 
 def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_out: int) -> Finding:
-    """Pure. ``trials`` by the set that their samples are of; so many ``calls`` were meant, and ``timed_out`` did."""
+    """Judge the trials, by set of samples. Pure. ``calls`` were meant, and ``timed_out`` of them timed out."""
     function = reward.function
     errors = [error for trial in trials.values() for error in trial.errors]
     rewards = [reward for trial in trials.values() for reward in trial.rewards]

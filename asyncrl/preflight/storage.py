@@ -1,7 +1,7 @@
 """Whether a host can write where it has to, and whether there is room.
 
-A folder that does not exist yet is judged by the nearest one above it that does. Nothing is left behind: what is
-written for a trial has no name.
+A folder that does not exist yet is judged by the nearest one above it that does. Nothing is left behind: the file of
+a trial has no name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRIAL_BYTES = 4096
 
 
 def write_problem(path: Path) -> OSError | None:
-    """Why nothing can be written below ``path``; None if it can."""
+    """Error of a trial to write below ``path``; None if it can be written."""
     folder = nearest_folder(path)
     if not folder.is_dir():
         return NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
@@ -52,7 +52,7 @@ def check_folder(check: str, key: str, path: Path, need: Need) -> Finding:
 
 
 def judge_room(check: str, key: str, path: Path, free: int, need: Need) -> Finding:
-    """Pure; all numbers are bytes."""
+    """Judge the room on a disk. Pure; all numbers are bytes."""
     told = f"{path} has {in_bytes(free)} free"
     if need.wanted:
         told += f"; about {in_bytes(need.wanted)} are needed until the end"

@@ -4,8 +4,8 @@ Endpoint, sessions, conversation, renderer, deadlines and the processes that run
 model tokens are bytes, and the chat template is one that extends every answer, so that each fork is the agent's doing.
 
 Invariant: nothing of the agent is left when ``rehearse`` returns. Fails with ConfigError where the user's code cannot
-be found, with CannotPlay where its import does not end well or there is no task; whatever the agent does wrong is in
-what is returned.
+be found, with CannotPlay where its import does not end well or there is no task; every fault of the agent is in the
+result.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ RETRY_S = 0.05
 MOST_BEGUN = 5
 """Episodes that are begun because the one before was ended by its host."""
 SPARE_S = 60.0
-"""Beside all of its own deadlines, an episode has so long."""
+"""Seconds that an episode has beside all of its own deadlines."""
 
 QUESTION = "What is the weather in Bern?"
 
@@ -172,7 +172,7 @@ class Rehearsal:
 
     @asynccontextmanager
     async def hosting(self, sessions: Sessions) -> AsyncIterator[None]:
-        """Endpoint and players, for as long as it lasts."""
+        """Endpoint and players, for as long as the context lasts."""
         episode, self._sessions = self._config.episode, sessions
         self._endpoint = Endpoint(
             self,
@@ -208,7 +208,7 @@ class Rehearsal:
             await self._endpoint.close()
 
     async def play(self, player: EpisodePlayer, ticket: Ticket) -> None:
-        """One attempt, to its end. Raises CannotPlay."""
+        """Play one attempt to its end. Raises CannotPlay."""
         account = GroupAccount(ticket, self._clock.now, self._clock.wall).samples[0]
         episode = self._config.episode
         longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
@@ -221,10 +221,10 @@ class Rehearsal:
         except (EpisodeFailed, TrajectoryFailed) as failed:
             self._failure = str(failed)
 
-    # --- what the player asks of the host ---
+    # --- requests of the player to the host ---
 
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
-        """Play it; who cancels the future ends it."""
+        """Play the episode; cancelling the future ends it."""
         return asyncio.ensure_future(self._run(request, timeout))
 
     async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
@@ -243,14 +243,14 @@ class Rehearsal:
         finally:
             playing.end("it has ended")
 
-    # --- what the host asks of the rollouter ---
+    # --- requests of the host to the rollouter ---
 
     def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
-        """As Peer.call."""
+        """Answer a request, as Peer.call does."""
         return asyncio.ensure_future(self._answer(request))
 
     def cast(self, message: Message) -> bool:
-        """As Peer.cast."""
+        """Take a message, as Peer.cast does."""
         if isinstance(message, EpisodeBegan):
             self._sessions.began(message.session, HOST)
         return True
@@ -271,29 +271,26 @@ class Rehearsal:
         return reply
 
     def policy(self, ticket: Ticket, account: CallAccount, **told: Any) -> Policy:
-        """As PolicyCall."""
+        """The policy for one call, in place of PolicyCall."""
         return Policy(self._speaker, self._tokenizer, _asked.get(), told["sampled"])
 
     def tell(self, session: Session, call: str, offset: int, text: str) -> None:
-        """Text of a call under way."""
+        """Pass on text of a call under way."""
         if playing := self._playing.get(session.key):
             playing.hear(ChatDelta(session=session.key, call=call, offset=offset, text=text))
 
     # --- the core of the endpoint ---
 
     def knows(self, key: str) -> bool:
-        """As Core."""
         return key in self._playing
 
     async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
-        """As Core."""
         return await self._playing[key].chat(call, on_delta)
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
-        """As Core."""
         return await self._playing[key].turn_reward(node, value)
 
-    # --- what is told ---
+    # --- notices and result ---
 
     def _notice(self, key: str, text: str, **_: Any) -> None:
         self._told.setdefault(key.removeprefix("agents: "), text)
@@ -302,7 +299,7 @@ class Rehearsal:
         self._printed = (self._printed + text)[-MOST_PRINTED:]
 
     def played(self) -> Played:
-        """What was seen."""
+        """The attempt as it was seen."""
         session, counts = self._session, self._endpoint.counts
         assert session is not None
         conversation = session.conversation
@@ -344,7 +341,7 @@ class Rehearsal:
 
 
 class Policy:
-    """The engine as one call of the policy sees it; it says what the speaker says."""
+    """The engine as one call of the policy sees it; it gives the speaker's answer."""
 
     def __init__(
         self, speaker: Speaker, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]
@@ -352,7 +349,7 @@ class Policy:
         self._speaker, self._tokenizer, self._asked, self._sampled = speaker, tokenizer, asked, sampled
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """As PolicyCall.generate, at once."""
+        """Give the answer at once, in place of PolicyCall.generate."""
         prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
         thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
         text = self._speaker.say(self._asked.tools, stop=self._asked.stop, thinking=thinking)

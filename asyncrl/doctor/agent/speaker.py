@@ -16,12 +16,12 @@ MOST_CALLED = 4
 ENDS = ("final_answer", "submit", "finish", "done")
 """Names of tools by which agents let the policy end."""
 CODE_END = "</code>"
-"""An agent that stops answers there, and offers no tools, runs the code in them."""
+"""Stop string of agents that offer no tools and run the code in answers."""
 DEEPEST = 8
 
 
 class Speaker:
-    """What the policy says in one episode."""
+    """The policy's words in one episode."""
 
     def __init__(self, *, thinks: bool) -> None:
         self._thinks = thinks
@@ -56,7 +56,7 @@ class Speaker:
 
 
 def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-    """A value that a JSON schema allows, of what it requires alone; null where the schema is not understood."""
+    """A value that a JSON schema allows, with its required properties alone; null where that is not understood."""
     root = schema if root is None else root
     for key in ("const", "default"):
         if key in schema:

@@ -1,4 +1,4 @@
-"""What a rehearsal has shown, in words and as an object. Pure.
+"""The verdict of a rehearsal, in words and as an object. Pure.
 
 Invariant: it fails exactly where a run would get no trajectory from the agent, or refuses one of its requests; what
 costs tokens, or does not do what the agent thinks, is a warning with its remedy.
@@ -21,7 +21,7 @@ CAUSES = {
     "fork:cut": "an answer was cut by a limit, and the chat template cannot go on from that",
     "fork:no-extension": "the chat template cannot go on from that answer; asyncrl-doctor --chat says why",
 }
-"""By Cause of rollouter/conversation.py."""
+"""Words by Cause of rollouter/conversation.py."""
 REMEDIES = {
     "fork:root": "send the same tools with each call",
     "fork:branch": "right for a sub-agent; otherwise send the whole conversation with each call",
@@ -38,10 +38,10 @@ class Turn:
 
     cause: str
     goes_on: bool
-    """Whether its context begins with all tokens of an earlier answer and its context."""
+    """Whether its context begins with the context and all tokens of an earlier answer."""
     context_tokens: int
     new_tokens: int
-    """Of the context, those with which no earlier call begins."""
+    """Tokens of the context with which no earlier call begins."""
     sampled_tokens: int
     calls: list[str]
     """Names of the tools that it calls."""
@@ -54,7 +54,7 @@ class Turn:
 
     @property
     def words(self) -> str:
-        """What it is to the calls before it."""
+        """Relation to the calls before it, in words."""
         if self.cause.startswith("fork:") and self.goes_on:
             return f"{CAUSES['extend']}, though {CAUSES[self.cause]}"
         return ("fork: " if self.forked else "") + CAUSES[self.cause]
@@ -65,27 +65,27 @@ class Played:
     """One attempt at one task."""
 
     failure: str
-    """Why it gave no trajectory; empty if it gave one."""
+    """Reason that it gave no trajectory; empty if it gave one."""
     outcome: str
     """stop, turns, length or time."""
     reward: float | None
     turn_rewards: int
     turns: list[Turn]
     sequences: list[int]
-    """Tokens of each that is trained, its context included."""
+    """Tokens of each sequence that is trained, its context included."""
     cost_factor: float
     """Tokens that the engine computes, over those had each call gone on from the one it comes after."""
     dialects: dict[str, int]
     """Requests by path; none where the agent is Python code that calls its client."""
     streamed: int
-    """Of these requests."""
+    """Requests whose answer was streamed."""
     retries: int
     ignored: list[str]
     relaxed: list[str]
     refused: dict[str, str]
-    """By field, with the words that the agent was told."""
+    """Words that the agent was told, by refused field."""
     seconds: dict[str, float]
-    """To ``first call``, ``last answer`` and ``end``, each from the one before."""
+    """Seconds to ``first call``, ``last answer`` and ``end``, each from the one before."""
     printed: str
 
     @property
@@ -95,15 +95,15 @@ class Played:
 
     @property
     def forks(self) -> dict[str, int]:
-        """By cause."""
+        """Number of forked calls by cause."""
         return dict(Counter(turn.cause for turn in self.turns if turn.forked))
 
     def as_object(self) -> dict[str, Any]:
-        """For programs."""
+        """The attempt as an object, for programs."""
         return asdict(self) | {"works": self.works, "forks": self.forks}
 
     def lines(self, *, scored: bool) -> list[str]:
-        """For people. ``scored``: a reward function is known to score what the agent does not."""
+        """The attempt as lines, for people. ``scored``: a reward function is known to score what the agent does not."""
         lines = [*self._calls(), "", *self._facts(), ""]
         problems = [*self._failures(), *self._warnings(scored)]
         if self.failure and self.printed.strip():
