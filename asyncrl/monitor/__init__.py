@@ -1,1 +1,1 @@
-"""What is going on: logging, metrics, state-time ledgers, recorded snapshots, and who watches them."""
+"""Monitoring of a run: logging, metrics, state-time ledgers, recorded snapshots, and their viewers."""

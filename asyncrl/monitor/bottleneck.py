@@ -1,4 +1,4 @@
-"""Which stage of the pipeline sets the pace: who waits on whom. Pure; the figures come from state-time ledgers.
+"""The stage of the pipeline that sets the pace: who waits on whom. Pure; the figures come from state-time ledgers.
 
 The flow is dataloader → rollouters → reward → learner → weights, and back: the gate admits a prompt when earlier ones
 are trained. A stage that sets the pace is at work all the time, and the others wait for it. So, over a window of a few
@@ -19,9 +19,9 @@ steps, with the share of time in which the resources of a stage (ranks, workers,
 5. The window does not reach back beyond the first step of the learner. Nothing is said of less than MIN_WINDOW_S, of a
    run that is not running, and when there is nothing to go by.
 
-Shares of a stage are taken over the time of all of its resources; whoever is dead has none, and starting counts as
-occupied, since others wait for it just so. Those of the learner are of rank 0: what the other ranks do they do because
-it wants that, and their waiting for it tells nothing of whether it waits for groups.
+Shares of a stage are taken over the time of all of its resources; a dead one has none, and starting counts as
+occupied, since others wait for it just so. The learner's are those of rank 0: the other ranks do what it wants done,
+and their waiting for it tells nothing of whether it waits for groups.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from typing import Literal
 SATURATED = 0.8
 MIN_WINDOW_S = 3.0
 WAITS = 0.05
-"""A share of waiting that is worth a word."""
+"""Share of waiting that is worth a word."""
 
 Stage = Literal["dataloader", "rollouters", "reward", "learner", "weights"]
-"""In the order of flow."""
+"""Stages in the order of flow."""
 
 Kind = Literal["work", "weights", "upkeep", "start", "wait"]
 KINDS: tuple[Kind, ...] = ("work", "weights", "upkeep", "start", "wait")
-"""What a state is to the flow. Upkeep are checkpoints and what the user keeps."""
+"""Kinds of states to the flow. Upkeep are checkpoints and what the user keeps."""
 
 KIND_OF: dict[str, Kind] = {
     "generating": "work",
@@ -64,7 +64,7 @@ KIND_OF: dict[str, Kind] = {
 
 
 def kind_of(state: str) -> Kind:
-    """What a state is to the flow; an unknown one is taken for work, as it keeps its resource from waiting."""
+    """Kind of a state to the flow; an unknown one is taken for work, as it keeps its resource from waiting."""
     return KIND_OF.get(state, "work")
 
 
@@ -78,7 +78,7 @@ def by_kind(shares: Mapping[str, float]) -> dict[Kind, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What is known of the stages over a window; levels are means over it. An empty mapping or None is unknown."""
+    """Facts of the stages over a window; levels are means over it. An empty mapping or None is unknown."""
 
     running: bool = True
     window_s: float
@@ -91,20 +91,20 @@ class Flow:
     generating: float | None = None
     """Trajectories that are leased and not generated so far, those that wait for an engine included."""
     at_reward: float | None = None
-    """Trajectories that are being scored, or wait for it."""
+    """Trajectories that are being scored, or wait for their score."""
     lag: float | None = None
     """Versions that the engines are behind, the mean."""
     gate_open: bool | None = None
-    """There was room for tickets all the time."""
+    """Whether there was room for tickets all the time."""
     episodes: Mapping[str, float] = field(default_factory=dict)
     """Episodes that are open, by stage."""
     exhausted: bool = False
-    """Nothing is left to be granted."""
+    """Whether nothing is left to be granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Who waits on whom: ``stage`` is null when nothing can be said; ``why`` is a sentence for people either way."""
+    """Verdict on who waits on whom: ``stage`` is null when nothing can be said; ``why`` is a sentence either way."""
 
     stage: Literal["gate", "episodes", Stage] | None
     """The gate is the dataloader's; ``episodes`` is the user's code that plays them."""
@@ -112,7 +112,7 @@ class Verdict:
 
 
 def find_bottleneck(flow: Flow) -> Verdict:
-    """The verdict; see the module."""
+    """The verdict, by the rules of the module."""
     if not flow.running:
         return Verdict(stage=None, why="")
     if flow.window_s < MIN_WINDOW_S or not (flow.rollouters and flow.learner):
@@ -142,7 +142,7 @@ def _saturated(flow: Flow) -> Verdict | None:
 
 
 def _episodes(flow: Flow) -> Verdict | None:
-    """Whether most of them are with the user's code: an engine is at work all the time with few of them, too."""
+    """Verdict where most episodes are with the user's code: an engine is at work all the time with few of them, too."""
     with_user = {stage: level for stage, level in flow.episodes.items() if stage not in NOT_USERS}
     users, every = sum(with_user.values()), sum(flow.episodes.values())
     if every < 1 or users <= every / 2:
@@ -185,14 +185,14 @@ def _occupied(kinds: Mapping[Kind, float]) -> float:
 
 
 def _does(shares: Mapping[str, float]) -> str:
-    """What is counted as occupied, and the most of it."""
+    """Words for the share that is occupied, and for the state with most of it."""
     state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
     whole, most = _percent(_occupied(by_kind(shares))), _percent(shares[state])
     return f"{state} {most} of the time" if most == whole else f"busy {whole} of the time ({state} {most})"
 
 
 def _others(flow: Flow, *, but: str) -> str:
-    """Who waits how much for what, as the end of a sentence."""
+    """Words for how much rollouters and learner wait for what, as the end of a sentence."""
     said = []
     waits = by_kind(flow.rollouters).get("wait", 0.0)
     if but != "rollouters" and waits >= WAITS:

@@ -1,6 +1,6 @@
 """The figures of catalogue_table.py, by their names, and the page of them.
 
-``python -m asyncrl.monitor.catalogue`` writes docs/metrics.md. What is not in the table is None.
+``python -m asyncrl.monitor.catalogue`` writes docs/metrics.md. A figure that is not in the table is None.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float
 
 
 def document() -> str:
-    """docs/metrics.md."""
+    """The text of docs/metrics.md."""
     rows = [
         "# Metrics",
         "",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram", "line"]
-"""Of a heartbeat's figures: cumulative since the start of the incarnation; as it is now; by buckets. ``line``: a key of
-metrics.jsonl."""
+"""Kinds of figures. In heartbeats a counter is cumulative since the start of the incarnation, a gauge is as it is now,
+a histogram is by buckets; a line is a key of metrics.jsonl."""
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 SHORT = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
@@ -29,7 +29,7 @@ class Metric:
     kinds: tuple[Kind, ...]
     unit: str
     where: str
-    """Which actors have it; for what is only in metrics.jsonl, the kinds of lines."""
+    """Actors that have it; for a figure that is only in metrics.jsonl, the kinds of lines."""
     text: str
     edges: tuple[float, ...] = ()
 

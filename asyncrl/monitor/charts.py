@@ -37,13 +37,13 @@ STAGES = {
     **{"engine": GREEN, "queue": GREY, "paused": ORANGE, "tool": BLUE, "user": PURPLE},
     **{"start": BROWN, "close": RED, "score": TEAL},
 }
-"""Of episodes."""
+"""Colours of the stages of episodes."""
 
 Points = tuple[list[float], list[float]]
 
 
 def series(lines: Sequence[Line], key: str, *, by: str = "step", join: Callable[[list[float]], float] = max) -> Points:
-    """The finite values of ``key``; None of those that are absent. Thinned by ``join``."""
+    """Finite values of ``key`` over ``by``; absent ones are left out. Thinned by ``join``."""
     return _thinned(
         [(float(line[by]), y) for line in lines if (y := number_in(line, key)) is not None and by in line], join
     )
@@ -56,7 +56,7 @@ def _thinned(points: Sequence[tuple[float, float]], join: Callable[[list[float]]
 
 
 def mean(values: list[float]) -> float:
-    """Of at least one."""
+    """Mean of at least one value."""
     return math.fsum(value / len(values) for value in values)
 
 
@@ -83,7 +83,7 @@ def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
 
 
 class _StepsOfVersions:
-    """Which step made a version."""
+    """Steps that made the versions of the weights."""
 
     def __init__(self, train: Sequence[Line]) -> None:
         known = [line for line in train if "weights/version" in line]
@@ -100,13 +100,13 @@ class _StepsOfVersions:
         if at == len(self._lines):
             return float(self._lines[-1]["step"])
         first = self._lines[at]
-        # One that no step has published are the weights of a learner at its start.
+        # A version that no step has published is the weights of a learner at its start.
         made = self._versions[at] == served[1] and "weights/gather_s" in first
         return float(first["step"] if made else max(0, first["step"] - 1))
 
 
 def learning(train: Sequence[Line]) -> list[Panel]:
-    """Whether the policy learns."""
+    """Panels that tell whether the policy learns."""
     return [
         panel
         for title, unit, zero, curves in (
@@ -132,7 +132,7 @@ def learning(train: Sequence[Line]) -> list[Panel]:
 
 
 def staleness(train: Sequence[Line]) -> list[Panel]:
-    """Of the trained tokens, in versions, and what was allowed."""
+    """Staleness of the trained tokens, in versions, and the limit that was allowed."""
     curves = [
         *_curve(train, "staleness/token_mean", "mean", BLUE),
         *_curve(train, "staleness/token_max", "max", ORANGE, join=max),
@@ -175,7 +175,7 @@ def utilisation(found: Sequence[Span]) -> list[Panel]:
 
 
 def step_breakdown(train: Sequence[Line]) -> list[Panel]:
-    """Where the seconds of a step went."""
+    """Seconds of a step by its parts."""
     rows = []
     for line in train:
         if (step_s := number_in(line, STEP)) is not None:
@@ -209,7 +209,7 @@ def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
 
 
 def lengths(train: Sequence[Line]) -> list[Panel]:
-    """Of responses."""
+    """Lengths of responses, in tokens."""
     curves = [
         *_curve(train, "rollout/length_mean", "mean", BLUE),
         *_curve(train, "rollout/length_p95", "95th percentile", ORANGE),
@@ -219,7 +219,7 @@ def lengths(train: Sequence[Line]) -> list[Panel]:
 
 
 def episodes(train: Sequence[Line]) -> list[Panel]:
-    """Turns, and where the time of episodes went."""
+    """Turns of episodes, and shares of their time by stage."""
     turns = [
         *_curve(train, "rollout/turns_mean", "mean", BLUE),
         *_curve(train, "rollout/turns_p95", "95th percentile", ORANGE),
@@ -244,12 +244,12 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
 
 
 def tokens(train: Sequence[Line]) -> list[Panel]:
-    """Sampled a second, by all engines."""
+    """Tokens sampled a second, by all engines."""
     return _unless_empty(Panel(curves=_curve(train, "rollout/tokens_per_s", "sampled", GREEN), unit="tokens/s"))
 
 
 def ledger(train: Sequence[Line]) -> list[Panel]:
-    """What became of the prompt groups, since the start of the run."""
+    """Prompt groups by what became of them, since the start of the run."""
     kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED}
     rows = [
         {"step": line["step"], **{kind: number_in(line, f"ledger/{kind}") or 0.0 for kind in kinds}}
@@ -273,7 +273,7 @@ def _curve(
     dashed: bool = False,
     join: Callable[[list[float]], float] = mean,
 ) -> list[Curve]:
-    """One, or none where no line has a value."""
+    """The curve, or none where no line has a value."""
     x, y = series(lines, key, join=join)
     return [Curve(name=name, colour=colour, x=x, y=y, marks="dashes" if dashed else "line")] if x else []
 

@@ -36,7 +36,7 @@ PRIVATE = "private"
 ANSWER_S = 8.0
 """Deadline of one question; a parked one is answered before half of it."""
 AGAIN_S = 1.0
-"""After an answer that is none."""
+"""Pause after an answer that is none (s)."""
 LARGEST_BYTES = 1 << 28
 
 
@@ -47,7 +47,7 @@ class Target:
     address: str
     credentials: Credentials = field(repr=False)
     run_dir: Path | None = None
-    """Its folder, where that is how it was found."""
+    """The run's folder, where the run was found by it."""
     lives: Callable[[Path], bool] = lambda _run_dir: True
     """Whether a run lives in its folder, as the folder's lock tells. Blocks; raises OSError."""
 
@@ -64,12 +64,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """The controller does not answer. What was last seen is all there is."""
+    """The controller does not answer. The snapshot that was last seen is all there is."""
 
     reason: str
-    """What it has answered instead; empty where it says nothing at all."""
+    """Its answer instead of a snapshot; empty where it says nothing at all."""
     seconds: float
-    """Since it was last heard of, or since the watch began."""
+    """Seconds since it was last heard of, or since the watch began."""
 
 
 def find_target(run: str, keys: Path | None = None) -> Target:
@@ -146,7 +146,7 @@ class Viewer:
         self._transport.close()
 
     async def snapshots(self) -> AsyncIterator[Snapshot | Away]:
-        """Each snapshot that there is time for, and while the controller is away that it is, about once in ANSWER_S.
+        """Each snapshot that there is time for; while the controller is away, an Away about once in ANSWER_S.
 
         Ends after the snapshot of a run that is over, or once its folder says so. Raises Refused.
         """

@@ -1,8 +1,8 @@
-"""What a process takes of its host: processors, memory, GPUs. Linux.
+"""Use of a host by a process: processors, memory, GPUs. Linux.
 
 Invariant: reading takes one file under /proc for each process of the family, whatever else runs on the host and however
-many threads they have; who belongs to it is looked up every LOOK_S, which takes a file for each of their threads. A
-process that ends while it is read counts as nothing, and so does another that has got its number. GPUs are asked
+many threads they have; members are looked up every LOOK_S, which takes a file for each of their threads. A process
+that ends while it is read counts as nothing, and so does another that has got its number. GPUs are asked
 through NVML, which is loaded only where a process may use any and the driver has it, by a thread of its own, since a
 driver in trouble may not answer.
 """
@@ -21,9 +21,9 @@ from asyncrl.snapshot import Gpu
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 LOOK_S = 10.0
-"""Between two looks for processes that were started."""
+"""Time between two looks for processes that were started (s)."""
 MOST_PROCESSES = 512
-"""Of a family that are looked at."""
+"""Processes of a family that are looked at, at most."""
 NVML = "libnvidia-ml.so.1"
 
 
@@ -33,7 +33,7 @@ class ProcessTimes:
     def __init__(self, *, family: bool) -> None:
         self._family = family
         self._cpu_s: dict[tuple[int, int], float] = {}
-        """By number and start."""
+        """Processor time (s) by number and start of the process."""
         self._at = self._look_at = time.monotonic()
         self.read()
 
@@ -81,7 +81,7 @@ def _usage(pid: int) -> tuple[int, float, int] | None:
     """(start (ticks), processor time (s), resident bytes) of a process alone; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Its name, in parentheses, may hold anything.
+            # The name of the process, in parentheses, may hold anything.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -106,7 +106,7 @@ class GpuWatch:
         ]
         self._stop = threading.Event()
         self.newest: list[Gpu] = []
-        """As they were an interval ago at most, while the driver answers."""
+        """GPUs as they were an interval ago at most, while the driver answers."""
         if self._visible:
             threading.Thread(target=self._run, name="gpus", daemon=True).start()
 
@@ -135,7 +135,7 @@ def _open_nvml() -> ctypes.CDLL | None:
 
 
 def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
-    """Of a GPU as CUDA_VISIBLE_DEVICES names it: a number, or a UUID, also that of a part of one (MIG)."""
+    """Handle of a GPU as CUDA_VISIBLE_DEVICES names it: a number, or a UUID, also that of a part of one (MIG)."""
     handle = ctypes.c_void_p()
     if word.isdigit():
         code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
@@ -145,7 +145,7 @@ def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
 
 
 def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
-    """None where it does not say how much memory is in use. A part of a GPU does not say how busy it is."""
+    """Use of a GPU; None where it does not say how much memory is used. A part of a GPU does not say how busy it is."""
     used, memory = _Utilisation(), _Memory()
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None

@@ -67,12 +67,12 @@ class Histograms:
         self._sums[name] += value * times
 
     def observe_all(self, name: str, values: Iterable[float]) -> None:
-        """Count each of them."""
+        """Count each value."""
         for value in values:
             self.observe(name, value)
 
     def taken(self) -> dict[str, Histogram]:
-        """All that have counted anything, as they are now."""
+        """Histograms that have counted anything, as they are now."""
         return {name: Histogram(list(counts), self._sums[name]) for name, counts in list(self._counts.items())}
 
     def _begin(self, name: str) -> list[int]:

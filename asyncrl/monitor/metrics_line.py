@@ -1,4 +1,4 @@
-"""One line of metrics.jsonl, whoever wrote it: what it says, and which lines still stand. Pure.
+"""Lines of metrics.jsonl, of any writer: what one says, and which of them still stand. Pure.
 
 Invariant: of a line that is passed on, ``step``, ``start`` and ``weights/version`` are whole numbers where there are
 any, ``kind`` is text, and every figure is a number that fits into a float, true, false or null.
@@ -21,7 +21,7 @@ LARGEST = 10**300
 
 
 def parse_line(text: bytes) -> Line | None:
-    """None for what is no line of metrics."""
+    """The line; None for text that is no line of metrics."""
     try:
         line = from_json(text)
     except ValueError:
@@ -30,7 +30,7 @@ def parse_line(text: bytes) -> Line | None:
 
 
 def is_sound(line: Line) -> bool:
-    """Whether it is as a run writes it."""
+    """Whether a line is as a run writes it."""
     whole = (line[key] for key in WHOLE if key in line)
     return (
         isinstance(line.get("kind", ""), str)
@@ -43,7 +43,7 @@ def _is_figure(key: str, value: object) -> bool:
     if isinstance(value, int):
         return abs(value) <= LARGEST
     if isinstance(value, str):
-        # Of the groups, updates alone say something in words.
+        # Among keys with a group, those of updates alone have words.
         return "/" not in key or key.startswith("weights/")
     return value is None or isinstance(value, float)
 
@@ -101,19 +101,19 @@ def is_voided(line: Line, by: Line) -> bool:
 class Standing:
     """Lines without those that a learner which went back has voided, in the order in which they were taken.
 
-    The rule is that of is_voided, for a whole file: what a line costs does not depend on how often a
+    The rule is that of is_voided, for a whole file: the cost of a line does not depend on how often a
     learner went back, but for a logarithm.
     """
 
     def __init__(self) -> None:
         self._lines: list[tuple[int, Line]] = []
-        """Each with the number of returns that had been seen before it."""
+        """Lines, each with the number of returns that had been seen before it."""
         self._starts: list[int] = []
-        """The learners that went back, ascending, and to which step."""
+        """Starts of the learners that went back, ascending; ``_steps`` has the step that each went back to."""
         self._steps: list[int] = []
 
     def take(self, line: Line, *, keep: bool) -> None:
-        """The next line; it counts even where it is not kept."""
+        """Take the next line; it counts even where it is not kept."""
         start = line.get("start", 0)
         if line.get("kind") == "train" and start > (self._starts[-1] if self._starts else 0):
             self._starts.append(start)
@@ -122,7 +122,7 @@ class Standing:
             self._lines.append((len(self._starts), line))
 
     def lines(self) -> list[Line]:
-        """Those that stand."""
+        """Lines that stand."""
         least = [*self._steps, LARGEST_WHOLE + 1]
         for index in range(len(self._steps) - 1, -1, -1):
             least[index] = min(least[index], least[index + 1])

@@ -1,4 +1,4 @@
-"""Numbers for people: short, with their units, never more exact than they are. Pure. What is not known is ABSENT.
+"""Numbers for people: short, with their units, never more exact than they are. Pure. An unknown number is ABSENT.
 
 Invariant: each takes at most LONGEST characters, whatever a reward function returns or a file says; so very large
 and very small ones are written with an exponent.
@@ -13,12 +13,12 @@ from functools import wraps
 ABSENT = "–"
 LONGEST = 10
 LARGEST_FIXED = 1e5
-"""From here on a number with decimals is written with an exponent."""
+"""Size from which on a number with decimals is written with an exponent."""
 LARGEST_EXACT = 1e8
 
 
 def _of_what_is_known(words: Callable[..., str]) -> Callable[..., str]:
-    """None is ABSENT, and what is no number says so."""
+    """``words``, with ABSENT for None, and for what is no number the word for that."""
 
     @wraps(words)
     def said(value: float | None, *rest: int) -> str:
@@ -31,7 +31,7 @@ def _of_what_is_known(words: Callable[..., str]) -> Callable[..., str]:
 
 @_of_what_is_known
 def fixed(value: float, digits: int = 2) -> str:
-    """With so many decimals, at most 3; where these would show nothing of it, with three digits: 0.50, 1.2e-05."""
+    """A number with so many decimals, at most 3; where these show nothing of it, with three digits: 0.50, 1.2e-05."""
     size = abs(value)
     if size == 0 or 10.0**-digits <= size < LARGEST_FIXED - 0.5:
         return f"{value:.{digits}f}"
@@ -40,7 +40,7 @@ def fixed(value: float, digits: int = 2) -> str:
 
 @_of_what_is_known
 def count(value: float) -> str:
-    """12, 3.4k, 1.2M: at most five characters, up to 999P."""
+    """A count in at most five characters, up to 999P: 12, 3.4k, 1.2M."""
     if abs(value) < 999.5:
         return f"{value:.0f}"
     scaled = value
@@ -59,7 +59,7 @@ def exact(value: float) -> str:
 
 @_of_what_is_known
 def rate(value: float) -> str:
-    """As ``count``, with decimals where it is small."""
+    """A rate as ``count`` writes it, with decimals where it is small."""
     if abs(value) >= 99.95:
         return count(value)
     return f"{value:.1f}" if value >= 9.995 or value == 0 else f"{value:.2f}"
@@ -67,7 +67,7 @@ def rate(value: float) -> str:
 
 @_of_what_is_known
 def size(value: float) -> str:
-    """Bytes, in decimal units."""
+    """Size in bytes, in decimal units."""
     scaled = value
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(scaled) < 999.5:
@@ -78,7 +78,7 @@ def size(value: float) -> str:
 
 @_of_what_is_known
 def duration(seconds: float) -> str:
-    """850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
+    """A time: 850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if seconds < 0.001:
@@ -99,5 +99,5 @@ def duration(seconds: float) -> str:
 
 @_of_what_is_known
 def percent(share: float) -> str:
-    """A share, 0 to 1."""
+    """A share, 0 to 1, in percent."""
     return f"{100 * share:.0f}%" if abs(share) < 1000 else f"{share:.0e}"

@@ -1,4 +1,4 @@
-"""How a run stands, and how it ended, in the same words wherever it is told. Pure."""
+"""The phase of a run, and its end, in the same words wherever they are told. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def phase_word(phase: str, exit_code: int) -> str:
 
 
 def phase_and_reason(phase: str, exit_code: int, reason: str) -> str:
-    """The same with why, where that is known: ``stopped: by the launcher``."""
+    """The phase's word with the reason, where that is known: ``stopped: by the launcher``."""
     word = phase_word(phase, exit_code)
     return f"{word}: {reason.removeprefix(f'{word} ')}" if reason else word

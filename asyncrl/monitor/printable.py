@@ -1,6 +1,6 @@
 """Text of a run as a terminal may be given it. Pure.
 
-Whatever a model, a reward function or a user wrote ends up in logs, events and names, and a terminal obeys what it is
+Text that a model, a reward function or a user wrote ends up in logs, events and names, and a terminal obeys all it is
 given: controls (C0, DEL, C1), the marks that turn the direction of text, characters that nobody sees, and halves of
 surrogates are shown as escapes. Invariant: what comes out holds none of them but those that ``keep`` names. It never
 fails.

@@ -1,4 +1,4 @@
-"""What happened between two snapshots: rates of counters, shares of states. Pure.
+"""Changes between two snapshots: rates of counters, shares of states. Pure.
 
 An actor's figures are as old as its last heartbeat, so a rate divides by the time between the two heartbeats and not
 by that between the snapshots. Invariant: what cannot be known is None or left out, never 0: the rate of a figure that
@@ -15,7 +15,7 @@ from itertools import pairwise
 from asyncrl.snapshot import ActorView, Histogram, Resource, Snapshot
 
 Shares = dict[str, float]
-"""By state, 0 to 1; they add up to 1."""
+"""Shares by state, 0 to 1; they add up to 1."""
 
 
 class Interval:
@@ -42,8 +42,8 @@ class Interval:
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
         """Seconds that a resource spent in each state meanwhile; since its start, if that was later.
 
-        One of which the older snapshot tells nothing, and that is older than that, was starting at first. What then
-        does not fit in between is of a time that nothing is known of: such a resource has no seconds here.
+        A resource of which the older snapshot tells nothing, and that is older than that, was starting at first.
+        Seconds that then do not fit in between are of a time that nothing is known of: such a resource has none here.
         """
         before = self.before(actor)
         earlier: Mapping[str, float] = {}
@@ -70,7 +70,7 @@ class Interval:
         return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
 
     def histogram(self, actor: ActorView, name: str) -> Histogram | None:
-        """What a histogram has taken in meanwhile."""
+        """Values that a histogram has taken in meanwhile."""
         after, before = actor.histograms.get(name), self.before(actor)
         if after is None:
             return None
@@ -86,13 +86,13 @@ def _spent(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def total(values: Iterable[float | None]) -> float | None:
-    """The sum of what is known; None if nothing is."""
+    """Sum of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of what is known; None if nothing is."""
+    """Mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -107,6 +107,6 @@ def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of what is known; None if nothing is."""
+    """Median of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

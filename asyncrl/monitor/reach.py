@@ -1,4 +1,4 @@
-"""Why nobody answers at an address: what a plain connection to it tells. Leaves nothing behind where it is answered."""
+"""Reasons that nobody answers at an address, by a plain connection to it. Leaves nothing behind when it is answered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def why_unreachable(address: str) -> str:
-    """Empty if somebody takes connections there; else what is wrong. Blocks for at most about CONNECT_S."""
+    """Reason that nobody takes connections there; empty if somebody does. Blocks for at most about CONNECT_S."""
     host, port = split_address(address)
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S):

@@ -1,7 +1,7 @@
 """The recorded snapshots of a run, for its replay: RUN/monitor/snapshots-ATTEMPT-SEGMENT.msgpack.
 
 A segment is a stream of MessagePack arrays [wall (Unix, s), snapshot], the snapshot in MessagePack and compressed with
-Zstandard. What is kept is bounded: when all segments together are over ``most_bytes``, two neighbours become one with
+Zstandard. The size is bounded: when all segments together are over ``most_bytes``, two neighbours become one with
 every second of their snapshots, those first that are recorded most densely, and of these the oldest. So a run of any
 length stays there as a whole, its past more coarsely. Invariant: a segment that is read while it is written, or whose
 writer died, gives every snapshot before the torn one. Fails with OSError where something cannot be written; the reader
@@ -30,11 +30,11 @@ from asyncrl.snapshot import SCHEMA, Snapshot
 FOLDER = "monitor"
 LARGEST_SNAPSHOT_BYTES = 1 << 28
 SEGMENTS = 16
-"""About as many segments share the space."""
+"""Number of segments, about, that share the space."""
 LOOK_BACK = 8
-"""In so many segments, and so many snapshots of each, a readable one is looked for."""
+"""Number of segments, and of snapshots in each, in which a readable one is looked for."""
 LEVEL = 3
-"""Of Zstandard."""
+"""Level of the compression by Zstandard."""
 _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
 
 
@@ -48,7 +48,7 @@ class Segment:
 
 
 def segments(run_dir: Path) -> list[Segment]:
-    """What there is, in order of time. Raises OSError where that may not be known."""
+    """Segments of a run, in order of time. Raises OSError where they may not be known."""
     named = [(_NAME.fullmatch(path.name), path) for path in entries_of(run_dir / FOLDER)]
     return sorted(Segment(int(match[1]), int(match[2]), path) for match, path in named if match)
 
@@ -64,12 +64,12 @@ class Recorder:
         self._path: Path | None = None
         self._size = 0
         self._sizes: dict[Path, int] = {}
-        """Of the segments that are complete."""
+        """Sizes of the segments that are complete (bytes)."""
         self._strides: dict[Path, float] = {}
 
     @property
     def size(self) -> int:
-        """Of all segments, in bytes."""
+        """Size of all segments (bytes)."""
         return self._size + sum(self._sizes.values())
 
     def record(self, wall: float, snapshot: bytes) -> None:
@@ -149,8 +149,8 @@ def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tu
 
 
 def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
-    """As ``read_bodies``, of the last ``seconds`` and as far as the segments go that these begin in; older ones are not
-    read."""
+    """Entries as ``read_bodies`` gives them, of the last ``seconds`` and as far as the segments go that these begin in;
+    older ones are not read."""
     found: dict[float, bytes] = {}
     for segment in reversed(segments(run_dir)):
         entries = list(_entries(segment.path))

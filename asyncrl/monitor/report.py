@@ -1,9 +1,9 @@
 """A report of a run as one HTML page that needs nothing else: no network, no other file.
 
 Made from the run folder alone, of a run that lives or has ended: metrics.jsonl, config.json and the recorded snapshots.
-What there is none of, or cannot be read, is said. Whatever comes from the run is escaped, and the page forbids itself
-to load anything. It is read without its script, too, which says the values under the pointer and zooms. Fails with
-UsageError where there is no run or no place for a file, and OSError where the page cannot be written.
+Parts that there are none of, or that cannot be read, are named. All text of the run is escaped, and the page forbids
+itself to load anything. It is read without its script, too, which says the values under the pointer and zooms.
+Fails with UsageError where there is no run or no place for a file, and OSError where the page cannot be written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXCERPT = (
     *("rollout.max_tokens", "rollout.concurrency", "reward.function", "learner.backend", "learner.ranks"),
     *("learner.steps", "learner.groups_per_step", "learner.lr", "staleness.max", "weights.transport", "run.seed"),
 )
-"""Of the configuration, what a reader wants to know first."""
+"""Keys of the configuration that a reader wants to know first."""
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
@@ -101,13 +101,13 @@ def _page(run_dir: Path, *, lives: bool) -> str:
 
 
 def _episodes(train: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
-    """A section where there were some."""
+    """A section of episodes, where there were some."""
     panels = charts.episodes(train)
     return [("Episodes", panels, "", "Turns of an episode, and shares of its time.")] if panels else []
 
 
 def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """The configuration; nothing of one that cannot be read, and why."""
+    """The configuration, empty if it cannot be read, and then the reason."""
     try:
         config = read_json_object(run_dir / "config.json")
         json.dumps(config, indent=2)
@@ -129,7 +129,7 @@ KINDS_OF_LINES = ("train", "eval", "update")
 
 
 def _snapshots(run_dir: Path) -> list[Snapshot]:
-    """Enough of the recording for a chart. It is gone through twice, so that it need not fit in memory."""
+    """Snapshots of the recording, enough for a chart. It is gone through twice, so that it need not fit in memory."""
     chosen = set(evenly([wall for wall, _ in read_bodies(run_dir)], MOST_SNAPSHOTS))
     found = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
     return [snapshot for snapshot in found if snapshot is not None]
@@ -143,7 +143,7 @@ def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> st
 
 
 def _beside(name: str) -> str:
-    """A file that comes with this module."""
+    """Text of a file that comes with this module."""
     return (files("asyncrl.monitor") / name).read_text()
 
 
@@ -211,7 +211,7 @@ def _config(config: Mapping[str, Any], amiss: str) -> str:
 
 
 def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
-    """What stands under a dotted key."""
+    """Value under a dotted key."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

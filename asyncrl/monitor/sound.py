@@ -1,6 +1,6 @@
 """Snapshots from their MessagePack, with figures that can be reckoned with and shown. Pure.
 
-Whoever wrote a recording, or answers at an address, may put anything into a field of the right type. Invariant: every
+The writer of a recording, or a peer at an address, may put anything into a field of the right type. Invariant: every
 number of a snapshot that is passed on is finite and of a size that occurs, its times are times, actors are named
 ROLE/INDEX and histograms have the buckets of the catalogue; lines are lines of metrics.jsonl. A figure that is not so
 is left out as if it had not been told, and a snapshot whose own time is none is refused: nobody behind it asks again.
@@ -75,7 +75,7 @@ def _told_in(kind: type[Struct]) -> tuple[str, ...]:
 
 
 def _cleaned(found: Any) -> Any:
-    """The same where all is well; else a copy in which what is not fine is absent: 0, None or no entry."""
+    """The struct where all is well; else a copy in which a figure that is not fine is absent: 0, None or no entry."""
     changes: dict[str, Any] = {}
     kind: type[Struct] = type(found)
     for name in _told_in(kind):
@@ -98,14 +98,14 @@ def _cleaned(found: Any) -> Any:
 
 
 def _all_fine(values: Iterable[float]) -> bool:
-    """Of numbers; so many of them that none is to be looked at by itself."""
+    """Whether all numbers are fine; there are so many of them that none is to be looked at by itself."""
     sizes = [*map(abs, values)]
-    # What is no number makes the sum none.
+    # A value that is no number makes the sum none.
     return sum(sizes) < LARGEST and min(filter(None, sizes), default=1.0) > LEAST
 
 
 def _may_stay(key: str, value: object) -> bool:
-    """Whether an entry of figures, of seconds by state or of histograms is one."""
+    """Whether an entry of figures, of seconds by state or of histograms is sound."""
     if isinstance(value, Histogram):
         edges, buckets = EDGES.get(key), len(value.counts)
         return _is_fine(value.sum) and (buckets == len(edges) + 1 if edges is not None else buckets > 0)

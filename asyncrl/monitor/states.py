@@ -53,7 +53,7 @@ STATES: dict[Kind, dict[str, str]] = {
         "playing": "at least one episode is open, whatever that waits for",
     },
 }
-"""What each state of each kind means."""
+"""Meaning of each state, by kind of resource."""
 
 
 class StateLedger:
@@ -64,7 +64,7 @@ class StateLedger:
         self._now = now
         self._states = STATES[kind]
         self.entered: Callable[[str, str], None] = lambda state, awaiting: None
-        """Told of each state that is entered, and whom or what it waits for."""
+        """Listener that is told of each state that is entered, and whom or what it waits for."""
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._since = now() if born is None else born
@@ -82,7 +82,7 @@ class StateLedger:
         self.entered(state, awaiting)
 
     def record(self, name: str) -> ResourceRecord:
-        """It as a resource of an actor."""
+        """The ledger as a resource of an actor."""
         with self._lock:
             here = self._now() - self._since
             seconds = dict(self._seconds)
@@ -99,5 +99,5 @@ class StateLedger:
         return self.record("").seconds
 
     def age(self) -> float:
-        """Seconds since it was made, or born."""
+        """Seconds since the ledger was made, or born."""
         return sum(self.totals().values())

@@ -3,7 +3,7 @@
 Every actor logs what it does with a group under the group's uid (story_log.py): the dataloader whom it is granted to
 and what becomes of it when its holder dies, the rollouter what happened to each sample, the learner what it took it for
 and at which step it was trained. Here these lines (story_lines.py) are put into words (story_words.py) and in order of
-time. Whatever else carries the uid, as what a reward function printed, is told too.
+time. Any other line that carries the uid, as one that a reward function printed, is told too.
 
 Fails with UsageError (a ValueError) when that is no uid, when there are no logs, and when nothing is known of the
 group.
@@ -52,7 +52,7 @@ def explain(run_dir: Path, uid: str) -> str:
 
 
 def verdict(happenings: list[Happening]) -> str:
-    """What became of it, in a few words."""
+    """Outcome of the group, in a few words."""
     delivered = ""
     for happening in reversed(happenings):
         match happening.what:
@@ -98,13 +98,13 @@ def read_story(run_dir: Path, uid: str) -> list[Happening]:
 
 
 def _tell(lines: list[Line], uid: str) -> list[Happening]:
-    """In order of time."""
+    """Happenings that the lines tell, in order of time."""
     found: list[Happening] = []
     for line in lines:
         try:
             found += [told for told in words_of(line, uid) if is_wall(told.wall)]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError):
-            # It has our name on it and is not ours.
+            # A line with the name of one of ours that is none.
             continue
     found.sort(key=lambda happening: (happening.attempt, round(happening.wall, 6), _RANKS.get(happening.what, 1)))
     seen: set[tuple[Any, ...]] = set()
@@ -130,7 +130,7 @@ _RANKS = {
 
 
 def _undo(found: list[Happening]) -> Iterator[Happening]:
-    """Starts of a learner matter only where they undo what was known of the group."""
+    """Happenings, with starts of a learner only where they undo what was known of the group."""
     standing: Happening | None = None
     for at, happening in enumerate(found):
         if happening.what in _STANDS_AS:
@@ -167,7 +167,7 @@ def _is_undone(standing: Happening, start: Happening, later: list[Happening]) ->
 
 
 def _nothing_known(run_dir: Path, uid: str, logs: list[tuple[int, Path]]) -> str:
-    """Why that may be."""
+    """Reason that nothing is known of the group."""
     kind = _kind(uid)
     ends: dict[str, tuple[str, str]] = {}
     for attempt, path in logs:

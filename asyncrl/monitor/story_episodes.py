@@ -1,4 +1,4 @@
-"""What befell an episode, in words: its calls of the policy, its turns, its rewards and its end; see story_words.py.
+"""Events of an episode, in words: its calls of the policy, its turns, its rewards and its end; see story_words.py.
 
 Calls are numbered as they came, turns as they were answered, both from 0, as ChatReply.node has it. Fails as
 story_words.py does. Pure.
@@ -20,7 +20,7 @@ FORKS = {
     "cut": "forks: an answer was cut, and the chat template cannot go on from that",
     "no-extension": "forks: the chat template cannot go on from the answer",
 }
-"""Why, by the causes of rollouter/conversation.py."""
+"""Words for forks, by the causes of rollouter/conversation.py."""
 
 
 def _began(attempt: int, host: str) -> str:
@@ -59,7 +59,7 @@ def _ended(outcome: str, turns: int, reward: float | None, stages: Mapping[str, 
 
 
 def sampled(tokens: int, reason: str, spans: list[list[int]]) -> str:
-    """The tokens of an answer, why there are no more, and how many of them which version sampled."""
+    """Tokens of an answer, the reason of its end, and the number of them that each version sampled, in words."""
     by_version = ", ".join(f"{end - start} at version {version}" for version, start, end in spans)
     return f"{tokens} tokens ({reason}): {by_version}"
 
@@ -72,4 +72,4 @@ EPISODE_SAYS: dict[str, Callable[..., str]] = {
     "turn reward": _credited,
     "ended": _ended,
 }
-"""By the events of rollouter/account.py."""
+"""Words by the events of rollouter/account.py."""

@@ -31,14 +31,14 @@ class Line:
     """A line of an actor's log."""
 
     attempt: int
-    """Of the run: the number of the folder."""
+    """Attempt of the run: the number of the folder."""
     wall: float
     """Unix time (s)."""
     actor: str
     event: str
     facts: dict[str, Any]
     shift: float = 0.0
-    """Added to its times."""
+    """Seconds that are added to its times."""
 
 
 def log_files(run_dir: Path) -> list[tuple[int, Path]]:
@@ -53,7 +53,7 @@ def _log_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
 
 
 def lines_of(path: Path, attempt: int, uid: str) -> Iterator[Line]:
-    """Those that speak of the group, and the starts of a learner."""
+    """Lines that speak of the group, and the starts of a learner."""
     quoted, restored = f'"{uid}"'.encode(), f'"{RESTORED}"'.encode()
     with path.open("rb") as file:
         for data in file:
@@ -66,7 +66,7 @@ def lines_of(path: Path, attempt: int, uid: str) -> Iterator[Line]:
 
 
 def parse(data: bytes, attempt: int) -> Line | None:
-    """None for what is no such line."""
+    """The line; None for text that is no such line."""
     try:
         facts = msgspec.json.decode(data, type=dict[str, Any])
         wall = datetime.fromisoformat(facts.pop("timestamp")).timestamp()
@@ -81,7 +81,7 @@ def parse(data: bytes, attempt: int) -> Line | None:
 
 
 def aligned(lines: list[Line]) -> list[Line]:
-    """Lines of rollouters not before the grant, those of the learner not before the last token."""
+    """The lines, those of rollouters not before the grant, those of the learner not before the last token."""
     lines = list(_newest_words(lines))
     granted = {
         (line.attempt, _plain(line.facts.get("to")), number): line.wall
@@ -108,7 +108,7 @@ def aligned(lines: list[Line]) -> list[Line]:
 
 
 def _newest_words(lines: list[Line]) -> Iterator[Line]:
-    """Of what a rollouter says of a grant, that which has it all."""
+    """The lines, with only the newest word of a rollouter on each grant, which has it all."""
     newest = {_grant_of(line): line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
     yield from (line for line in lines if line.event != GENERATED or newest[_grant_of(line)] is line)
 
@@ -123,7 +123,7 @@ def _plain(value: Any) -> int | float | str | None:
 
 
 def _late(cause: float | None, effect: Any) -> float:
-    """By how much an effect is to be put off."""
+    """Seconds by which an effect is to be put off."""
     if cause is None or not isinstance(effect, (int, float)):
         return 0.0
     return cause - effect if 0 < cause - effect < CLOCK_SLACK_S else 0.0

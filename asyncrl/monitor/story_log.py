@@ -1,4 +1,4 @@
-"""What an actor does with prompt groups, as lines of its log: the source of ``asyncrl-top RUN --explain UID``.
+"""Lines of an actor's log on what it does with prompt groups: the source of ``asyncrl-top RUN --explain UID``.
 
 A line has the form of every other line of the log (actor, event, level info, timestamp), and ``uid``, or ``uids`` where
 the same befell several groups. It is written past structlog, which would take ten times as long: there is a line for
@@ -32,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StoryLog:
-    """Of one actor."""
+    """The writer of one actor's lines."""
 
     def __init__(self, actor: str) -> None:
         self._actor = actor

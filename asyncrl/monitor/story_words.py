@@ -1,6 +1,6 @@
 """The lines of the logs that speak of one prompt group, in words; see story.py.
 
-One function for each line that story_log.py writes says what befell the group by it; whatever else carries the uid is
+One function for each line that story_log.py writes says what befell the group by it; any other line with the uid is
 told by what it says of itself. Fails with KeyError, TypeError, ValueError or IndexError for a line that has the name of
 one of ours and is none. Pure.
 """
@@ -35,17 +35,17 @@ class Happening:
     wall: float
     """Unix time (s)."""
     attempt: int
-    """Of the run: the number of its folder of logs."""
+    """Attempt of the run: the number of its folder of logs."""
     actor: str
     what: str
     text: str
     sample: int = -1
-    """Which of its samples; -1 for the whole group."""
+    """Number of the sample; -1 for the whole group."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 def words_of(line: Line, uid: str) -> Iterator[Happening]:
-    """What befell the group ``uid`` by what a line says."""
+    """Happenings of the group ``uid`` by what a line says."""
     return _SAYS.get(line.event, _other)(line, uid)
 
 
@@ -97,7 +97,7 @@ def _died(tokens: int, call: int | None = None) -> str:
 
 
 def _call(number: int | None) -> str:
-    """Which of an episode's calls of the policy it is."""
+    """Number of an episode's call of the policy, in words."""
     return "" if number is None else f"call {number}: "
 
 

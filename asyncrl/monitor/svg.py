@@ -24,7 +24,7 @@ MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800,
 """Steps of ticks on an axis of time (s)."""
 SMALLEST = 1e-300
 LARGEST = 1e300
-"""Beyond these a number is drawn as if it were one of them, so that no difference of two is infinite."""
+"""Bounds of a drawn size: a smaller number is 0, a larger one the bound, so that no difference of two is infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     marks: Literal["line", "dashes", "dots", "line and dots"] = "line"
-    """Not where curves are stacked."""
+    """Marks of the points; not where curves are stacked."""
     notes: Sequence[str] = field(default=())
-    """Said with the values, one for each point."""
+    """Notes that are said with the values, one for each point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class Panel:
     across: str = "step"
     """Unit of x."""
     stack: Literal["", "bars", "areas"] = ""
-    """Values add up: all curves have the same x."""
+    """Form in which values add up, if they do: all curves have the same x."""
     widths: Sequence[float] = field(default=())
     """Width of bars, in units of x; each is around its x."""
     zero: bool = True
-    """0 is in the frame."""
+    """Whether 0 is in the frame."""
     shares: bool = False
-    """y are shares, 0 to 1."""
+    """Whether y are shares, 0 to 1."""
     origin: float | None = None
-    """x are seconds since this moment (Unix time)."""
+    """Moment (Unix time) since which x are seconds."""
     width: int = 1100
     height: int = 280
 
@@ -95,7 +95,7 @@ class _Frame:
     high: float
 
     def of(self, value: float) -> float:
-        """Where a value is, 0 to 1."""
+        """Place of a value on the axis, 0 to 1."""
         return (_bounded(value) - self.low) / (self.high - self.low)
 
 
@@ -223,7 +223,7 @@ def _legend(panel: Panel) -> str:
 
 
 def _told(panel: Panel, x: _Frame) -> str:
-    """For the script, as the value of an attribute."""
+    """Figures for the script, as the value of an attribute."""
     curves = [
         {
             **{"name": curve.name, "colour": curve.colour, "notes": list(curve.notes)},
@@ -245,7 +245,7 @@ def _short(value: float) -> str:
 
 
 def _said(tick: float, span: float) -> str:
-    """With as many digits as tell it from its neighbours."""
+    """A tick with as many digits as tell it from its neighbours."""
     digits = 4 if not tick else math.floor(math.log10(abs(tick))) - math.floor(math.log10(span)) + 3
     if 1e4 <= abs(tick) < 1e15 and digits <= 4:
         return count(tick)

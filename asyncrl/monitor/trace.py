@@ -22,18 +22,18 @@ from asyncrl.messages.monitor import TraceSpan
 
 SPANS_IN_PART = 1000
 SPANS_KEPT = 16_384
-"""Most by one actor; about 8 MB."""
+"""Spans that one actor keeps at most; about 8 MB."""
 SPANS_OF_RUN = 262_144
-"""By all actors, where they are many: a file of about 40 MB, which a browser still shows."""
+"""Spans that all actors keep, where they are many: a file of about 40 MB, which a browser still shows."""
 LEAST_SPANS_KEPT = 1024
 Fact = str | int | float | bool
 
-# Where the tracks of an actor stand, from the top.
+# Places of the tracks of an actor, from the top.
 STATES, STEPS, PHASES, CHECKPOINTS, WEIGHTS, FIRST_SLOT = 0, 1, 2, 3, 4, 100
 
 
 class Track:
-    """Made by ``Trace.track``."""
+    """One track; made by ``Trace.track``."""
 
     __slots__ = ("_ended", "_open", "_trace", "name", "order")
 
@@ -43,10 +43,10 @@ class Track:
         self._trace = trace
         self._open: tuple[str, float, dict[str, Fact]] | None = None
         self._ended = float("-inf")
-        """When the last span did."""
+        """End of the last span."""
 
     def enter(self, name: str, **facts: Fact) -> None:
-        """Do this from now on."""
+        """Be at ``name`` from now on."""
         trace = self._trace
         if trace.on:
             with trace.lock:
@@ -62,7 +62,7 @@ class Track:
                 self._close(trace.now(), facts)
 
     def add(self, name: str, began: float, **facts: Fact) -> None:
-        """What has just ended, and ``began`` then, on the clock of the trace. Nothing is open."""
+        """Add a span that has just ended and ``began`` then, on the clock of the trace. Nothing is open."""
         trace = self._trace
         if trace.on:
             with trace.lock:
@@ -81,7 +81,7 @@ class Track:
 
 
 class Trace:
-    """See the module. ``now`` is monotonic, ``wall`` Unix time, both in seconds."""
+    """The timeline of an actor. ``now`` is monotonic, ``wall`` Unix time, both in seconds."""
 
     def __init__(
         self, now: Callable[[], float], wall: Callable[[], float], *, window_s: float, kept: int = SPANS_KEPT
@@ -104,16 +104,16 @@ class Trace:
             return track
 
     def keep(self, span: tuple[Track, str, float, float, dict[str, Fact]]) -> None:
-        """For tracks, which hold the lock."""
+        """Keep a span; for tracks, which hold the lock."""
         spans, horizon = self._spans, span[3] - self._window_s
         while spans and spans[0][3] < horizon:
             spans.popleft()
         spans.append(span)
 
     def parts(self) -> Iterator[list[TraceSpan]]:
-        """What is kept at the first call, in order of its end, SPANS_IN_PART at a time; what goes on comes last.
+        """Spans kept at the first call, in order of their end, SPANS_IN_PART at a time; those that go on come last.
 
-        Making the spans takes longer than finding them, so that whoever holds an event loop does it part by part.
+        Making the spans takes longer than finding them, so that the holder of an event loop does it part by part.
         """
         with self.lock:
             horizon = self.now() - self._window_s
@@ -136,17 +136,17 @@ class Trace:
 
 
 def spans_kept(actors: int) -> int:
-    """How many spans each of so many actors keeps."""
+    """Spans that each of so many actors keeps."""
     return min(SPANS_KEPT, max(LEAST_SPANS_KEPT, SPANS_OF_RUN // actors))
 
 
 def _tid(pid: int, order: int) -> int:
-    """Of a track. No other's in the file, nor a process's: some readers take equal ones for the same thing."""
+    """Number of a track. No other's in the file, nor a process's: some readers take equal ones for the same thing."""
     return pid * 100_000 + order
 
 
 def process_events(pid: int, name: str) -> list[dict[str, Any]]:
-    """How an actor is called in the file, and where it stands."""
+    """Events that give an actor its name and place in the file."""
     return [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
@@ -154,7 +154,7 @@ def process_events(pid: int, name: str) -> list[dict[str, Any]]:
 
 
 def track_events(pid: int, track: str, order: int) -> list[dict[str, Any]]:
-    """How a track is called in the file, and where it stands."""
+    """Events that give a track its name and place in the file."""
     tid = _tid(pid, order)
     return [
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}},

@@ -1,7 +1,7 @@
 """Writing a file that a user has named, as a whole or not at all.
 
-A link is followed. What is there and is no regular file, as a device or a folder, is left alone. Beside the file there
-is another one while it is written, under a name that nobody else has; whatever fails, it is taken away again. Fails
+A link is followed. A target that is no regular file, as a device or a folder, is left alone. Beside the file there is
+another one while it is written, under a name that nobody else has; after any failure it is taken away again. Fails
 with UsageError where no file can be, and OSError, of which ``filename`` is what the user named.
 """
 
@@ -16,7 +16,7 @@ from asyncrl.errors import UsageError
 
 
 def check_writable(path: Path) -> None:
-    """Whether a file may be put there at all. Raises UsageError."""
+    """Require that a file may be put there at all. Raises UsageError."""
     _mode(path)
 
 

@@ -1,4 +1,4 @@
-"""What the serial resources of a run did over time, from its recorded snapshots. Pure.
+"""States of the serial resources of a run over time, from its recorded snapshots. Pure.
 
 Time is cut into spans between two snapshots; in each, the shares of the states of all resources of a kind add up to 1.
 Spans across two attempts of a run are left out: nothing ran in between.
@@ -26,7 +26,7 @@ class Span:
 
 
 def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
-    """One for each two neighbours, in order of time."""
+    """Spans, one for each two neighbours, in order of time."""
     found: list[Span] = []
     older: Snapshot | None = None
     for newer in snapshots:
@@ -52,7 +52,7 @@ def _span(older: Snapshot, newer: Snapshot) -> Span:
 
 
 def kind_of(actor: ActorView, resource: Resource) -> str:
-    """engine, rank, worker or player."""
+    """Kind of a resource: engine, rank, worker or player."""
     return "player" if actor.name.startswith("episodes/") else resource.name.partition("/")[0]
 
 

@@ -1,5 +1,5 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, a Prometheus endpoint.
+"""Destinations of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, a Prometheus endpoint.
 
 They live in a process of their own (``python -m asyncrl.monitor.sinks``), which the controller feeds through a bounded
-queue: whatever becomes of them, the run neither waits nor ends for it, and what they do not take in time is counted.
+queue: the run neither waits nor ends for them, and what they do not take in time is counted.
 """

@@ -2,7 +2,7 @@
 
 Reads records from the socket FD and hands each to the lane of every sink; it does nothing that could wait for a
 sink. Ends with the socket, that is with the run or with the controller: the sinks then have ``flush_s`` to bring out
-what they hold, whatever they have started is killed, and the folder TEMPORARY is removed.
+what they hold, all that they have started is killed, and the folder TEMPORARY is removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl.snapshot import Snapshot
 
 REPORT_S = 1.0
 NICENESS = 10
-"""Training comes first."""
+"""Niceness of the process: training comes first."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -91,7 +91,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _sinks(setup: Setup) -> Sequence[Sink]:
-    """Those that are configured. Each imports its library when it is opened."""
+    """Sinks that are configured. Each imports its library when it is opened."""
     from asyncrl.monitor.sinks.prometheus import PrometheusSink
     from asyncrl.monitor.sinks.tensorboard import TensorBoardSink
     from asyncrl.monitor.sinks.wandb import WandbSink
@@ -107,7 +107,7 @@ def _sinks(setup: Setup) -> Sequence[Sink]:
 
 
 def _tell(connection: socket.socket, lanes: Sequence[Lane], told: Report) -> Report:
-    """Say what has changed. The controller always listens."""
+    """Send a report, if it has changed. The controller always listens."""
     report = Report(
         dropped=sum(lane.dropped for lane in lanes),
         lost=sum(lane.lost for lane in lanes),

@@ -1,9 +1,9 @@
 """The names and labels under which Prometheus sees a run. Pure.
 
-A name of ours becomes one of the Prometheus grammar: ``reward/mean`` is ``asyncrl_reward_mean``. What distinguishes
-things of one kind is a label: the actor and its host, the replica of an update, the evaluation, the component of a
-reward, the stage of an episode. Kinds and descriptions are those of the catalogue. Invariant: what has one name is of
-one kind; of two names of a run's own that become the same the last counts.
+A name of ours becomes one of the Prometheus grammar: ``reward/mean`` is ``asyncrl_reward_mean``. Labels tell
+things of one kind apart: the actor and its host, the replica of an update, the evaluation, the component of a
+reward, the stage of an episode. Kinds and descriptions are those of the catalogue. Invariant: figures of one name are
+of one kind; of two names of a run's own that become the same the last counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LABELS = {
     "rollout/episodes_failed/": "cause",
     "rollout/forks/": "cause",
 }
-"""What the rest of such a name is."""
+"""Label by the beginning of a name, the rest of which is its value."""
 GAUGES = {
     "version": ("version", "newest weights that it knows of"),
     "heard_s": ("heard_s", "age of its last heartbeat"),
@@ -38,7 +38,7 @@ GAUGES = {
     "cpu": ("cpu", "processors used by it and its children"),
     "rss_bytes": ("rss_bytes", "memory of it and its children"),
 }
-"""By field of an ActorView: under which name, and what it says."""
+"""Name and description of a gauge by field of an ActorView."""
 
 
 @dataclass(slots=True)
@@ -53,12 +53,12 @@ class Family:
 
 
 def prometheus_name(name: str) -> str:
-    """By the grammar of metric names."""
+    """A name of ours by the grammar of metric names."""
     return "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -> dict[str, Family]:
-    """By name: the newest line of each kind, evaluation and replica, and the newest snapshot.
+    """Families by name: of the newest line of each kind, evaluation and replica, and of the newest snapshot.
 
     Replicas that have left the run since are left out.
     """

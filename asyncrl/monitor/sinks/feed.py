@@ -2,8 +2,8 @@
 
 ``line`` and ``picture`` never wait. The thread starts the process, writes what it takes, starts it again when it has
 died, a bounded number of times with growing pauses, and ends it: at the end of the run it has a limited time to bring
-out what it holds, after which it is killed with all that it has started. Of snapshots only the newest waits; of lines,
-what finds no room, or nobody who takes all of it, is dropped and counted. Nothing here fails the caller; a process that
+out what it holds, after which it is killed with all that it has started. Only the newest snapshot waits; a line that
+finds no room, or nobody who takes all of it, is dropped and counted. Nothing here fails the caller; a process that
 cannot be started is one that has died.
 """
 
@@ -34,7 +34,7 @@ ROOM = 1000
 MOST_RESTARTS = 5
 FIRST_PAUSE_S = 1.0
 LONG_LIFE_S = 600.0
-"""A process that has lived so long has died of something else than those before it."""
+"""Life (s) after which a process has died of something else than those before it."""
 KILLED_S = 5.0
 """Time that a killed process has to be gone; one that the kernel holds longer is left to the node agent."""
 
@@ -60,19 +60,19 @@ class SinkFeed:
         self._first_pause_s = first_pause_s
         self._queue: deque[Line] = deque()
         self._picture: Picture | None = None
-        """The newest, while it waits."""
+        """The newest snapshot, while it waits."""
         self._last_picture: Picture | None = None
-        """That was handed on: a process that is started again begins with it."""
+        """The snapshot that was handed on last: a process that is started again begins with it."""
         self._sending: Record | None = None
-        """Of which a part is with the process at most."""
+        """The record of which a part is with the process at most."""
         self._lock = threading.Lock()
         self._reported = Report()
-        """By the process that lives."""
+        """The newest report of the process that lives."""
         self._flush_until: float | None = None
         self._given_up = False
         self.pid = 0
-        """Of the process, while there is one."""
-        # Here, for other threads go through the counters, which must not grow meanwhile.
+        """Id of the process, while there is one."""
+        # Set here, for other threads go through the counters, which must not grow meanwhile.
         for name in (DROPPED, LOST, RESTARTS):
             counters[name] = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -95,7 +95,7 @@ class SinkFeed:
             self._notify()
 
     def close(self, flush_s: float) -> None:
-        """Let the sinks bring out what they hold, for as long as this, and end their process. Blocks so long."""
+        """Let the sinks bring out what they hold, for as long as ``flush_s``, and end their process. Blocks so long."""
         if self._wake < 0:
             return
         self._flush_until = time.monotonic() + flush_s
@@ -149,7 +149,7 @@ class SinkFeed:
             self._picture = None
 
     def _sleep(self, seconds: float) -> None:
-        """Until then, or until the feed is closed."""
+        """Sleep so long, or until the feed is closed."""
         until = time.monotonic() + seconds
         while self._flush_until is None and (left := until - time.monotonic()) > 0:
             _poll({self._wake: False}, left)
@@ -160,7 +160,7 @@ class SinkFeed:
             os.eventfd_read(self._wake)
 
     def _live(self) -> str:
-        """One life of the process; what ended it."""
+        """Live one life of the process; the reason of its end."""
         # Libraries keep temporary files until the regular end of a process, which theirs never has.
         with tempfile.TemporaryDirectory(prefix="asyncrl-sinks-", ignore_cleanup_errors=True) as temporary:
             return self._live_with(temporary)
@@ -188,7 +188,7 @@ class SinkFeed:
                 code = self._end(process)
                 self.pid = 0
                 self._log.debug("process of the sinks has ended", exit_code=code)
-                # No process has all of it.
+                # No process has all of the record.
                 self._count(DROPPED, isinstance(self._sending, Line))
                 self._sending = None
 
@@ -258,7 +258,7 @@ class SinkFeed:
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> int | None:
-        """Reap it, having killed it with all that it has started, if it lives; its exit code."""
+        """Reap the process, having killed it with all that it has started, if it lives; its exit code."""
         if process.poll() is None:
             try:
                 descendants = psutil.Process(process.pid).children(recursive=True)
@@ -277,7 +277,7 @@ class SinkFeed:
 
 
 def _poll(files: dict[int, bool], timeout: float | None) -> dict[int, int]:
-    """Wait for what can be read and, where wanted, written. Not select: descriptors may be above 1,023."""
+    """Wait for files that can be read and, where wanted, written. Not select: descriptors may be above 1,023."""
     poll = select.poll()
     for file, for_writing in files.items():
         poll.register(file, select.POLLIN | (select.POLLOUT if for_writing else 0))

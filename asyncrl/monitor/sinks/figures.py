@@ -1,4 +1,4 @@
-"""What of a line or a snapshot goes to the sinks, under which name. Pure."""
+"""Figures of a line or a snapshot that go to the sinks, and their names. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def update_numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def run_figures(snapshot: Snapshot) -> dict[str, float]:
-    """The run as a whole at one moment: ``run/*``."""
+    """Figures of the run as a whole at one moment: ``run/*``."""
     run, actors = snapshot.run, snapshot.actors
     return {
         "run/age_s": run.age_s,
@@ -52,9 +52,9 @@ def run_figures(snapshot: Snapshot) -> dict[str, float]:
 class Steps:
     """Follows the steps of the lines, across learners that start again from a checkpoint.
 
-    Lines of updates are told before the line of the step in which they ended, which is theirs too. Which lines a step
-    voids is not asked of is_voided of metrics_line: what earlier lives of the sinks have written is not known here, so
-    that the first step of every learner that is heard of voids whatever there is.
+    Lines of updates are told before the line of the step in which they ended, which is theirs too. is_voided of
+    metrics_line is not asked for the lines that a step voids: those of earlier lives of the sinks are not known here,
+    so that the first step of every learner that is heard of voids all that there is.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Steps:
         self._start: int | None = None
 
     def reach(self, snapshot: Snapshot) -> None:
-        """So far is the run; before any line of a step is told that is all that is known."""
+        """Take the run's step from a snapshot; nothing else is known before any line of a step is told."""
         if self._start is None:
             self._step = snapshot.run.step
 
@@ -80,7 +80,7 @@ class Steps:
 
 
 class Entry(NamedTuple):
-    """What a sink with a history writes for a line."""
+    """The entry that a sink with a history writes for a line."""
 
     step: int
     again: bool
@@ -96,7 +96,7 @@ class Entries:
         self._run: dict[str, float] = {}
 
     def take(self, record: Line | Snapshot) -> Entry | None:
-        """None for a snapshot, which is only kept in mind, and for a warm step, whose number is that of no step."""
+        """The entry; None for a snapshot, which is only kept in mind, and a warm step, whose number is no step's."""
         if isinstance(record, Snapshot):
             self._run = run_figures(record)
             self._steps.reach(record)

@@ -2,7 +2,7 @@
 
 A sink is opened, given one record after the other, and closed. When it raises, the record is lost and counted, the
 sink is closed, and after a pause that grows with each failure opened again; meanwhile its queue fills, and lines for
-which there is no room are dropped and counted. Of snapshots, which are large, only the newest waits.
+which there is no room are dropped and counted. Only the newest snapshot waits, since snapshots are large.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SECRETS = ("WANDB_API_KEY",)
 
 
 class Sink(Protocol):
-    """Called from one thread. Any exception is a failure of this sink alone."""
+    """A sink, called from one thread. Any exception is a failure of this sink alone."""
 
     name: ClassVar[str]
     address: str
-    """Where it is to be found; empty while it is not."""
+    """Place where it is to be found; empty while it is not."""
 
     def open(self) -> None:
         """Become able to write; called again after every failure."""
@@ -59,7 +59,7 @@ class Lane:
 
     @property
     def address(self) -> str:
-        """Where the sink is to be found."""
+        """Place where the sink is to be found."""
         return self._sink.address
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class Lane:
             self._news.notify()
 
     def end(self) -> None:
-        """Nothing more will come: the sink is closed once it has taken what is there."""
+        """Let the sink be closed once it has taken what is there: nothing more will come."""
         self._ending.set()
         with self._news:
             self._news.notify()
@@ -122,7 +122,7 @@ class Lane:
             self.trouble = describe(error)
 
     def _next(self) -> Line | Snapshot | None:
-        """Waits for it; None at the end."""
+        """Wait for the next record; None at the end."""
         with self._news:
             self._news.wait_for(lambda: self._snapshot or self._lines or self._ending.is_set())
             if self._snapshot is not None:
@@ -142,7 +142,7 @@ class Lane:
 
 
 def describe(error: BaseException) -> str:
-    """In one line, without anybody's keys."""
+    """The error in one line, without anybody's keys."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     for name in SECRETS:
         if secret := os.environ.get(name):

@@ -1,8 +1,8 @@
 """An endpoint for Prometheus: /metrics over HTTP, the newest figures of the run.
 
 A client costs the others nothing: each has a thread of its own, CONNECTIONS at most at once, and is cut off after
-CONNECTION_S whatever it does. Whoever reaches the port may read; nothing can be written. Fails with OSError when the
-address cannot be bound.
+CONNECTION_S whatever it does. Anybody who reaches the port may read; nothing can be written. Fails with OSError when
+the address cannot be bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOK_S = 0.5
 
 
 class PrometheusSink:
-    """See the module."""
+    """The endpoint as a sink; the module tells its rules."""
 
     name: ClassVar[str] = "prometheus"
 
@@ -40,13 +40,13 @@ class PrometheusSink:
         self._bind = prometheus
         self._address_file = Path(setup.run_dir) / ADDRESS_FILE
         self._lines: dict[tuple[str, ...], dict[str, Any]] = {}
-        """The newest of each kind, evaluation and replica."""
+        """The newest line of each kind, evaluation and replica."""
         self._snapshot: Snapshot | None = None
         self._server: _Server | None = None
         self.address = ""
 
     def open(self) -> None:
-        """Bind, and say where."""
+        """Bind, and tell the address."""
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry(auto_describe=False)
@@ -65,7 +65,7 @@ class PrometheusSink:
             replace_whole(self._address_file, json.dumps({"address": self.address}) + "\n")
 
     def write(self, record: Line | Snapshot) -> None:
-        """The newest counts."""
+        """Take a record: the newest counts."""
         if isinstance(record, Snapshot):
             self._snapshot = record
             return
@@ -86,7 +86,7 @@ class PrometheusSink:
                 self._address_file.unlink(missing_ok=True)
 
     def collect(self) -> Iterator[Any]:
-        """For prometheus_client, from the thread of a client."""
+        """Metrics for prometheus_client, from the thread of a client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, family in families_of(self._lines.values(), self._snapshot).items():
@@ -110,7 +110,7 @@ def _in_order(key: Labels, labels: Sequence[str]) -> list[str]:
 
 
 def _buckets(edges: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Prometheus counts all up to an edge."""
+    """Cumulative buckets: Prometheus counts all up to an edge."""
     names = [*(repr(float(edge)) for edge in edges), "+Inf"]
     return [(name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)]
 
@@ -128,13 +128,13 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of our own name, which may take long."""
+        """Bind without the look-up of our own name, which may take long."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         socket.socket.bind(self.socket, self.server_address)
         self.server_address = self.socket.getsockname()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room."""
+        """Whether there is room for the connection."""
         with self._lock:
             if len(self._since) >= CONNECTIONS:
                 return False
@@ -142,17 +142,17 @@ class _Server(ThreadingHTTPServer):
             return True
 
     def shutdown_request(self, request: Any) -> None:
-        """Forget it."""
+        """Forget the connection."""
         with self._lock:
             self._since.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Every LOOK_S."""
+        """Cut off slow connections, every LOOK_S."""
         self.cut_off(CONNECTION_S)
 
     def cut_off(self, older_than_s: float) -> None:
-        """End the connections of those that take too long; their threads then end by themselves."""
+        """End the connections that take too long; their threads then end by themselves."""
         now = time.monotonic()
         with self._lock:
             for request, since in self._since.items():
@@ -184,4 +184,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not into the log of the run."""
+        """Keep messages of the server out of the log of the run."""

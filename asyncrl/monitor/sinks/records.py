@@ -1,4 +1,4 @@
-"""What the controller and the process of the sinks say to each other over a socket pair, as a stream of MessagePack.
+"""Messages between the controller and the process of the sinks over a socket pair, as a stream of MessagePack.
 
 Order is the protocol: the controller sends Setup, then Lines and Pictures; the process sends Reports. The end of the
 stream is the end of the run. Nothing is unpickled on either side. Fails with ValueError (msgspec's errors are such)
@@ -19,7 +19,7 @@ READ_BYTES = 1 << 16
 
 
 class WandbSetup(Struct, frozen=True, array_like=True):
-    """As in the configuration; the key is not among it, but in the environment."""
+    """Settings of W&B as in the configuration; the key is not among them, but in the environment."""
 
     mode: str
     project: str
@@ -27,18 +27,18 @@ class WandbSetup(Struct, frozen=True, array_like=True):
 
 
 class PrometheusSetup(Struct, frozen=True, array_like=True):
-    """Where the endpoint is bound; port 0 is any free one."""
+    """Address at which the endpoint is bound; port 0 is any free one."""
 
     host: str
     port: int
 
 
 class Setup(Struct, frozen=True, tag="setup", array_like=True):
-    """Which sinks there are, and what they need to know of the run."""
+    """Sinks that there are, and facts that they need to know of the run."""
 
     run_dir: str
     name: str
-    """Of the run."""
+    """Name of the run."""
     config: dict[str, Any]
     """The whole configuration, as JSON has it."""
     flush_s: float
@@ -64,16 +64,16 @@ Record = Setup | Line | Picture
 
 
 class Report(Struct, frozen=True, array_like=True):
-    """How the sinks do. Counts are cumulative since the start of the process."""
+    """State of the sinks. Counts are cumulative since the start of the process."""
 
     dropped: int = 0
     """Records for which the queue of a sink had no room."""
     lost: int = 0
     """Records that a sink was given and failed to take."""
     trouble: dict[str, str] = {}
-    """By sink: why it takes nothing at the moment."""
+    """Reason that a sink takes nothing at the moment, by sink."""
     addresses: dict[str, str] = {}
-    """By sink: where it is to be found."""
+    """Place where a sink is to be found, by sink."""
 
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardSink:
-    """See the module."""
+    """The writer of event files; the module tells its rules."""
 
     name: ClassVar[str] = "tensorboard"
     address = ""
@@ -43,7 +43,7 @@ class TensorBoardSink:
             self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, record: Line | Snapshot) -> None:
-        """A line is an event of its step; the latest snapshot goes along with the next line of a step."""
+        """Write a line as an event of its step; the latest snapshot goes along with the next line of a step."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         if (entry := self._entries.take(record)) is None:
@@ -56,7 +56,7 @@ class TensorBoardSink:
         self._write(event_pb2.Event(wall_time=now, step=step, summary=summary_pb2.Summary(value=values)))
 
     def close(self) -> None:
-        """Every event is in the file already."""
+        """Close the file, which has every event already."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

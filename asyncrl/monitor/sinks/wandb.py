@@ -23,7 +23,7 @@ INIT_S = 60.0
 
 
 class WandbSink:
-    """See the module."""
+    """The W&B run as a sink; the module tells its rules."""
 
     name: ClassVar[str] = "wandb"
 
@@ -57,7 +57,7 @@ class WandbSink:
         self.address = (self._run.url if online else self._run.dir) or ""
 
     def write(self, record: Line | Snapshot) -> None:
-        """A line is one entry of the history; the latest snapshot goes along with the next line of a step."""
+        """Log a line as one entry of the history; the latest snapshot goes along with the next line of a step."""
         if (entry := self._entries.take(record)) is not None:
             self._run.log({"step": entry.step, **entry.figures})
 

@@ -42,13 +42,13 @@ from asyncrl.monitor.top.widgets import Block, PaneView
 DRAW_S = 0.8
 TICK_S = 0.25
 LOOK_S = 2.0
-"""How often it is looked whether a run has ended, at the end of its replay."""
+"""Time between two looks whether a run has ended, at the end of its replay (s)."""
 NOTE_S = 8.0
-"""How long it is told what came of a trace."""
+"""Time for which the outcome of a trace is told (s)."""
 
 
 class Top(App[int]):
-    """See the module."""
+    """The application of the terminal; the module tells its rules."""
 
     CSS = CSS
     TITLE = "asyncrl-top"
@@ -61,7 +61,7 @@ class Top(App[int]):
         self.source = source
         self.document: Document | None = None
         self.failure: AsyncRLError | None = None
-        """Why there is nothing to see."""
+        """Reason that there is nothing to see."""
         self.ascii_only = ascii_only
         self.glyphs = ASCII if ascii_only else UNICODE
         self._history = source.history
@@ -69,13 +69,13 @@ class Top(App[int]):
         self._frozen = False
         self._away: Away | None = None
         self._over = ""
-        """Why nothing more comes."""
+        """Reason that nothing more comes; empty while more may."""
         self._note = ""
         self._note_timer: Timer | None = None
-        """Takes the note away."""
+        """Timer that takes the note away."""
         self._drawn_at = 0.0
         self._stale = False
-        """There is something that is not drawn."""
+        """Whether there is something that is not drawn."""
         self._seen: PaneName = "rollouters"
         self._header, self._pipeline, self._time, self._tab_line, self._foot, self._small = (
             Block(ascii_only=ascii_only, id=name) for name in ("header", "pipeline", "time", "tabs", "foot", "small")
@@ -86,7 +86,6 @@ class Top(App[int]):
     # --- the screen ---
 
     def compose(self) -> ComposeResult:
-        """See App."""
         yield self._header
         yield self._pipeline
         yield self._time
@@ -108,11 +107,11 @@ class Top(App[int]):
         self._draw()
 
     def on_resize(self, event: Resize) -> None:
-        """See the stylesheet."""
+        """Arrange the panes for the new size."""
         self._arrange(event.size)
 
     def _arrange(self, size: Size | None = None) -> None:
-        """All panes at once, or one of them, or none."""
+        """Show all panes at once, or one of them, or none."""
         # While a new size is told the app still has the old one.
         columns, rows = size or self.size
         found, base = room(columns, rows), self.screen_stack[0]
@@ -125,7 +124,7 @@ class Top(App[int]):
             self._body.panes[self._seen].focus()
         self.call_after_refresh(self._draw)
 
-    # --- what comes in ---
+    # --- snapshots ---
 
     @work(exclusive=True)
     async def _follow(self, feed: Feed) -> None:
@@ -139,7 +138,7 @@ class Top(App[int]):
                     self._stale = True
                     at = time.monotonic()
                     self._tick()
-                    # There is a newer one by then: to read what is not drawn would be for nothing.
+                    # There is a newer one by then: to read one that is not drawn would be for nothing.
                     await asyncio.sleep(max(0.0, at + DRAW_S - time.monotonic()))
             self._over = "the run has ended"
         except AsyncRLError as error:
@@ -152,7 +151,7 @@ class Top(App[int]):
 
     @work
     async def _await_end(self, replay: Replay, whole: Callable[[], Replay | None]) -> None:
-        """Where a replay ends before the run: look from time to time whether that has ended too."""
+        """Look from time to time whether the run has ended too, where a replay ends before it."""
         while replay.lives:
             await asyncio.sleep(LOOK_S)
             if not replay.at_end:
@@ -218,7 +217,7 @@ class Top(App[int]):
     # --- keys ---
 
     def action_interrupt(self) -> None:
-        """Quit, as whoever is interrupted does."""
+        """Quit, as an interrupted command does."""
         self.exit(return_code=130)
 
     def action_pane(self, number: int) -> None:
@@ -229,7 +228,7 @@ class Top(App[int]):
             self._arrange()
 
     def action_next(self, by: int) -> None:
-        """The next pane."""
+        """Show the next pane."""
         panes = panes_of(self.document)
         at = panes.index(self._seen) if self._seen in panes else 0
         self.action_pane((at + by) % len(panes) + 1)
@@ -243,14 +242,14 @@ class Top(App[int]):
         self._choose(replace(self._choice, descending=not self._choice.descending))
 
     def action_level(self) -> None:
-        """The next level of events."""
+        """Choose the next level of events."""
         level = LEVELS[(LEVELS.index(self._choice.level) + 1) % len(LEVELS)]
         self._choose(replace(self._choice, level=level))
 
     def action_filter(self) -> None:
-        """Ask for what to filter by."""
+        """Ask for the text to filter by."""
         if self.focused is self._filter:
-            # After what was typed before it.
+            # After the keys that were typed before it.
             self._filter.post_message(Key("slash", "/"))
         elif self.screen is self.screen_stack[0]:
             self._filter.display = True
@@ -288,13 +287,13 @@ class Top(App[int]):
         self._draw()
 
     def action_step(self, by: int) -> None:
-        """By a snapshot."""
+        """Go by snapshots in a replay."""
         if self.source.replay is not None:
             self.source.replay.step(by)
             self._draw()
 
     def action_seek(self, share: float) -> None:
-        """By a share of the recording."""
+        """Go by a share of the recording."""
         if (replay := self.source.replay) is not None:
             replay.jump(replay.position + share * (replay.end - replay.begin))
             self._draw()
@@ -341,7 +340,7 @@ class Top(App[int]):
         self._say(said, NOTE_S)
 
     def _say(self, note: str, seconds: float | None = None) -> None:
-        """At the foot, for so long or until something else is said."""
+        """Show a note at the foot, for so long or until something else is said."""
         if self._note_timer is not None:
             self._note_timer.stop()
         self._note = note

@@ -29,7 +29,7 @@ def _apportioned(shares: Sequence[float], width: int) -> list[int]:
 
 
 def level_bar(value: float | None, limit: float | None, width: int, glyphs: Glyphs, style: Style = "level") -> Line:
-    """How full something is."""
+    """A bar of how full something is."""
     if value is None or not limit:
         return [(" " * width, "")]
     cells = max(0, min(width, round(value / limit * width)))

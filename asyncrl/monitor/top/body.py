@@ -1,4 +1,4 @@
-"""The panes side by side, or one of them where there is room for no more. What they show is made by panes/."""
+"""The panes side by side, or one of them where there is room for no more. Their lines are made by panes/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.monitor.top.widgets import PaneView
 
 
 class Body(Horizontal):
-    """See the module."""
+    """The container of the panes."""
 
     def __init__(self, *, ascii_only: bool) -> None:
         super().__init__(id="body")
@@ -22,7 +22,6 @@ class Body(Horizontal):
         self._left, self._right, self._pair = Vertical(id="left"), Vertical(id="right"), Horizontal(id="pair")
 
     def compose(self) -> ComposeResult:
-        """See Widget."""
         panes = self.panes
         with self._left:
             yield panes["rollouters"]
@@ -37,7 +36,7 @@ class Body(Horizontal):
                 yield panes["ledger"]
 
     def see(self, seen: PaneName) -> None:
-        """Show this one, where one alone is shown."""
+        """Show the pane ``seen``, where one alone is shown."""
         for name, view in self.panes.items():
             view.set_class(name == seen, "seen")
         left = seen in ("rollouters", "episodes", "events")
@@ -46,7 +45,7 @@ class Body(Horizontal):
         self._pair.set_class(seen in ("reward", "ledger"), "seen")
 
     def show(self, document: Document, choice: Choice, glyphs: Glyphs, room: Room, rows: int) -> None:
-        """Draw this, on a terminal of so many ``rows``."""
+        """Draw the document, on a terminal of so many ``rows``."""
         self.panes["episodes"].set_class(document.episodes is None, "absent")
         for known, height in heights(document, room, rows).items():
             self.panes[known].styles.height = height

@@ -19,12 +19,12 @@ from asyncrl.snapshot import ActorView, Resource
 EVENTS_SHOWN = 20
 RESOURCES_SHOWN = 16
 LOG_LINES = 3
-"""Of the screen for a warning or an error in a log; one for anything else."""
+"""Lines of the screen for a warning or an error in a log; one for anything else."""
 LABEL = 12
 
 
 def detail(document: Document, name: str, log: Sequence[str] | None, width: int, glyphs: Glyphs) -> Pane:
-    """``log`` are the last lines of its log file, oldest first; None where that cannot be read."""
+    """Lines on an actor. ``log``: the last lines of its log file, oldest first; None where that cannot be read."""
     actor = next((each for each in document.actors if each.name == name), None)
     if actor is None:
         return Pane([[(f"{name} is not part of this run", "bad")]])
@@ -104,7 +104,7 @@ def _facts(actor: ActorView) -> list[Line]:
 
 
 def _resource(resource: Resource, width: int, glyphs: Glyphs) -> list[Line]:
-    """Its bar and beside it its states, on as many lines as they need."""
+    """The bar of a resource and beside it its states, on as many lines as they need."""
     spent = resource.spent
     whole = sum(spent.values())
     shares = {state: seconds / whole for state, seconds in spent.items()} if whole > 0 else {}
@@ -130,7 +130,7 @@ def _figure(name: str, value: float) -> str:
 
 
 def _log_lines(text: str, width: int) -> list[Line]:
-    """A line of a log: JSON as the actors write it, or whatever else was printed."""
+    """A line of a log: JSON as the actors write it, or other text that was printed."""
     try:
         entry = from_json(text)
     except ValueError:

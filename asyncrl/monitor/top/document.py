@@ -1,8 +1,8 @@
-"""What asyncrl-top shows, as numbers: the screen is drawn from it, and ``--json`` prints it.
+"""Numbers that asyncrl-top shows: the screen is drawn from them, and ``--json`` prints them.
 
-Durations in seconds, sizes in bytes, shares 0 to 1; ``wall`` is Unix time. What is not known is null, never 0.
-Invariant: fields are added, never given another meaning; whatever breaks a reader raises SCHEMA. docs/top.schema.json
-is this module's JSON schema, as ``python -m asyncrl.monitor.top.document`` prints it.
+Durations in seconds, sizes in bytes, shares 0 to 1; ``wall`` is Unix time. An unknown figure is null, never 0.
+Invariant: fields are added, never given another meaning; a change that breaks a reader raises SCHEMA.
+docs/top.schema.json is this module's JSON schema, as ``python -m asyncrl.monitor.top.document`` prints it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class RunRow(Struct, frozen=True, kw_only=True):
     step: Count
     steps: Count
     version: int
-    """Of the weights; -1 before the first."""
+    """Version of the weights; -1 before the first."""
     step_s: float | None = None
-    """Mean of the newest steps, as ``phases``; without the first of a learner."""
+    """Mean time of the newest steps, as ``phases``; without the first of a learner."""
     eta_s: float | None = None
     tokens_per_s: float | None = None
-    """Sampled."""
+    """Tokens sampled a second."""
     samples_per_s: float | None = None
-    """Trajectories generated to their end."""
+    """Trajectories generated to their end, a second."""
     reward: float | None = None
-    """Mean of the newest step."""
+    """Mean reward of the newest step."""
     rewards: list[float] = []
-    """Of the newest steps, oldest first."""
+    """Mean rewards of the newest steps, oldest first."""
     evals: dict[str, float] = {}
-    """Newest mean of each evaluation."""
+    """Newest mean reward of each evaluation."""
     eval_versions: dict[str, tuple[int, int]] = {}
-    """The oldest and the newest version that sampled it."""
+    """The oldest and the newest version that sampled each evaluation."""
     reason: str = ""
     exit_code: int = 0
     waiting_for: list[str] = []
@@ -67,21 +67,21 @@ class StageRow(Struct, frozen=True, kw_only=True):
 
     stage: Stage
     actors: Count
-    """That live."""
+    """Actors that live."""
     expected: Count
     resources: Count = 0
     """Engines, workers, ranks."""
     rate: float | None = None
-    """What it does a second, in ``unit``."""
+    """Work that it does a second, in ``unit``."""
     unit: str
     depth: float | None = None
-    """What is in it or waits for it, in ``depth_unit``."""
+    """Work that is in it or waits for it, in ``depth_unit``."""
     depth_limit: float | None = None
     depth_unit: str
     states: dict[str, float] = {}
     """Shares of the time of all of its resources by state, of the learner of that of rank 0; they add up to 1."""
     kinds: dict[Kind, float] = {}
-    """The same by what the state is to the flow."""
+    """The shares, added up by the kind of the state."""
     bottleneck: bool = False
 
 
@@ -97,29 +97,29 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     state_s: float
     states: dict[str, float]
     in_flight: float | None = None
-    """Trajectories."""
+    """Trajectories in flight."""
     waiting: float | None = None
-    """Of these, those that the engine has not begun with."""
+    """Trajectories in flight that the engine has not begun with."""
     concurrency: float | None = None
     """Most calls that may be in its engine at a time."""
     tokens_per_s: float | None = None
     kv_use: float | None = None
     version: int | None = None
-    """Of the weights that its engine serves."""
+    """Version of the weights that its engine serves."""
     lag: Count | None = None
     """Versions behind the run's newest."""
     restarts: Count = 0
-    """Of the process and of its engine."""
+    """Restarts of the process and of its engine."""
     oldest_s: float | None = None
     """Age of the oldest trajectory."""
     stall_s: float | None = None
     """Generation time that its newest weight update cost."""
     drift: float | None = None
-    """Of its engine from the learner after the last update, nats; docs/weights.md."""
+    """Drift of its engine from the learner after the last update, nats; docs/weights.md."""
     drift_largest: float | None = None
-    """Since its start."""
+    """Largest drift since its start."""
     drift_warnings: Count = 0
-    """Updates after which it was drift.warn or more."""
+    """Updates after which the drift was drift.warn or more."""
 
 
 class RankRow(Struct, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ class RankRow(Struct, frozen=True, kw_only=True):
     state_s: float
     states: dict[str, float]
     tokens_per_s: float | None = None
-    """Trained by all ranks, prompts included; told by the first."""
+    """Tokens that all ranks train a second, prompts included; told by the first."""
     mfu: float | None = None
     """Share of the peak of all ranks' GPUs that the newest step used."""
     rss_bytes: Count | None = None
@@ -149,7 +149,7 @@ class LearningView(Struct, frozen=True, kw_only=True):
     loss: float | None = None
     """Loss of the policy (nats)."""
     grad_norm: float | None = None
-    """Before the clip."""
+    """Norm of the gradient before the clip."""
     entropy: float | None = None
     """Mean entropy of the policy over trained tokens (nats)."""
     kl: float | None = None
@@ -158,7 +158,7 @@ class LearningView(Struct, frozen=True, kw_only=True):
     """Divergence of the engine from the learner on tokens of equal weights (nats)."""
     lr: float | None = None
     reward: float | None = None
-    """Mean over everything scored since the step before."""
+    """Mean reward of everything scored since the step before."""
     reward_std: float | None = None
 
 
@@ -189,44 +189,44 @@ class WeightsView(Struct, frozen=True, kw_only=True):
     """Publications and updates."""
 
     idle_s: float | None = None
-    """For which the learner stood still for the newest version."""
+    """Time for which the learner stood still for the newest version."""
     gather_s: float | None = None
-    """Of the newest publication, on the learner."""
+    """Time of the gathering for the newest publication, on the learner."""
     publish_bytes: float | None = None
     failures: float | None = None
-    """Of updates, since the parameter server started."""
+    """Updates that failed since the parameter server started."""
     behind: float | None = None
     """Replicas that do not serve the newest version, as far as they have told."""
     paused: float | None = None
     reprefill_tokens: float | None = None
-    """That an update made an engine compute again; the mean of those of the newest step."""
+    """Tokens that an update made an engine compute again; the mean over the updates of the newest step."""
     updates: list[UpdateRow] = []
-    """The newest first."""
+    """Updates, the newest first."""
 
 
 class StalenessView(Struct, frozen=True, kw_only=True):
     """Versions between sampling and training."""
 
     limit: float | None = None
-    """What the gate works with."""
+    """The limit that the gate works with."""
     max: Count = 0
-    """staleness.max."""
+    """The value of staleness.max."""
     token_mean: float | None = None
     token_max: float | None = None
     late_groups: float | None = None
-    """Of the newest step."""
+    """Groups of the newest step that had late tokens."""
     late_trained: float | None = None
-    """Groups since the learner started that had late tokens: trained with them."""
+    """Groups since the learner started that had late tokens and were trained with them."""
     late_masked: float | None = None
-    """Trained without them."""
+    """Groups that were trained without their late tokens."""
     waited: float | None = None
-    """Waited for, lest they have any."""
+    """Groups that were waited for, lest they have late tokens."""
     requeued: float | None = None
-    """Given back, to be generated again."""
+    """Groups that were given back, to be generated again."""
     edges: list[float] = []
     """Upper edges of the buckets; the last bucket is open."""
     tokens: list[Count] = []
-    """Counts since the learner started, by bucket."""
+    """Tokens since the learner started, by bucket."""
     groups: list[Count] = []
 
 
@@ -239,26 +239,26 @@ class RewardView(Struct, frozen=True, kw_only=True):
     queued: float | None = None
     running: float | None = None
     p50_s: float | None = None
-    """Of the time in the function; upper edge of the bucket."""
+    """Median of the time in the function; upper edge of the bucket."""
     p99_s: float | None = None
     timeouts: float | None = None
     killed: float | None = None
-    """Workers."""
+    """Workers that were killed."""
     failed: float | None = None
     states: dict[str, float] = {}
 
 
 class LedgerView(Struct, frozen=True, kw_only=True):
-    """What became of the prompts, and what is under way against what the gate admits; groups."""
+    """Prompt groups by what became of them, and those under way against the number that the gate admits."""
 
     trained: float | None = None
     filtered: float | None = None
     quarantined: float | None = None
     outstanding: float | None = None
     gate: float | None = None
-    """How many may be outstanding at most with the present limit, all of them granted at the newest version."""
+    """Most that may be outstanding with the present limit, all of them granted at the newest version."""
     buffered: float | None = None
-    """Of the outstanding, those in the learner's buffer."""
+    """Outstanding groups that are in the learner's buffer."""
     groups_per_step: Count = 0
 
 
@@ -269,7 +269,7 @@ class EpisodeStageRow(Struct, frozen=True, kw_only=True):
     open: float | None = None
     """Episodes that are at it now."""
     share: float | None = None
-    """Of the time of episodes that have ended meanwhile; those of all stages add up to 1."""
+    """Share of the time of episodes that have ended meanwhile; those of all stages add up to 1."""
 
 
 class EpisodeHostRow(Struct, frozen=True, kw_only=True):
@@ -285,14 +285,14 @@ class EpisodeHostRow(Struct, frozen=True, kw_only=True):
     """Shares of the workers' time."""
     open: float | None = None
     waiting: float | None = None
-    """For a worker."""
+    """Episodes that wait for a worker."""
     played: float | None = None
     failed: float | None = None
     tool_calls: float | None = None
     tool_errors: float | None = None
     """Calls of tools that raised, that there are not, or with wrong arguments."""
     lost_workers: float | None = None
-    """That were ended, or ended by themselves."""
+    """Workers that were ended, or ended by themselves."""
     restarts: Count = 0
 
 
@@ -303,35 +303,35 @@ class EpisodesView(Struct, frozen=True, kw_only=True):
     oldest_s: float | None = None
     """Age of the oldest attempt that is open."""
     stages: list[EpisodeStageRow] = []
-    """With the most episodes first."""
+    """Stages, those with the most episodes first."""
     turns_mean: float | None = None
-    """Of episodes that have ended meanwhile."""
+    """Mean turns of episodes that have ended meanwhile."""
     turns_p95: float | None = None
-    """Upper edge of the bucket."""
+    """95th percentile of the turns; upper edge of the bucket."""
     prompt_tokens_mean: float | None = None
-    """Of the context of a call."""
+    """Mean tokens of the context of a call."""
     cost_factor: float | None = None
     """Tokens prefilled and sampled, over those had each call gone on from the one before."""
     reprefill_tokens: float | None = None
-    """Computed again after updates."""
+    """Tokens computed again after updates."""
     malformed_calls: float | None = None
-    """Of tools, that could not be read."""
+    """Calls of tools that could not be read."""
     ended: dict[str, float] = {}
-    """By outcome."""
+    """Episodes that ended, by outcome."""
     failed: dict[str, float] = {}
-    """Attempts by cause."""
+    """Attempts that failed, by cause."""
     forks: dict[str, float] = {}
-    """By cause."""
+    """Calls that forked, by cause."""
     hosts: list[EpisodeHostRow] = []
 
 
 class Document(Struct, frozen=True, kw_only=True):
-    """See the module."""
+    """Everything that asyncrl-top shows, as numbers."""
 
     schema: int = SCHEMA
     wall: float
     window_s: float
-    """Over which shares are taken; 0 for the whole life of each resource."""
+    """Time over which shares are taken; 0 for the whole life of each resource."""
     run: RunRow
     bottleneck: Verdict
     stages: list[StageRow]
@@ -344,11 +344,11 @@ class Document(Struct, frozen=True, kw_only=True):
     reward: RewardView
     ledger: LedgerView
     episodes: EpisodesView | None = None
-    """Null where a prompt has one response."""
+    """The episodes; null where a prompt has one response."""
     events: list[Event]
-    """Oldest first."""
+    """Events, oldest first."""
     actors: list[ActorView]
-    """All of them, as in the snapshot."""
+    """All actors, as in the snapshot."""
 
 
 def to_json(document: Document) -> bytes:

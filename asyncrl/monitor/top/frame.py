@@ -1,4 +1,4 @@
-"""The lines around the panes: tabs, the time bar of a replay, and what is said at the foot. Pure."""
+"""The lines around the panes: tabs, the time bar of a replay, and the foot. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.monitor.top.replay import Replay
 from asyncrl.monitor.top.text import Glyphs, Line, length
 
 KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
-"""As many of them as there is room for."""
+"""Hints of the keys, as many as there is room for."""
 
 
 def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
@@ -29,7 +29,7 @@ def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
 
 
 def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
-    """Where in a recording one is."""
+    """Place of the viewer in a recording, as a bar."""
     past, whole = replay.position - replay.begin, replay.end - replay.begin
     left = f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}  "
     right = f"  ×{replay.speed:g} {'playing' if replay.playing else 'paused'}"
@@ -38,7 +38,7 @@ def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
 
 
 def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: Away | None, attached: bool) -> Line:
-    """How what is seen is to be taken."""
+    """Status of the picture that is seen: a note, frozen, a replay, over, away, live or attaching."""
     if note:
         return [("frozen  ", "bad"), (note, "warn")] if frozen else [(note, "warn")]
     if frozen:

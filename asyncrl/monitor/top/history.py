@@ -37,7 +37,7 @@ class Moment:
 
     @property
     def learner(self) -> object:
-        """Which of the run's learners trained the newest step; None before the first."""
+        """Start of the learner that trained the newest step; None before the first step."""
         return self.snapshot.train[-1].get("start", 0) if self.snapshot.train else None
 
 
@@ -75,15 +75,15 @@ class History:
 
     @property
     def newest(self) -> Snapshot | None:
-        """None before the first."""
+        """The newest snapshot; None before the first."""
         return self._kept[-1].snapshot if self._kept else None
 
     def recent(self) -> Interval:
-        """For rates."""
+        """Interval for rates."""
         return self._since(RATES_S)
 
     def steps(self) -> Interval | None:
-        """For shares; None when there is one snapshot alone."""
+        """Interval for shares; None when there is one snapshot alone."""
         window = self.window()
         return Interval(window[0].snapshot, window[-1].snapshot) if len(window) > 1 else None
 
@@ -94,7 +94,7 @@ class History:
         return stepping if len(stepping) > 1 else found
 
     def stepping_s(self) -> float:
-        """How long of ``window`` the present learner has trained steps; all of it before the first."""
+        """Seconds of ``window`` in which the present learner has trained steps; all of it before the first."""
         stepping = self._stepping(self.window())
         return stepping[-1].wall - stepping[0].wall
 
@@ -106,7 +106,7 @@ class History:
         return Interval(self._back(seconds)[0].snapshot, self._kept[-1].snapshot)
 
     def _back(self, seconds: float) -> list[Moment]:
-        """The newest, and those before it up to the first that is older by so much."""
+        """The newest moment, and those before it up to the first that is older by so much."""
         found: list[Moment] = []
         for each in reversed(self._kept):
             found.append(each)

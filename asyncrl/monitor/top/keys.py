@@ -1,4 +1,4 @@
-"""What the keys of the panes do: actions of app.py by their names."""
+"""Keys of the panes, with the names of their actions in app.py."""
 
 from __future__ import annotations
 

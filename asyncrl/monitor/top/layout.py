@@ -1,4 +1,4 @@
-"""Where everything stands on a terminal, by its size; and what the keys are. Pure."""
+"""Places of everything on a terminal, by its size; and the text on the keys. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncrl.monitor.top.panes.staleness import buckets
 from asyncrl.monitor.top.text import wrapped
 
 WIDE = (150, 40)
-"""From this width and height on all panes are seen at once."""
+"""Width and height from which on all panes are seen at once."""
 LEAST = (60, 16)
-"""Below this there is no room for anything."""
+"""Width and height below which there is no room for anything."""
 MOST_RANKS, MOST_BUCKETS = 6, 12
-"""Seen at once where all panes are."""
+"""Ranks and buckets that are seen at once where all panes are."""
 MOST_EPISODES = 12
-"""Stages and hosts of episodes."""
+"""Stages and hosts of episodes that are seen at once where all panes are."""
 RANKS_FRAME, BUCKETS_FRAME, EPISODES_FRAME = 6, 4, 7
 """Rows of borders and heads."""
 TAKEN = 27
@@ -84,14 +84,14 @@ q quits; the run does not notice"""
 
 
 def room(width: int, height: int) -> Room:
-    """What there is room for."""
+    """Room on a terminal of this size."""
     if width < LEAST[0] or height < LEAST[1]:
         return "small"
     return "wide" if width >= WIDE[0] and height >= WIDE[1] else "narrow"
 
 
 def heights(document: Document, room: Room, rows: int) -> dict[PaneName, int | str]:
-    """Of the panes whose height depends on what is in them, where all panes are seen."""
+    """Heights of the panes that vary with what is in them, where all panes are seen."""
     if room != "wide":
         return {"learner": "1fr", "staleness": "1fr", "episodes": "1fr"}
     free = rows - TAKEN - RANKS_FRAME - BUCKETS_FRAME
@@ -109,7 +109,7 @@ def heights(document: Document, room: Room, rows: int) -> dict[PaneName, int | s
 
 
 def help_lines(width: int, kinds: Mapping[Kind, str]) -> list[str]:
-    """What the keys are; in one column where there is no room for two."""
+    """Text on the keys; in one column where there is no room for two."""
     text = HELP.format_map({str(kind): glyph for kind, glyph in kinds.items()})
     if width >= HELP_WIDTH:
         return [

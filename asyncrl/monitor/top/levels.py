@@ -1,7 +1,7 @@
 """The levels of a run at one moment. Pure.
 
-They swing with every step, so what is said of them is a mean over time: they are taken once of each snapshot, and kept
-beside it. Of an actor that is gone there are none; what is not known is None.
+Levels swing with every step, so that they are told as means over time: they are taken once of each snapshot, and
+kept beside it. An actor that is gone has none; a level that is not known is None.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from asyncrl.monitor.rates import mean, total
 from asyncrl.snapshot import ActorView, RunView, Snapshot
 
 AT = "rollout/episodes_at/"
-"""Begins the names of figures of stages."""
+"""Beginning of the names of figures of stages."""
 GONE = frozenset({"absent", "dead", "lost", "aside"})
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """See the module."""
+    """Levels of a run at one moment."""
 
     wall: float
     dataloader_busy: float | None
@@ -33,11 +33,11 @@ class Levels:
     gate_filled: float | None
     """Share of what the gate admits that is outstanding."""
     episodes: Mapping[str, float]
-    """Those that are open by stage; empty where nothing is known of any."""
+    """Episodes that are open by stage; empty where nothing is known of any."""
 
 
 def levels_of(snapshot: Snapshot) -> Levels:
-    """Those of this moment."""
+    """Levels at the moment of a snapshot."""
     rollouters, dataloaders = living_in(snapshot, "rollouter"), living_in(snapshot, "dataloader")
     outstanding, gate = (level_of(dataloaders, f"tickets/{name}") for name in ("outstanding", "gate"))
     return Levels(
@@ -68,17 +68,17 @@ def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
 
 
 def level_of(actors: list[ActorView], figure: str) -> float | None:
-    """A gauge, added up over them."""
+    """A gauge, added up over the actors."""
     return total(actor.figures.get(figure) for actor in actors)
 
 
 def served_version(actor: ActorView) -> int | None:
-    """Of the weights that a rollouter's engine serves; None before the first."""
+    """Version of the weights that a rollouter's engine serves; None before the first."""
     version = int(actor.figures.get("rollout/served_version", actor.version))
     return version if version >= 0 else None
 
 
 def versions_behind(run: RunView, actor: ActorView) -> int | None:
-    """How many versions a rollouter's engine serves less than the newest; None before its first."""
+    """Versions by which a rollouter's engine is behind the newest; None before its first."""
     version = served_version(actor)
     return None if version is None else max(0, run.version - version)

@@ -1,7 +1,7 @@
-"""The snapshots of a run that lives, and after them how it ended.
+"""The snapshots of a run that lives, and after them one of its end.
 
 Invariant: the last snapshot of a run that has ended is one of its end. A run that was killed as a whole gives none
-itself: then it is what was recorded last, or seen last, made into that, as at the end of a replay.
+itself: then the snapshot that was recorded or seen last is made into one, as at the end of a replay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.snapshot import OVER, Snapshot
 
 
 async def follow(target: Target) -> AsyncIterator[Snapshot | Away]:
-    """``watch``, and the end. Raises UsageError as that."""
+    """Snapshots of ``watch``, and then one of the end. Raises UsageError as ``watch`` does."""
     last: Snapshot | None = None
     async for seen in watch(target):
         yield seen

@@ -1,4 +1,4 @@
-"""The end of an actor's log file, or what stood there at an earlier moment.
+"""The end of an actor's log file, or its end at an earlier moment.
 
 Lines come in order of time, each with a timestamp in ISO 8601; what was printed without one belongs to the line before.
 Invariant: a log of any length is read in a few small parts.
@@ -14,7 +14,7 @@ from typing import BinaryIO
 LINES = 20
 BYTES = 16_384
 PROBE = 1 << 18
-"""At most so many bytes are looked through for a line with a timestamp."""
+"""Bytes, at most, that are looked through for a line with a timestamp."""
 
 
 def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = None) -> list[str] | None:
@@ -36,7 +36,7 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
 
 
 def _end_of(file: BinaryIO, size: int, until: float) -> int:
-    """Where the first line begins that is later; ``size`` if there is none."""
+    """Offset at which the first line begins that is later; ``size`` if there is none."""
     # The first line with a timestamp that begins at ``late`` or after it is later, and that of ``early`` is not.
     early, late = 0, size
     while late - early > BYTES:
@@ -56,8 +56,8 @@ def _end_of(file: BinaryIO, size: int, until: float) -> int:
 
 
 def _first_stamp(file: BinaryIO, offset: int, most: int) -> tuple[int, float, int] | None:
-    """Of the first line with a timestamp that begins at ``offset`` or within ``most`` bytes after it: where it begins,
-    its time, where it ends."""
+    """Begin (offset), time and end (offset) of the first line with a timestamp that begins at ``offset`` or within
+    ``most`` bytes after it."""
     file.seek(max(0, offset - 1))
     if offset:
         # The rest of the line before, which is nothing but its end where a line begins at ``offset``.

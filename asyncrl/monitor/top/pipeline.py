@@ -25,13 +25,13 @@ PHASE_STYLES: dict[str, Style] = {
 }
 NAMES_SHOWN = 3
 SHORT = {"rollouters": "roll.", "dataloader": "data."}
-"""Where how many are there takes the room of the name."""
+"""Short names, for stages where the number of actors takes the room of the name."""
 ROOMY = 16
-"""From this width on a stage has room for blanks."""
+"""Width from which on a stage has room for blanks."""
 
 
 def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
-    """Two lines: where the run stands, and what it does a second."""
+    """Two lines: the state of the run, and its rates."""
     run = document.run
     phase = _said_phase(run)
     first: list[Line] = [
@@ -65,7 +65,7 @@ def _versions(served: tuple[int, int] | None) -> str:
 
 
 def _said_phase(run: RunRow) -> str:
-    """Where a run stands, in a word: one that ended before its last step is not done."""
+    """State of a run in a word: one that ended before its last step is not done."""
     if run.phase == "running" and run.stalled:
         return "stalled"
     return phase_word(run.phase, run.exit_code)
@@ -114,7 +114,7 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
 
 
 def _rate(stage: StageRow, wide: int) -> str:
-    """With a blank before the arrow."""
+    """Rate of a stage, with a blank before the arrow."""
     said = f"{rate(stage.rate)} {stage.unit}/s"
     return said if len(said) < wide else said.replace("tokens/s", "tok/s")
 
@@ -183,7 +183,7 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     if run.down:
         missing.append([("down: ", "bad"), (_some(run.down), "")])
     if missing:
-        # Whoever waits, waits for these.
+        # All that wait, wait for these.
         lines.insert(0, joined(missing))
     lines += [[(text, "")] for text in rest]
     if len(lines) > 2:

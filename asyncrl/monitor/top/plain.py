@@ -13,7 +13,7 @@ MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
 
 
 def page(document: Document, width: int, glyphs: Glyphs, *, ascii_only: bool = False, whole: bool = False) -> str:
-    """All panes, one below the other. Of events and updates the newest, and events as a ``whole`` if that is asked for,
+    """All panes, one below the other: the newest of events and updates, and events as a ``whole`` if that is asked for,
     however wide they are."""
     choice = Choice()
     lines: list[Line] = [*header(document, width, glyphs), [], *pipeline(document, width, glyphs)]

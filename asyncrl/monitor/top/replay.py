@@ -1,7 +1,7 @@
 """A recorded run, gone through at will. Snapshots stay as they lie on disk until they are shown.
 
-Invariant: a recording of a run that does not live ends with how it ended; where nothing tells, with that. Fails with
-UsageError when nothing is recorded, or nothing of it can be read.
+Invariant: a recording of a run that does not live ends with the run's end; where nothing tells it, with that. Fails
+with UsageError when nothing is recorded, or nothing of it can be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRAMES = 24
 
 
 class Replay:
-    """Where the viewer is in a recording; ``position`` is Unix time, s."""
+    """Place of the viewer in a recording; ``position`` is Unix time, s."""
 
     def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False, note: str = "") -> None:
         """``entries`` are (wall, snapshot as recorded), in order of time; there is at least one.
@@ -41,19 +41,19 @@ class Replay:
         self._history = History()
 
     def take(self, whole: Replay) -> None:
-        """Go on in ``whole``, a later look at the same recording, from where one is."""
+        """Go on in ``whole``, a later look at the same recording, from the present position."""
         self.lives, self.note = whole.lives, whole.note
         self._walls, self._bodies = whole._walls, whole._bodies
         self._shown = -1
 
     @property
     def begin(self) -> float:
-        """Of the recording."""
+        """Begin of the recording."""
         return self._walls[0]
 
     @property
     def end(self) -> float:
-        """Of the recording."""
+        """End of the recording."""
         return self._walls[-1]
 
     @property
@@ -68,13 +68,13 @@ class Replay:
             self.playing = not self.at_end
 
     def play_or_stop(self) -> None:
-        """The other of both; at the end from the beginning."""
+        """Play if it is stopped, and stop if it plays; at the end play from the beginning."""
         if self.at_end and not self.playing:
             self.jump(self.begin)
         self.playing = not self.playing
 
     def jump(self, position: float) -> None:
-        """Go there."""
+        """Go to a position."""
         self.position = max(self.begin, min(self.end, position))
 
     def step(self, by: int) -> None:
@@ -83,7 +83,7 @@ class Replay:
         self.position = self._walls[max(0, min(len(self._walls) - 1, self._index() + by))]
 
     def faster(self, by: int) -> None:
-        """The next speed, or the one before."""
+        """Take the next speed, or the one before."""
         self.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, SPEEDS.index(self.speed) + by))]
 
     def history(self) -> History:
@@ -134,7 +134,7 @@ def ended(last: Snapshot, *, lives: bool) -> Snapshot:
 
 
 def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """How a run that does not live has ended, as far as it is recorded or was ``seen``; None if neither. Blocks."""
+    """End of a run that does not live, as far as it is recorded or was ``seen``; None if neither. Blocks."""
     last = seen
     for _, body in reversed(read_latest(run_dir, 0.0)):
         if (found := decode(body)) is not None:
@@ -158,7 +158,7 @@ def open_replay(run_dir: Path, *, lives: bool) -> Replay:
 
 
 def recent_history(run_dir: Path) -> History:
-    """What was recorded of the last minutes, so that a viewer that has just come knows shares at once."""
+    """Recorded snapshots of the last minutes, so that a viewer that has just come knows shares at once."""
     try:
         entries = read_latest(run_dir, LONGEST_S)
     except OSError:

@@ -1,4 +1,4 @@
-"""What is laid over the panes: the keys, and an actor in detail."""
+"""Screens over the panes: the keys, and an actor in detail."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from asyncrl.monitor.top.text import Glyphs, Line
 from asyncrl.monitor.top.widgets import Block, PaneView
 
 LOG_S = 2.0
-"""How often the end of a log is read."""
+"""Time between two reads of the end of a log (s)."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """The keys."""
+    """Screen of the keys."""
 
     CSS = """
     HelpScreen { align: center middle; }
@@ -41,7 +41,6 @@ class HelpScreen(ModalScreen[None]):
         self._view = PaneView(ascii_only=ascii_only, id="help")
 
     def compose(self) -> ComposeResult:
-        """See Screen."""
         yield self._view
 
     def on_mount(self) -> None:
@@ -93,7 +92,6 @@ class DetailScreen(Screen[None]):
         self._view = PaneView(ascii_only=ascii_only, id="detail")
 
     def compose(self) -> ComposeResult:
-        """See Screen."""
         yield self._top
         yield self._view
 
@@ -127,7 +125,7 @@ class DetailScreen(Screen[None]):
             self._view.show(detail(document, self._actor, self._log, self._view.room, self._glyphs))
 
     def action_other(self, by: int) -> None:
-        """The next actor, or the one before."""
+        """Show the next actor, or the one before."""
         document = self._document()
         names = [actor.name for actor in document.actors] if document is not None else []
         if self._actor in names:

@@ -1,4 +1,4 @@
-"""Where the terminal has its snapshots from."""
+"""Source of the snapshots for the terminal."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Feed = Callable[[], AsyncIterator[Snapshot | Away]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where snapshots come from: a feed, or a recording."""
+    """Source of snapshots: a feed, or a recording."""
 
     feed: Feed | None = None
     replay: Replay | None = None
     history: History = field(default_factory=History)
-    """What is known before the first snapshot comes."""
+    """Snapshots that are known before the first one comes."""
     whole: Callable[[], Replay | None] | None = None
     """The recording once more, as a whole, when the run has ended; None before. Blocks; raises UsageError, OSError."""
     run_dir: Path | None = None
-    """Where logs are, if they can be read."""
+    """Run folder that holds the logs, if they can be read."""
     trace: Callable[[], Awaitable[str]] | None = None
-    """Has a trace written; says what came of it."""
+    """Function that has a trace written; says what came of it."""

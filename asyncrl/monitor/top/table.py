@@ -16,14 +16,14 @@ class Column:
     title: str
     right: bool = False
     width: int = 0
-    """At least; so that columns do not move with every figure."""
+    """Least width; so that columns do not move with every figure."""
     most: int = 40
     drop: int = 0
     """Columns with larger numbers go first when there is no room; 0 stays."""
     spare: bool = False
-    """Left out where nothing is known of it."""
+    """Whether it is left out where nothing is known of it."""
     key: str = ""
-    """By which rows are sorted; empty if they cannot be."""
+    """Key by which rows are sorted; empty if they cannot be."""
 
 
 Cell = Span | Line
@@ -36,7 +36,7 @@ class Row:
     key: str
     cells: Sequence[Cell]
     heading: bool = False
-    """Not an entry, but what stands above some."""
+    """Whether it is no entry, but stands above some."""
 
 
 NARROW = 100

@@ -63,7 +63,7 @@ ASCII = Glyphs(
 
 
 def to_ascii(text: str) -> str:
-    """For a terminal that knows no more; one character for one, so that no glyph moves."""
+    """Text for a terminal that knows no more; one character for one, so that no glyph moves."""
     for glyph, plain in (
         (ABSENT, "-"),
         ("…", "~"),
@@ -102,7 +102,7 @@ def cut(text: str, width: int) -> str:
 
 
 def fit(line: Line, width: int) -> Line:
-    """Cut or padded to exactly ``width`` cells."""
+    """The line, cut or padded to exactly ``width`` cells."""
     found: Line = []
     left = width
     for text, style in line:
@@ -115,12 +115,12 @@ def fit(line: Line, width: int) -> Line:
 
 
 def plain(line: Line) -> str:
-    """Without styles."""
+    """Text of a line, without styles."""
     return "".join(printable(text) for text, _ in line)
 
 
 def joined(parts: Sequence[Line], between: str = "   ") -> Line:
-    """Those that are not empty, one after the other."""
+    """Parts that are not empty, one after the other."""
     found: Line = []
     for part in parts:
         if part:
@@ -129,7 +129,7 @@ def joined(parts: Sequence[Line], between: str = "   ") -> Line:
 
 
 def fitting(parts: Sequence[Line], width: int) -> Line:
-    """The first of them that stand side by side in this width; there is always one."""
+    """The first parts that stand side by side in this width; there is always one."""
     found = joined(parts[:1])
     for number in range(2, len(parts) + 1):
         line = joined(parts[:number])
@@ -178,7 +178,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _room_for(text: str, width: int) -> int:
-    """How many of its characters fit into so many cells; one at least."""
+    """Number of characters of a text that fit into so many cells; one at least."""
     if text.isascii():
         return width
     for start, end, wide in split_graphemes(text[: 4 * width])[0]:

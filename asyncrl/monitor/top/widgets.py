@@ -39,7 +39,7 @@ CURSOR = RichStyle(reverse=True)
 def to_strip(line: Line, width: int, base: RichStyle, *, ascii_only: bool, cursor: bool = False) -> Strip:
     """A line of exactly ``width`` cells, on ``base``."""
     if ascii_only:
-        # Before it is measured: what takes two cells is one character there. What it is cut with comes after.
+        # Before it is measured: a character of two cells is one there. The mark of a cut comes after.
         line = [(to_ascii(text), name) for text, name in line]
         line = [(to_ascii(text), name) for text, name in fit(line, width)]
     segments = [Segment(text, base + (CURSOR if cursor else STYLES[name])) for text, name in fit(line, width)]
@@ -55,14 +55,13 @@ class Block(Widget):
         self._lines: list[Line] = []
 
     def show(self, lines: list[Line]) -> None:
-        """Draw these."""
+        """Draw the lines."""
         old, self._lines = self._lines, lines
         for number in range(max(len(old), len(lines))):
             if old[number : number + 1] != lines[number : number + 1]:
                 self.refresh(Region(0, number, self.size.width, 1))
 
     def render_line(self, y: int) -> Strip:
-        """See Widget."""
         line = self._lines[y] if y < len(self._lines) else []
         return to_strip(line, self.size.width, self.rich_style, ascii_only=self._ascii)
 
@@ -96,10 +95,10 @@ class PaneView(ScrollView, can_focus=True):
         self._pane = Pane([])
         self._cursor = 0
         self._drawn: list[Line | None] = []
-        """What stands on each line of the screen."""
+        """Lines that stand on the screen, by row."""
 
     def show(self, pane: Pane) -> None:
-        """Draw this."""
+        """Draw the pane."""
         key = self.chosen
         self._pane = pane
         # The cursor stays with what it was on, wherever that is sorted to.
@@ -119,7 +118,7 @@ class PaneView(ScrollView, can_focus=True):
 
     @property
     def chosen(self) -> str:
-        """What the entry under the cursor is about; empty if it is about nothing."""
+        """Actor that the entry under the cursor is about; empty if it is about nothing."""
         keys = self._pane.keys
         return keys[self._cursor] if self._cursor < len(keys) else ""
 
@@ -145,12 +144,11 @@ class PaneView(ScrollView, can_focus=True):
     def _redraw(self) -> None:
         drawn = self._drawn
         for y in range(self.size.height):
-            # Of a line that is not known it is not known either that it will be drawn.
+            # A line that is not known is not known either to be drawn.
             if y >= len(drawn) or self._line_at(y) != drawn[y]:
                 self.refresh(Region(0, y, self.size.width, 1))
 
     def render_line(self, y: int) -> Strip:
-        """See Widget."""
         line = self._line_at(y)
         while len(self._drawn) <= y:
             self._drawn.append(None)
@@ -167,7 +165,7 @@ class PaneView(ScrollView, can_focus=True):
         self._cursor = self._entry_from(max(0, min(self._cursor + by, len(keys) - 1)), by)
         height = self.size.height - len(self._pane.head)
         top = self.scroll_offset.y
-        # With the headings above it.
+        # The headings above the entry come with it.
         first = self._cursor
         while first and not keys[first - 1]:
             first -= 1
@@ -182,7 +180,7 @@ class PaneView(ScrollView, can_focus=True):
         self.action_move(by * max(1, self.size.height - len(self._pane.head) - 1))
 
     def action_choose(self) -> None:
-        """The entry under the cursor, or what the pane is about."""
+        """Choose the entry under the cursor, or the actor that the pane is about."""
         if key := self.chosen or self._pane.about:
             self.post_message(self.Chosen(key))
 
@@ -196,12 +194,12 @@ class PaneView(ScrollView, can_focus=True):
                 self.action_choose()
 
     def watch_show_vertical_scrollbar(self, shown: bool) -> None:
-        """It takes a column."""
+        """Draw anew: the scrollbar takes a column."""
         self._drawn = []
         self.post_message(self.Resized())
 
     def on_resize(self, event: Resize) -> None:
-        """Its lines depend on the width."""
+        """Draw anew: lines depend on the width."""
         self._drawn = []
         self.post_message(self.Resized())
 

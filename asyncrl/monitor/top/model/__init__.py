@@ -1,4 +1,4 @@
-"""From snapshots to what is shown of them: the only place where figures are given a meaning. Pure."""
+"""The Document, made from snapshots: the only place where figures are given a meaning. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.monitor.top.model.views import ledger, reward, staleness, weights
 
 
 def build(history: History) -> Document:
-    """What is shown of the newest snapshot; there must be one."""
+    """Document of the newest snapshot; there must be one."""
     snapshot = history.newest
     assert snapshot is not None
     facts = Facts(snapshot, history)

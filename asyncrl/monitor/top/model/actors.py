@@ -61,7 +61,7 @@ def rank(facts: Facts, actor: ActorView) -> RankRow:
 
 
 def _present(actor: ActorView) -> tuple[str, str, float]:
-    """State, whom it waits for and since when: of its serial resource, or its own."""
+    """State, whom it waits for, and seconds since it was entered: of an actor's serial resource, or its own."""
     for resource in actor.resources[:1]:
         return resource.state, resource.awaiting, resource.state_s
     return actor.state, actor.awaiting, actor.state_s

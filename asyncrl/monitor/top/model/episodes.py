@@ -14,7 +14,7 @@ from asyncrl.snapshot import ActorView
 
 
 def episodes(facts: Facts) -> EpisodesView | None:
-    """None where a prompt has one response."""
+    """The episodes; None where a prompt has one response."""
     rollouters, hosts = facts.of("rollouter"), facts.of("episodes")
     if not hosts:
         return None
@@ -73,7 +73,7 @@ def _family(actors: Iterable[ActorView], beginning: str) -> dict[str, float]:
 
 
 def _shares(facts: Facts) -> Shares:
-    """Of the time of episodes that have ended meanwhile, by stage."""
+    """Shares of the time of episodes that have ended meanwhile, by stage."""
     spent: dict[str, float] = {}
     for actor in facts.of("rollouter"):
         if actor.condition in UNHEARD:
@@ -87,7 +87,7 @@ def _shares(facts: Facts) -> Shares:
 
 
 def _seen(facts: Facts, name: str) -> tuple[list[int], float]:
-    """What the histograms of all rollouters have taken in meanwhile: counts by bucket, and the sum."""
+    """Values that the histograms of all rollouters have taken in meanwhile: counts by bucket, and the sum."""
     counts, whole = [0] * (len(EDGES[name]) + 1), 0.0
     for actor in facts.of("rollouter"):
         seen = facts.steps.histogram(actor, name)

@@ -1,4 +1,4 @@
-"""What the parts of the Document are made from: the newest snapshot, and how things were before. Pure."""
+"""Facts that the parts of the Document are made from: the newest snapshot, and those before it. Pure."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ UNHEARD = GONE | {"silent", "condemned"}
 
 
 class Facts:
-    """A snapshot with its past. What an actor that is gone said last is no fact, but what it has counted is."""
+    """A snapshot with its past. The last words of an actor that is gone are no fact, but its counts are."""
 
     def __init__(self, snapshot: Snapshot, history: History) -> None:
         steps = history.steps()
         self.snapshot, self.run = snapshot, snapshot.run
         self.recent = history.recent()
-        """For rates."""
+        """Interval for rates."""
         self.steps = steps or Interval(None, snapshot)
-        """For shares."""
+        """Interval for shares."""
         self.window_s = 0.0 if steps is None else steps.seconds
         self.stepping_s = history.stepping_s()
-        """How long of it the present learner has trained steps."""
+        """Seconds of ``window`` in which the present learner has trained steps."""
         self.window = [moment.levels for moment in history.window()]
         """Levels over the time that shares are taken over, oldest first."""
         self.by_role: dict[str, list[ActorView]] = {}
         for actor in snapshot.actors:
             self.by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
         self.last: Mapping[str, Any] = snapshot.train[-1] if snapshot.train else {}
-        """The newest step."""
+        """Line of the newest step; empty before the first."""
 
     def condition(self, actor: ActorView) -> str:
-        """That of the snapshot; ended, and not dead, where that is as it should be."""
+        """Condition in the snapshot; ended, and not dead, where that is as it should be."""
         return "ended" if actor.condition == "dead" and self.run.phase in ENDING else actor.condition
 
     def of(self, role: str) -> list[ActorView]:
-        """All of its actors."""
+        """All actors of a role."""
         return self.by_role.get(role, [])
 
     def living(self, role: str) -> list[ActorView]:
-        """Those that are not gone."""
+        """Actors of a role that are not gone."""
         return living_in(self.snapshot, role)
 
     def level(self, role: str, figure: str) -> float | None:
-        """A gauge, added up."""
+        """A gauge, added up over the actors of a role that are not gone."""
         return level_of(self.living(role), figure)
 
     def over_window(self, level: Callable[[Levels], float | None]) -> float | None:
@@ -58,19 +58,19 @@ class Facts:
         return time_mean([(each.wall, level(each)) for each in self.window])
 
     def counted(self, role: str, figure: str) -> float | None:
-        """A counter, added up."""
+        """A counter, added up over the actors of a role."""
         return total(actor.figures.get(figure) for actor in self.of(role))
 
     def rate(self, role: str, figure: str) -> float | None:
-        """Increase of a counter a second."""
+        """Increase of a counter a second, added up over the actors of a role."""
         return total(self.rate_of(actor, figure) for actor in self.of(role))
 
     def rate_of(self, actor: ActorView, figure: str) -> float | None:
-        """That of one actor; None where it is not heard of."""
+        """Increase of one actor's counter a second; None where the actor is not heard of."""
         return None if actor.condition in UNHEARD else self.recent.rate(actor, figure)
 
     def states(self, role: str) -> Shares:
-        """Shares of the time of all of its resources, by state."""
+        """Shares of the time of all resources of a role, by state."""
         return self.shares(self.of(role))
 
     def shares(self, actors: Iterable[ActorView]) -> Shares:
@@ -85,7 +85,7 @@ class Facts:
         return mean(number_in(line, key) for line in without_first(self.snapshot.train)[-STEPS_FOR_MEANS:])
 
     def ledger_figure(self, name: str) -> float | None:
-        """What the learner says now, or said with its last step."""
+        """A figure that the learner tells now, or told with its last step."""
         told = total(actor.figures.get(name) for actor in self.of("learner")[:1])
         return number_in(self.last, name) if told is None else told
 

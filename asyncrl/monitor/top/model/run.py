@@ -28,11 +28,11 @@ LEARNING = {
     "reward": "reward/mean",
     "reward_std": "reward/std",
 }
-"""Fields of LearningView, and what they are called in a line of metrics."""
+"""Keys of a line of metrics by field of LearningView."""
 
 
 def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
-    """Where it stands, and what it does a second."""
+    """Row of the run: its state, and its rates."""
     run, train = facts.run, facts.snapshot.train
     step_s = facts.step_mean("time/step_s")
     left = run.steps - run.step
@@ -74,7 +74,7 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
 
 
 def _down(facts: Facts) -> list[str]:
-    """Who is dead, silent or not ready again, or has an engine that is not. A stalled run says itself who matters."""
+    """Actors that are dead, silent or not ready again, or whose engine is not. A stalled run says who matters."""
     if facts.run.phase != "running" or facts.run.stalled:
         return []
     found = []
@@ -89,7 +89,7 @@ def _down(facts: Facts) -> list[str]:
 
 
 def learning(facts: Facts) -> LearningView:
-    """The newest step."""
+    """Figures of the newest step."""
     last = facts.last
     return LearningView(
         step=last.get("step"),
@@ -98,6 +98,6 @@ def learning(facts: Facts) -> LearningView:
 
 
 def phases(facts: Facts) -> list[PhaseRow]:
-    """Of a step, in the mean."""
+    """Phases of a step, in the mean."""
     found = ((name, facts.step_mean(key)) for key, name in PHASES)
     return [PhaseRow(name=name, seconds=seconds) for name, seconds in found if seconds is not None]

@@ -14,12 +14,12 @@ from asyncrl.monitor.top.model.facts import Facts
 from asyncrl.snapshot import OVER
 
 OPEN = 0.5
-"""Below this share of what the gate admits it is not what anybody waits for."""
+"""Share of what the gate admits below which nobody waits for the gate."""
 
 
 def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
-    """Who waits on whom. Levels are means over the time of the shares: they swing with every step, and the verdict is
-    not to."""
+    """The verdict on who waits on whom. Levels are means over the time of the shares: they swing with every step, and
+    the verdict is not to."""
     return find_bottleneck(
         Flow(
             running=facts.run.phase == "running" and not facts.run.stalled,
@@ -40,7 +40,7 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
 
 
 def _episodes(facts: Facts) -> dict[str, float]:
-    """Open ones by stage."""
+    """Open episodes by stage."""
     stages = {stage for each in facts.window for stage in each.episodes}
     return {stage: level for stage in stages if (level := facts.over_window(partial(_at_stage, stage)))}
 
@@ -50,12 +50,12 @@ def _at_stage(stage: str, levels: Levels) -> float | None:
 
 
 def _learner(facts: Facts) -> Shares:
-    """Of rank 0: the others follow it."""
+    """Shares of rank 0: the others follow it."""
     return facts.shares(facts.of("learner")[:1])
 
 
 def _gate_open(facts: Facts) -> bool | None:
-    """Whether there was much room all the time."""
+    """Whether there was much room at the gate all the time."""
     filled = [each.gate_filled for each in facts.window]
     known = [share for share in filled if share is not None]
     return max(known) < OPEN if len(known) == len(filled) else None

@@ -90,7 +90,7 @@ def reward(facts: Facts) -> RewardView:
 
 
 def ledger(facts: Facts) -> LedgerView:
-    """What became of the prompts, and what is under way."""
+    """Prompt groups by what became of them, and those under way."""
     return LedgerView(
         trained=facts.ledger_figure("ledger/trained"),
         filtered=facts.ledger_figure("ledger/filtered"),

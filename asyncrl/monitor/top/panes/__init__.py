@@ -33,7 +33,7 @@ PANES: tuple[PaneName, ...] = tuple(_DRAWN)
 
 
 def panes_of(document: Document | None) -> tuple[PaneName, ...]:
-    """Those that this run has something for."""
+    """Panes that this run has something for."""
     return PANES if document is not None and document.episodes is not None else PANES[: PANES.index("episodes")]
 
 

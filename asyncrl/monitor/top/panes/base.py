@@ -1,4 +1,4 @@
-"""What panes are made of: what is drawn, what the user has chosen to see, and how an actor's state is said. Pure."""
+"""Parts of all panes: the lines that are drawn, the choice of the user, and the words for an actor's state. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BAR = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the user has chosen to see."""
+    """Choice of the user: the order, the filter and the level of events."""
 
     sort: str = "host"
     descending: bool = False
@@ -29,21 +29,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Pane:
-    """What is drawn; ``line`` gives entry ``i``, ``keys[i]`` is what it is about: an actor, or empty."""
+    """Lines of a pane; ``line`` gives entry ``i``, ``keys[i]`` is what it is about: an actor, or empty."""
 
     head: list[Line]
     keys: Sequence[str] = ()
     line: Callable[[int], Line] = field(default=lambda _number: [])
     about: str = ""
-    """The actor that it is about as a whole."""
+    """Actor that the pane is about as a whole."""
 
     def lines(self, most: int | None = None) -> list[Line]:
-        """All of it, or no more than so many entries."""
+        """All lines of the pane, or those of no more than so many entries."""
         return [*self.head, *(self.line(number) for number in range(len(self.keys[:most])))]
 
 
 def matches(choice: Choice, *texts: str) -> bool:
-    """Whether one of them holds what is looked for."""
+    """Whether one of the texts holds the needle."""
     needle = choice.needle.lower()
     return not needle or any(needle in text.lower() for text in texts)
 
@@ -59,7 +59,7 @@ def is_amiss(condition: str) -> bool:
 
 
 def said_state(condition: str, state: str, awaiting: str) -> Span:
-    """What an actor does, and how that is meant to look."""
+    """Words for what an actor does, with their style."""
     if condition in ("ready", "starting") and state:
         style: Style = {"wait": "dim", "start": "start", "weights": "weights", "upkeep": "upkeep"}.get(  # type: ignore[assignment]
             kind_of(state), ""

@@ -36,7 +36,7 @@ HOSTS = (
 
 
 def episodes(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """What is open, by stage; what came of those before; a row for each host."""
+    """Open episodes by stage, the ends of those before, and a row for each host."""
     view = document.episodes
     if view is None:
         return Pane([[("a prompt has one response: there are no episodes", "dim")]])
@@ -51,7 +51,7 @@ def episodes(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> 
 
 
 def summary(view: EpisodesView) -> str:
-    """How many are open at which stage, the most first."""
+    """Numbers of open episodes, in all and by stage, the most first."""
     at = [f"{count(row.open)} {row.name}" for row in view.stages if row.open]
     return f"{count(view.open)} episodes" + (f": {', '.join(at)}" if at else "")
 

@@ -1,4 +1,4 @@
-"""What happened, the newest first. Pure."""
+"""Events, the newest first. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EVENTS = (
 )
 LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 SAME_DAY_S = 43_200.0
-"""With older events among them the date is told too."""
+"""Age (s) of the oldest event above which the date is told too."""
 CONTROLLER = "controller/0"
-"""Whoever tells what happened to the run as a whole."""
+"""Actor that tells what happened to the run as a whole."""
 
 
 def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """From a level on."""
+    """Events from a level on."""
     shown = [event for event in reversed(document.events) if _is_wanted(event, choice)]
     if not shown:
         return Pane([[("nothing to tell", "dim")]], about=CONTROLLER)

@@ -33,7 +33,7 @@ def learner(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> P
 
 
 def _step(document: Document) -> Line:
-    """How long a step takes, and what of it each phase."""
+    """Duration of a step, and of each of its phases."""
     seconds = {phase.name: phase.seconds for phase in document.phases}
     if not seconds:
         return [("only a first step is trained so far" if document.run.step else "no step is trained so far", "dim")]
@@ -46,7 +46,7 @@ def _step(document: Document) -> Line:
 
 
 def _learning(document: Document, width: int) -> Line:
-    """A gradient or a learning rate of 0 stands out: nothing is learnt from it."""
+    """Figures of the newest step. A gradient or a learning rate of 0 stands out: nothing is learnt from it."""
     found = document.learning
     figures = {"loss": found.loss, "grad norm": found.grad_norm, "entropy": found.entropy, "KL": found.kl}
     figures["lr"] = found.lr
@@ -57,7 +57,7 @@ def _learning(document: Document, width: int) -> Line:
 
 
 def _speed(document: Document) -> Line:
-    """A step is of all ranks, and so are its tokens and its share of the peak."""
+    """Speed and reward. A step is of all ranks, and so are its tokens and its share of the peak."""
     first = document.ranks[0] if document.ranks else None
     parts: list[Line] = [
         [("trained tokens/s ", "dim"), (count(first.tokens_per_s if first is not None else None), "")],
@@ -74,7 +74,7 @@ def _speed(document: Document) -> Line:
             ]
         )
     if (engine_kl := document.learning.engine_kl) is not None:
-        # Of a step without tokens of equal weights there is none.
+        # A step without tokens of equal weights has none.
         parts.append([("engine KL ", "dim"), (fixed(engine_kl, 3), "")])
     return joined(parts)
 

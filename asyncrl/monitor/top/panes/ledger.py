@@ -1,4 +1,4 @@
-"""The ledger: what became of the prompts. Pure."""
+"""The ledger: prompt groups by what became of them. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asyncrl.monitor.top.panes.base import Choice, Pane, facts
 from asyncrl.monitor.top.text import Glyphs, Line, Style
 
 ROOMY = 40
-"""From this width on there is room for units."""
+"""Width from which on there is room for units."""
 
 
 def ledger(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """What became of the prompts, and what is under way against the gate."""
+    """Prompt groups by what became of them, and those under way against the gate."""
     view = document.ledger
     bars: list[Line] = []
     if view.outstanding is not None and view.gate:

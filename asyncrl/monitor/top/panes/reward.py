@@ -11,7 +11,7 @@ from asyncrl.monitor.top.text import Glyphs
 
 
 def reward(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """Tasks: what it does of them a second, what it has at hand, and what went wrong."""
+    """Tasks of the pool: its rate, those at hand, and those that went wrong."""
     view = document.reward
     busy = by_kind(view.states).get("work")
     return facts(

@@ -34,12 +34,12 @@ ROLLOUTERS = (
     Column(title="oldest", right=True, width=6, drop=1, key="oldest_s"),
 )
 WORDS = ("name", "host", "state")
-"""Sorted upwards at first; numbers downwards."""
+"""Columns that are sorted upwards at first; numbers downwards."""
 SORTS = tuple(column.key for column in ROLLOUTERS if column.key)
 
 
 def rollouters(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """A row for each, by host where there are several."""
+    """A row for each rollouter, by host where there are several."""
     chosen = [
         row
         for row in document.rollouters
@@ -62,7 +62,7 @@ def rollouters(document: Document, choice: Choice, width: int, glyphs: Glyphs) -
 
 
 def sorted_next(choice: Choice) -> Choice:
-    """Sorted by the next column: words from the first on, numbers from the largest."""
+    """The choice, sorted by the next column: words from the first on, numbers from the largest."""
     sort = SORTS[(SORTS.index(choice.sort) + 1) % len(SORTS)]
     return replace(choice, sort=sort, descending=sort not in WORDS)
 

@@ -1,4 +1,4 @@
-"""How many versions lay between sampling and training. Pure."""
+"""Versions between sampling and training. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) ->
 
 
 def _so_far(view: StalenessView) -> str:
-    """What became of late groups; empty while there were none."""
+    """Words for what became of late groups; empty while there were none."""
     found = {
         "trained": view.late_trained,
         "masked": view.late_masked,
@@ -49,7 +49,7 @@ def _so_far(view: StalenessView) -> str:
 
 
 def buckets(view: StalenessView) -> int:
-    """How many are shown: up to the last that holds something, and up to that of staleness.max."""
+    """Number of buckets that are shown: up to the last that holds something, and up to that of staleness.max."""
     held = max((i for counts in (view.tokens, view.groups) for i, n in enumerate(counts) if n), default=0)
     return max(held, bisect_left(view.edges, view.max)) + 1
 
