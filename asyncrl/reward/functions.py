@@ -155,7 +155,7 @@ def constant(*, value: float = 1.0, spread: float = 0.0, duration_s: float = 0.0
 
 
 def episode() -> RewardFunction:
-    """Nothing beyond what the episode itself says."""
+    """No reward beyond the episode's own."""
 
     def reward() -> float:
         raise ValueError(
@@ -222,7 +222,7 @@ def _number(text: str) -> str:
 
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# Without traps, what is no number or too large for one is not finite.
+# Without traps, a text that is no number or too large for one is not finite.
 _DECIMAL = Context(prec=1000, traps=[])
 _NORMALIZERS: dict[str, Callable[[str], str]] = {
     "none": lambda text: text,
