@@ -55,7 +55,7 @@ def _load_class(spec: str, key: str) -> Callable[..., Any]:
 
 
 def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
-    """Options are those of the classes, or, where there is none, of the functions."""
+    """A player with tools. Options are those of the classes, or, where there is none, of the functions."""
     functions: list[Tool] = []
     classes: list[Callable[[Task], Any]] = []
     names: list[str] = []

@@ -63,7 +63,7 @@ async def play(
 
 
 def lognormal(chance: random.Random, median: float, sigma: float) -> float:
-    """A number of this distribution; 0 where the median is."""
+    """A number of the lognormal distribution; 0 where the median is."""
     return median * math.exp(sigma * chance.gauss(0.0, 1.0))
 
 
@@ -75,7 +75,7 @@ def text(chance: random.Random, characters: float) -> str:
 
 
 class _Direct:
-    """Asks through the client."""
+    """The agent's way through the client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -93,7 +93,7 @@ class _Direct:
 
 
 class _Endpoint:
-    """Asks as a program does that knows the policy by its address alone."""
+    """The agent's way through the endpoint, as of a program that knows the policy by its address alone."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

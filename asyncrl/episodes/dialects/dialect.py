@@ -39,10 +39,10 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What a reply says of itself."""
+    """The identity of a reply: number, model and time."""
 
     number: str
-    """Names the reply within its session, behind the prefix of its dialect."""
+    """Name of the reply within its session, behind the prefix of its dialect."""
     model: str
     created: int
     """Unix seconds."""
@@ -66,17 +66,17 @@ class Events(Protocol):
         """More of the content of a choice, from the beginning on and without gaps."""
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """All that is not told yet. Each reply's content begins with the texts of its choice."""
+        """The end of the stream: all that is not told yet. Each reply's content begins with the texts of its choice."""
 
     def failed(self, failure: Failure) -> bytes:
-        """There will be no more."""
+        """The last event of a stream that has failed."""
 
 
 class Dialect(Protocol):
     """One HTTP API."""
 
     def parse(self, body: Body) -> Asked:
-        """Raises ChatRefused."""
+        """The request that a body holds. Raises ChatRefused."""
 
     def reply(self, asked: Asked, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
         """The body of the whole answer."""
