@@ -87,7 +87,7 @@ class GroupRunner:
         )
 
     async def _trajectory(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
-        """Raises TrajectoryFailed."""
+        """One trajectory of a ticket. Raises TrajectoryFailed."""
         began = self._clock.now()
         try:
             trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
@@ -130,7 +130,7 @@ class GroupRunner:
             account.scored(reward, scores.run_s)
 
     async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
-        """From a reward pool that serves the call, however long all are away."""
+        """Scores from a reward pool that serves the call, however long all are away."""
         pause = self._config.rollout.retry_backoff_s
         away: set[str] = set()
         while True:
@@ -151,7 +151,7 @@ class GroupRunner:
                 return await attempt()
             except (WireError, ValueError, EpisodeFailed) as error:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
-                    # Nothing that this trajectory is to blame for.
+                    # This trajectory is not to blame for it.
                     raise
                 for account in accounts:
                     account.failed(f"{what}: {error}")

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Held:
-    """What an engine holds of a submission."""
+    """Tokens that an engine holds of a submission."""
 
     prompt: int
     lost: int
     tokens: int = 0
-    """With keys and values; 0 until the first is sampled."""
+    """Tokens with keys and values; 0 until the first is sampled."""
 
 
 class Reprefill:
-    """Of one rollouter."""
+    """Counter of the tokens that one rollouter's engines compute again."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Computed again, since its start."""
+        """Tokens computed again, since its start."""
         self._held: dict[str, _Held] = {}
 
     def submitted(self, id: str, prompt: int, lost: int) -> None:
@@ -36,7 +36,7 @@ class Reprefill:
         self._held[id] = _Held(prompt, lost)
 
     def sampled(self, id: str, tokens: int, cached: int) -> None:
-        """It has so many ``tokens`` more; of its prompt ``cached`` were in the prefix cache."""
+        """The submission has so many ``tokens`` more; of its prompt ``cached`` were in the prefix cache."""
         held = self._held[id]
         if not held.tokens:
             held.tokens = held.prompt
@@ -44,7 +44,7 @@ class Reprefill:
         held.tokens += tokens
 
     def ended(self, id: str) -> None:
-        """Its submission is over."""
+        """The submission is over."""
         del self._held[id]
 
     def dropped(self) -> None:

@@ -19,7 +19,7 @@ from asyncrl.stops import Stops
 
 Decode = Callable[[Sequence[int]], str]
 MARGIN = 8
-"""So many characters at the beginning of a window may differ from those of the whole text: a tokenizer may drop a space
+"""Characters at the beginning of a window that may differ from those of the whole text: a tokenizer may drop a space
 there, join it with punctuation, or see only the last bytes of a character."""
 
 
@@ -37,7 +37,7 @@ class Response:
     computed: int = 0
     """Tokens, from the first of its prompt on, that the engine has computed; an engine that has died has none."""
     computed_at: int = -1
-    """The version under which it did."""
+    """The version under which the engine computed them."""
     _submission_start: int = 0
     _submission_version: int = -1
 
@@ -51,7 +51,7 @@ class Response:
         return self.computed if self.computed_at < version else 0
 
     def submitted(self, version: int) -> None:
-        """What comes next is sampled by a new submission, begun under ``version``."""
+        """A new submission, begun under ``version``, samples what comes next."""
         assert self.finish_reason is None
         assert self.remaining > 0
         self.submissions += 1

@@ -31,24 +31,24 @@ class GenerationRequest:
     """One submission of a sequence to an engine."""
 
     id: str
-    """Names this submission; unique among those in flight."""
+    """Name of this submission; unique among those in flight."""
     prompt_ids: Sequence[int]
     """Prompt and, for a resumed trajectory, the tokens held already."""
     max_tokens: int
     temperature: float
-    """0 is greedy; only for evaluation."""
+    """Temperature; 0 is greedy, only for evaluation."""
     seed: int | None
-    """Of the response's noise, the same in all its submissions; None leaves it to the engine. A resume replays none."""
+    """Seed of the response's noise, one for all submissions; None leaves it to the engine. A resume replays none."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the response, beside the model's end-of-sequence token."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of the same salt."""
     priority: int = 0
-    """Lower runs first."""
+    """Priority; lower runs first."""
     key: str = ""
-    """Names the response over all its submissions; empty: it has only this one. For engines that simulate."""
+    """Name of the response over all its submissions; empty: it has only this one. For engines that simulate."""
     held: int = 0
-    """How many of prompt_ids were sampled by earlier submissions of the same response."""
+    """Number of prompt_ids that were sampled by earlier submissions of the same response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,12 @@ class Delta:
     finish_reason: Literal["stop", "length", "abort"] | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
-    """Of the submission's prompt, those that the prefix cache held when it began; in every delta that has tokens."""
+    """Tokens of the submission's prompt that the prefix cache held when it began; in every delta that has tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How hard the calls in an engine press on it."""
+    """Load of the calls in an engine."""
 
     kv_use: float
     """Share of the KV cache in use, 0 to 1."""
@@ -93,7 +93,7 @@ class Engine(Protocol):
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """None where it cannot say, as while it comes up. Told by engines for rollout.concurrency = "auto"."""
+        """The load; None where it cannot say, as while it comes up. Needed for rollout.concurrency = "auto"."""
 
     async def start(self) -> None:
         """Bring it up. It serves no version yet and generates nothing before its first load.
@@ -135,7 +135,7 @@ class Engine(Protocol):
         """Log-prob (nats, temperature 1) of each token of ``ids`` given those before it; the first is absent."""
 
     async def checksum(self) -> str:
-        """Of the weights as the engine holds them; equal in all engines of one kind that serve the same version."""
+        """Checksum of the weights as the engine holds them; equal in engines of one kind that serve one version."""
 
     async def close(self) -> None:
         """End it and everything it started. Never raises because it is gone already."""

@@ -54,7 +54,7 @@ class AdapterLoader:
 def _layers(
     tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any, scaling: float, dtype: torch.dtype
 ) -> dict[str, Matrices]:
-    """By vLLM's names, in memory of their own; the scaling is in b, multiplied in float32."""
+    """Matrices by vLLM's names, in memory of their own; the scaling is in b, multiplied in float32."""
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:

@@ -38,7 +38,7 @@ def make_parser(
 
 
 class VllmParser:
-    """A new parser of vLLM's for each answer: they keep what they have seen."""
+    """Parser that makes a new one of vLLM's for each answer: those keep what they have seen."""
 
     markers: frozenset[str] | None = None
 
@@ -71,12 +71,11 @@ class VllmParser:
         ids: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Parsed:
-        """See AnswerParser."""
         try:
             reasoning, content, calls = self._parse(text, tools, ids, options)
             if calls or not tools or not self._reads_calls:
                 return Parsed(content, reasoning, calls)
-            # What it drops of a call that it cannot read, it keeps where there are no tools.
+            # The text that vLLM drops of a call that it cannot read, it keeps where there are no tools.
             _, whole, _ = self._parse(text, (), ids, options)
         except Exception:
             # They raise what they like at what a model writes.
