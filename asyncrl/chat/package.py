@@ -1,8 +1,8 @@
 """The renderers of the package ``renderers`` (PyPI), one for each of some twenty families, in place of the template.
 
 Renderers are programs where a template is text, and know what the template of their family does. The family is
-named by the configuration, never guessed. Invariant: as Renderer has it; an extension is what the package's bridge puts
-behind an answer. Fails with ConfigError where the package or the family is not there.
+named by the configuration, never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's
+bridge puts behind an answer. Fails with ConfigError where the package or the family is not there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A template's form of an answer and of the text behind it, learnt from a conversation that it renders. Pure.
 
-A conversation with made-up words in known places is rendered once as the question, and once with the answer and what
-follows in place; where the first is the beginning of the second, the rest falls into the words that the model samples,
+A conversation with made-up words in known places is rendered once as the question, and once with the answer and the
+rest in place; where the first is the beginning of the second, the rest falls into the words that the model samples,
 the token that ends them, and the context of the next answer.
 
 Fails with ChatRefused where the template refuses the conversation; where the answer cannot be found in it, the reason

@@ -194,11 +194,11 @@ class EpisodesActor(Actor):
         return key in self._sessions or key in self._over
 
     async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
-        """As Session.chat."""
+        """Ask the policy, as Session.chat."""
         return await self._session(key).chat(call, on_delta)
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
-        """As Session.turn_reward."""
+        """Credit a turn, as Session.turn_reward."""
         return await self._session(key).turn_reward(node, value)
 
     def _session(self, key: str) -> Session:

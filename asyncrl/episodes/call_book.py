@@ -28,7 +28,7 @@ class Call:
     number: int
     """Number within the session, from 0."""
     identity: bytes
-    """Digest of what was asked; a retry has the same."""
+    """Digest of the request; a retry has the same."""
     created: int
     """Unix seconds."""
     texts: list[str]

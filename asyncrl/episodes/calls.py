@@ -1,7 +1,7 @@
 """The calls of the core that HTTP requests are waiting for, or have stopped waiting for.
 
 A call outlives the connection that asked for it: for a grace in which a marked retry may come and listen to it again.
-Then it is cancelled, which keeps what it has sampled; a later retry calls the core again by the same name, and goes on.
+Then it is cancelled, which keeps its sampled tokens; a later retry calls the core again by the same name, and goes on.
 Its outcome is kept for a while, and answers a retry as well. One task, ``watch``, does the forgetting.
 """
 

@@ -89,7 +89,7 @@ class Client:
         """The policy's answer to ``messages``, which are all of the conversation, from its beginning.
 
         ``tools`` are as in OpenAI's chat completions; nothing that is sampled for an ``untrained`` call is trained;
-        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for what it cannot be asked.
+        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for a refused call.
         """
         if sampling := SAMPLING.intersection(template_options):
             raise ChatRefused(min(sampling), "is not for an episode to say; the run's own sampling holds")
@@ -135,9 +135,9 @@ class BlockingClient:
         self.model, self.base_url, self.api_key = client.model, client.base_url, client.api_key
 
     def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Reply:
-        """As Client.chat."""
+        """Ask the policy, as Client.chat."""
         return asyncio.run_coroutine_threadsafe(self._client.chat(messages, *args, **kwargs), self._loop).result()
 
     def reward(self, value: float) -> None:
-        """As Client.reward."""
+        """Credit a turn, as Client.reward."""
         self._client.reward(value)

@@ -2,8 +2,8 @@
 
 Its exit ends the episode: with 0 it has ended well, and the last line of its standard output is the reward, if that is
 a finite number or a JSON object of components. Invariant: when an episode has ended nothing of the program is left; the
-same holds when this process has died (runtime/workers/keeper.py). Of the run's environment it has what
-any program needs and what the user names (runtime/workers/environment.py), and the key of its own session.
+same holds when this process has died (runtime/workers/keeper.py). It has the part of the run's environment that
+any program needs or the user names (runtime/workers/environment.py), and the key of its own session.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Program:
     timer: asyncio.TimerHandle | None = None
     """Timer that kills it."""
     telling: asyncio.TimerHandle | None = None
-    """Timer that hands out what was printed."""
+    """Timer that hands out the gathered output."""
 
 
 class Programs:
@@ -233,7 +233,7 @@ class Programs:
         return EpisodeDone(reward=reward, components=components, user_s=answer["user_s"])
 
     def _printed(self, key: str) -> None:
-        """Have output handed out soon, with what comes right behind it."""
+        """Have output handed out soon, with all that comes right behind it."""
         program = self._running[key]
         if program.telling is None:
             program.telling = self._loop.call_later(GATHER_S, self._hand_out, program)

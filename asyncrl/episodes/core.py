@@ -23,7 +23,7 @@ class Core(Protocol):
     async def chat(self, key: str, call: Chat, on_delta: Callable[[ChatDelta], None]) -> ChatReply:
         """The next message of the assistant; it waits for as long as that takes.
 
-        The same call again goes on from what it has sampled. Raises EpisodeOver, ChatRefused.
+        The same call again goes on from its sampled tokens. Raises EpisodeOver, ChatRefused.
         """
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:

@@ -97,7 +97,7 @@ class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
-    """A call of a tool; ``error`` says what the tool raised, ``kind`` without its text, ``mistaken`` that the policy
+    """A call of a tool; ``error`` tells the tool's error, ``kind`` without its text, ``mistaken`` that the policy
     has called a tool that there is not.
     """
 

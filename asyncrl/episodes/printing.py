@@ -38,7 +38,7 @@ class Printer:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is held back."""
+        """Send the text that is held back."""
         held, self._held, self._size = self._held, [], 0
         dropped, self._dropped = self._dropped, 0
         if held or dropped:

@@ -36,10 +36,10 @@ class Rollouter(Protocol):
     name: str
 
     def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
-        """As Peer.call."""
+        """Send a request, as Peer.call."""
 
     def cast(self, message: Message) -> bool:
-        """As Peer.cast."""
+        """Send a message, as Peer.cast."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):

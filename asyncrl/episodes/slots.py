@@ -40,6 +40,6 @@ class Slot:
     """Session for which it is killed, where that is known."""
     memory_limit: int = 0
     telling: asyncio.TimerHandle | None = None
-    """Timer that hands out what was printed."""
+    """Timer that hands out the gathered output."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None

@@ -27,7 +27,7 @@ from asyncrl.messages.episodes import ToolCall
 _ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)
 """A line of a docstring that describes an argument: NAME: TEXT, or NAME (TYPE): TEXT, indented."""
 Note = Callable[[str, Exception | None, bool], None]
-"""Listener to calls of tools: a call's name, what it raised, and whether that is the fault of the policy."""
+"""Listener to calls of tools: the tool's name, its error, and whether that is the fault of the policy."""
 
 
 class WrongArguments(ValueError):

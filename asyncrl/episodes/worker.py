@@ -192,7 +192,7 @@ class Worker:
         session.end("the user's code has ended")
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
-        # The end goes behind what was sent by others for this episode.
+        # The end goes behind all that others have sent for this episode.
         self._loop.call_soon(self._over, ended)
 
     def _over(self, ended: Ended) -> None:

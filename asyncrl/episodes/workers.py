@@ -255,7 +255,7 @@ class Workers:
             self._all_ended.set()
 
     def _printed(self, slot: Slot, process: WorkerProcess) -> None:
-        """Have output handed out soon, with what comes right behind it."""
+        """Have output handed out soon, with all that comes right behind it."""
         if slot.telling is None:
             slot.telling = self._loop.call_later(GATHER_S, self._hand_out, slot, process)
 

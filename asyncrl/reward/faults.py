@@ -28,7 +28,7 @@ class Fault:
 
 
 def fault_of(text: str, kind: str = "") -> Fault:
-    """The fault with this text; what comes before its particulars is its kind, unless that is known."""
+    """The fault with this text; the text before its particulars is its kind, unless that is known."""
     return Fault(kind or re.split("[:;]", text, maxsplit=1)[0], text)
 
 
@@ -48,7 +48,7 @@ class Faults:
         """The first fault of all, with its prompt."""
 
     def add(self, fault: Fault, uid: str) -> tuple[str, str, int, str]:
-        """Take in a fault of the prompt ``uid``; returns its notice's key, text and count, and what follows from it."""
+        """Take in a fault of the prompt ``uid``; returns its notice's key, text and count, and its consequence."""
         told = f"{_shortened(fault.text)} (prompt {uid})"
         self.first = self.first or told
         key = fault.kind

@@ -8,7 +8,7 @@ only when no worker can be started any more, or its owner gives it up, does the 
 
 Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
 leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
-(runtime/workers/), what it prints is taken off it and bounded. While tasks are quick, a worker is sent the next
+(runtime/workers/), its output is taken off it and bounded. While tasks are quick, a worker is sent the next
 few ahead, or it would spend more time on waiting for them than on running them. Those behind a task that turns
 out not to be quick go to other workers; should the late worker get to them after all, they run twice.
 """
@@ -59,11 +59,11 @@ LONGEST_BACKOFF_S = 10.0
 class RewardPool:
     """``config.workers`` processes that run ``config.function``.
 
-    ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets what workers print: the uid of the task
+    ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets workers' output: the uid of the task
     that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``on_task`` gets
     each task that has ended: the number of its worker, its uid, when it began (time.monotonic), its seconds in the
     function and its error.
-    ``on_outcome`` gets the uid of each task that somebody waited for, and what went wrong, or None.
+    ``on_outcome`` gets the uid of each task that somebody waited for, and its fault, or None.
     ``start``, then ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
     """
 
@@ -429,7 +429,7 @@ class RewardPool:
         timed_out, slot.timed_out = slot.timed_out, False
         if given and not self._end.done():
             first = given.popleft()
-            # One that was ended at its deadline has run until then; what comes after is the end of its process.
+            # One that was ended at its deadline has run until then; the time after it is the end of its process.
             run_s = min(time.monotonic() - slot.began, self._config.timeout_s)
             self._on_task(self._slots.index(slot), first.request.uid, slot.began, run_s, reason)
             if not first.done():
@@ -452,7 +452,7 @@ class RewardPool:
             self._launch(slot)
 
     def _set_timer(self, slot: Slot) -> None:
-        """Set the timer for what is due next of this worker. It may come too early, and is then set again."""
+        """Set the timer for the next thing due of this worker. It may come too early, and is then set again."""
         due = self._deadline(slot)
         if len(slot.given) > 1 and not slot.late:
             due = min(due, slot.began + LATE_S)

@@ -63,7 +63,7 @@ class Slot:
     forsaken: float = math.inf
     """Time at which the first of the given could begin or was cancelled, the later one, if nobody waits for it."""
     late: bool = False
-    """Whether it has given back what was sent ahead."""
+    """Whether it has given back the tasks that were sent ahead."""
     timer: asyncio.TimerHandle | None = None
     due: float = 0.0
     """Time at which the timer comes."""

@@ -115,7 +115,7 @@ class CallAccount:
             self._slot = None
 
     def submitted(self, version: int, held: int) -> None:
-        """A submission samples what comes after the ``held`` tokens under ``version``."""
+        """A submission samples the tokens after the ``held`` ones under ``version``."""
         if self._number is None:
             self._note("resumed" if self._begun else "began", version)
         elif self._begun:

@@ -1,12 +1,12 @@
 """The rollouter: pulls tickets with credit, generates, has trajectories scored, delivers groups, updates its engine.
 
-A ticket is held from its grant until the living learner has acknowledged the group; what a draining rollouter still
-holds is returned. One that is to leave while the run goes on first finishes what it has begun, within a time.
+A ticket is held from its grant until the living learner has acknowledged the group; a draining rollouter returns
+all that it holds. One that is to leave while the run goes on first finishes all that it has begun, within a time.
 ``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from then on, so that
 the answer stays true. Nothing outlives a rollouter: the tickets that it held return to the gate.
 
 It asks for no ticket before it has reached the learner, then for new ones whenever it has room for a whole group, and
-asks again when it serves a newer version, since that is what the gate counts with.
+asks again when it serves a newer version, since the gate counts with that.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Rollouter(Actor):
             await self._return_held()
 
     def preempted(self) -> None:
-        """Generate nothing any more; what is generated is scored and delivered, for the learner's checkpoint."""
+        """Generate nothing any more; generated samples are scored and delivered, for the learner's checkpoint."""
         self._preempted = True
         self._room.set()
         self._ask_again.set()
@@ -221,7 +221,7 @@ class Rollouter(Actor):
         self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
 
     def asked_to_leave(self, within_s: float) -> None:
-        """Ask for nothing more; end once what is begun is delivered, or when the time is over."""
+        """Ask for nothing more; end once all that is begun is delivered, or when the time is over."""
         self._leaves = True
         self._room.set()
         self._ask_again.set()
@@ -319,7 +319,7 @@ class Rollouter(Actor):
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                # What was granted meanwhile is granted again, because ``seen`` does not cover it.
+                # Tickets that were granted meanwhile are granted again, because ``seen`` does not cover them.
                 return None
             leased: Leased = call.result()
             # A dataloader that has been replaced was told for nothing, and so are we: its successor knows of no such

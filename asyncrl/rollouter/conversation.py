@@ -5,14 +5,14 @@ A call of the policy goes through three steps here, and all that takes time lies
 1. ``resolve``: the answer that the messages go on from, and the new messages behind it.
 2. The caller renders: where ``extends`` what is new alone (``extend``); else, or where the renderer allows no
    extension, all of the messages (``branch``). Both give the Prompt that the engine is to have.
-3. ``commit``: what was sampled for that prompt becomes a node.
+3. ``commit``: the answer sampled for that prompt becomes a node.
 
-Calls may overlap, since nodes are only added and never change: what a call has resolved holds whatever is committed
+Calls may overlap, since nodes are only added and never change: what a call has resolved stays true over commits
 meanwhile. Sampled tokens are never encoded again where the messages go on from them. An answer whose tokens a rendering
 gives only in part, or otherwise, is no part of the new path; so each sampled token keeps the context it was sampled in.
 
 Invariants: those of nodes.py; a sealed conversation never changes. Raises EpisodeOver once sealed, InvalidRequest on a
-reward for what was not answered or that is not finite.
+reward for a node that was not answered, or that is not finite.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Resolved:
     fork: Cause
     """Cause of its fork, if it forks."""
     before: tuple[Node, ...]
-    """Answers to the longest part of the messages that was asked before: what this call comes after."""
+    """Answers to the longest part of the messages that was asked before: this call comes after them."""
     root: bytes
     point: Point | None
     """Point behind the last message that is known."""
@@ -150,7 +150,7 @@ class Conversation:
     ) -> Resolved:
         """Find the answer that ``messages`` go on from. They are kept, and must not be changed.
 
-        Raises EpisodeOver; ChatRefused on what is nested too deeply.
+        Raises EpisodeOver; ChatRefused on messages nested too deeply.
         """
         self._require_open()
         root = digest([tools, options], "tools")

@@ -2,7 +2,7 @@
 
 Invariant: ``deliver`` is over only when the living learner has acknowledged the group, so that its ticket may be
 released. An acknowledgement of a learner that has been replaced, also one that was taken in before that was known, is
-worth nothing: what it acknowledged died with it, and the group is delivered again. The learner knows each group by its
+worth nothing: the group that it acknowledged died with it, and is delivered again. The learner knows each group by its
 uid, so that one which arrives twice is trained once.
 
 It has no deadline of its own: a learner that dies has a successor, and of two that do not reach each other for

@@ -1,7 +1,7 @@
 """Drift of an engine from the learner under the same weights, and the verdict on it. Pure.
 
 Two sets of tokens are held against the learner's word: those that both score, some hundreds, and those that the engine
-samples under the run's own parameters, a few. Of the first the root mean square of the log-probs' difference is taken:
+samples under the run's own parameters, a few. The first give the root mean square of the log-probs' difference:
 one token that is far off shows in it as many do that are a little off. In the second one that rounding has hit hard
 would be the whole square, so its mean counts, in the same measure. The larger one is the drift, so that neither set
 hides the other.
@@ -59,7 +59,7 @@ class Drift:
 
 
 def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequence[Sample | None]) -> Drift:
-    """Compare with the probe what an engine makes of it.
+    """Compare an engine's answers to the probe with it.
 
     ``scores``: of each sequence the log-probs of its tokens but the first; ``samples``: at each place the token that
     was sampled, None where none was. Raises ValueError where these are not as many.

@@ -5,7 +5,7 @@ that of the version being served; an engine whose update failed stays paused unt
 the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
 their turn: a suspect of its deaths has it alone (suspects.py).
 
-A death is held against the tickets that were in the engine, unless it was frozen for an update: what fails to load is
+A death is held against the tickets that were in the engine, unless it was frozen for an update: a failed load is
 not the fault of a prompt.
 """
 
@@ -125,7 +125,7 @@ class EngineHost:
     async def stream(self, request: GenerationRequest, ticket: Ticket, *, lost: int) -> AsyncGenerator[Delta, None]:
         """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied.
 
-        Of the first ``lost`` tokens of its prompt an update has dropped the keys and values.
+        An update has dropped the keys and values of the first ``lost`` tokens of its prompt.
         """
         engine = self._engine
         assert engine is not None
@@ -190,7 +190,7 @@ class EngineHost:
         await self._engine.accept(staged)
 
     async def quiesced(self, timeout: float) -> bool:
-        """Whether an update may begin. Under on_update = drain nothing more is admitted and what runs ends first.
+        """Whether an update may begin. Under on_update = drain nothing more is admitted and all that runs ends first.
 
         False if that takes longer than ``timeout`` seconds; to be asked again. It ends because every response does: the
         engine hands over tokens in time or is declared dead.

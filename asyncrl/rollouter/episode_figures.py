@@ -1,7 +1,7 @@
 """The figures of a rollouter's episodes: how they end and fail, their turns and forks, and where their time goes. Pure.
 
 Counters and histograms are of attempts that have ended, figures by stage of those that are open. Invariant: there are
-never more names than the catalogue's families and MOST_TOOLS of tools, whatever agents declare; tools beyond these are
+never more names than the catalogue's families and MOST_TOOLS of tools, however many agents declare; others are
 counted together. A stage that was seen once is told from then on, with 0 where nothing is at it.
 """
 

@@ -61,7 +61,7 @@ AGAIN_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A version that is here. ``encoded_bytes`` is what was read or received for it."""
+    """A version that is here. ``encoded_bytes`` were read or received for it."""
 
     staged: Staged
     encoded_bytes: int
@@ -76,7 +76,7 @@ async def fetch(
     who: str = "rollouter",
     relay: Relay | None = None,
 ) -> Fetched:
-    """Take up an offer by shm or stream. ``base`` is what deltas may be applied to; it stays open meanwhile.
+    """Take up an offer by shm or stream. ``base`` is a version to apply deltas to; it stays open meanwhile.
 
     ``call`` asks others; ``who`` asks, for logs and errors; ``relay`` is told of each chunk. The module tells what is
     raised.
@@ -385,7 +385,7 @@ class _Stream(_Fetching):
 
 
 def _write(segment: Segment, piece: Piece, chunk: Chunk) -> str:
-    """Verify and write; returns what is wrong with the chunk, if anything."""
+    """Verify and write; returns the problem of the chunk, if there is one."""
     data = chunk.data.reshape(-1).view(np.uint8).data
     if data.nbytes != piece.size:
         return f"{data.nbytes} bytes instead of {piece.size}"

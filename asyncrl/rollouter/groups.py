@@ -31,11 +31,11 @@ from asyncrl.trajectories import sampled_tokens
 T = TypeVar("T")
 
 OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
-"""Codes with which the reward pool's actor speaks of what it was given; all others are its own trouble."""
+"""Codes with which the reward pool's actor speaks of the trajectory; all others are its own trouble."""
 LONGEST_AWAY_S = 10.0
 """Longest pause before the reward pool is asked again."""
 EPISODE = "episode"
-"""The component that holds what an episode said of itself, where the group is judged."""
+"""The component that holds an episode's own reward, where the group is judged."""
 
 
 class GroupRunner:
@@ -95,7 +95,7 @@ class GroupRunner:
             self._generated(ticket)
         trajectory.generate_s = self._clock.now() - began
         trajectory.attempts = account.failed_attempts + 1
-        # User code that played an episode may have said what it is worth.
+        # User code that played an episode may have given its reward.
         if self._config.reward.per == "trajectory" and trajectory.reward is None:
             await self._score_into(ticket, [trajectory], [account])
         return trajectory

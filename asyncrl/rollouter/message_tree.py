@@ -8,7 +8,7 @@ A request sends all of its history again, so it is walked from the root, and eac
 * everything else by all of its fields.
 
 An answer counts as ours only at its place: behind the messages that it was asked with. Invariant: points are only
-added, so that a walk stays right after all additions. Fails with ChatRefused on what is nested too deeply.
+added, so that a walk stays right after all additions. Fails with ChatRefused on messages nested too deeply.
 """
 
 from __future__ import annotations

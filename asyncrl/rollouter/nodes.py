@@ -1,7 +1,7 @@
 """The tokens of a conversation: a forest of nodes, each an answer of the policy behind the context that it added. Pure.
 
 A node begins where its parent ends: first the tokens that others brought since, then those that it sampled. The path
-to a node is exactly what the engine was given for it, and what it sampled. Invariants, asserted when it is made: its
+to a node is exactly the tokens that the engine was given for it and sampled. Invariants, asserted when it is made: its
 path equals the submission; it has one log-prob and one version for each sampled token. It never changes.
 """
 
@@ -109,7 +109,7 @@ def shared_prefix(
 ) -> tuple[Node | None, int]:
     """The deepest node, below ``parent`` or itself, whose whole path ``ids`` begins with; and the tokens shared.
 
-    The latter count also what is shared with a part of a node. ``parent`` must be a prefix. Of nodes of equal depth
+    The latter count also tokens shared with a part of a node. ``parent`` must be a prefix. Among nodes of equal depth
     ``preferred`` is taken, else one that is trained, else the first.
     """
     best, shared = parent, parent.length if parent else 0

@@ -1,7 +1,7 @@
 """Plays a sample as an episode of the user's code, at an episode host: from a ticket to a trajectory.
 
 An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
-what was sampled until then is a trajectory like any other. Every fault of the user's code fails the attempt; the
+the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt; the
 death of a host or of a worker fails nobody's: the episode is begun anew, with a session of its own. After the death of
 a worker it goes to the same host, which knows who was in it (episodes/suspects.py); after all else to another, if there
 is one.
@@ -234,7 +234,7 @@ def first_messages(config: Config, ticket: Ticket) -> list[dict[str, Any]]:
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:
-    """The return of an episode: what its code said of the whole and of its turns; None where it said nothing."""
+    """The return of an episode: its code's rewards for the whole and for its turns; None where it said nothing."""
     if said is None and not of_turns:
         return None
     return (said or 0.0) + sum(of_turns)

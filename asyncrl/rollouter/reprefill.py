@@ -1,10 +1,10 @@
 """The tokens that engines compute again because the weights have changed. Pure.
 
-An update drops keys and values. What was aborted is submitted again, prompt and partial response; what was kept is
-computed again where it stands; and a call of a conversation finds nothing of the calls before it. Counted is what an
-engine had computed before the update and computes once more: not what it finds in its prefix cache, as the prompt that
-a sibling has brought there under the new weights. Of kept requests an engine does not say that, so all counts that they
-hold. Nothing counts before a token is sampled after it, and what an engine's death costs is none of it.
+An update drops keys and values. Aborted requests are submitted again, prompt and partial response; kept ones are
+computed again where they stand; and a call of a conversation finds nothing of the calls before it. Tokens count
+that an engine had computed before the update and computes once more: not those in its prefix cache, as the prompt that
+a sibling has brought there under the new weights. For kept requests an engine does not say that, so all their tokens
+count. Nothing counts before a token is sampled after it, and the costs of an engine's death are none of it.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Session:
         self._asked: Counter[bytes] = Counter()
 
     def key_of(self, prompt: Prompt) -> str:
-        """Name of a call in the run by what it asks and how often that was asked, not by when parallel calls come."""
+        """Name of a call in the run by its question and how often that was asked, not by when parallel calls come."""
         digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
         self._asked[digest] += 1
         where = f"{self.ticket.uid}/{self.account.sample}/{self.attempt}"
@@ -115,7 +115,7 @@ class Policy(Protocol):
     """One call of the policy; a PolicyCall."""
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """As PolicyCall.generate."""
+        """Sample an answer, as PolicyCall.generate."""
 
 
 class Sessions:

@@ -1,4 +1,4 @@
-"""The slots of a rollouter: places of what runs at a time, numbered so that the lowest free one is taken.
+"""The slots of a rollouter: places of things that run at a time, numbered so that the lowest free one is taken.
 
 Invariant: a number is nobody else's until it is given back; waiters come in the order of asking. Where there are
 fewer slots than are taken, those that have one keep it, and nobody else comes before enough are given back.

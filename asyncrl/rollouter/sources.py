@@ -4,7 +4,7 @@ Pure.
 
 A relay is left for good, for the next one, when it fails in any way: it is dead or started anew, has let the version
 go, or sent bytes that are not what it says; and when it lives, but has nothing new for so long that something above it
-must be wrong. What has arrived stays. The parameter server is the last, and never left.
+must be wrong. Chunks that have arrived stay. The parameter server is the last, and never left.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ class Sources:
         return True
 
     def has_nothing(self, name: str, now: float) -> bool:
-        """Note that the source lives, and has not got what was asked for; returns whether it is left for that."""
+        """Note that the source lives, and has not got the chunk asked for; returns whether it is left for that."""
         return now - self._since >= IDLE_SHARE * self._deadline_s and self.failed(name, now)

@@ -2,7 +2,7 @@
 
 Two ways lead to a version. Rolling (shm, stream): the bytes are fetched and verified while the engine generates, then
 a pause is asked for, which holds only the load. By broadcast (gloo, nccl): the engine pauses with those of all other
-members and receives what it loads.
+members and receives the weights that it loads.
 
 Invariants: an engine is loaded only from a complete, verified set; after a failed load it stays paused until one
 succeeds, at most ``weights.max_attempts`` in a row before it is replaced; a pause for a broadcast that is called off
@@ -65,7 +65,7 @@ from asyncrl.weights.staging import Staged
 PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
 AWAY_S = 0.5
-"""Pause before a parameter server that did not answer, or what failed, is tried again."""
+"""Pause before a parameter server that did not answer, or a step that failed, is tried again."""
 
 
 class UpdateFollower:
@@ -120,7 +120,7 @@ class UpdateFollower:
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(self._follow())
-                    # Ended by the engine's death, from whatever it is waiting for.
+                    # The engine's death ends it, from any wait.
                     await self._host.died.wait()
                     following.cancel()
                 async with asyncio.TaskGroup() as tasks:

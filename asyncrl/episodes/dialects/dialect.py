@@ -1,7 +1,7 @@
-"""The common side of all dialects: a body becomes what is asked of the policy, a reply a body or a stream of events.
+"""The common side of all dialects: a body becomes a request to the policy, a reply a body or a stream of events.
 
-Invariant: translators are pure, so that the same body and the same replies give the same bytes. What a program asks
-and cannot have is refused with ChatRefused, which names the field as the program wrote it, before anything is sampled.
+Invariant: translators are pure, so that the same body and the same replies give the same bytes. A wish of a program
+that cannot be met is refused with ChatRefused, which names the field as the program wrote it, before any sampling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Asked:
     ignored: list[str] = field(default_factory=list)
     """Fields that are set and do nothing: the run's own values hold."""
     relaxed: list[str] = field(default_factory=list)
-    """Fields that would constrain what is sampled, and do not."""
+    """Fields that would constrain sampling, and do not."""
     echo: Body = field(default_factory=dict)
     """Fields of the request that its reply repeats."""
 

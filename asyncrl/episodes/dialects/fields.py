@@ -1,7 +1,7 @@
 """The one table of the fields of requests: those that are honoured, that do nothing, and that are refused.
 
 Invariant: no field is ignored in silence. A field that would change how tokens are sampled is ignored with a notice,
-for the run's own sampling is what the learner's log-probs are of; one that would mask the sampler's support is relaxed
+for the learner's log-probs are of the run's own sampling; one that would mask the sampler's support is relaxed
 with a notice, for the learner's is not masked; one that asks for what cannot be given, and every unknown one, is
 refused by its name.
 """
@@ -91,7 +91,7 @@ RESPONSES = {
     "instructions": HONOURED,
     "max_output_tokens": HONOURED,
     "stream_options": HARMLESS,
-    # Reasoning that is sent back does nothing: the rollouter has what was sampled.
+    # Reasoning that is sent back does nothing: the rollouter has the sampled tokens.
     "include": Field("refused", neutral=([], ["reasoning.encrypted_content"])),
     "text.format": Field("relaxed", neutral=({"type": "text"},)),
     "text.verbosity": IGNORED,

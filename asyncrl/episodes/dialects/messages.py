@@ -2,7 +2,7 @@
 
 Source: https://docs.anthropic.com/en/api/messages. Blocks become messages: results of tools are messages of the role
 tool, in their order, before the text that stands beside them; thinking that is sent back is left out, for the rollouter
-has what was sampled. A stream tells each block of the content from its start to its stop.
+has the sampled tokens. A stream tells each block of the content from its start to its stop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Source: https://platform.openai.com/docs/api-reference/responses. Items become messages: a message of the assistant and
 the calls that follow it are one message, as they were when the policy sampled them; reasoning that is sent back is left
-out, for the rollouter has what was sampled. A stream tells each item of the output from its addition to its end.
+out, for the rollouter has the sampled tokens. A stream tells each item of the output from its addition to its end.
 """
 
 from __future__ import annotations

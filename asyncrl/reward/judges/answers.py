@@ -23,7 +23,7 @@ _OBJECT_START = re.compile(r'\{\s*"')
 
 
 class BadAnswer(ValueError):
-    """``problems``: what is wrong, a line each."""
+    """An answer that cannot be used; ``problems`` has a line each."""
 
     def __init__(self, problems: list[str]) -> None:
         more = len(problems) - MOST_PROBLEMS

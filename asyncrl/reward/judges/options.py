@@ -90,7 +90,7 @@ class RubricOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     """Options of rubric."""
 
     rubric: list[Criterion] = []
-    """Its criteria."""
+    """Criteria of the rubric."""
     rubric_key: str = ""
     """Column of the row that holds further criteria, of this row alone; they are no components."""
     instructions: str = ""

@@ -4,7 +4,7 @@ The calls of a judge wait for a server and run no code of the user's, so they sh
 one cache. A function that is added to the judge (``also``) is the user's: it runs in a RewardPool.
 
 Invariant: each call of ``score`` ends in rewards that the judge gave for it, by more than half of its votes, or in
-RewardFailed: what is unjudged is never 0. Fails as a whole only when its owner gives it up.
+RewardFailed: an unjudged call is never 0. Fails as a whole only when its owner gives it up.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
     ``folder`` is the run's, for answers to be found again; without one none is kept. ``on_request`` gets the seconds of
-    each request; ``confined`` is for what is added. The rest is as of RewardPool, as are ``start``, ``score`` and
+    each request; ``confined`` is for the added function. The rest is as of RewardPool, as are ``start``, ``score`` and
     ``close``.
     """
 
@@ -95,7 +95,7 @@ class JudgePool:
         self.judged = JudgeCounters()
 
     async def start(self) -> None:
-        """Check the options, and start what is added. Raises as RewardPool's does."""
+        """Check the options, and start the added function. Raises as RewardPool's does."""
         config = self._config
         try:
             self._judge = make_judge(config)

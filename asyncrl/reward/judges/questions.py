@@ -1,8 +1,8 @@
-"""The questions that judges are asked, and what their answers come to.
+"""The questions that judges are asked, and the rewards that their answers come to.
 
 Pure. A question is the messages of a chat, the JSON schema of its answer and a function that reads it (BadAnswer); a
-Judge makes the questions of a request, one for each vote, and rewards of what they were answered. Invariant: the reward
-of a trajectory is made of what was said of it by name, in each vote under an order and names of its own.
+Judge makes the questions of a request, one for each vote, and rewards of their answers. Invariant: the reward
+of a trajectory is made of the answers on it by name, in each vote under an order and names of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Answer with JSON alone, an entry for each of the criteria, the reason before the
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request to a judge; see the module."""
+    """One request to a judge; the module tells its parts."""
 
     messages: list[dict[str, str]]
     schema: dict[str, Any]

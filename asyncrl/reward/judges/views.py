@@ -1,4 +1,4 @@
-"""Trajectories as text for a judge: what all share once, each one's own part, and no more than it may read.
+"""Trajectories as text for a judge: the part that all share once, each one's own part, and no more than it may read.
 
 Pure. A conversation is given as its main line and a summary of each branch; a text that is too long loses its middle,
 and says so. Invariant: all that is given has at most ``limit`` characters (but for a line where something was left out,
@@ -35,7 +35,7 @@ class View:
     bodies: list[str]
     """Text of the rest of each, all different."""
     body_of: list[int]
-    """For each completion the index of its body."""
+    """Index of the body of each completion."""
 
 
 def view(prompt: str, completions: Sequence[Completion], limit: int) -> View:

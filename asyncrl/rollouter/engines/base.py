@@ -3,8 +3,8 @@
 An engine samples tokens and has its weights replaced while it lives. It knows nothing of prompt groups, rewards
 or other actors; the rollouter owns its pause and keeps the tokens it has handed over.
 
-Order of an update: ``pause`` → ``load`` → ``resume``; what is loaded is either staged already, and was shown to
-``accept`` while the engine generated, or is received by broadcast within ``load``. Between the start and the end of a
+Order of an update: ``pause`` → ``load`` → ``resume``; weights are either staged already, and were shown to
+``accept`` while the engine generated, or are received by broadcast within ``load``. Between the start and the end of a
 load the engine is never stepped; after a load that failed it stays paused until one succeeds. A method that talks to
 the engine raises EngineDied when the engine is gone or does not answer in time; after EngineDied only ``close`` may be
 called.
@@ -98,7 +98,7 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Bring it up. It serves no version yet and generates nothing before its first load.
 
-        Raises ConfigError when it cannot run what the configuration asks for.
+        Raises ConfigError when it cannot run as the configuration asks.
         """
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
@@ -120,7 +120,7 @@ class Engine(Protocol):
         """Raise WeightsCorrupt unless these are all of the model's weights, in the right shapes. At any time."""
 
     async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
-        """Replace the weights. Paused engines only; the caller keeps what is staged open meanwhile.
+        """Replace the weights. Paused engines only; the caller keeps staged weights open meanwhile.
 
         Complete or failed (WeightsCorrupt; BroadcastFailed when the other members of the broadcast are to blame); after
         a failure it is repeated whole. ``recompute_kv`` drops every cache block, so that kept requests recompute theirs

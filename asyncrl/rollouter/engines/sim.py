@@ -197,7 +197,7 @@ class SimEngine:
         self._step()
 
     def _step(self) -> None:
-        """Hand over what is due, and set the timer for the next event."""
+        """Hand over the deltas that are due, and set the timer for the next event."""
         assert self._loop is not None
         batch, now = self._batch, self._loop.time()
         batch.advance(now)

@@ -60,7 +60,7 @@ class PrefixCache:
 
     def put(self, blocks: Sequence[int]) -> None:
         """Put blocks into the cache."""
-        # A beginning is to outlive what goes on from it.
+        # A beginning is to outlive the contexts that go on from it.
         for name in reversed(blocks):
             self._blocks[name] = None
             self._blocks.move_to_end(name)
@@ -201,7 +201,7 @@ class Batch:
         self._admit(now)
 
     def abort(self, now: float, ids: list[str]) -> None:
-        """End requests with what they have sampled."""
+        """End requests with the tokens that they have sampled."""
         self.advance(now)
         for run in [self._running.pop(id) for id in ids if id in self._running]:
             self._reserved -= run.reserve
@@ -222,7 +222,7 @@ class Batch:
     # --- pauses and weights ---
 
     def stop_admitting(self, now: float) -> None:
-        """Let what runs come to its end, and nothing new begin."""
+        """Let requests that run come to their end, and nothing new begin."""
         self.advance(now)
         self._admitting = False
 

@@ -1,4 +1,4 @@
-"""Hands the deltas of one request to its reader; what the reader has not fetched yet is merged, so it never grows long.
+"""Hands the deltas of one request to its reader; those not fetched yet are merged, so it never grows long.
 
 Invariant: no token is lost and their order is kept. Fails with the EngineDied that it was given, once what came before
 is read.

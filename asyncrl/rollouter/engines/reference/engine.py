@@ -309,7 +309,7 @@ class ReferenceEngine:
     # --- weights ---
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop stepping. Under ``wait`` only what was begun counts; the others wait for the resume."""
+        """Stop stepping. Under ``wait`` only requests that were begun count; the others wait for the resume."""
         self._require_alive()
         if mode == "wait":
             self._admitting = False

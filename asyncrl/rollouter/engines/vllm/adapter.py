@@ -58,7 +58,7 @@ __all__ = [
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps what vLLM's scheduler last said of its load."""
+    """Keeps the load that vLLM's scheduler told last."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.load: EngineLoad | None = None
@@ -80,7 +80,7 @@ class LoadLogger(StatLoggerBase):
 def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None) -> AsyncLLM:
     """Start an engine and wait until it is up; ``folder`` takes its files, and ``load`` is told of its load. Blocking.
 
-    Raises ConfigError for what cannot be run, EngineDied when its processes fail to start.
+    Raises ConfigError for a model that cannot be run, EngineDied when its processes fail to start.
     """
     options.check_model(config, model, CPUAttentionBackend.get_supported_head_sizes())
     if options.on_cpu(config) != current_platform.is_cpu():

@@ -288,7 +288,7 @@ class VllmEngine:
             # vLLM's own pause_generation rests for 20 ms afterwards.
             pause = self._llm.engine_core.pause_scheduler_async
             if mode == "abort":
-                # This pause brings what the scheduler holds, which an abort drops.
+                # This pause brings the tokens that the scheduler holds, which an abort drops.
                 await pause(mode="keep", clear_cache=False)
             await pause(mode=mode, clear_cache=False)
         self._paused = True
@@ -328,7 +328,7 @@ class VllmEngine:
             except (WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
-                # vLLM has closed its update, and says what happened only in words.
+                # vLLM has closed its update, and tells the cause only in words.
                 self._update_open = False
                 if isinstance(weights, Broadcast):
                     raise BroadcastFailed(version, f"engine {self.name}: {error}") from error

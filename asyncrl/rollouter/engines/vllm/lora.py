@@ -38,7 +38,7 @@ class AdapterLoader:
     def load_adapter(self, manifest: str, scaling: float) -> None:
         """Replace the adapter by the version of ``manifest``, a Manifest as JSON with paths that this process can open.
 
-        ``scaling`` is alpha / rank. Raises RuntimeError where a tensor did not arrive, and what vLLM raises.
+        ``scaling`` is alpha / rank. Raises RuntimeError where a tensor did not arrive, and vLLM's own errors.
         """
         model = self.model_runner.get_model()
         version = msgspec.json.decode(manifest, type=Manifest)
@@ -94,7 +94,7 @@ def _homes(manager: Any) -> dict[str, str]:
 
 
 def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
-    """Layers whose buffers do not hold what was published; nothing but zeros where nothing was."""
+    """Layers whose buffers do not hold the published adapter; nothing but zeros where nothing was."""
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     parts: dict[str, list[str]] = {}
     for layer, module in homes.items():

@@ -47,7 +47,7 @@ class NcclReceiver:
         self._member.take_part(weights, worker, lambda arrival: arrival.group.receive(arrival, load))
 
     def close(self) -> None:
-        """End what is under way, and leave. From any thread; may be repeated."""
+        """End any receiving under way, and leave. From any thread; may be repeated."""
         self._member.close()
 
 

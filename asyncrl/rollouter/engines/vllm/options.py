@@ -1,6 +1,6 @@
 """Start of vLLM: its environment and its arguments, from the configuration. Pure, apart from reading the model.
 
-Fails with ConfigError for what vLLM would only fail at later, in another process and with its reason in a log.
+Fails with ConfigError where vLLM would only fail later, in another process and with its reason in a log.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def threads_on_cpu() -> int:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Environment that vLLM is to find when it is imported; what the user has set stays as it is."""
+    """Environment that vLLM is to find when it is imported; variables that the user has set stay as they are."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -45,7 +45,7 @@ class OutputBatches:
         return bool(self._held)
 
     def add(self, client: int, interval: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """Hold an output of a request of ``client``; returns what is due of the request, if anything is."""
+        """Hold an output of a request of ``client``; returns the output that is due of the request, if any is."""
         held = self._held.get(output.request_id)
         if held is None:
             if interval == 1:
@@ -58,7 +58,7 @@ class OutputBatches:
         return join(held.outputs)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget what is held of these requests."""
+        """Forget the outputs that are held of these requests."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
