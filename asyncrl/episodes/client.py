@@ -89,7 +89,7 @@ class Client:
         """The policy's answer to ``messages``, which are all of the conversation, from its beginning.
 
         ``tools`` are as in OpenAI's chat completions; nothing that is sampled for an ``untrained`` call is trained;
-        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for a refused call.
+        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for an invalid call.
         """
         if sampling := SAMPLING.intersection(template_options):
             raise ChatRefused(min(sampling), "is not for an episode to say; the run's own sampling holds")

@@ -43,7 +43,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """Finite rewards in the order of the completions; or ``error``, and nothing else counts.
 
-    ``last`` asks for the worker's end: it has run out of memory, and its remains would be the next task's loss.
+    ``last`` asks for the worker's end: it has run out of memory, and what it holds would be the next task's loss.
     """
 
     rewards: list[float]
