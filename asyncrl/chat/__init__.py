@@ -1,1 +1,1 @@
-"""How the messages of a conversation become tokens, and tokens messages. Needs neither an engine nor torch."""
+"""Conversion between the messages of a conversation and tokens. Needs neither an engine nor torch."""

@@ -1,8 +1,8 @@
 """The tokens of an answer that somebody else wrote, as the policy would have sampled them behind its context. Pure.
 
-Invariant: what comes back follows the generation prompt and ends with the token that ends an answer, so that a model
+Invariant: the tokens follow the generation prompt and end with the token that ends an answer, so that a model
 that is trained on it continues contexts as it meets them. The end is the frame's alone: an answer that holds the text
-of such a token is refused. Fails with ChatRefused, which names what of the message cannot be said.
+of such a token is refused. Fails with ChatRefused, which names the part of the message that cannot be said.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def answer_ids(
 def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words: str) -> list[int]:
     """The tokens of ``words`` behind ``text``, whose tokens are ``context``.
 
-    They are those of both together where the context's come first; else, where a token would span the seam, those of
+    They are cut from both texts together where the context's come first; else, where a token would span the seam, from
     the words alone. Raises ChatRefused.
     """
     try:
@@ -90,7 +90,7 @@ def _behind_moved(
     options: Mapping[str, Any],
 ) -> str:
     """The text that follows the generation prompt where an answer changes the text before it, as where tools or the
-    system message move with the last question: what answers that differ from their first letter on do not share.
+    system message move with the last question: the part that answers which differ from the first letter do not share.
     """
     base = template.text(before, tools, options, generate=False)
     others = ({"role": "assistant", "content": word} for word in OTHERS)
@@ -113,6 +113,6 @@ def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> 
 
 
 def _written(answer: Message) -> str:
-    """All that the message itself says."""
+    """All text of the message itself: content, reasoning and calls."""
     calls = answer.get("tool_calls", ())
     return "\n".join([answer["content"], answer.get("reasoning_content", ""), json.dumps(calls, ensure_ascii=False)])

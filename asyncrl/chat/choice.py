@@ -1,7 +1,7 @@
-"""Which parsers read the answers of a model: those of the configuration, or those that its template calls for.
+"""Choice of the parsers that read a model's answers: those of the configuration, or those that its template calls for.
 
-``auto`` takes ours where the template writes what they read: calls are written by the template and read back, and
-reasoning is what its text says.
+``auto`` takes our parsers where the template writes their form: calls are written by the template and read back, and
+reasoning is recognised in its text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, Chat
 from asyncrl.errors import ChatRefused
 
 EngineParsers = Callable[[str | None, str | None], AnswerParser]
-"""Makes a parser of an inference engine, by the name of its parser of calls, of that of reasoning, or of both."""
+"""Maker of a parser of an inference engine, by the name of its parser of calls, of that of reasoning, or of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Parsers:
     reasoning: str
     parser: AnswerParser
     notes: tuple[str, ...] = ()
-    """For the user."""
+    """Notes for the user."""
 
     @property
     def thinks(self) -> bool:
@@ -62,7 +62,7 @@ def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: Eng
 
 
 def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
-    """json if what the template writes is read back, else none; and a note."""
+    """The parser's name, json if the calls that the template writes are read back, else none; and a note."""
     if not template.writes_calls:
         return "none", "the template writes no calls of tools: set chat.tool_parser to the form that the model uses"
     before, answer, tail = example(Shape(tail=("tool", "tool")))

@@ -1,6 +1,6 @@
 """Messages and tools of OpenAI's chat completions, brought into the one form that chat templates know. Pure.
 
-Invariant: what comes out has text alone, the roles system, user, assistant and tool, calls with an id and a name, and
+Invariant: the result has text alone, the roles system, user, assistant and tool, calls with an id and a name, and
 answers of tools to calls that were made before. Fails with ChatRefused, which names the field, as
 messages[3].content[0].type.
 """
@@ -14,9 +14,9 @@ from typing import Any
 from asyncrl.errors import ChatRefused
 
 Message = dict[str, Any]
-"""role and content, which is text; name, reasoning_content, tool_call_id, and tool_calls of id, type and function."""
+"""Message: role and content (text); name, reasoning_content, tool_call_id, and tool_calls of id, type and function."""
 Tool = dict[str, Any]
-"""type, function of name, description and parameters, a JSON schema."""
+"""A tool: type, and function of name, description and parameters (a JSON schema)."""
 
 ROLES = ("system", "user", "assistant", "tool")
 SAME_ROLE = {"developer": "system"}

@@ -1,8 +1,8 @@
 """The renderers of the package ``renderers`` (PyPI), one for each of some twenty families, in place of the template.
 
-They are programs where a template is text, and know what the template of their family does. The family is
-named by the configuration, never guessed. Invariant: as Renderer has it; an extension is what the package's bridge puts
-behind an answer. Fails with ConfigError where the package or the family is not there.
+Renderers are programs where a template is text, and know what the template of their family does. The family is
+named by the configuration, never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's
+bridge puts behind an answer. Fails with ConfigError where the package or the family is not there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEPT = 16
 
 
 class PackageRenderer:
-    """See Renderer."""
+    """The Renderer of the family that chat.renderer names."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], chat: ChatConfig) -> None:
         self._tokenizer = tokenizer
@@ -40,7 +40,6 @@ class PackageRenderer:
         self.report = self._examine_all()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
-        """See Renderer."""
         return self._ids(messages, tools, options, generate=True)
 
     def extension(
@@ -52,7 +51,6 @@ class PackageRenderer:
         last_ids: Sequence[int],
         finish: FinishReason,
     ) -> list[int] | None:
-        """See Renderer."""
         if not messages or not last_ids:
             return None
         asked = self.render([QUESTION], tools, options)
@@ -61,7 +59,7 @@ class PackageRenderer:
                 asked, list(last_ids), list(messages), tools=list(tools) or None
             )
         except Exception as error:
-            # The package raises what it likes at a conversation that a family does not have.
+            # The package raises errors of any type at a conversation that a family does not have.
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
         before = [*asked, *last_ids]
         if bridged is None or list(bridged.token_ids[: len(before)]) != before:
@@ -71,7 +69,6 @@ class PackageRenderer:
     def answer(
         self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> list[int]:
-        """See Renderer."""
         asked = self.render(before, tools, options)
         whole = self._ids([*before, answer], tools, options, generate=False)
         if whole[: len(asked)] != asked:
@@ -83,13 +80,12 @@ class PackageRenderer:
         return rest[: end + 1]
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
-        """See Renderer."""
         options = options or {}
         prompt = self.render([QUESTION], tools, options)
         try:
             found = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
         except Exception:
-            # It is to read whatever a model writes.
+            # Nothing that a model writes may make the parser fail.
             return Parsed(self._tokenizer.decode(ids), malformed=1)
         calls, content = [], found.content or ""
         for call in found.tool_calls:
@@ -120,7 +116,7 @@ class PackageRenderer:
             config: Any = TypeAdapter(RendererConfig).validate_python(given)
             return create_renderer(_Adapter(self._tokenizer), config)
         except Exception as error:
-            # Of pydantic, or of a family whose tokens the model does not have.
+            # The error is pydantic's, or that of a family whose tokens the model does not have.
             lines = " ".join(str(error).split())
             raise ConfigError(
                 [f"chat.renderer: {self._chat.renderer} cannot be made for this model: {lines}"]

@@ -35,12 +35,12 @@ class Parsed:
 
     content: str
     reasoning: str | None = None
-    """None where there is none."""
+    """Text of the reasoning; None where there is none."""
     calls: list[ParsedCall] = field(default_factory=list)
     malformed: int = 0
     """Calls that were begun and cannot be read; their text is part of the content."""
     unfinished: bool = False
-    """The answer ended within its reasoning."""
+    """Whether the answer ended within its reasoning."""
 
 
 class AnswerParser(Protocol):
@@ -66,22 +66,20 @@ class AnswerParser(Protocol):
 
 
 class NoParser:
-    """All of it is content."""
+    """The parser that takes all of a text for content."""
 
     markers: frozenset[str] | None = frozenset()
 
     def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
-        """See AnswerParser."""
         return Parsed(text)
 
 
 class ThinkParser:
-    """``<think>reasoning</think>`` in front of the content, opened by the model or by the prompt."""
+    """Parser of ``<think>reasoning</think>`` in front of the content, opened by the model or by the prompt."""
 
     markers: frozenset[str] | None = frozenset((THINK, END_THINK))
 
     def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
-        """See AnswerParser."""
         before, opened, rest = text.partition(THINK)
         if opened and not before.strip():
             text, thinking = rest, True
@@ -92,12 +90,11 @@ class ThinkParser:
 
 
 class JsonCallParser:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as of Hermes and Qwen; or a list of these."""
+    """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, of Hermes and Qwen; or of a list."""
 
     markers: frozenset[str] | None = frozenset((CALL, END_CALL))
 
     def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
-        """See AnswerParser."""
         if not tools or CALL not in text:
             return Parsed(text)
         calls: list[ParsedCall] = []
@@ -115,7 +112,7 @@ class JsonCallParser:
 
 
 class Both:
-    """Reasoning by one parser, and of what is left the calls by another."""
+    """Two parsers: one reads the reasoning, the other the calls in the rest."""
 
     def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
         self._reasoning, self._calls = reasoning, calls
@@ -131,7 +128,6 @@ class Both:
         ids: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Parsed:
-        """See AnswerParser."""
         first = self._reasoning(text, tools, thinking=thinking, ids=ids, options=options)
         if first.unfinished:
             return first

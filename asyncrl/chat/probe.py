@@ -1,6 +1,6 @@
-"""The check of a chat template: where may the context of a next answer be extended, and where must it be rendered anew.
+"""The check of a chat template: whether the context of a next answer may be extended or must be rendered anew.
 
-For each kind of turn the ids of an answer, and what is put behind them, are held against the tokens of a single render
+For each kind of turn the ids of an answer, and those put behind them, are held against the tokens of a single render
 of the same conversation. Verdicts: ``extend``, they are equal; ``fork``, they are not, and another sequence begins;
 ``refused``, the template takes no such conversation. Pure; nothing here ends a run.
 
@@ -37,7 +37,7 @@ TOOLS: tuple[Tool, ...] = tuple(
     for name in ("lookup", "search")
 )
 LONGEST_RUN = 2
-"""Messages of one role in a row beyond it are of no other shape."""
+"""Messages of one role in a row that a shape tells apart; more of them are of no other shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Shape:
 
     @classmethod
     def of(cls, tail: Sequence[Message], *, reasoning: bool, ended: bool, with_tools: bool) -> Shape:
-        """That of the messages behind an answer."""
+        """The shape of the messages behind an answer."""
         roles: list[str] = []
         for message in tail:
             role = message["role"]
@@ -73,22 +73,22 @@ CASES: tuple[tuple[str, Shape], ...] = (
     ("thinking, tool", Shape(tail=("tool",), reasoning=True)),
     ("thinking, user", Shape(tail=("user",), reasoning=True, with_tools=False)),
 )
-"""The kinds of turns that are checked at start; others are when they are met."""
+"""The kinds of turns that are checked at start; others are checked when they are met."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of the check of one kind of turn."""
+    """The result of the check of one kind of turn."""
 
     verdict: Verdict
     reason: str = ""
-    """Of a fork or a refusal; of an extension, what it leaves in the context that a single render drops."""
+    """Reason of a fork or a refusal; of an extension, the part of its context that a single render drops."""
     by_policy: bool = False
-    """It forks because ``history = "template"`` says so."""
+    """Whether it forks because ``history = "template"`` says so."""
 
 
 def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> Finding:
-    """The verdict on a kind of turn: the worst over what may stand before the answer, and how the answer may end."""
+    """The verdict on a kind of turn: the worst over the beginnings before the answer, and over its endings."""
     tools = TOOLS if shape.with_tools else ()
     found: Finding | None = None
     refusal = "the template refuses every beginning"
@@ -113,7 +113,7 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
 
 
 def _known_endings(template: ChatTemplate) -> list[str]:
-    """Those that the model can say: some vocabularies lack the last."""
+    """Endings that the model can say: some vocabularies lack the last."""
     known = []
     for ending in ENDINGS:
         with suppress(ChatRefused):
@@ -140,18 +140,18 @@ def _judge(template: ChatTemplate, turn: Turn, shape: Shape, history: History) -
 def extension_ids(template: ChatTemplate, turn: Turn, *, ended: bool, close: str = "") -> list[int]:
     """The tokens behind an answer, which has its end or has not; ``close`` is put in front where it has not."""
     if ended:
-        # In front of it the end, so that the tokenizer does not take the rest for the beginning of a text.
+        # The end goes in front, so that the tokenizer does not take the rest for the beginning of a text.
         return template.ids(turn.end + turn.after)[1:]
     return template.ids(close + turn.end + turn.after)
 
 
 def example(shape: Shape) -> tuple[list[Message], Message, list[Message]]:
-    """A question, an answer with made-up words, and what follows it."""
+    """A question, an answer with made-up words, and the messages that follow it."""
     return next(_beginnings(shape))[1], _answer(shape, ""), _tail(shape)
 
 
 def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
-    """What may stand before an answer, the plain question first, with the words that tell the others."""
+    """Messages that may stand before an answer, the plain question first, each behind the words that tell it."""
     question: Message = {"role": "user", "content": "Hello."}
     yield "", [question]
     yield ", after a system message", [{"role": "system", "content": "Be brief."}, question]

@@ -40,7 +40,7 @@ class Renderer(Protocol):
     """Turns conversations into tokens and answers into messages. May be called from several threads at a time."""
 
     report: ChatReport
-    """What the check at start has found."""
+    """Findings of the check at start."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
         """The whole context with generation prompt. Raises ChatRefused."""
@@ -63,7 +63,7 @@ class Renderer(Protocol):
     def answer(
         self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> list[int]:
-        """The tokens of an answer that somebody else wrote, its end included, as they follow ``render`` of what is
+        """The tokens of an answer that somebody else wrote, its end included, as they follow ``render`` of the messages
         before it. Raises ChatRefused.
         """
 
@@ -72,7 +72,7 @@ class Renderer(Protocol):
 
 
 class TemplateRenderer:
-    """Through the model's own chat template."""
+    """The Renderer through the model's own chat template."""
 
     def __init__(self, template: ChatTemplate, parsers: Parsers, chat: ChatConfig) -> None:
         self._template = template
@@ -88,7 +88,6 @@ class TemplateRenderer:
         self.report = make_report(template, parsers, chat, lambda shape: self.finding(shape, {}))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
-        """See Renderer."""
         return self._template.ids(self._template.text(messages, tools, options))
 
     def extension(
@@ -100,7 +99,6 @@ class TemplateRenderer:
         last_ids: Sequence[int],
         finish: FinishReason,
     ) -> list[int] | None:
-        """See Renderer."""
         assert all(message["role"] != "assistant" for message in messages)
         if not messages or not last_ids:
             return None
@@ -117,7 +115,7 @@ class TemplateRenderer:
         answer = _stand_in(messages, parsed)
         turn = learn_turn(self._template, [QUESTION], answer, messages, tools, options)
         if isinstance(turn, str) or (ended and self._template.ends.get(turn.end) != last_ids[-1]):
-            # Of several tokens that end an answer the template writes one.
+            # The template writes one of several tokens that end an answer.
             return None
         close = CLOSED_THINK if parsed.unfinished else ""
         return extension_ids(self._template, turn, ended=ended, close=close)
@@ -125,11 +123,9 @@ class TemplateRenderer:
     def answer(
         self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> list[int]:
-        """See Renderer."""
         return answer_ids(self._template, before, answer, tools, options)
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
-        """See Renderer."""
         words = ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
         text = self._template.tokenizer.decode([id for id in words if id not in self._unseen], keep_special=True)
         options = options or {}

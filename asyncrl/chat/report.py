@@ -14,7 +14,7 @@ from asyncrl.config.episode import ChatConfig
 from asyncrl.errors import ChatRefused
 
 FILE = "chat.json"
-"""In the run folder."""
+"""Name of the report in the run folder."""
 
 
 class CaseFinding(msgspec.Struct, frozen=True):
@@ -24,11 +24,11 @@ class CaseFinding(msgspec.Struct, frozen=True):
     verdict: Verdict
     reason: str = ""
     by_policy: bool = False
-    """It forks because chat.history says so."""
+    """Whether it forks because chat.history says so."""
 
 
 class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was found of a template."""
+    """All findings about a template."""
 
     renderer: str
     history: str
@@ -40,7 +40,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     """The token that ends an answer, as text; empty where the template writes none that the model samples."""
     seam: str
-    """What the template writes between that token and the next message."""
+    """Text that the template writes between that token and the next message."""
     cases: list[CaseFinding]
     notes: list[str]
 
@@ -50,7 +50,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
         return any(case.verdict != "refused" for case in self.cases)
 
     def lines(self) -> list[str]:
-        """For people: a line for each kind of turn, then the rest."""
+        """Lines for people: one for each kind of turn, then the rest."""
         width = max(len(case.case) for case in self.cases)
         rows = [f"{case.verdict:<7}  {case.case:<{width}}  {case.reason}".rstrip() for case in self.cases]
         rows.append(f"history {self.history}; date {self.date or 'of today'}")
@@ -92,7 +92,7 @@ def make_report(
 
 
 def _seam(template: ChatTemplate) -> tuple[str, str, str]:
-    """The end of an answer, what the template writes behind it, and a note where nothing stops at that end."""
+    """The end of an answer, the text that the template writes behind it, and a note where nothing stops at that end."""
     before, answer, tail = example(Shape(tail=("user",), with_tools=False))
     try:
         turn = learn_turn(template, before, answer, tail, (), {})

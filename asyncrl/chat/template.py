@@ -1,6 +1,6 @@
 """The chat template of a model as conversations use it: its oddities are learnt at start, not assumed.
 
-Invariant: what is rendered depends on messages, tools and options alone. Fails with ChatRefused on a conversation that
+Invariant: a rendered text depends on messages, tools and options alone. Fails with ChatRefused on a conversation that
 the template refuses, with ConfigError where there is no template.
 """
 

@@ -1,7 +1,7 @@
-"""How a template writes an answer and what comes behind it, learnt from a conversation that it renders. Pure.
+"""A template's form of an answer and of the text behind it, learnt from a conversation that it renders. Pure.
 
-A conversation with made-up words in known places is rendered once as the question, and once with the answer and what
-follows in place; where the first is the beginning of the second, the rest falls into the words that the model samples,
+A conversation with made-up words in known places is rendered once as the question, and once with the answer and the
+rest in place; where the first is the beginning of the second, the rest falls into the words that the model samples,
 the token that ends them, and the context of the next answer.
 
 Fails with ChatRefused where the template refuses the conversation; where the answer cannot be found in it, the reason
@@ -29,13 +29,13 @@ class Turn:
     """An answer in its context, in text: ``asked + sampled + end + after`` is the context of the next answer."""
 
     asked: str
-    """Up to where the model answers."""
+    """Text up to the model's answer."""
     sampled: str
     """Words that the model would have sampled, without the token that ends them."""
     end: str
     """The token that ends an answer; empty where the template writes none that the model samples."""
     after: str
-    """Behind the end: the rest of the answer's frame, the messages that follow, the next generation prompt."""
+    """Text behind the end: the rest of the answer's frame, the messages that follow, the next generation prompt."""
     dropped: str = ""
     """Reasoning, or its frame, that a single render leaves out."""
 
@@ -48,7 +48,7 @@ def learn_turn(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> Turn | str:
-    """The turn, or why a single render does not go on from where the model answered. Raises ChatRefused.
+    """The turn, or the reason that a single render does not go on from the model's answer. Raises ChatRefused.
 
     The content of ``answer`` begins with ANSWER, or it has none and ANSWER is the last word of its calls; its reasoning
     is THOUGHT.
@@ -88,7 +88,7 @@ def learn_turn(
 
 
 def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:
-    """What the template writes before the words of an answer without reasoning or calls."""
+    """Text that the template writes before the words of an answer without reasoning or calls."""
     plain: Message = {"role": "assistant", "content": ANSWER}
     later = [message for message in tail if message["role"] != "tool"] or [{"role": "user", "content": NEXT}]
     try:
@@ -115,7 +115,7 @@ def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> 
 def _split(
     template: ChatTemplate, rest: str, place: int, text: Any, before: Sequence[Message], answer: Message
 ) -> tuple[str, str, str] | str:
-    """The words of the answer, its end, and what is behind; ``place`` is behind the last known word of the answer."""
+    """The words of the answer, its end, and the text behind; ``place`` is behind the last known word of the answer."""
     limit = rest.find(NEXT, place)
     behind = rest[place : limit if limit >= 0 else len(rest)]
     ends = [(at, -len(end), end) for end in template.ends if (at := behind.find(end)) >= 0]
@@ -124,7 +124,7 @@ def _split(
         return rest[: place + at], end, rest[place + at + len(end) :]
     if not answer.get("tool_calls"):
         return rest[:place], "", rest[place:]
-    # Where the call ends and the frame of the answer begins, answers without calls show.
+    # Answers without calls show where the call ends and the frame of the answer begins.
     plain = text([*before, {"role": "assistant", "content": ANSWER}], generate=False)
     called = text([*before, answer], generate=False)
     frame = plain[plain.rfind(ANSWER) + len(ANSWER) :]

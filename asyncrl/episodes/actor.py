@@ -1,9 +1,9 @@
 """The episode host: runs users' episodes for rollouters, and brings their calls of the policy to them.
 
-It plays for the rollouter beside it; one of ``episode.extra_hosts`` plays for whichever asks, as many episodes as a
-rollouter may play, and refuses more.
+It plays for the rollouter beside it; one of ``episode.extra_hosts`` plays for each rollouter that asks, as many
+episodes as a rollouter may play, and refuses more.
 
-Invariant: each RunEpisode is answered with what came of the episode, in its code or in the end of its worker; one that
+Invariant: each RunEpisode is answered with the episode's result, from its code or from the end of its worker; one that
 is cancelled, whose deadline is over, or whose rollouter is dead has nothing left that runs. A session's key opens its
 own conversation alone, and that only until the episode has ended. The user hears of each kind of failure, the first
 time with its place. The actor fails when the user's code cannot be had, or no worker can be started any more.
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from asyncrl.episodes.endpoint import Endpoint
 
 START_SHARE = 0.8
-"""Of the time that an actor has for its start, what the workers may take, so that its own error comes first."""
+"""Share of an actor's time for its start that the workers may take, so that the host's own error comes first."""
 LEAVE_SHARE = 0.9
-"""Of the time that is left to finish what is begun."""
+"""Share of the time to leave that is spent on finishing what is begun."""
 QUIET_S = 2.0
-"""After so long without an episode there are no more to come from a rollouter that leaves."""
+"""Seconds without an episode after which no more are to come from a rollouter that leaves."""
 LOOK_S = 0.1
 MOST_OVER = 4096
-"""Sessions that have ended and are still known, so that later calls are told why."""
+"""Sessions that have ended and are still known, so that later calls are told the reason."""
 MOST_KINDS = 16
 """Kinds of failures that are told apart."""
 LONGEST_TEXT = 600
@@ -52,7 +52,7 @@ KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
 
 class EpisodesActor(Actor):
-    """See the module. It is the Core of its endpoint (core.py)."""
+    """The actor of an episode host; the module tells its rules. It is the Core of its endpoint (core.py)."""
 
     role = "episodes"
 
@@ -62,7 +62,7 @@ class EpisodesActor(Actor):
         """The name under which the policy answers."""
         self._sessions: dict[str, Session] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
-        """Why the sessions that have ended have, by key, the newest last."""
+        """Reasons that sessions have ended, by key, the newest last."""
         self._faults: Counter[str] = Counter()
         self._first: dict[str, str] = {}
         self._most = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
@@ -101,7 +101,7 @@ class EpisodesActor(Actor):
         self.log.info("episodes can be played", kind=config.kind, endpoint=url)
 
     async def close(self) -> None:
-        """End all episodes and whatever they have started."""
+        """End all episodes and all that they have started."""
         for session in self._sessions.values():
             session.end("the episode host ends")
         try:
@@ -112,7 +112,7 @@ class EpisodesActor(Actor):
                 await self._http.close()
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
-        """With what was played, and the episode that has gone on for longest without the policy."""
+        """The heartbeat, with the episodes played and the one that has gone on for longest without the policy."""
         said, players = super().heartbeat(beat, loop_lag_s), self._players
         if players is None:
             return said
@@ -135,11 +135,11 @@ class EpisodesActor(Actor):
         return figures | _http_figures(endpoint.counts)
 
     def resources(self) -> list[ResourceRecord]:
-        """One for each worker."""
+        """Resource records, one for each worker."""
         return self._players.resources() if self._players is not None else []
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """Its episodes are for nobody."""
+        """End the episodes of a rollouter that has died."""
         for session in self._sessions.values():
             if session.rollouter == name:
                 session.end("the rollouter has died")
@@ -194,11 +194,11 @@ class EpisodesActor(Actor):
         return key in self._sessions or key in self._over
 
     async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
-        """As Session.chat."""
+        """Ask the policy, as Session.chat."""
         return await self._session(key).chat(call, on_delta)
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
-        """As Session.turn_reward."""
+        """Credit a turn, as Session.turn_reward."""
         return await self._session(key).turn_reward(node, value)
 
     def _session(self, key: str) -> Session:
@@ -224,7 +224,7 @@ class EpisodesActor(Actor):
         self.notify(f"episode: {kind}", f"episode ({self._named()}): {told}", count=self._faults[kind])
 
     def _masked(self, text: str) -> str:
-        """Without the keys of sessions."""
+        """The text without the keys of sessions."""
         return KEY.sub(lambda found: "(key of the episode)" if self.knows(found[0]) else found[0], text)
 
     def _named(self) -> str:
@@ -233,7 +233,7 @@ class EpisodesActor(Actor):
 
 
 def _http_figures(counts: Counter[str]) -> dict[str, float]:
-    """Counts of the endpoint in few."""
+    """Counts of the endpoint, added up to a few."""
 
     def total(*beginnings: str) -> int:
         return sum(count for name, count in counts.copy().items() if name.startswith(beginnings))

@@ -1,4 +1,4 @@
-"""How an answer of the policy is sent: at once where it is there at once, else kept alive until it is.
+"""Sending of the policy's answer: at once where it is there at once, else kept alive until it is.
 
 A body of JSON begins with blanks, a stream holds comments, one for each keep-alive; both are nothing to a client but a
 sign of life. From the first on the status is sent: a failure after that cuts the connection, or is an event. Every

@@ -1,4 +1,4 @@
-"""The bodies of requests: JSON that nobody has checked yet, up to tens of megabytes of it. Pure."""
+"""Bodies of requests: JSON that nobody has checked yet, up to tens of megabytes of it. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decoded(raw: bytearray) -> Body:
 
 
 def digest(raw: bytearray, salt: str) -> bytes:
-    """The same for the same body and salt."""
+    """A digest, the same for the same body and salt."""
     made = hashlib.blake2b(salt.encode(errors="surrogateescape"), digest_size=16)
     made.update(raw)
     return made.digest()
@@ -62,7 +62,7 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
 
 
 def _decoded_in_parts(raw: bytearray) -> Body:
-    """Each element of the lists by itself: the interpreter, which a decoder holds, is free in between."""
+    """The body, decoded element by element: the interpreter, which a decoder holds, is free in between."""
     body: Body = {}
     for name, value in _RAW_OBJECT.decode(raw).items():
         if memoryview(value)[0] == ord("["):

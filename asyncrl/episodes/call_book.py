@@ -1,4 +1,4 @@
-"""Which call of a session an HTTP request is: a new sample, or one that is under way, was cut off, or is answered.
+"""Matching of HTTP requests with a session's calls: a new sample, or a call under way, cut off or answered.
 
 Invariant: a request that is not marked as a retry is a new sample, however often its body was seen before. A marked one
 is given a call of the same body: first one that nobody listens to, for that is whose connection broke; then the newest
@@ -26,21 +26,21 @@ class Call:
     """One request to the policy, whose n choices are as many calls of the core."""
 
     number: int
-    """Within the session, from 0."""
+    """Number within the session, from 0."""
     identity: bytes
-    """Digest of what was asked; a retry has the same."""
+    """Digest of the request; a retry has the same."""
     created: int
     """Unix seconds."""
     texts: list[str]
     """Content of each choice, as far as it was told."""
     running: bool = False
     outcome: Outcome | None = None
-    """The replies, one for each choice, or why there are none."""
+    """The replies, one for each choice, or the error in their place."""
     delivered: bool = False
     listeners: set[asyncio.Event] = field(default_factory=set)
-    """Set when there is more of it."""
+    """Events that are set when there is more of the call."""
     left: float = 0.0
-    """When the last listener left, or the call ended without any."""
+    """Time when the last listener left, or the call ended without any."""
 
     @property
     def settled(self) -> bool:
@@ -48,7 +48,7 @@ class Call:
         return not isinstance(self.outcome, Exception | None) or isinstance(self.outcome, EpisodeOver | ChatRefused)
 
     def hear(self, choice: int, delta: ChatDelta) -> None:
-        """Add what is new of ``delta``. One behind a gap adds nothing: the reply has it all."""
+        """Add the new text of ``delta``. One behind a gap adds nothing: the reply has it all."""
         text = self.texts[choice]
         known = len(text) - delta.offset
         if 0 <= known < len(delta.text):
@@ -66,13 +66,13 @@ class CallBook:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        """Oldest first."""
+        """Calls of the session, oldest first."""
         self.nodes: dict[int, int] = {}
         """Node that answered the first choice of a call whose number was told before its node was known."""
         self._next = 0
 
     def new(self, identity: bytes, *, choices: int, created: int) -> Call:
-        """A new sample."""
+        """A call for a new sample."""
         call = Call(number=self._next, identity=identity, created=created, texts=[""] * choices)
         self._next += 1
         self.calls.append(call)
@@ -92,7 +92,7 @@ class CallBook:
         return sum(1 for call in self.calls if call.running or call.listeners)
 
     def given_up(self, now: float, *, grace_s: float) -> Iterator[Call]:
-        """Those under way that no retry has come for in time."""
+        """Calls under way that no retry has come for in time."""
         return (call for call in self.calls if call.running and not call.listeners and now - call.left >= grace_s)
 
     def forget(self, now: float, *, kept_s: float) -> None:

@@ -1,8 +1,8 @@
 """The calls of the core that HTTP requests are waiting for, or have stopped waiting for.
 
 A call outlives the connection that asked for it: for a grace in which a marked retry may come and listen to it again.
-Then it is cancelled, which keeps what it has sampled; a later retry calls the core again by the same name, and goes on.
-Its outcome is kept for a while, and is that of a retry as well. One task, ``watch``, does the forgetting.
+Then it is cancelled, which keeps its sampled tokens; a later retry calls the core again by the same name, and goes on.
+Its outcome is kept for a while, and answers a retry as well. One task, ``watch``, does the forgetting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl.messages.episodes import Chat, ChatReply
 MOST_OPEN = 1024
 """Calls of a session at a time."""
 WATCH_SHARE = 0.25
-"""Of the shorter of grace and keeping, the pause between two looks."""
+"""Share of the shorter of grace and keeping that is the pause between two looks."""
 
 
 class TooManyCalls(Exception):
@@ -32,7 +32,7 @@ class TooManyCalls(Exception):
 
 
 class Calls:
-    """See the module. ``grace_s`` and ``kept_s`` are seconds without a listener."""
+    """The open and kept calls of all sessions; ``grace_s`` and ``kept_s`` are seconds without a listener."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Calls:
         return None if book is None else book.nodes.get(number)
 
     async def watch(self) -> None:
-        """Give up and forget, for ever."""
+        """Give up and forget calls, for ever."""
         pause = WATCH_SHARE * min(self._grace_s, self._kept_s)
         while True:
             await asyncio.sleep(pause)

@@ -16,7 +16,7 @@ from asyncrl.messages.episodes import Chat, ChatReply, ToolCall
 from asyncrl.outcome import read_number
 
 Message = Mapping[str, Any]
-"""As in OpenAI's chat completions: role, content, tool_calls, tool_call_id, name."""
+"""Message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id, name."""
 SAMPLING = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs", "top_logprobs", "logit_bias", "stream"),
@@ -28,19 +28,19 @@ SAMPLING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy answered."""
+    """The policy's answer."""
 
     content: str
     reasoning: str | None
     tool_calls: list[ToolCall]
-    """Each with id, name and arguments (JSON text of an object)."""
+    """Calls of tools, each with id, name and arguments (JSON text of an object)."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
 
     @property
     def message(self) -> dict[str, Any]:
-        """It as a message, to be appended to those of the next call."""
+        """The reply as a message, to be appended to those of the next call."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -53,7 +53,7 @@ class Reply:
 
 
 class Policy(Protocol):
-    """Where the calls of one session go."""
+    """The receiver of one session's calls."""
 
     async def chat(self, chat: Chat) -> ChatReply:
         """The next message. Raises EpisodeOver or ChatRefused."""
@@ -74,7 +74,7 @@ class Client:
         self.model = model
         """Name to give to an OpenAI client."""
         self.base_url = base_url
-        """For any OpenAI client, with ``api_key``: the same conversation, by HTTP."""
+        """URL for any OpenAI client, with ``api_key``: the same conversation, by HTTP."""
         self.api_key = session
 
     async def chat(
@@ -89,7 +89,7 @@ class Client:
         """The policy's answer to ``messages``, which are all of the conversation, from its beginning.
 
         ``tools`` are as in OpenAI's chat completions; nothing that is sampled for an ``untrained`` call is trained;
-        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for what it cannot be asked.
+        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for an invalid call.
         """
         if sampling := SAMPLING.intersection(template_options):
             raise ChatRefused(min(sampling), "is not for an episode to say; the run's own sampling holds")
@@ -123,7 +123,7 @@ class Client:
         self._policy.reward(self._node, read_number(value, "gave the turn reward"))
 
     def blocking(self) -> BlockingClient:
-        """The same for code in a thread. To be called in the event loop."""
+        """The same client for code in a thread. To be called in the event loop."""
         return BlockingClient(self, asyncio.get_running_loop())
 
 
@@ -135,9 +135,9 @@ class BlockingClient:
         self.model, self.base_url, self.api_key = client.model, client.base_url, client.api_key
 
     def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Reply:
-        """As Client.chat."""
+        """Ask the policy, as Client.chat."""
         return asyncio.run_coroutine_threadsafe(self._client.chat(messages, *args, **kwargs), self._loop).result()
 
     def reward(self, value: float) -> None:
-        """As Client.reward."""
+        """Credit a turn, as Client.reward."""
         self._client.reward(value)

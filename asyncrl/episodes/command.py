@@ -2,8 +2,8 @@
 
 Its exit ends the episode: with 0 it has ended well, and the last line of its standard output is the reward, if that is
 a finite number or a JSON object of components. Invariant: when an episode has ended nothing of the program is left; the
-same holds when this process has died (runtime/workers/keeper.py). Of the run's environment it has what
-any program needs and what the user names (runtime/workers/environment.py), and the key of its own session.
+same holds when this process has died (runtime/workers/keeper.py). It has the part of the run's environment that
+any program needs or the user names (runtime/workers/environment.py), and the key of its own session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAST_LINES = 5
 LOOK_S = 0.25
 MOST_LOOKED_AT = 32
 GATHER_S = 0.05
-"""For so long output is gathered."""
+"""Seconds for which output is gathered."""
 CLOSE_TIMEOUT_S = 5.0
 MOST_ANSWER_BYTES = 1 << 20
 OURS = "ASYNCRL_"
@@ -44,7 +44,7 @@ LARGEST_TASK = 64 << 10
 
 
 def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: str) -> dict[str, str]:
-    """What a program is told, with ``task`` where it fits. Pure."""
+    """Environment of a program, with ``task`` where it fits. Pure."""
     env = {name: value for name, value in inherited.items() if not name.startswith(OURS)}
     env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
     return env | ({"ASYNCRL_TASK": task} if len(task.encode()) <= LARGEST_TASK else {})
@@ -56,7 +56,7 @@ def described(task: Task) -> str:
 
 
 def outcome_of(line: str) -> Outcome | None:
-    """The reward that a last line is; None where it is none."""
+    """The outcome that a last line holds; None where it holds none."""
     try:
         value = json.loads(line)
         if isinstance(value, bool) or not isinstance(value, int | float | dict):
@@ -70,23 +70,23 @@ def outcome_of(line: str) -> Outcome | None:
 
 @dataclass(eq=False, slots=True)
 class Program:
-    """One that runs."""
+    """A program that runs."""
 
     session: Session
     playing: Playing
     process: WorkerProcess
     answer: dict[str, Any] | None = None
-    """What its keeper says of its end."""
+    """The keeper's answer on its end."""
     fault: str = ""
-    """Why it was killed."""
+    """Reason that it was killed."""
     timer: asyncio.TimerHandle | None = None
-    """When it is killed."""
+    """Timer that kills it."""
     telling: asyncio.TimerHandle | None = None
-    """When what was printed is handed out."""
+    """Timer that hands out the gathered output."""
 
 
 class Programs:
-    """See the module. Arguments as of Workers."""
+    """The programs that play episodes; arguments as of Workers."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Programs:
         self.waiting = self.suspects = 0
 
     async def start(self) -> None:
-        """Nothing runs before the first episode."""
+        """Begin to look at memory; no program runs before the first episode."""
         self._look_at_memory()
 
     def play(self, session: Session) -> Playing:
@@ -178,17 +178,17 @@ class Programs:
         return len(self._running)
 
     def resources(self) -> list[ResourceRecord]:
-        """None: a program has no place."""
+        """No records: a program has no place."""
         return []
 
     def _stop(self, program: Program) -> None:
-        """Nobody waits for it any more."""
+        """Stop a program that nobody waits for any more."""
         self.counts.stopped += 1
         program.process.send(b"terminate")
         program.timer = self._loop.call_later(self._config.close_timeout_s, self._kill, program, "did not end")
 
     def _kill(self, program: Program, reason: str) -> None:
-        """Its keeper ends it all when it is left alone."""
+        """Hang up on the keeper, which then ends the program with all that it has started."""
         program.fault = program.fault or reason
         program.process.hang_up()
 
@@ -233,7 +233,7 @@ class Programs:
         return EpisodeDone(reward=reward, components=components, user_s=answer["user_s"])
 
     def _printed(self, key: str) -> None:
-        """Something was; what comes right behind it is handed out with it."""
+        """Have output handed out soon, with all that comes right behind it."""
         program = self._running[key]
         if program.telling is None:
             program.telling = self._loop.call_later(GATHER_S, self._hand_out, program)
@@ -248,7 +248,7 @@ class Programs:
             self._on_output(program.session.task.uid, text, dropped)
 
     def _look_at_memory(self) -> None:
-        """Of the next few, in turn: each look at one takes a fraction of a millisecond."""
+        """Look at the next few programs, in turn: each look takes a fraction of a millisecond."""
         limit = self._config.max_memory_bytes
         for key in list(self._running)[:MOST_LOOKED_AT]:
             program = self._running[key] = self._running.pop(key)

@@ -1,4 +1,4 @@
-"""What the HTTP endpoint asks of the actor around it."""
+"""The interface by which the HTTP endpoint asks the actor around it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Core(Protocol):
     """The policy, for all sessions of this host."""
 
     model: str
-    """The name under which the policy answers, whatever name it is asked by."""
+    """The name under which the policy answers, under any name that it is asked by."""
 
     def knows(self, key: str) -> bool:
         """Whether there is such a session. It stays known for a while after its end, so that calls are told why.
@@ -23,7 +23,7 @@ class Core(Protocol):
     async def chat(self, key: str, call: Chat, on_delta: Callable[[ChatDelta], None]) -> ChatReply:
         """The next message of the assistant; it waits for as long as that takes.
 
-        The same call again goes on from what it has sampled. Raises EpisodeOver, ChatRefused.
+        The same call again goes on from its sampled tokens. Raises EpisodeOver, ChatRefused.
         """
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counts:
-    """By the names of the catalogue."""
+    """Counts by the names of the catalogue."""
 
     played: int = 0
     """Episodes that ended by themselves or with their worker."""
     failed: int = 0
-    """Those among them that gave no outcome."""
+    """Played episodes that gave no outcome."""
     stopped: int = 0
     """Episodes that the rollouter ended."""
     played_alone: int = 0
-    """Begun in a worker by themselves."""
+    """Episodes begun in a worker by themselves."""
     tool_calls: int = 0
     tool_errors: int = 0
     """Calls of tools that raised."""
@@ -31,4 +31,4 @@ class Counts:
     workers_died: int = 0
     """Worker processes that ended by themselves."""
     output_dropped_bytes: int = 0
-    """Printed beyond episode.max_output_bytes."""
+    """Bytes printed beyond episode.max_output_bytes."""

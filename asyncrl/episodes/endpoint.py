@@ -5,7 +5,7 @@ checked before it waits; it then waits as long as the policy takes, and is kept 
 a pause, a new version of the weights, or the death of an engine. A client that neither reads nor sends is closed.
 
 Failures are told with a status as long as none is sent, and by a closed connection or an event of the stream after
-that. What is over is told as a 400, so that no client tries again.
+that. A call of an episode that is over is answered with a 400, so that no client tries again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SERVED: dict[str, Dialect] = {
     "/v1/messages": Messages(),
 }
 REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
-"""The second is where a client with the base URL of OpenAI's API finds it."""
+"""Paths for rewards; a client with the base URL of OpenAI's API finds the second."""
 MOST_COUNTED = 256
 """Names that are counted apart: programs choose some of them."""
 UNTRAINED = "x-asyncrl-untrained"
@@ -57,7 +57,7 @@ class Rejected(Exception):
 
 
 class Endpoint:
-    """See the module. ``counts`` grows with each notable thing that happens, by its name."""
+    """The HTTP server of a host's sessions. ``counts`` grows with each notable thing that happens, by its name."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class Endpoint:
         self._runner: web.ServerRunner | None = None
 
     async def start(self, port: int = 0) -> str:
-        """Listen. Returns the URL without a path; what OpenAI's clients want of it ends in /v1."""
+        """Listen. Returns the URL without a path; the base URL for OpenAI's clients ends in /v1."""
         server = web.Server(
             self._handle,
             handler_cancellation=True,
             access_log=None,
-            # Its lines quote requests.
+            # The lines of aiohttp's logger quote requests.
             logger=_silent_logger(),
             keepalive_timeout=self._client_timeout_s,
             lingering_time=min(10.0, self._client_timeout_s),
@@ -103,13 +103,13 @@ class Endpoint:
         await self.calls.watch()
 
     async def close(self) -> None:
-        """Close every connection, and end what was waited for."""
+        """Close every connection, and end the calls that were waited for."""
         if self._runner is not None:
             await self._runner.cleanup()
         await self.calls.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        # Whatever is written is with the kernel when the write is done: a deadline on it is one on the reader.
+        # All that is written is with the kernel when the write is done: a deadline on it is one on the reader.
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
         dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])

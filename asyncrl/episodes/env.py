@@ -1,7 +1,7 @@
 """An episode in an environment: the user's ``reset(task)`` and ``step(message)``, plain or asynchronous.
 
 ``reset`` returns the first messages, or the text of one of the user. ``step`` is given the policy's message (role,
-content, tool_calls) and returns (messages or text, reward, done[, info]): what the environment says to it, the reward
+content, tool_calls) and returns (messages or text, reward, done[, info]): the environment's answer to it, the reward
 of the turn or None, and whether the episode has ended. Each episode has an object of its own, whose ``close``, if it
 has one, is called however the episode ends.
 """

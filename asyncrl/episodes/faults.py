@@ -1,4 +1,4 @@
-"""Why a worker is to be killed: its event loop stands still, it takes too much memory, or an episode does not end.
+"""Faults that end a worker: its event loop stands still, it takes too much memory, or an episode does not end.
 
 Where a stopped episode does not end though the loop turns, that episode is guilty, and the others are known to be
 innocent; in all other cases nobody knows.
@@ -26,7 +26,7 @@ class Fault:
 
 
 def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s: float) -> float:
-    """For how long a worker has not been heard of, by the look at ``now``, if it was ``silent_s`` at that of ``since``.
+    """Seconds that a worker was silent by the look at ``now``, if it was ``silent_s`` at that of ``since``.
 
     Time in which this process did not run either, as it shows by looks that are late, is nobody's silence. Pure.
     """
@@ -34,7 +34,7 @@ def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s:
 
 
 def find_fault(slot: Slot, config: EpisodeConfig, now: float) -> Fault | None:
-    """The first that there is."""
+    """The first fault that there is."""
     assert slot.process is not None
     if slot.silent_s > config.stall_timeout_s:
         return Fault(

@@ -1,4 +1,4 @@
-"""What the episode host and its workers say to each other over a socket pair.
+"""Messages between the episode host and its workers over a socket pair.
 
 The host sends Setup, the worker Ready. From then on each Play is answered by one Ended, in any order; in between the
 worker asks (Asked, Rewarded) and is answered, and says every so often that its event loop turns (Alive).
@@ -13,11 +13,11 @@ import msgspec
 from asyncrl.messages.episodes import Chat, ChatReply
 
 SMALL_BYTES = 1 << 20
-"""Of a frame beside the messages of a chat."""
+"""Bytes of a frame beside the messages of a chat."""
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """What the worker plays, as in the configuration, and where the policy is."""
+    """The code that the worker plays, as in the configuration, and the address of the policy."""
 
     kind: str
     code: list[str]
@@ -38,7 +38,7 @@ class Play(msgspec.Struct, frozen=True, array_like=True, tag="play"):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
-    """To an Asked."""
+    """The answer to an Asked."""
 
     session: str
     call: str
@@ -46,7 +46,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
 
 
 class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
-    """To an Asked: the episode is over, or ``field`` of the call is refused, or neither: the policy cannot be had."""
+    """Refusal of an Asked: the episode is over, or ``field`` of the call is refused, or the policy cannot be had."""
 
     session: str
     call: str
@@ -89,7 +89,7 @@ class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
 
 
 class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
-    """Output of an episode, and how many bytes of it were left out before."""
+    """Output of an episode, and the number of bytes that were left out before."""
 
     session: str
     text: str
@@ -97,8 +97,8 @@ class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
-    """A call of a tool; ``error`` says what the tool raised, ``kind`` without its text, ``mistaken`` that the policy
-    has called what there is not.
+    """A call of a tool; ``error`` tells the tool's error, ``kind`` without its text, ``mistaken`` that the policy
+    has called a tool that there is not.
     """
 
     session: str

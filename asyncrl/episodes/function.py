@@ -18,7 +18,7 @@ GIVEN = ("task", "client")
 
 
 def function_player(function: Callable[..., Any], options: dict[str, Any], names: list[str]) -> Player:
-    """A player that calls ``function`` with what of task, client and ``options`` is among ``names``."""
+    """A player that calls ``function`` with those of task, client and ``options`` that are among ``names``."""
     waits = not is_async(function)
 
     async def play(task: Task, client: Client) -> Any:

@@ -55,7 +55,7 @@ def _load_class(spec: str, key: str) -> Callable[..., Any]:
 
 
 def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
-    """Options are those of the classes, or, where there is none, of the functions."""
+    """A player with tools. Options are those of the classes, or, where there is none, of the functions."""
     functions: list[Tool] = []
     classes: list[Callable[[Task], Any]] = []
     names: list[str] = []
@@ -78,7 +78,7 @@ def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
         except NotCallable as error:
             problems += error.problems
         except Exception as error:
-            # Pydantic cannot make a schema of what it does not know.
+            # Pydantic cannot make a schema of a type that it does not know.
             problems.append(f"{keys.code}: {spec} cannot be described to the policy: {describe(error)}")
     problems += [
         f"{keys.code}: there are several tools {name!r}" for name in sorted(set(names)) if names.count(name) > 1

@@ -1,6 +1,6 @@
-"""Whose output it is: what an episode prints is told apart from what others print in the same worker.
+"""Output told apart by episode: what one prints is kept from what others print in the same worker.
 
-By context variables, which tasks and threads of an episode inherit. What is printed beyond them (by programs, by code
+Context variables tell it, which tasks and threads of an episode inherit. Output beyond them (of programs, of code
 in other languages, at import) goes to the worker's own output. Invariant: of an episode at most ``limit`` bytes are
 kept.
 """
@@ -38,7 +38,7 @@ class Printer:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is held back."""
+        """Send the text that is held back."""
         held, self._held, self._size = self._held, [], 0
         dropped, self._dropped = self._dropped, 0
         if held or dropped:
@@ -46,17 +46,17 @@ class Printer:
 
 
 current: ContextVar[Printer | None] = ContextVar("current", default=None)
-"""Of the episode whose code runs."""
+"""Printer of the episode whose code runs."""
 
 
 class Apart:
-    """In place of a standard stream, and like it in all but where text goes; bytes go to the worker's own output."""
+    """A stand-in for a standard stream, like it in all but where text goes; bytes go to the worker's own output."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Text of whose code runs."""
+        """Write text for the episode whose code runs."""
         printer = current.get()
         if printer is None:
             return self._stream.write(text)
@@ -64,12 +64,12 @@ class Apart:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As write."""
+        """Write lines as ``write`` does."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """An episode's text is sent by lines."""
+        """Do nothing: an episode's text is sent by lines."""
         if current.get() is None:
             self._stream.flush()
 
@@ -78,5 +78,5 @@ class Apart:
 
 
 def tell_apart() -> None:
-    """From now on, in this process."""
+    """Tell output apart from now on, in this process."""
     sys.stdout, sys.stderr = Apart(sys.stdout), Apart(sys.stderr)

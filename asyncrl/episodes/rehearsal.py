@@ -5,8 +5,8 @@
     options = {turns = 6.0, tool_s = 2.0}
 
 It is played as any user's function is, through the episode host, the chat template, the conversation and the engine;
-only its tool is a pause, and what it sees is made-up text. How many turns an episode has, how long each tool takes and
-how much it says are lognormal. They follow from the task's seed and the number of the sample alone, so that a run that
+only its tool is a pause, and it sees made-up text. An episode's number of turns, and each tool's time and
+amount of text, are lognormal. They follow from the task's seed and the number of the sample alone, so that a run that
 is repeated plays the same; whether it fails, from the attempt too.
 
 Fails as a user's episode does, with RuntimeError, where ``failure`` says so.
@@ -63,7 +63,7 @@ async def play(
 
 
 def lognormal(chance: random.Random, median: float, sigma: float) -> float:
-    """A number of this distribution; 0 where the median is."""
+    """A number of the lognormal distribution; 0 where the median is."""
     return median * math.exp(sigma * chance.gauss(0.0, 1.0))
 
 
@@ -75,7 +75,7 @@ def text(chance: random.Random, characters: float) -> str:
 
 
 class _Direct:
-    """Asks through the client."""
+    """The agent's way through the client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -93,7 +93,7 @@ class _Direct:
 
 
 class _Endpoint:
-    """Asks as a program does that knows the policy by its address alone."""
+    """The agent's way through the endpoint, as of a program that knows the policy by its address alone."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -27,19 +27,19 @@ from asyncrl.messages.episodes import (
 
 OnDelta = Callable[[ChatDelta], None]
 TELL_AGAIN_S = 0.1
-"""Until a cast is tried again whose rollouter was not connected."""
+"""Seconds until a cast is tried again whose rollouter was not connected."""
 
 
 class Rollouter(Protocol):
-    """Who is asked for the policy; a Peer."""
+    """The Peer that is asked for the policy."""
 
     name: str
 
     def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
-        """As Peer.call."""
+        """Send a request, as Peer.call."""
 
     def cast(self, message: Message) -> bool:
-        """As Peer.cast."""
+        """Send a message, as Peer.cast."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):
@@ -55,7 +55,7 @@ class Playing(asyncio.Future[EpisodeDone]):
         return cancelled
 
     def end(self, done: EpisodeDone) -> None:
-        """It has ended, whether anybody waits or not."""
+        """End the episode, whether anybody waits or not."""
         if not self.done():
             self.set_result(done)
 
@@ -71,7 +71,7 @@ class Session:
         self._credits: set[asyncio.Task[int]] = set()
         self._over = ""
         self._quiet_since = time.monotonic()
-        """When the last call of the policy ended, or the episode began."""
+        """Time when the last call of the policy ended, or the episode began."""
         self.key = request.session
         self.task = Task(
             prompt=request.prompt,
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since when only the user's code goes on; 0 while the policy is asked. Callable from any thread."""
+        """Seconds for which only the user's code goes on; 0 while the policy is asked. Callable from any thread."""
         return 0.0 if self._calls else time.monotonic() - self._quiet_since
 
     def begin(self) -> None:
@@ -106,7 +106,7 @@ class Session:
         try:
             reply = await self._ask(chat)
         except ProtocolError as error:
-            # It is larger than a message between actors may be.
+            # The call is larger than a message between actors may be.
             raise ChatRefused("messages", str(error)) from error
         finally:
             self._deltas.pop(chat.call, None)
@@ -125,11 +125,11 @@ class Session:
         return reply.node
 
     def credit(self, node: int | None, value: float) -> None:
-        """As turn_reward; ``settle`` waits for it."""
+        """Credit a turn as turn_reward does; ``settle`` waits for it."""
         self._credits.add(self._loop.create_task(self.turn_reward(node, value)))
 
     async def settle(self) -> str:
-        """Wait until rewards of turns have arrived. What failed; a conversation that is over takes none, rightly."""
+        """Wait until rewards of turns have arrived; returns the failure. An ended conversation takes none, rightly."""
         said = await asyncio.gather(*self._credits, return_exceptions=True)
         failed = [one for one in said if isinstance(one, BaseException) and not isinstance(one, EpisodeOver)]
         return f"the reward of a turn could not be noted: {failed[0]}" if failed else ""
@@ -154,7 +154,7 @@ class Session:
             reply: Message = await call
             return reply
         except asyncio.CancelledError:
-            # Whether the call was cancelled by ``end`` or the task that waits for it.
+            # Either ``end`` cancelled the call, or the task that waits for it was cancelled.
             if call.cancelled() and (over := self._reason()):
                 raise EpisodeOver(over) from None
             raise
@@ -166,7 +166,7 @@ class Session:
 
 
 def _as_raised(error: RemoteError, field: str) -> Exception:
-    """What the rollouter has raised; ``field`` is that of an invalid request."""
+    """The error that the rollouter has raised; ``field`` is that of an invalid request."""
     if error.code == EpisodeOver.code:
         return EpisodeOver(error.message.removeprefix(str(EpisodeOver(""))))
     if error.code == ChatRefused.code:

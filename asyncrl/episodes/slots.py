@@ -18,7 +18,7 @@ class Open:
     session: Session
     playing: Playing
     stopped: float = 0.0
-    """When it was told to end; 0 where it was not."""
+    """Time when it was told to end; 0 where it was not."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,17 +29,17 @@ class Slot:
     lone: bool = False
     process: WorkerProcess | None = None
     launched: float = 0.0
-    """When its process was started."""
+    """Time when its process was started."""
     is_ready: bool = False
     open: dict[str, Open] = field(default_factory=dict)
     heard: float = 0.0
-    """When it was heard of last."""
+    """Time when it was heard of last."""
     silent_s: float = 0.0
-    """For how long it has not been heard of, as far as this process was there to hear."""
+    """Seconds for which it has not been heard of, as far as this process was there to hear."""
     guilty: str = ""
     """Session for which it is killed, where that is known."""
     memory_limit: int = 0
     telling: asyncio.TimerHandle | None = None
-    """When what was printed is handed out."""
+    """Timer that hands out the gathered output."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None

@@ -8,29 +8,29 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The same for all samples of a prompt but for ``sample`` and ``attempt``."""
+    """The task of one sample; the same for all samples of a prompt but for ``sample`` and ``attempt``."""
 
     prompt: str
-    """As text, through the chat template where data.template says so."""
+    """Text of the prompt, through the chat template where data.template says so."""
     messages: list[dict[str, Any]]
     """The prompt as the messages that a conversation about it begins with."""
     row: dict[str, Any]
     """The dataset row."""
     seed: int
-    """The same for all samples of a prompt, in every attempt: they face the same task."""
+    """Seed, the same for all samples of a prompt in every attempt: they face the same task."""
     uid: str
-    """Of the prompt."""
+    """Uid of the prompt."""
     sample: int
     attempt: int
-    """Of this sample, from 0."""
+    """Number of the attempt at this sample, from 0."""
     purpose: str = "train"
-    """train, or eval/NAME."""
+    """Purpose: train, or eval/NAME."""
 
     @property
     def episode_id(self) -> str:
-        """The same in every attempt: side effects of an episode may happen once an attempt."""
+        """Id that is the same in every attempt: side effects of an episode may happen once an attempt."""
         return f"{self.uid}/{self.sample}"
 
     def fields(self) -> dict[str, Any]:
-        """All of them, by name."""
+        """All fields, by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -27,7 +27,7 @@ from asyncrl.messages.episodes import ToolCall
 _ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)
 """A line of a docstring that describes an argument: NAME: TEXT, or NAME (TYPE): TEXT, indented."""
 Note = Callable[[str, Exception | None, bool], None]
-"""Told of each call of a tool: its name, what it raised, and whether that is the fault of the policy."""
+"""Listener to calls of tools: the tool's name, its error, and whether that is the fault of the policy."""
 
 
 class WrongArguments(ValueError):
@@ -43,7 +43,7 @@ class Tool:
         def given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args, kwargs
 
-        # Validates the arguments and does not call: what the tool itself raises is not the policy's.
+        # It validates the arguments and does not call: errors of the tool itself are not the policy's.
         arguments_of: Any = functools.update_wrapper(given, function)
         self._adapter: TypeAdapter[Any] = TypeAdapter(arguments_of)
         text, parameters = inspect.getdoc(function) or "", self._adapter.json_schema()
@@ -56,7 +56,7 @@ class Tool:
         }
 
     async def call(self, arguments: str) -> str:
-        """Its result as text. Raises WrongArguments, and what the tool does."""
+        """The call's result as text. Raises WrongArguments, and the tool's own errors."""
         try:
             args, kwargs = self._adapter.validate_json(arguments)
         except ValidationError as error:
@@ -72,7 +72,7 @@ def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:
 
 
 def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], note: Note) -> Player:
-    """A player with these tools. What the policy has said is scored by reward.function."""
+    """A player with these tools. The policy's answers are scored by reward.function."""
 
     async def play(task: Task, client: Client) -> None:
         objects: list[Any] = []

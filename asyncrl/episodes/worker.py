@@ -54,7 +54,7 @@ from asyncrl.runtime.workers.worker import NO_SOCKET_EXIT, end, find_modules_her
 
 STOPPED = "it was stopped"
 CHAT_PLACE = re.compile(r"\$\[1\]\.")
-"""Where a call lies in its frame."""
+"""Place of a call in its frame."""
 
 
 class Session:
@@ -65,10 +65,10 @@ class Session:
         self._waiting: dict[str, asyncio.Future[ChatReply]] = {}
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.over = ""
-        """Why it is over; empty while it is not."""
+        """Reason that it is over; empty while it is not."""
 
     async def chat(self, chat: Chat) -> ChatReply:
-        """As client.Policy."""
+        """Ask the policy, as client.Policy."""
         if self.over:
             raise EpisodeOver(self.over)
         answer = self._waiting[chat.call] = asyncio.get_running_loop().create_future()
@@ -84,12 +84,12 @@ class Session:
             del self._waiting[chat.call]
 
     def reward(self, node: int | None, value: float) -> None:
-        """As client.Policy; callable from any thread."""
+        """Credit a turn, as client.Policy; callable from any thread."""
         if not self.over:
             self._worker.send_soon(Rewarded(self.key, node, value))
 
     def answer(self, call: str, reply: ChatReply | Exception) -> None:
-        """The host's answer."""
+        """Take in the host's answer to a call."""
         answer = self._waiting.get(call)
         if answer is None or answer.done():
             return
@@ -109,7 +109,7 @@ _session: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 class Worker:
-    """See the module."""
+    """The worker's side of the socket, and the episodes that it plays."""
 
     def __init__(self, setup: Setup, player: Player, writer: asyncio.StreamWriter) -> None:
         self._setup, self._player, self._writer = setup, player, writer
@@ -120,7 +120,7 @@ class Worker:
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
     def take(self, message: ToWorker) -> None:
-        """Do what the host says."""
+        """Take in a message of the host."""
         match message:
             case Play(key, task):
                 session = self._sessions[key] = Session(self, key)
@@ -164,11 +164,11 @@ class Worker:
         return "messages"
 
     def send(self, message: ToHost) -> None:
-        """To the host, from the event loop."""
+        """Send to the host, from the event loop."""
         self._write(self._encoder.encode(message))
 
     def send_soon(self, message: ToHost) -> None:
-        """To the host, from any thread, in order."""
+        """Send to the host, from any thread, in order."""
         if threading.get_ident() == self._thread:
             self.send(message)
         else:
@@ -192,7 +192,7 @@ class Worker:
         session.end("the user's code has ended")
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
-        # Behind what was sent by others for this episode.
+        # The end goes behind all that others have sent for this episode.
         self._loop.call_soon(self._over, ended)
 
     def _over(self, ended: Ended) -> None:
@@ -206,7 +206,7 @@ class Worker:
         self._write(body)
 
     async def _outcome(self, key: str, session: Session, printer: Printer, playing: Any) -> Ended:
-        """What it came to. Nothing that the user's code raises, SystemExit included, may end the worker."""
+        """The outcome of an episode. Nothing that the user's code raises, SystemExit included, may end the worker."""
         current.set(printer)
         _session.set(session)
         try:
@@ -230,7 +230,7 @@ class Worker:
             _session.set(None)
 
     async def _end_tasks(self, session: Session) -> int:
-        """End those that the episode has left behind. One that does not is left to itself; gives how many."""
+        """End tasks that the episode has left behind; returns the number of those that do not end."""
         left = [task for task in session.tasks if not task.done()]
         for task in left:
             task.cancel()
@@ -254,7 +254,7 @@ def _denial(message: Denied) -> Exception:
 
 
 class Notes:
-    """Calls of tools, by the episode whose code runs. ``worker`` is set before the first."""
+    """Reports of calls of tools, by the episode whose code runs. ``worker`` is set before the first."""
 
     worker: Worker
 
@@ -267,7 +267,7 @@ class Notes:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Until the host hangs up."""
+    """Serve the host until it hangs up."""
     reader, writer = await asyncio.open_connection(sock=connection)
     messages = _Messages(reader)
     setup = await messages.next()
@@ -289,7 +289,7 @@ async def serve(connection: socket.socket) -> None:
 
 
 class _Messages:
-    """Those of the host, one after the other."""
+    """Messages of the host, one after the other."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader, self._frames = reader, FrameReader(1 << 30)
@@ -297,7 +297,7 @@ class _Messages:
         self._ready: Iterator[bytes | bytearray] = iter(())
 
     async def next(self) -> ToWorker | None:
-        """None once the host has hung up."""
+        """The next message; None once the host has hung up."""
         while True:
             for body in self._ready:
                 message: ToWorker = self._decoder.decode(body)

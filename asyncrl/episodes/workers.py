@@ -50,11 +50,11 @@ from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 
 BEATS = 8
-"""A worker says that it is alive so often in the shorter of episode.stall_timeout_s and close_timeout_s."""
+"""Times that a worker says that it is alive in the shorter of episode.stall_timeout_s and close_timeout_s."""
 LOOK_S = 0.25
 """Longest pause between two looks at the workers."""
 GATHER_S = 0.05
-"""For so long output is gathered."""
+"""Seconds for which output is gathered."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_START_FAILURES = 5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
@@ -62,7 +62,7 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
 
 class Workers:
     """``config.workers`` processes. ``on_output`` gets uid, text and bytes dropped; ``on_fault`` the kind and the text
-    of what a tool raised. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
+    of a fault. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Workers:
         self._pause_s = min(LOOK_S, self._setup.alive_s)
         self.counts = Counts()
 
-    # --- what others call ---
+    # --- calls from outside ---
 
     async def start(self) -> None:
         """Start the workers and wait until each has the user's code.
@@ -184,7 +184,7 @@ class Workers:
         return len(self._suspects)
 
     def resources(self) -> list[ResourceRecord]:
-        """What each worker's place has done; callable from any thread."""
+        """Resource records, one for each worker's place; callable from any thread."""
         return [slot.ledger.record(f"worker/{at}") for at, slot in enumerate(self._slots)]
 
     # --- processes ---
@@ -255,12 +255,12 @@ class Workers:
             self._all_ended.set()
 
     def _printed(self, slot: Slot, process: WorkerProcess) -> None:
-        """Something was; what comes right behind it is handed out with it."""
+        """Have output handed out soon, with all that comes right behind it."""
         if slot.telling is None:
             slot.telling = self._loop.call_later(GATHER_S, self._hand_out, slot, process)
 
     def _hand_out(self, slot: Slot, process: WorkerProcess) -> None:
-        """What was printed by nobody in particular."""
+        """Hand out output that belongs to no particular episode."""
         if slot.telling is not None:
             slot.telling.cancel()
             slot.telling = None
@@ -271,7 +271,7 @@ class Workers:
             self._on_output(uids.pop() if len(uids) == 1 else "", text, dropped)
 
     def _look_at_all(self) -> None:
-        """Kill whoever stands still, has taken too much, does not begin, or has an episode that does not end."""
+        """Kill workers that stand still, have taken too much, do not begin, or have an episode that does not end."""
         now, since, self._looked = self._loop.time(), self._looked, self._loop.time()
         for slot in [*self._slots, *self._lone]:
             if slot.process is None or slot.process.ended:
@@ -293,7 +293,7 @@ class Workers:
     # --- episodes ---
 
     def _assign(self) -> None:
-        """Give those that wait to workers, as far as there are any."""
+        """Give episodes that wait to workers, as far as there are any."""
         ready = [slot for slot in self._slots if slot.is_ready]
         left: deque[Open] = deque()
         while self._waiting:
@@ -334,7 +334,7 @@ class Workers:
             slot.process.send(self._encoder.encode(message))
 
     def _stop(self, opened: Open) -> None:
-        """Nobody waits for it any more."""
+        """Stop an episode that nobody waits for any more."""
         self.counts.stopped += 1
         if opened in self._waiting:
             self._waiting.remove(opened)
@@ -350,7 +350,7 @@ class Workers:
             self.counts.failed += bool(done.error)
         opened.playing.end(done)
 
-    # --- what workers say ---
+    # --- messages of workers ---
 
     def _take(self, slot: Slot, message: ToHost) -> None:
         slot.heard = self._loop.time()
@@ -426,7 +426,7 @@ class Workers:
             self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was told")
 
     def _answered(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
-        """What nobody expected ends the actor."""
+        """End the actor by an error that nobody expected."""
         if self._answers.get(name) is answer:
             del self._answers[name]
         if not answer.cancelled() and (error := answer.exception()) is not None and not self._end.done():

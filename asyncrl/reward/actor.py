@@ -3,7 +3,7 @@
 Invariant: each Score is answered with its rewards, with RewardFailed or with RewardBroken; a caller that cancels, or
 whose deadline is over, frees its place in the pool. The user hears of each kind of failure, the first time with its
 place. The actor fails when its function cannot be called, when no worker can be started any more, and, which ends the
-run, when the function fails whatever it is given.
+run, when the function fails for all that it is given.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncrl.runtime.awaits import most_telling
 from asyncrl.runtime.workers.confinement import NOTICE, Confinement, confine
 
 START_SHARE = 0.8
-"""Of the time that an actor has for its start, what the pool may take, so that its own error comes first."""
+"""Share of an actor's time for its start that the pool may take, so that the pool's own error comes first."""
 LONGEST_ERROR = 300
 """Characters of a failed task in the timeline."""
 
 
 class RewardActor(Actor):
-    """See the module."""
+    """The actor of a reward pool; the module tells its rules."""
 
     role = "reward"
 
@@ -44,7 +44,7 @@ class RewardActor(Actor):
         self._rate = FailureRate(workers=self.config.reward.workers)
         self._faults = Faults(self.config)
         self._calls = 0
-        """With an outcome."""
+        """Calls with an outcome."""
 
     async def setup(self) -> None:
         """Start the workers and import the function in each, or check the judge's options. Raises ConfigError."""
@@ -83,12 +83,12 @@ class RewardActor(Actor):
         )
 
     async def close(self) -> None:
-        """End the workers and whatever they have started."""
+        """End the workers and all that they have started."""
         if self._pool is not None:
             await self._pool.close()
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
-        """With what its workers did."""
+        """The heartbeat, with the tasks that were scored and the one that has run longest."""
         pool = self._pool
         said = super().heartbeat(beat, loop_lag_s)
         if pool is None:
@@ -109,11 +109,11 @@ class RewardActor(Actor):
         return figures | {"reward/queued": pool.queued, "reward/running": pool.running}
 
     def resources(self) -> list[ResourceRecord]:
-        """One for each worker."""
+        """Resource records, one for each worker."""
         return self._pool.resources() if self._pool is not None else []
 
     def _show(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
-        """A task that has ended in the timeline, and its time among those of all others."""
+        """Show a task that has ended in the timeline, and note its time among those of all others."""
         self.histograms.observe("reward/run_s", run_s)
         track = self.trace.track(f"worker {worker}", FIRST_SLOT + worker)
         if error:

@@ -1,4 +1,4 @@
-"""When a reward function counts as broken: it fails in all of the last calls, for several prompts that came last. Pure.
+"""Test for a broken reward function: one that fails in all of the last calls, for several prompts that came last. Pure.
 
 Prompts stand in the order in which they first came. Those that count came after the newest for which the function has
 given a reward: so a few bad rows, whose calls take long and are repeated, end nothing while all others have long been
@@ -19,14 +19,14 @@ CHANCE = 1e-6
 MIN_CALLS, MOST_CALLS, CALLS_A_WORKER = 16, 50, 5
 """Calls that are needed: a handful of each worker, in these limits."""
 OUTAGE_S = 30.0
-"""A function that has worked may fail for so long."""
+"""Seconds for which a function that has worked may fail."""
 PROMPTS_KEPT = 16384
 
 
 @dataclass(slots=True)
 class _Prompt:
     number: int
-    """In the order of arrival."""
+    """Place in the order of arrival."""
     scored: bool = False
     """Whether one of its calls gave rewards."""
     noted: bool = False
@@ -51,7 +51,7 @@ class FailureRate:
         """Prompts without a reward that came before it."""
 
     def came(self, uid: str) -> None:
-        """A call for this prompt."""
+        """A call for this prompt has come."""
         if uid not in self._prompts:
             self._came += 1
             self._prompts[uid] = _Prompt(self._came)
@@ -78,7 +78,7 @@ class FailureRate:
                 self._note(other)
 
     def failed(self, uid: str, now: float) -> str:
-        """A call gave none. How the function is broken, in words; empty if it is not."""
+        """A call gave none. Returns the reason that the function is broken, in words; empty if it is not."""
         self._failed_since += 1
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.scored:

@@ -1,7 +1,7 @@
-"""How the user hears of what a reward function does wrong: each kind once, with its first case, and then counts. Pure.
+"""Notices to the user of a reward function's faults: each kind once, with its first case, and then counts. Pure.
 
 A kind is a type of exception with its place in the user's code, or a way in which a worker process ended. Invariant:
-never more than MOST_KINDS are told apart; what comes beyond is counted together. The first case of a kind says what,
+never more than MOST_KINDS are told apart; kinds beyond them are counted together. The first case of a kind says what,
 where, for which prompt, and what follows.
 """
 
@@ -28,7 +28,7 @@ class Fault:
 
 
 def fault_of(text: str, kind: str = "") -> Fault:
-    """The fault with this text; what comes before its particulars is its kind, unless that is known."""
+    """The fault with this text; the text before its particulars is its kind, unless that is known."""
     return Fault(kind or re.split("[:;]", text, maxsplit=1)[0], text)
 
 
@@ -39,7 +39,7 @@ class _Seen:
 
 
 class Faults:
-    """Those of a run so far."""
+    """Faults of a run so far."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -48,7 +48,7 @@ class Faults:
         """The first fault of all, with its prompt."""
 
     def add(self, fault: Fault, uid: str) -> tuple[str, str, int, str]:
-        """Take in a fault of the prompt ``uid``: of its notice key, text, count, and what follows from it."""
+        """Take in a fault of the prompt ``uid``; returns its notice's key, text and count, and its consequence."""
         told = f"{_shortened(fault.text)} (prompt {uid})"
         self.first = self.first or told
         key = fault.kind
@@ -75,7 +75,7 @@ class Faults:
 
 
 def _shortened(text: str) -> str:
-    """In one line, with its end, where the place stands."""
+    """The text in one line, with its end, where the place stands."""
     line = " ".join(text.split())
     if len(line) <= LONGEST_TEXT:
         return line

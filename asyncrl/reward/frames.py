@@ -1,7 +1,7 @@
-"""What the pool and its workers say to each other over a socket pair.
+"""Messages between the pool and its workers over a socket pair.
 
 Order is the protocol: the pool sends Setup, the worker Ready; then each Task is answered by one Result, in order. The
-bodies of the frames (runtime/workers/framing.py) are MessagePack. Fails with msgspec's errors for what is none of this.
+bodies of the frames (runtime/workers/framing.py) are MessagePack. Fails with msgspec's errors for anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_TASK_BYTES = 1 << 30
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
-    """Which function the worker runs, as in the configuration, and what memory it may take beyond its own."""
+    """The function that the worker runs, as in the configuration, and the memory that it may take beyond its own."""
 
     function: str
     per: str
@@ -43,7 +43,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """Finite rewards in the order of the completions; or ``error``, and nothing else counts.
 
-    ``last`` asks for the worker's end: it has run out of memory, and what it still holds would be the next task's loss.
+    ``last`` asks for the worker's end: it has run out of memory, and what it holds would be the next task's loss.
     """
 
     rewards: list[float]
@@ -52,4 +52,4 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     last: bool = False
     kind: str = ""
-    """Kind of the error, as far as the worker can say: faults with the same are told once."""
+    """Kind of the error, as far as the worker can say: faults of one kind are told once."""

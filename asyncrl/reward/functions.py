@@ -25,7 +25,7 @@ RewardFunction = Callable[..., float]
 def exact(*, answer_key: str = "answer", normalize: str = "strip") -> RewardFunction:
     """1 if the completion is the row's answer, or one of them when that is a list.
 
-    ``normalize`` says what makes no difference: none; strip: white space at both ends; text: also case, and
+    ``normalize`` names differences that do not count: none; strip: white space at both ends; text: also case, and
     how much white space is between words; number: how a number is written (1,234.50 is 1234.5), and text
     for others.
     """
@@ -45,7 +45,7 @@ def regex(
     match: str = "last",
     normalize: str = "strip",
 ) -> RewardFunction:
-    """1 if what ``pattern`` captures in the completion is the row's answer; 0 also where it matches nothing.
+    """1 if the text that ``pattern`` captures in the completion is the row's answer; 0 also where it matches nothing.
 
     The answer is the group named ``answer``, else the first group, else the whole match, of the first or
     the last match. ``answer_pattern`` captures the answer in the row's column in the same way.
@@ -155,7 +155,7 @@ def constant(*, value: float = 1.0, spread: float = 0.0, duration_s: float = 0.0
 
 
 def episode() -> RewardFunction:
-    """Nothing beyond what the episode itself says."""
+    """No reward beyond the episode's own."""
 
     def reward() -> float:
         raise ValueError(
@@ -222,7 +222,7 @@ def _number(text: str) -> str:
 
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# Without traps, what is no number or too large for one is not finite.
+# Without traps, a text that is no number or too large for one is not finite.
 _DECIMAL = Context(prec=1000, traps=[])
 _NORMALIZERS: dict[str, Callable[[str], str]] = {
     "none": lambda text: text,

@@ -8,7 +8,7 @@ only when no worker can be started any more, or its owner gives it up, does the 
 
 Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
 leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
-(runtime/workers/), what it prints is taken off it and bounded. While tasks are quick, a worker is sent the next
+(runtime/workers/), its output is taken off it and bounded. While tasks are quick, a worker is sent the next
 few ahead, or it would spend more time on waiting for them than on running them. Those behind a task that turns
 out not to be quick go to other workers; should the late worker get to them after all, they run twice.
 """
@@ -38,18 +38,18 @@ from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 
 AHEAD_S = 0.002
-"""How much work a worker is sent ahead, by the recent time of a task: none of it where one takes longer."""
+"""Seconds of work that a worker is sent ahead, by the recent time of a task; none where one takes longer."""
 AHEAD_TASKS = 64
 AHEAD_BYTES = 1 << 17
-"""About what its socket holds."""
+"""Bytes that a worker is sent ahead: about what its socket holds."""
 LATE_S = 0.05
-"""After so long in one task a worker gives back those that were sent ahead."""
+"""Seconds in one task after which a worker gives back those that were sent ahead."""
 PACE_WEIGHT = 0.2
-"""Of the latest task in the recent time of a task."""
+"""Weight of the latest task in the recent time of a task."""
 CANCEL_GRACE_S = 1.0
-"""How long the task of a caller who is gone may go on: about what the start of another worker would cost."""
+"""Seconds that the task of a caller who is gone may go on: about what the start of another worker would cost."""
 MEMORY_INTERVAL_S = 0.25
-"""Between two looks at what the workers hold."""
+"""Seconds between two looks at the workers' memory."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_START_FAILURES = 5
 FIRST_BACKOFF_S = 0.2
@@ -59,11 +59,11 @@ LONGEST_BACKOFF_S = 10.0
 class RewardPool:
     """``config.workers`` processes that run ``config.function``.
 
-    ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets what workers print: the uid of the task
+    ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets workers' output: the uid of the task
     that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``on_task`` gets
     each task that has ended: the number of its worker, its uid, when it began (time.monotonic), its seconds in the
     function and its error.
-    ``on_outcome`` gets the uid of each task that somebody waited for, and what went wrong, or None.
+    ``on_outcome`` gets the uid of each task that somebody waited for, and its fault, or None.
     ``start``, then ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
     """
 
@@ -165,7 +165,7 @@ class RewardPool:
         return sum(len(slot.given) for slot in self._slots)
 
     def resources(self) -> list[ResourceRecord]:
-        """What each worker's place has done; callable from any thread."""
+        """Resource records, one for each worker's place; callable from any thread."""
         return [slot.ledger.record(f"worker/{at}") for at, slot in enumerate(self._slots)]
 
     def longest_task(self) -> tuple[str, float] | None:
@@ -327,7 +327,7 @@ class RewardPool:
         return body
 
     def _put_back(self, pendings: list[Pending]) -> None:
-        """To the head of the queue, and to the workers that are idle."""
+        """Put tasks back at the head of the queue, and give them to the workers that are idle."""
         for pending in pendings:
             pending.slot = None
         self._queue.extendleft(reversed(pendings))
@@ -335,7 +335,7 @@ class RewardPool:
             self._feed(self._idle.pop())
 
     def _deadline(self, slot: Slot) -> float:
-        """When the first of the given is to be over."""
+        """Time at which the first of the given tasks is to be over."""
         return min(slot.began + self._config.timeout_s, slot.forsaken + CANCEL_GRACE_S)
 
     def _answered(self, slot: Slot, result: Result) -> None:
@@ -384,7 +384,7 @@ class RewardPool:
         self._on_outcome(pending.request.uid, fault)
 
     def _replace(self, slot: Slot, reason: str) -> None:
-        """End a worker that is at no task. What was sent ahead goes to others."""
+        """End a worker that is at no task. The tasks that were sent ahead go to others."""
         assert slot.process is not None
         given, slot.given, slot.given_bytes = slot.given, deque(), 0
         self.counters.out_of_memory += 1
@@ -407,7 +407,7 @@ class RewardPool:
         self._memory_timer = self._loop.call_later(MEMORY_INTERVAL_S, self._look_at_memory)
 
     def _printed(self, slot: Slot, process: WorkerProcess) -> None:
-        """While a task runs its output is kept, to be handed out as a whole."""
+        """Keep the output of a task while it runs, to be handed out as a whole."""
         if not slot.given:
             self._hand_out(process, slot.last_uid, end_of_call=False)
 
@@ -429,7 +429,7 @@ class RewardPool:
         timed_out, slot.timed_out = slot.timed_out, False
         if given and not self._end.done():
             first = given.popleft()
-            # One that was ended at its deadline has run until then; what comes after is the end of its process.
+            # One that was ended at its deadline has run until then; the time after it is the end of its process.
             run_s = min(time.monotonic() - slot.began, self._config.timeout_s)
             self._on_task(self._slots.index(slot), first.request.uid, slot.began, run_s, reason)
             if not first.done():
@@ -452,7 +452,7 @@ class RewardPool:
             self._launch(slot)
 
     def _set_timer(self, slot: Slot) -> None:
-        """For what is due next of this worker. It may come too early, and is then set again."""
+        """Set the timer for the next thing due of this worker. It may come too early, and is then set again."""
         due = self._deadline(slot)
         if len(slot.given) > 1 and not slot.late:
             due = min(due, slot.began + LATE_S)
@@ -481,12 +481,12 @@ class RewardPool:
         self._set_timer(slot)
 
     def _take_back(self, slot: Slot) -> None:
-        """Let others run what was sent ahead."""
+        """Let other workers run the tasks that were sent ahead."""
         slot.late = True
         first, *others = slot.given
         slot.given = deque([first])
         for pending in others:
-            # What this worker still answers to them is for nobody.
+            # This worker's answers to them are for nobody.
             ghost = self._pending(pending.request)
             ghost.size = pending.size
             ghost.cancel()

@@ -45,7 +45,7 @@ def all_shaped(
     max_tokens: int,
     overlong: OverlongPenalty,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """As ``shaped``, for each of several completions."""
+    """Rewards as of ``shaped``, for each of several completions."""
     pairs = [
         shaped(reward, of_it, completion.tokens, max_tokens=max_tokens, overlong=overlong)
         for reward, of_it, completion in zip(rewards, components, completions, strict=True)
@@ -54,6 +54,6 @@ def all_shaped(
 
 
 def timed_out_scores(request: Score, reward: float, run_s: float) -> Scores:
-    """Those of responses whose scoring ran over its time: ``reward`` as it is, without shaping, and named."""
+    """Scores of responses whose scoring ran over its time: ``reward`` as it is, without shaping, and named."""
     count = len(request.completions)
     return Scores(rewards=[reward] * count, components=[{TIMED_OUT_COMPONENT: reward}] * count, run_s=run_s)

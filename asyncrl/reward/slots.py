@@ -52,43 +52,43 @@ class Slot:
     is_ready: bool = False
     """Whether its process has the function."""
     given: deque[Pending] = field(default_factory=deque)
-    """Not answered yet; the worker is at the first."""
+    """Tasks not answered yet; the worker is at the first."""
     given_bytes: int = 0
     pace: float = math.inf
     """Recent seconds of a task."""
     low: int = 0
-    """It is fed when it is given no more than this."""
+    """Number of given tasks at or below which it is fed."""
     began: float = 0.0
-    """When the first of the given could begin."""
+    """Time at which the first of the given could begin."""
     forsaken: float = math.inf
-    """When the first of the given could begin or was cancelled, whichever came later, if nobody waits for it."""
+    """Time at which the first of the given could begin or was cancelled, the later one, if nobody waits for it."""
     late: bool = False
-    """Whether it has given back what was sent ahead."""
+    """Whether it has given back the tasks that were sent ahead."""
     timer: asyncio.TimerHandle | None = None
     due: float = 0.0
-    """When the timer comes."""
+    """Time at which the timer comes."""
     timed_out: bool = False
     """Whether its process is killed because the first of the given ran over its time."""
     memory_limit: int = 0
-    """For the process and all that it has started."""
+    """Bytes for the process and all that it has started."""
     last_uid: str = ""
-    """The task that was answered last."""
+    """Uid of the task that was answered last."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True)
 class PoolCounters:
-    """Since the start. A task is one call of ``score``."""
+    """Counts since the start. A task is one call of ``score``."""
 
     scored: int = 0
     failed: int = 0
     timed_out: int = 0
-    """That ran over their time: failed, or scored where reward.on_timeout is a number."""
+    """Tasks that ran over their time: failed, or scored where reward.on_timeout is a number."""
     out_of_memory: int = 0
     """Worker processes ended because of reward.max_memory_bytes."""
     output_dropped_bytes: int = 0
-    """Printed beyond reward.max_output_bytes."""
+    """Bytes printed beyond reward.max_output_bytes."""
     workers_killed: int = 0
     """Worker processes ended by the pool, because of a timeout, memory, a cancelled task or a broken answer."""
     workers_died: int = 0

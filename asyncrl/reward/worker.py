@@ -1,7 +1,7 @@
 """A worker process of the reward pool: ``python -m asyncrl.reward.worker FD [HIDDEN]``.
 
 Runs the reward function, one task at a time, in its main thread (some functions use signals). Invariant:
-what the function does stays here. Its exceptions become the error of a Result, what it prints goes to the pool's log,
+the function's doings stay here. Its exceptions become the error of a Result, its output goes to the pool's log,
 and when it ends, blocks or eats up the process, the pool takes another. A worker whose memory has run out says so and
 asks to be replaced. It ends when the socket FD does, or its parent.
 """

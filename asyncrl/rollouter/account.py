@@ -1,4 +1,4 @@
-"""What happens to the samples of a prompt group in a rollouter, for the group's story and for the timeline. Pure.
+"""Account of the samples of a prompt group in a rollouter, for the group's story and for the timeline. Pure.
 
 A sample tells each submission to the engine, how it ended, and its score; where it is an episode, which call of the
 policy that was, what its context goes on from, which turn came of it, and how the episode ended. The story is one line
@@ -18,9 +18,9 @@ from asyncrl.monitor.trace import Track
 
 EVENTS_KEPT = 64
 LONGEST_REASON = 300
-"""Characters."""
+"""Characters of a reason."""
 MOST_TOOLS, LONGEST_TOOL = 8, 64
-"""Of the tools that a turn calls, in a story."""
+"""Names of tools that a turn calls, in a story, and characters of each."""
 
 
 class SampleAccount:
@@ -30,7 +30,7 @@ class SampleAccount:
         self.uid = uid
         self.sample = sample
         self.events: list[list[Any]] = []
-        """[seconds, what, facts ...]; see monitor/story_words.py, which reads them."""
+        """Events: [seconds, what, facts ...]; monitor/story_words.py reads them."""
         self.left_out = 0
         self.attempts = 0
         """Episodes that were begun for it."""
@@ -40,7 +40,7 @@ class SampleAccount:
         self.elapsed = elapsed
 
     def call(self, number: int | None = None) -> CallAccount:
-        """One more call of the policy; a sample may have several at a time. Those of an episode have numbers."""
+        """One more call of the policy; a sample may have several at a time. Calls of an episode have numbers."""
         return CallAccount(self, number)
 
     def began_episode(self, host: str) -> None:
@@ -54,7 +54,7 @@ class SampleAccount:
         self.note("turn reward", turn, value)
 
     def ended_episode(self, outcome: str, turns: int, reward: float | None, stage_s: Mapping[str, float]) -> None:
-        """It has become a trajectory; ``reward`` is what its code said, ``stage_s`` are seconds by stage."""
+        """The episode is a trajectory; ``reward`` is what its code said, ``stage_s`` are seconds by stage."""
         self.note("ended", outcome, turns, reward, {stage: round(each, 3) for stage, each in stage_s.items()})
 
     def failed(self, what: str) -> None:
@@ -62,11 +62,11 @@ class SampleAccount:
         self.note("failed", what[:LONGEST_REASON])
 
     def scored(self, reward: float, run_s: float) -> None:
-        """``run_s`` is what the reward function took."""
+        """The sample has its reward; ``run_s`` are the seconds that the reward function took."""
         self.note("scored", reward, round(run_s, 6))
 
     def note(self, *facts: Any) -> None:
-        """An event: what, and its facts."""
+        """Keep an event: its name, and its facts."""
         if len(self.events) >= EVENTS_KEPT:
             del self.events[EVENTS_KEPT // 2]
             self.left_out += 1
@@ -76,7 +76,7 @@ class SampleAccount:
 class CallAccount:
     """One call of the policy for a sample: its slot, and its submissions.
 
-    Those of an episode are two events where nothing comes between: how it began, and which turn came of it.
+    A call of an episode is two events where nothing comes between: its beginning, and the turn that came of it.
     """
 
     def __init__(self, sample: SampleAccount, number: int | None = None) -> None:
@@ -91,31 +91,31 @@ class CallAccount:
         self._slot: Track | None = None
 
     def prompted(self, cause: str, parent: int | None, tokens: int, new: int) -> None:
-        """Its context has so many tokens, so many of them ``new``; why, and the turn that it goes on from."""
+        """Note the context: its cause, the turn that it goes on from, its tokens, and the ``new`` ones of them."""
         self._context = cause, parent, tokens, new
 
     def refused(self, reason: str) -> None:
-        """It cannot be asked, or not any more."""
+        """The policy cannot be asked, or not any more."""
         self._note("refused", self._number, reason[:LONGEST_REASON])
 
     def answered(self, turn: int, tools: Sequence[str], malformed: int) -> None:
-        """It became a turn, which calls ``tools``."""
+        """The call became a turn, which calls ``tools``."""
         names = [name[:LONGEST_TOOL] for name in tools[:MOST_TOOLS]]
         self._note("answered", self._number, turn, *self._sampled, names, malformed)
 
     def took_slot(self, slot: Track) -> None:
-        """It is generated there from now on."""
+        """The call is generated in this slot from now on."""
         self._slot = slot
         slot.enter("wait", uid=self.uid, sample=self.sample)
 
     def left_slot(self) -> None:
-        """It is generated, or given up."""
+        """The call is generated, or given up."""
         if self._slot is not None:
             self._slot.leave()
             self._slot = None
 
     def submitted(self, version: int, held: int) -> None:
-        """What comes after the ``held`` tokens is sampled under ``version``."""
+        """A submission samples the tokens after the ``held`` ones under ``version``."""
         if self._number is None:
             self._note("resumed" if self._begun else "began", version)
         elif self._begun:
@@ -128,7 +128,7 @@ class CallAccount:
             self._slot.enter(f"generate v{version}", uid=self.uid, sample=self.sample, version=version, held=held)
 
     def ended(self, tokens: int, spans: list[VersionSpan], reason: str | None, *, died: bool) -> None:
-        """The submission is over, with ``tokens`` in all; ``reason`` is why there is nothing more to come, if so."""
+        """The submission is over, with ``tokens`` in all; ``reason`` is given where nothing more is to come."""
         call = () if self._number is None else (self._number,)
         if reason is None:
             self._note("engine died" if died else "aborted", tokens, *call)
@@ -157,7 +157,7 @@ class GroupAccount:
         return sum(sample.failed_attempts for sample in self.samples)
 
     def facts(self, end: str) -> dict[str, Any]:
-        """Of its line in the log; ``end`` is how it left the rollouter, "running" if it has not."""
+        """Facts of its line in the log; ``end`` is its way out of the rollouter, "running" if it has not left."""
         facts: dict[str, Any] = {
             "uid": self._ticket.uid,
             "grant": self._ticket.grant,

@@ -1,12 +1,12 @@
 """The rollouter: pulls tickets with credit, generates, has trajectories scored, delivers groups, updates its engine.
 
-A ticket is held from its grant until the living learner has acknowledged the group; what a draining rollouter still
-holds is returned. One that is to leave while the run goes on first finishes what it has begun, within a time.
+A ticket is held from its grant until the living learner has acknowledged the group; a draining rollouter returns
+all that it holds. One that is to leave while the run goes on first finishes all that it has begun, within a time.
 ``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from then on, so that
-what the answer says stays true. Nothing outlives a rollouter: what it held returns to the gate.
+the answer stays true. Nothing outlives a rollouter: the tickets that it held return to the gate.
 
 It asks for no ticket before it has reached the learner, then for new ones whenever it has room for a whole group, and
-asks again when it serves a newer version, since that is what the gate counts with.
+asks again when it serves a newer version, since the gate counts with that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 DATALOADER, LEARNER, PARAMETER_SERVER = "dataloader/0", "learner/0", "parameter_server/0"
 STORY_S = 30.0
-"""Interval at which the stories of groups that run are told, for whoever asks before they leave, or after a death."""
+"""Interval at which the stories of groups that run are told, for questions before they leave, or after a death."""
 STATS_S = 0.5
 """Interval of statistics to the learner."""
 STATS_KEPT = 1000
@@ -71,7 +71,7 @@ GIVE_BACK_S = 5.0
 
 
 class Rollouter(Actor):
-    """See the module."""
+    """The actor of a rollouter; the module tells its rules."""
 
     role = "rollouter"
     kind = "engine"
@@ -109,36 +109,36 @@ class Rollouter(Actor):
         """Incarnation of the dataloader below which none lives any more."""
         self._held: dict[str, Ticket] = {}
         self._leased: dict[str, float] = {}
-        """When each held ticket was taken up; the oldest first."""
+        """Times when held tickets were taken up; the oldest first."""
         self._scoring: Counter[str] = Counter()
         """Trajectories with each reward pool."""
         self._reward_away = 0
-        """Calls of reward pools that they did not answer."""
+        """Calls that reward pools did not answer."""
         self._ungenerated: Counter[str] = Counter()
         """Trajectories of each held ticket that are not generated yet."""
         self._running: set[asyncio.Task[None]] = set()
-        """By the names of their tickets."""
+        """Tasks that run, each by the name of its ticket."""
         self._seen = 0
         self._generating = 0
         """Trajectories leased and not yet generated; those without a slot wait."""
         self._preempted = False
         self._leaves = False
-        """It asks for nothing more while the run goes on."""
+        """Whether it asks for nothing more while the run goes on."""
         self._concurrency = Concurrency(*self.config.rollout.concurrency_bounds, start=AUTO_START)
         self._slots = Slots(self._concurrency.limit)
-        """Of the engine."""
+        """Slots of the engine."""
         self._open = Slots(self.config.episodes_open(self._slots.size))
-        """Of episodes."""
+        """Slots of episodes."""
         self._sessions: Sessions
         self._player: EpisodePlayer | None = None
         self._faults = EpisodeFaults(self.config)
         self._accounts: dict[str, GroupAccount] = {}
-        """Of the tickets that run."""
+        """Accounts of the tickets that run."""
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
         self._updates: list[UpdateTimes] = []
         self._stall_s: float | None = None
-        """Of the newest update."""
+        """Stall (s) of the newest update."""
         self._sampling: list[tuple[float, float]] = []
 
     # --- life ---
@@ -161,12 +161,12 @@ class Rollouter(Actor):
         if self.config.episode.kind != "single":
             await self._prepare_episodes()
         for pool in self.config.reward_pools:
-            # Only those are taken that answer.
+            # Only pools that answer are taken.
             self.peer(pool).connect()
         await self._host.start()
 
     async def _prepare_episodes(self) -> None:
-        """Check the chat template, and whatever else episodes need. Raises ConfigError."""
+        """Check the chat template, and all else that episodes need. Raises ConfigError."""
         renderer = await asyncio.to_thread(
             make_renderer,
             self.config,
@@ -175,7 +175,7 @@ class Rollouter(Actor):
             engine_parsers=engine_parsers(self.config),
         )
         for host in (self._beside, *self.config.extra_episode_hosts):
-            # Only those are taken that answer.
+            # Only hosts that answer are taken.
             self.peer(host).connect()
         self._sessions = Sessions(
             self.config,
@@ -211,7 +211,7 @@ class Rollouter(Actor):
             await self._return_held()
 
     def preempted(self) -> None:
-        """Generate nothing any more; what is generated is scored and delivered, for the learner's checkpoint."""
+        """Generate nothing any more; generated samples are scored and delivered, for the learner's checkpoint."""
         self._preempted = True
         self._room.set()
         self._ask_again.set()
@@ -221,7 +221,7 @@ class Rollouter(Actor):
         self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
 
     def asked_to_leave(self, within_s: float) -> None:
-        """Ask for nothing more; end once what is begun is delivered, or when the time is over."""
+        """Ask for nothing more; end once all that is begun is delivered, or when the time is over."""
         self._leaves = True
         self._room.set()
         self._ask_again.set()
@@ -241,7 +241,7 @@ class Rollouter(Actor):
         await self._host.close()
 
     async def _return_ungenerated(self, given_up: list[asyncio.Task[None]]) -> None:
-        """Of a run that makes way: its learner waits for whatever is out, what nobody has taken in included."""
+        """Return tickets of a run that makes way: its learner waits for all that is out, taken in or not."""
         if given_up:
             await asyncio.wait(given_up)
         uids = [task.get_name() for task in given_up]
@@ -301,7 +301,7 @@ class Rollouter(Actor):
                     await self._room.wait()
 
     async def _reach_learner(self) -> None:
-        """Nothing is asked for that could not be delivered: of one that is cut off the successors hold nothing up.
+        """Wait for the learner: a rollouter that is cut off takes no tickets, and its successors hold nothing up.
 
         The controller, which is told of it, ends the wait within ``supervision.unreachable_s``.
         """
@@ -319,7 +319,7 @@ class Rollouter(Actor):
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                # What was granted meanwhile is granted again, because ``seen`` does not cover it.
+                # Tickets that were granted meanwhile are granted again, because ``seen`` does not cover them.
                 return None
             leased: Leased = call.result()
             # A dataloader that has been replaced was told for nothing, and so are we: its successor knows of no such
@@ -359,7 +359,7 @@ class Rollouter(Actor):
 
     @handler
     def open_tickets(self, request: OpenTickets, caller: Caller) -> TicketsHeld:
-        """What is held, once the living learner and the dataloader that asks are believed and nobody before them."""
+        """Tickets held, once the living learner and the dataloader that asks are believed and nobody before them."""
         self._delivery.adopt(request.learner)
         self._dataloader = max(self._dataloader, caller.incarnation)
         self.peer(DATALOADER).adopt(caller.incarnation)
@@ -405,7 +405,7 @@ class Rollouter(Actor):
                 call.left_slot()
 
     async def _adapt_concurrency(self) -> None:
-        """For ever."""
+        """Adapt the number of slots, for ever."""
         loads = self._host.loads
         while True:
             await asyncio.sleep(LOOK_S)
@@ -432,7 +432,7 @@ class Rollouter(Actor):
         self._room.set()
 
     async def _call_reward(self, request: Score, away: set[str]) -> Scores:
-        """From one of the pools, rather none of those that are ``away``; one that fails is added to them."""
+        """Scores from one of the pools, rather none of those that are ``away``; one that fails is added to them."""
         reward, rollout = self.config.reward, self.config.rollout
         replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time. It may be
@@ -484,13 +484,13 @@ class Rollouter(Actor):
         return TurnRewarded(node=self._sessions.credit(request.session, caller.name, request.node, request.value))
 
     def _episode_failed(self, failure: Failure, text: str, uid: str) -> None:
-        """An attempt, by the user's code."""
+        """Tell of an attempt that failed by the user's code."""
         if (told := self._faults.add(failure, text, uid)) is not None:
             key, text, count = told
             self.notify(key, text, count=count)
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """Of an episode host its episodes: they are begun anew."""
+        """Begin anew the episodes of a host that has died."""
         if self._player is not None:
             self._sessions.host_died(name)
 
@@ -504,7 +504,7 @@ class Rollouter(Actor):
         return int(self.name.partition("/")[2])
 
     def _choose_host(self, *, prefer: str, avoid: Collection[str]) -> str:
-        """Where an episode is played."""
+        """The host that plays an episode."""
         state, actors, room = self.run_state, self.roster.actors, self._open.size
         shared = [host for host in self.config.extra_episode_hosts if host in actors]
         going = {*(each.name for each in state.condemned), *(each.name for each in state.leaving)}

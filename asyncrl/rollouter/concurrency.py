@@ -1,4 +1,4 @@
-"""How many calls may be in an engine at a time, by what its KV cache bears: ``rollout.concurrency = "auto"``. Pure.
+"""Limit of the calls in an engine at a time, by what its KV cache bears: ``rollout.concurrency = "auto"``. Pure.
 
 It is raised while all that is allowed is used and the engine has room: first by a share of itself, and
 from the first cut on by a constant. It is cut by a share where the engine preempts a request, which then computes its
@@ -20,9 +20,9 @@ ROOM, FULL = 0.85, 0.95
 GROWTH = 0.25
 """Share by which it grows before its first cut."""
 STEPS = 16
-"""It is raised from one cut to the next by what was cut, in about so many looks."""
+"""Looks, about, in which the limit regains from one cut to the next what was cut."""
 CUT = 0.8
-"""What a cut leaves."""
+"""Share of the limit that a cut leaves."""
 
 
 class Concurrency:
@@ -34,7 +34,7 @@ class Concurrency:
         self.limit = min(most, max(least, start))
         self.cuts = 0
         self._settling = False
-        """Cut, and more calls are still running than are allowed."""
+        """Whether it was cut, and more calls are still running than are allowed."""
         self._preemptions = 0
 
     def look(self, load: EngineLoad, *, running: int) -> int:
@@ -53,13 +53,13 @@ class Concurrency:
         return self.limit
 
     def engine_reloaded(self, load: EngineLoad) -> None:
-        """What an engine preempts to compute its keys and values anew under new weights is no pressure."""
+        """Take its count of preemptions: those that compute keys and values anew under new weights are no pressure."""
         self._preemptions = load.preemptions
 
     def _cut(self, running: int) -> None:
         if self._settling:
             return
-        # What was not used says nothing of what the cache bears.
+        # Slots that were not used say nothing of what the cache bears.
         self.limit = max(self._least, int(CUT * min(self.limit, max(1, running))))
         self.cuts += 1
         self._settling = running > self.limit

@@ -1,18 +1,18 @@
 """The conversation of one episode: the only home of its token ids, log-probs and versions. Pure.
 
-A call of the policy goes through three steps here, and whatever takes time lies between them:
+A call of the policy goes through three steps here, and all that takes time lies between them:
 
-1. ``resolve``: which answer do the messages go on from, and what is new behind it?
+1. ``resolve``: the answer that the messages go on from, and the new messages behind it.
 2. The caller renders: where ``extends`` what is new alone (``extend``); else, or where the renderer allows no
    extension, all of the messages (``branch``). Both give the Prompt that the engine is to have.
-3. ``commit``: what was sampled for that prompt becomes a node.
+3. ``commit``: the answer sampled for that prompt becomes a node.
 
-Calls may overlap, since nodes are only added and never change: what a call has resolved holds whatever is committed
+Calls may overlap, since nodes are only added and never change: what a call has resolved stays true over commits
 meanwhile. Sampled tokens are never encoded again where the messages go on from them. An answer whose tokens a rendering
 gives only in part, or otherwise, is no part of the new path; so each sampled token keeps the context it was sampled in.
 
 Invariants: those of nodes.py; a sealed conversation never changes. Raises EpisodeOver once sealed, InvalidRequest on a
-reward for what was not answered or that is not finite.
+reward for a node that was not answered, or that is not finite.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Cause = Literal[
     "fork:cut",
     "fork:no-extension",
 ]
-"""Why a prompt is as it is.
+"""Cause by which a prompt is as it is.
 
 ``root``: the first of the conversation. ``extend``: the tokens of an answer go on. A fork shares with earlier calls no
 more than the tokens that happen to be equal, because:
@@ -64,42 +64,42 @@ more than the tokens that happen to be equal, because:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Resolved:
-    """What the messages of a call are to the conversation."""
+    """The place of a call's messages in the conversation."""
 
     messages: Sequence[Message]
-    """All of them to be rendered, with our answers as they were given: agents drop reasoning and rewrite JSON."""
+    """All messages, to be rendered, with our answers as they were given: agents drop reasoning and rewrite JSON."""
     parent: Node | None
     """The last answer of ours in them, recognised at its place."""
     tail: Sequence[Message]
     """The messages behind it, all of them where there is none."""
     extends: bool
-    """Ask the renderer for an extension of ``parent`` by ``tail`` before anything else."""
+    """Whether the renderer is asked for an extension of ``parent`` by ``tail`` before anything else."""
     fork: Cause
-    """Why it forks, if it does."""
+    """Cause of its fork, if it forks."""
     before: tuple[Node, ...]
-    """Answers to the longest part of the messages that was asked before: what this call comes after."""
+    """Answers to the longest part of the messages that was asked before: this call comes after them."""
     root: bytes
     point: Point | None
-    """Behind the last message that is known."""
+    """Point behind the last message that is known."""
     unknown: Sequence[Message]
-    """The messages behind that."""
+    """The messages behind that point."""
     digests: Sequence[bytes]
-    """Of those."""
+    """Digests of the unknown messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prompt:
-    """What the engine is to continue."""
+    """The tokens that the engine is to continue."""
 
     ids: list[int]
-    """All of it."""
+    """All tokens of the prompt."""
     parent: Node | None
     """The answer whose path it begins with."""
     cause: Cause
     shared: int
     """Tokens that it begins with and an earlier call has, too."""
     number: int
-    """How many prompts there were before."""
+    """Number of the prompts before it."""
     resolved: Resolved
 
 
@@ -110,7 +110,7 @@ class Counts:
     turns: int
     """Answers, also those that are not trained."""
     forks: dict[str, int]
-    """By their cause, without ``fork:``."""
+    """Forks by their cause, without ``fork:``."""
     sampled_tokens: int
     context_tokens: int
     """Tokens that prompts brought beyond what earlier calls have."""
@@ -132,15 +132,15 @@ class Conversation:
     def __init__(self, *, history: Literal["sampled", "template"] = "sampled") -> None:
         self.nodes: list[Node] = []
         self.rewards: dict[int, float] = {}
-        """Of turns, by node."""
+        """Rewards of turns, by node."""
         self.over: str | None = None
-        """Why it is sealed."""
+        """Reason that it is sealed."""
         self._history = history
         self._tree = MessageTree()
         self._points: list[Point] = []
         self._children: dict[Node | None, list[Node]] = {}
         self._lineage: list[int] = []
-        """Of each node the bits of itself and of all that it comes after."""
+        """Bits, for each node, of itself and of all that it comes after."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
         self._context = self._sampled = self._linear = 0
@@ -148,9 +148,9 @@ class Conversation:
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> Resolved:
-        """Find in the conversation what ``messages`` go on from. They are kept, and must not be changed.
+        """Find the answer that ``messages`` go on from. They are kept, and must not be changed.
 
-        Raises EpisodeOver; ChatRefused on what is nested too deeply.
+        Raises EpisodeOver; ChatRefused on messages nested too deeply.
         """
         self._require_open()
         root = digest([tools, options], "tools")
@@ -258,7 +258,7 @@ class Conversation:
         return node
 
     def _settled(self, prompt: Prompt) -> Cause:
-        """Its cause, now that calls which began with it may have ended before."""
+        """The prompt's cause, now that calls which began with it may have ended before."""
         if prompt.cause != "root" or not self.nodes:
             return prompt.cause
         return "fork:branch" if self._tree.has_root(prompt.resolved.root) else "fork:root"
@@ -301,13 +301,13 @@ class Conversation:
         return node
 
     def seal(self, reason: str) -> None:
-        """Nothing is added any more; the first reason stays."""
+        """End the conversation: nothing is added any more; the first reason stays."""
         self.over = self.over or reason
 
     def sequences(self) -> list[TokenSequence]:
-        """All that is to be trained; empty where nothing is. See sequences.py.
+        """The sequences to be trained, as sequences.py makes them; empty where nothing is trained.
 
-        Calls at the same time may be made and answered in any order, which that of the sequences does not follow.
+        Calls at the same time may be made and answered in any order; the order of the sequences does not follow it.
         """
         return sequences_of(depth_first(self._children), past_rewards(self.rewards, self._lineage))
 
@@ -334,7 +334,7 @@ class Conversation:
         return max(nodes, key=lambda node: node.number, default=None)
 
     def counts(self) -> Counts:
-        """As it is now."""
+        """Figures as they are now."""
         return Counts(
             turns=len(self.nodes),
             forks=dict(self._forks),

@@ -2,7 +2,7 @@
 
 Invariant: ``deliver`` is over only when the living learner has acknowledged the group, so that its ticket may be
 released. An acknowledgement of a learner that has been replaced, also one that was taken in before that was known, is
-worth nothing: what it acknowledged died with it, and the group is delivered again. The learner knows each group by its
+worth nothing: the group that it acknowledged died with it, and is delivered again. The learner knows each group by its
 uid, so that one which arrives twice is trained once.
 
 It has no deadline of its own: a learner that dies has a successor, and of two that do not reach each other for
@@ -30,8 +30,8 @@ AWAY_S = 0.5
 
 
 class Delivery:
-    """See the module. ``timeout_s`` is the deadline of one call: past the silence after which a learner is replaced,
-    since a learner that stands still may have received the group, and would receive it again.
+    """Brings groups to the learner. ``timeout_s`` is the deadline of one call: past the silence after which a learner
+    is replaced, since a learner that stands still may have received the group, and would receive it again.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Delivery:
             self._learner.adopt(incarnation)
 
     async def deliver(self, group: Group) -> None:
-        """Until the living learner has it: a lease ends by delivery only."""
+        """Send a group until the living learner has it: a lease ends by delivery only."""
         with self._awaits.on(self._learner.name, "Deliver"):
             times = 0
             while not await self._delivered(group, times):

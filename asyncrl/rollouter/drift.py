@@ -1,7 +1,7 @@
-"""How far an engine is from the learner under the same weights, and what follows. Pure.
+"""Drift of an engine from the learner under the same weights, and the verdict on it. Pure.
 
 Two sets of tokens are held against the learner's word: those that both score, some hundreds, and those that the engine
-samples under the run's own parameters, a few. Of the first the root mean square of the log-probs' difference is taken:
+samples under the run's own parameters, a few. The first give the root mean square of the log-probs' difference:
 one token that is far off shows in it as many do that are a little off. In the second one that rounding has hit hard
 would be the whole square, so its mean counts, in the same measure. The larger one is the drift, so that neither set
 hides the other.
@@ -20,7 +20,7 @@ from asyncrl.config.monitor import DriftConfig
 from asyncrl.messages.weights import Probe
 
 MIN_SAMPLES = 8
-"""Of fewer tokens the mean says little."""
+"""Fewest sampled tokens of which the mean is taken; of fewer it says little."""
 NORMAL = math.sqrt(math.pi / 2)
 """Root mean square over mean absolute value, of a normal distribution around 0."""
 
@@ -45,11 +45,11 @@ class Drift:
     """Mean over given tokens of r - 1 - log r, r the engine's probability over the learner's: the estimator k3 of the
     divergence (http://joschu.net/blog/kl-approx.html)."""
     tokens: int
-    """Given and sampled ones."""
+    """Number of given and sampled tokens."""
 
     @property
     def nats(self) -> float:
-        """The drift."""
+        """The drift (nats)."""
         return max(self.scored, self.sampled or 0.0)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Drift:
 
 
 def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequence[Sample | None]) -> Drift:
-    """Compare with the probe what an engine makes of it.
+    """Compare an engine's answers to the probe with it.
 
     ``scores``: of each sequence the log-probs of its tokens but the first; ``samples``: at each place the token that
     was sampled, None where none was. Raises ValueError where these are not as many.
@@ -113,8 +113,8 @@ class Limits:
 
 
 ROUNDING = {True: Limits(warn=0.003, stop=0.01), False: Limits(warn=0.12, stop=0.15)}
-"""By whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on each
-weight of the engine, temperature 0.9 against 1.0:
+"""Limits by whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on
+each weight of the engine, temperature 0.9 against 1.0:
 
                                                 clean (largest)    noise (least)    temperature (least)
     float32, two layers, made up                1e-6               0.059            0.11
@@ -125,7 +125,7 @@ In bfloat16 the limits are those of a real model: what rounding does, and noise,
 
 
 def find_limits(config: DriftConfig, *, float32: bool) -> Limits:
-    """The configured ones, ``auto`` by whether learner and engine both compute in float32, on CPU."""
+    """The configured limits, ``auto`` by whether learner and engine both compute in float32, on CPU."""
     auto = ROUNDING[float32]
     stop = auto.stop if config.stop == "auto" else config.stop
     warn = auto.warn if config.warn == "auto" else config.warn
@@ -138,7 +138,7 @@ Verdict: TypeAlias = Literal["agrees", "warn", "stop"]
 
 
 def judge(drift: Drift, limits: Limits) -> Verdict:
-    """What follows from a drift."""
+    """The verdict on a drift."""
     if drift.nats >= limits.stop:
         return "stop"
     return "warn" if drift.nats >= limits.warn else "agrees"
@@ -153,7 +153,7 @@ class DriftRecord:
         self._figures: dict[str, float] = {}
 
     def add(self, drift: Drift, verdict: Verdict) -> None:
-        """One more, after an update."""
+        """Add one more drift, after an update."""
         self.warnings += verdict != "agrees"
         self._figures = {
             "rollout/drift": drift.nats,
@@ -163,12 +163,12 @@ class DriftRecord:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For the monitor; empty before the first. From any thread."""
+        """Figures for the monitor; empty before the first drift. From any thread."""
         return self._figures
 
 
 def explain(drift: Drift) -> str:
-    """Where to look, and what to do."""
+    """Text of a drift's likely causes, the places to look at, and the remedy."""
     if drift.sampled is not None and drift.sampled > 2 * drift.scored:
         cause = (
             "the weights agree and what is sampled does not, so the engine changes its logits: another temperature "

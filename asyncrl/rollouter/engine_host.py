@@ -5,7 +5,7 @@ that of the version being served; an engine whose update failed stays paused unt
 the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
 their turn: a suspect of its deaths has it alone (suspects.py).
 
-A death is held against the tickets that were in the engine, unless it was frozen for an update: what fails to load is
+A death is held against the tickets that were in the engine, unless it was frozen for an update: a failed load is
 not the fault of a prompt.
 """
 
@@ -43,7 +43,7 @@ class EngineHost:
         self._clock = clock
         self._states = states
         self._tokens = awaits.on("engine", "tokens")
-        """Open while something runs; renewed with all that is sampled."""
+        """Wait that is open while something runs; renewed with all that is sampled."""
         self._engine: Engine | None = None
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
@@ -51,7 +51,7 @@ class EngineHost:
         self._running: Counter[str] = Counter()
         """Submissions in the engine, by the uid of their ticket."""
         self._frozen = False
-        """Paused, and its pause complete."""
+        """Whether it is paused, and its pause complete."""
         self.suspects = Suspects(config.rollout.max_attempts)
         self.turns = Turns(self.suspects.alone)
         self._blamed = ""
@@ -63,7 +63,7 @@ class EngineHost:
         self.died = asyncio.Event()
         """Set when the engine must be replaced."""
         self.reason = ""
-        """Why that was so the last time."""
+        """Reason that the engine had to be replaced the last time."""
         self.version = -1
         """The version being served; -1 before the first commit of an engine."""
         self.sampled_tokens = 0
@@ -125,7 +125,7 @@ class EngineHost:
     async def stream(self, request: GenerationRequest, ticket: Ticket, *, lost: int) -> AsyncGenerator[Delta, None]:
         """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied.
 
-        Of the first ``lost`` tokens of its prompt an update has dropped the keys and values.
+        An update has dropped the keys and values of the first ``lost`` tokens of its prompt.
         """
         engine = self._engine
         assert engine is not None
@@ -186,12 +186,11 @@ class EngineHost:
         return self._engine.workers
 
     async def accept(self, staged: Staged) -> None:
-        """See Engine."""
         assert self._engine is not None
         await self._engine.accept(staged)
 
     async def quiesced(self, timeout: float) -> bool:
-        """Whether an update may begin. Under on_update = drain nothing more is admitted and what runs ends first.
+        """Whether an update may begin. Under on_update = drain nothing more is admitted and all that runs ends first.
 
         False if that takes longer than ``timeout`` seconds; to be asked again. It ends because every response does: the
         engine hands over tokens in time or is declared dead.
@@ -249,7 +248,7 @@ class EngineHost:
         """Go on, under the weights that were loaded; returns the seconds until the engine did.
 
         With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
-        WeightsCorrupt raised: the load is to be repeated. Returns also how far it is from the probe.
+        WeightsCorrupt raised: the load is to be repeated. Returns also the engine's drift from the probe.
         """
         assert self._engine is not None
         version = self._loaded
@@ -272,7 +271,7 @@ class EngineHost:
         return self._clock.now() - began, drift
 
     async def call_off(self) -> None:
-        """Go on under the old weights. Not after a load has failed: the engine then waits for one that succeeds."""
+        """Go on under the old weights; not after a load has failed: the engine then waits for one that succeeds."""
         assert self._engine is not None
         if self._loaded is not None and self._loaded == self.version:
             self._frozen = False
@@ -285,12 +284,11 @@ class EngineHost:
         return self._clock.now() - self._shut_since
 
     async def checksum(self) -> str:
-        """See Engine."""
         assert self._engine is not None
         return await self._engine.checksum()
 
     async def drift(self, probe: Probe) -> Drift:
-        """How far the engine, under the weights that it serves, is from the learner's word on them."""
+        """Drift of the engine, under the weights that it serves, from the learner's word on them."""
         assert self._engine is not None
         assert self._loaded is not None
         return await probe_engine(
@@ -321,7 +319,7 @@ class EngineHost:
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """How hard its calls press on the engine; None where it cannot say, and while it does not serve."""
+        """Load of the calls on the engine; None where it cannot say, and while it does not serve."""
         return self._engine.load_now if self._engine is not None and self._open.is_set() else None
 
     def take_sampling(self) -> list[tuple[float, float]]:

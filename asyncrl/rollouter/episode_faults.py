@@ -1,6 +1,6 @@
-"""How the user hears of attempts at episodes that their rollouter finds failed: each cause once, then counts. Pure.
+"""Notices to the user of attempts at episodes that their rollouter finds failed: each cause once, then counts. Pure.
 
-What the user's code raises its host tells itself. The first case of a cause says what, for which prompt, and what
+Errors of the user's code are told by its host. The first case of a cause says what, for which prompt, and what
 follows.
 """
 
@@ -16,7 +16,7 @@ TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
 
 
 class EpisodeFaults:
-    """Those of one rollouter so far."""
+    """Faults of one rollouter so far."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

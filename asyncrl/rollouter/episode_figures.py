@@ -1,7 +1,7 @@
 """The figures of a rollouter's episodes: how they end and fail, their turns and forks, and where their time goes. Pure.
 
 Counters and histograms are of attempts that have ended, figures by stage of those that are open. Invariant: there are
-never more names than the catalogue's families and MOST_TOOLS of tools, whatever agents declare; tools beyond these are
+never more names than the catalogue's families and MOST_TOOLS of tools, however many agents declare; others are
 counted together. A stage that was seen once is told from then on, with 0 where nothing is at it.
 """
 
@@ -20,13 +20,13 @@ MOST_TOOLS = 12
 TOOL = "tool "
 OTHER_TOOLS = "tool (others)"
 STATES = ("start", "queue", "engine", "paused", "user", "close")
-"""Those of stages.py without tools, before an episode is scored."""
+"""States of stages.py without tools, before an episode is scored."""
 
 JUDGES = frozenset({"relative_judge", "rubric"})
 """Reward functions that ask a language model."""
 
 Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
-"""Why an attempt gives no trajectory.
+"""Cause by which an attempt gives no trajectory.
 
 ``start`` and ``turn`` are deadlines; ``user``: its code raised, or its program failed; ``answer``: it has no answer of
 the policy that could be trained; ``reward``: it said none, and nobody else does; ``policy``: engines died of it too
@@ -35,7 +35,7 @@ often; ``host``: its host or worker died, and it is begun anew.
 
 
 class EpisodeFigures:
-    """Those of one rollouter, counted in ``counters`` and ``histograms``. ``reward`` is reward.function."""
+    """Figures of one rollouter, counted in ``counters`` and ``histograms``. ``reward`` is reward.function."""
 
     def __init__(self, counters: Figures, histograms: Histograms, reward: str = "") -> None:
         self._counters, self._histograms = counters, histograms
@@ -46,7 +46,7 @@ class EpisodeFigures:
         self._computed = self._linear = 0
 
     def prompted(self, tokens: int) -> None:
-        """A call of the policy begins with so many."""
+        """A call of the policy begins with so many tokens."""
         self._histograms.observe("rollout/prompt_tokens", tokens)
 
     def malformed(self, calls: int) -> None:
@@ -64,11 +64,11 @@ class EpisodeFigures:
         self._linear += counts.linear_tokens
 
     def failed(self, failure: Failure) -> None:
-        """An attempt has become none."""
+        """An attempt has become no trajectory."""
         self._counters.add(f"rollout/episodes_failed/{failure}")
 
     def spent(self, seconds: Mapping[str, float]) -> None:
-        """Of an attempt that is over, by state."""
+        """Add the seconds of an attempt that is over, by state."""
         for state, each in seconds.items():
             self._counters.add(f"rollout/episode_s/{self._told(state)}", each)
 
@@ -77,8 +77,8 @@ class EpisodeFigures:
         self._counters.add(f"rollout/episode_s/{self._scored_by}", seconds)
 
     def gauges(self, states: Iterable[str], oldest_s: float, scoring: int = 0) -> dict[str, float]:
-        """As it is now, of the states of all that are played, and how many are scored. May be called in another
-        thread than the rest."""
+        """Figures as they are now, of the states of all that are played, and of those that are scored. Callable in
+        another thread than the rest."""
         at = Counter(self._told(state) for state in states)
         at[self._scored_by] += scoring
         for state in (*STATES, *list(self._tools.values())):

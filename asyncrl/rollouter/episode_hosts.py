@@ -1,4 +1,4 @@
-"""Which episode host plays an episode: the one beside its rollouter, or one of those that play for all. Pure.
+"""Choice of the host that plays an episode: the one beside its rollouter, or one of those that play for all. Pure.
 
 An episode host is made for as many episodes as a rollouter plays at a time. The one beside a rollouter is its own; of
 each of the others it has a share, and the shares of all rollouters add up to that number. An episode goes to the host
@@ -15,10 +15,10 @@ from fractions import Fraction
 
 
 def shares(own: str, rollouters: Sequence[str], hosts: Sequence[str], room: int) -> dict[str, int]:
-    """Of each of the ``hosts`` for all, how many episodes the rollouter ``own`` may have there.
+    """Episodes that the rollouter ``own`` may have at each of the ``hosts`` for all.
 
     ``rollouters`` are all of the run, ``own`` among them, in an order that all agree on; ``room`` is how many episodes
-    one plays at a time. What cannot be divided is given to different rollouters at different hosts.
+    one plays at a time. The rest of the division goes to different rollouters at different hosts.
     """
     rank, count = rollouters.index(own), len(rollouters)
     whole, rest = divmod(room, count)

@@ -53,7 +53,7 @@ from asyncrl.weights.staging import Staged, apply_delta, delta_against, layout_o
 
 T = TypeVar("T")
 Call = Callable[[str, Request, float | None], Awaitable[Any]]
-"""Whom to ask, for what, and for how many seconds if not for as long as any call."""
+"""A call: the actor to ask, the request, and the seconds if not as many as for any call."""
 
 AGAIN_S = 0.2
 """Longest first pause before a chunk whose call failed is asked for again."""
@@ -61,7 +61,7 @@ AGAIN_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A version that is here. ``encoded_bytes`` is what was read or received for it."""
+    """A version that is here. ``encoded_bytes`` were read or received for it."""
 
     staged: Staged
     encoded_bytes: int
@@ -76,9 +76,9 @@ async def fetch(
     who: str = "rollouter",
     relay: Relay | None = None,
 ) -> Fetched:
-    """Take up an offer by shm or stream. ``base`` is what deltas may be applied to; it stays open meanwhile.
+    """Take up an offer by shm or stream. ``base`` is a version to apply deltas to; it stays open meanwhile.
 
-    ``call`` asks others; ``who`` asks, for logs and errors; ``relay`` is told of each chunk. See the module for what is
+    ``call`` asks others; ``who`` asks, for logs and errors; ``relay`` is told of each chunk. The module tells what is
     raised.
     """
     assert offer.manifest is not None, "a broadcast is not fetched"
@@ -105,15 +105,15 @@ async def fetch(
 
 
 class _Fetching:
-    """What both ways have in common: the descriptors found so far, and the threads that find them."""
+    """The common part of both ways: the descriptors found so far, and the threads that find them."""
 
     source = PARAMETER_SERVER
-    """Who is asked."""
+    """Name of the actor that is asked."""
 
     def __init__(self, manifest: Manifest, base: Staged | None, weights: WeightsConfig, who: str) -> None:
         self.version, self.buckets = manifest.version, manifest.buckets
         self.found: dict[int, int] = {}
-        """Bucket to descriptor: sealed and verified."""
+        """Descriptors by bucket: sealed and verified."""
         self.encoded_bytes = 0
         self._base, self._weights, self._who = base, weights, who
         self._log: FilteringBoundLogger = get_logger(who)
@@ -126,7 +126,7 @@ class _Fetching:
 
     @property
     def progress(self) -> str:
-        """For errors."""
+        """Progress in words, for errors."""
         total = sum(bucket.size for bucket in self.buckets)
         return f"{self.encoded_bytes} of {total} bytes are here"
 
@@ -136,7 +136,7 @@ class _Fetching:
             os.close(self.found.popitem()[1])
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """As asyncio.to_thread, but a cancellation waits for the thread: what that works on is closed next."""
+        """Run ``work`` as asyncio.to_thread does; a cancellation waits for the thread: its objects are closed next."""
         running = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
         try:
             return await asyncio.shield(running)
@@ -151,7 +151,7 @@ class _Fetching:
             raise
 
     def _decode(self, index: int, encoded: Any) -> None:
-        """In a thread. Raises WeightsCorrupt."""
+        """Decode a delta, in a thread. Raises WeightsCorrupt."""
         assert self._base is not None
         bucket = self.buckets[index]
         self.found[index] = apply_delta(encoded, self._base, bucket, version=self.version, index=index)
@@ -164,7 +164,7 @@ class _Fetching:
 
 
 class _Shared(_Fetching):
-    """Out of the memory of a process on this host."""
+    """Fetches out of the memory of a process on this host."""
 
     async def run(self) -> None:
         await self.in_thread(self._read)
@@ -197,7 +197,7 @@ class _Shared(_Fetching):
         except WeightsCorrupt as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
-                # Whoever held it has died, or let it go and may use the number for something else.
+                # The holder has died, or let it go and may use the number for something else.
                 raise VersionGone(self.version, str(error)) from error
             raise
         for _ in verify_segment(self.found[index], bucket, version=self.version, index=index):
@@ -207,19 +207,19 @@ class _Shared(_Fetching):
 
 
 class _Stream(_Fetching):
-    """In chunks over the wire."""
+    """Fetches in chunks over the wire."""
 
     def __init__(self, *arguments: Any, ways: Sequence[Sequence[str]], call: Call, relay: Relay | None) -> None:
         super().__init__(*arguments)
         self._call, self._relay = call, relay
         now = asyncio.get_running_loop().time()
         self._sources = [Sources(way, deadline_s=self._weights.deadline_s, now=now) for way in ways]
-        """For each stripe."""
+        """Sources, for each stripe."""
         self._filling: dict[int, Segment] = {}
         self._limit: asyncio.Timeout
         self._last_failure = ""
         self._failures = 0
-        """Since a chunk came last."""
+        """Failures since a chunk came last."""
         self._draws = random.Random(f"{self._who} {self.version}")
 
     @property
@@ -261,9 +261,9 @@ class _Stream(_Fetching):
             self._filling.popitem()[1].discard()
 
     async def _work(self, plan: ChunkPlan, sizes: dict[int, int], stripe: int) -> None:
-        """One of those who ask. What fails here is asked for again here, so that nobody waits for another.
+        """Ask for chunks, as one of several tasks. A failed chunk is asked for again here: nobody waits for another.
 
-        Each stripe has some, so that one whose source is slow holds up no other, nor the hosts below in that.
+        Each stripe has some tasks, so that one whose source is slow holds up no other, nor the hosts below in that.
         """
         while (piece := plan.take(stripe)) is not None:
             index, delta = piece.bucket, self._deltas.get(piece.bucket)
@@ -346,7 +346,7 @@ class _Stream(_Fetching):
         return asyncio.get_running_loop().time()
 
     def _corrupt(self, plan: ChunkPlan, piece: Piece, problem: str) -> None:
-        """Raises WeightsCorrupt when it has been so too often."""
+        """Note a corrupt chunk. Raises WeightsCorrupt when it has been so too often."""
         self._log.warning(
             "chunk is corrupt; it is fetched again",
             version=self.version,
@@ -363,7 +363,7 @@ class _Stream(_Fetching):
             self._limit.reschedule(self._now() + self._weights.deadline_s)
 
     async def _complete(self, index: int, delta: Delta | None) -> None:
-        """Raises WeightsCorrupt when the bucket is not what was published."""
+        """Verify a whole bucket. Raises WeightsCorrupt when it is not what was published."""
         if delta is None:
             await self.in_thread(self._seal, index)
             return
@@ -385,7 +385,7 @@ class _Stream(_Fetching):
 
 
 def _write(segment: Segment, piece: Piece, chunk: Chunk) -> str:
-    """Verify and write; returns what is wrong with the chunk, if anything."""
+    """Verify and write; returns the problem of the chunk, if there is one."""
     data = chunk.data.reshape(-1).view(np.uint8).data
     if data.nbytes != piece.size:
         return f"{data.nbytes} bytes instead of {piece.size}"

@@ -4,7 +4,7 @@
 text whose every token carries the log-prob and the version that sampled it.
 
 Fails with TrajectoryFailed when engines have died of the prompt too often (suspects.py). A death counts as no attempt
-otherwise, and costs no token that was handed over: what comes next is sampled after those, by the next engine.
+otherwise, and costs no token that was handed over: the next tokens are sampled after those, by the next engine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PolicyCall:
         """Sample a continuation of ``ids`` into ``response``, until it is finished, from where it stands.
 
         ``key`` names the call in the whole run; the noise follows from it. Raises TrajectoryFailed. A call that is
-        cancelled leaves in the response what it has sampled, and may be made again.
+        cancelled leaves in the response the tokens that it has sampled, and may be made again.
         """
         ticket, stops = self._ticket, response.stops
         while response.finish_reason is None:

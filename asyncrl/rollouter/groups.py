@@ -31,11 +31,11 @@ from asyncrl.trajectories import sampled_tokens
 T = TypeVar("T")
 
 OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
-"""Codes with which the reward pool's actor speaks of what it was given; all others are its own trouble."""
+"""Codes with which the reward pool's actor speaks of the trajectory; all others are its own trouble."""
 LONGEST_AWAY_S = 10.0
 """Longest pause before the reward pool is asked again."""
 EPISODE = "episode"
-"""The component that holds what an episode said of itself, where the group is judged."""
+"""The component that holds an episode's own reward, where the group is judged."""
 
 
 class GroupRunner:
@@ -87,7 +87,7 @@ class GroupRunner:
         )
 
     async def _trajectory(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
-        """Raises TrajectoryFailed."""
+        """One trajectory of a ticket. Raises TrajectoryFailed."""
         began = self._clock.now()
         try:
             trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
@@ -95,7 +95,7 @@ class GroupRunner:
             self._generated(ticket)
         trajectory.generate_s = self._clock.now() - began
         trajectory.attempts = account.failed_attempts + 1
-        # User code that played an episode may have said what it is worth.
+        # User code that played an episode may have given its reward.
         if self._config.reward.per == "trajectory" and trajectory.reward is None:
             await self._score_into(ticket, [trajectory], [account])
         return trajectory
@@ -130,7 +130,7 @@ class GroupRunner:
             account.scored(reward, scores.run_s)
 
     async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
-        """From a reward pool that serves the call, however long all are away."""
+        """Scores from a reward pool that serves the call, however long all are away."""
         pause = self._config.rollout.retry_backoff_s
         away: set[str] = set()
         while True:
@@ -151,7 +151,7 @@ class GroupRunner:
                 return await attempt()
             except (WireError, ValueError, EpisodeFailed) as error:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
-                    # Nothing that this trajectory is to blame for.
+                    # This trajectory is not to blame for it.
                     raise
                 for account in accounts:
                     account.failed(f"{what}: {error}")

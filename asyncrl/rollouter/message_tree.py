@@ -8,7 +8,7 @@ A request sends all of its history again, so it is walked from the root, and eac
 * everything else by all of its fields.
 
 An answer counts as ours only at its place: behind the messages that it was asked with. Invariant: points are only
-added, so that a walk stays right whatever is added after it. Fails with ChatRefused on what is nested too deeply.
+added, so that a walk stays right after all additions. Fails with ChatRefused on messages nested too deeply.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def minted_id(node: int, call: int) -> str:
 
 
 def digest(value: Any, field: str) -> bytes:
-    """Of anything that JSON can hold; the order of keys is no part of it. Raises ChatRefused naming ``field``."""
+    """Digest of a value of JSON; the order of keys is no part of it. Raises ChatRefused naming ``field``."""
     try:
         text = msgspec.json.encode(value, order="deterministic")
     except UnicodeEncodeError:
@@ -63,16 +63,16 @@ class Point:
     parent: Point | None
     message: Message | None
     node: Node | None = None
-    """Set where the message is an answer of the policy."""
+    """Node where the message is an answer of the policy."""
     depth: int = 0
     """Messages up to here."""
     context: dict[bytes, Point] = field(default_factory=dict)
     """Points behind the next message, where the policy did not sample it, by digest."""
     answers: list[Point] = field(default_factory=list)
-    """Points behind what the policy answered here, in their order."""
+    """Points behind the policy's answers here, in their order."""
 
     def path(self) -> list[Point]:
-        """From behind the first message up to this point."""
+        """Points from behind the first message up to this one."""
         points = []
         point: Point | None = self
         while point is not None and point.parent is not None:
@@ -82,7 +82,7 @@ class Point:
 
 
 class MessageTree:
-    """One root for each list of tools with its template options."""
+    """The tree, with one root for each list of tools with its template options."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, Point] = {}
@@ -138,7 +138,7 @@ class MessageTree:
     def add(
         self, root: bytes, point: Point | None, messages: Sequence[Message], digests: Sequence[bytes], node: Node
     ) -> Point:
-        """The answer ``node`` to ``messages``, which are those behind ``point`` (None: the root)."""
+        """Add the answer ``node`` to ``messages``, which are those behind ``point`` (None: the root)."""
         if point is None:
             point = self._roots.setdefault(root, Point(None, None))
         for message, identity in zip(messages, digests, strict=True):

@@ -1,7 +1,7 @@
 """The tokens of a conversation: a forest of nodes, each an answer of the policy behind the context that it added. Pure.
 
 A node begins where its parent ends: first the tokens that others brought since, then those that it sampled. The path
-to a node is exactly what the engine was given for it, and what it sampled. Invariants, asserted when it is made: its
+to a node is exactly the tokens that the engine was given for it and sampled. Invariants, asserted when it is made: its
 path equals the submission; it has one log-prob and one version for each sampled token. It never changes.
 """
 
@@ -26,7 +26,7 @@ class Node:
     id: int
     """Its index in the conversation, in the order of answers."""
     number: int
-    """Of the call, in the order in which calls were made, however long each took."""
+    """Number of its call, in the order in which calls were made, however long each took."""
     parent: Node | None
     """The answer that its context goes on from, token by token."""
     added: np.ndarray
@@ -36,25 +36,25 @@ class Node:
     length: int
     """Tokens of the path up to its end."""
     logprobs: np.ndarray
-    """float32, nats, of the sampled tokens."""
+    """Log-probs of the sampled tokens: float32, nats."""
     spans: tuple[VersionSpan, ...]
-    """Of the sampled tokens, counted from the first of them."""
+    """Version spans of the sampled tokens, counted from the first of them."""
     finish: FinishReason
     message: dict[str, Any]
-    """As it was answered, in OpenAI's form; reasoning is in ``reasoning_content``."""
+    """The answer in OpenAI's form; reasoning is in ``reasoning_content``."""
     tool_calls: tuple[ToolCall, ...]
     trained: bool
     cause: str
-    """Why its prompt is as it is; see Prompt."""
+    """Cause by which its prompt is as it is; see Prompt."""
 
     @property
     def context(self) -> np.ndarray:
-        """int32: what came between the parent's end and its first sampled token."""
+        """Tokens (int32) between the parent's end and its first sampled token."""
         return self.added[: self.begin]
 
     @property
     def ids(self) -> np.ndarray:
-        """int32: what was sampled."""
+        """Tokens (int32) that were sampled."""
         return self.added[self.begin :]
 
     def for_template(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Node:
         return {**self.message, "tool_calls": calls}
 
     def path(self) -> list[Node]:
-        """From the first answer to this one."""
+        """Nodes from the first answer to this one."""
         nodes = []
         node: Node | None = self
         while node is not None:
@@ -77,11 +77,11 @@ class Node:
         return nodes[::-1]
 
     def path_ids(self) -> np.ndarray:
-        """int32 [length]: all that is on its path."""
+        """Tokens on its path: int32 [length]."""
         return np.concatenate([node.added for node in self.path()])
 
     def check(self, submitted: Sequence[int], sampled: Sequence[int]) -> None:
-        """The invariants."""
+        """Check the invariants."""
         assert len(sampled) > 0, "an answer has tokens"
         assert self.begin + len(self.ids) == len(self.added)
         whole = np.array([*submitted, *sampled], np.int32)
@@ -109,7 +109,7 @@ def shared_prefix(
 ) -> tuple[Node | None, int]:
     """The deepest node, below ``parent`` or itself, whose whole path ``ids`` begins with; and the tokens shared.
 
-    The latter count also what is shared with a part of a node. ``parent`` must be a prefix. Of nodes of equal depth
+    The latter count also tokens shared with a part of a node. ``parent`` must be a prefix. Among nodes of equal depth
     ``preferred`` is taken, else one that is trained, else the first.
     """
     best, shared = parent, parent.length if parent else 0

@@ -1,9 +1,9 @@
 """Plays a sample as an episode of the user's code, at an episode host: from a ticket to a trajectory.
 
 An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
-what was sampled until then is a trajectory like any other. Whatever the user's code does wrong fails the attempt; the
+the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt; the
 death of a host or of a worker fails nobody's: the episode is begun anew, with a session of its own. After the death of
-a worker that is at the same host, which knows who was in it (episodes/suspects.py); after all else at another, if there
+a worker it goes to the same host, which knows who was in it (episodes/suspects.py); after all else to another, if there
 is one.
 
 Invariant: nothing of an attempt outlives it; its session is sealed, and its host told to end it. Fails with
@@ -29,7 +29,7 @@ from asyncrl.rollouter.stages import Expired
 from asyncrl.runtime.clock import Clock
 
 LONGEST_S = 7 * 86400.0
-"""Of an episode, if engines are away all of that time: its own deadlines stand still while it waits for them."""
+"""Longest episode (s), if engines are away all of that time: its own deadlines stand still while it waits for them."""
 NO_REWARD = (
     "no reward: it returned none and credited no turn; let it do either, or name a function that scores the "
     "conversation (reward.function)"
@@ -37,14 +37,14 @@ NO_REWARD = (
 LONGEST_AWAY_S = 10.0
 """Longest pause before an episode host is asked again."""
 RETURNS = 2
-"""So often an episode comes back to a host whose worker has died under it: the next time it is alone there."""
+"""Times that an episode comes back to a host whose worker has died under it: the next time it is alone there."""
 
 
 class ChooseHost(Protocol):
     """Gives the host for an episode."""
 
     def __call__(self, *, prefer: str, avoid: Collection[str]) -> str:
-        """``prefer``, if it can be; else one that is not to be avoided, if there is one."""
+        """The host ``prefer``, if it can be; else one that is not to be avoided, if there is one."""
 
 
 class HostAway(Exception):
@@ -84,7 +84,7 @@ class EpisodePlayer:
     async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
         """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
         pause = self._config.rollout.retry_backoff_s
-        # Where an earlier attempt failed, as by a deadline that a host that stands still has missed.
+        # An earlier attempt's host is avoided: it may stand still and have missed a deadline.
         prefer, avoid, deaths = "", {account.host}, 0
         while True:
             host = self._host(prefer=prefer, avoid=avoid)
@@ -110,7 +110,7 @@ class EpisodePlayer:
             pause = min(2 * pause, LONGEST_AWAY_S)
 
     async def _attempt(self, ticket: Ticket, account: SampleAccount, host: str) -> Trajectory | str:
-        """The trajectory, or why a worker of its host could not play it. Raises HostAway too."""
+        """The trajectory, or the reason that a worker of its host could not play it. Raises HostAway too."""
         session, figures = self._sessions.open(ticket, account, host), self._sessions.figures
         try:
             done = await self._played(session)
@@ -135,7 +135,7 @@ class EpisodePlayer:
             self._sessions.seal(session, "it has ended")
 
     async def _played(self, session: Session) -> EpisodeDone:
-        """Until it has ended, by itself or by a deadline. Raises HostAway, and what a call does."""
+        """Wait until an episode has ended, by itself or by a deadline. Raises HostAway, and the errors of a call."""
         ticket = session.ticket
         request = RunEpisode(
             session=session.key,
@@ -234,12 +234,12 @@ def first_messages(config: Config, ticket: Ticket) -> list[dict[str, Any]]:
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:
-    """The return of an episode: what its code said of the whole and of its turns; None where it said nothing."""
+    """The return of an episode: its code's rewards for the whole and for its turns; None where it said nothing."""
     if said is None and not of_turns:
         return None
     return (said or 0.0) + sum(of_turns)
 
 
 def task_seed(run_seed: int, uid: str) -> int:
-    """The same for all samples of a prompt, in every attempt. 63 bits."""
+    """Seed of a task, the same for all samples of a prompt, in every attempt. 63 bits."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{uid}".encode(), digest_size=8).digest(), "little") >> 1

@@ -23,7 +23,7 @@ FIRST = -1
 
 
 async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperature: float) -> Drift:
-    """``version`` is what the engine has loaded, ``temperature`` the run's."""
+    """The drift of an engine that has loaded ``version``; ``temperature`` is the run's."""
     sequences = [part.tolist() for part in np.split(probe.tokens, np.cumsum(probe.lengths)[:-1])]
     requests = [
         GenerationRequest(

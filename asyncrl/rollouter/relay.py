@@ -1,8 +1,8 @@
-"""What this replica has brought to its host: for the other replicas there, and for the hosts below it, chunk by chunk.
+"""Versions that this replica has brought to its host, for the other replicas there, and the hosts below it, by chunks.
 
 A chunk is served once it has arrived and was verified, with the checksum that it came with, while the rest is still
-under way. A version is held from its first chunk until a newer one is whole here, by descriptors of its own: whatever
-becomes of the update, others may open it or ask for more of it. At most one whole version and one that is under way are
+under way. A version is held from its first chunk until a newer one is whole here, by descriptors of its own: however
+the update ends, others may open it or ask for more of it. At most one whole version and one that is under way are
 held.
 
 Fails with VersionGone for a version that is not held, InvalidRequest for bytes that were never a chunk here, and
@@ -27,21 +27,21 @@ from asyncrl.weights.staging import Staged
 @dataclass(slots=True)
 class _Held:
     descriptors: dict[int, int] = field(default_factory=dict)
-    """Of each bucket's memory."""
+    """Descriptors of the buckets' memory."""
     checksums: dict[Piece, int] = field(default_factory=dict)
-    """Of what has arrived."""
+    """Checksums of the chunks that have arrived."""
     whole: bool = False
 
 
 class Relay:
-    """See the module. Used from the event loop."""
+    """The relay of a replica. Used from the event loop."""
 
     def __init__(self) -> None:
         self._versions: dict[int, _Held] = {}
         self._changed = ParkingLot()
 
     def begin(self, version: int) -> None:
-        """It is fetched now. What else is under way was given up."""
+        """Begin a version that is fetched now. Any other that is under way was given up."""
         for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
             self._drop(other)
         self._versions[version] = _Held()
@@ -55,7 +55,7 @@ class Relay:
         self._changed.wake()
 
     def whole(self, staged: Staged) -> list[str]:
-        """All of a version is here, sealed and verified; returns where others of this host find its buckets."""
+        """Take a version for whole, sealed and verified; returns paths where others of this host find its buckets."""
         held = self._versions[staged.version]
         for index, bucket in enumerate(staged.manifest.buckets):
             if index not in held.descriptors:
@@ -65,17 +65,17 @@ class Relay:
         return [f"/proc/{os.getpid()}/fd/{held.descriptors[index]}" for index in range(len(staged.manifest.buckets))]
 
     def give_up(self, version: int) -> None:
-        """It does not become whole here."""
+        """Drop a version that does not become whole here."""
         if version in self._versions and not self._versions[version].whole:
             self._drop(version)
 
     def drop_below(self, version: int) -> None:
-        """Nobody asks for older ones any more."""
+        """Drop older versions, which nobody asks for any more."""
         for other in [other for other in self._versions if other < version]:
             self._drop(other)
 
     async def chunk(self, request: FetchChunk, park_s: float) -> Chunk:
-        """The bytes asked for, parked until they have arrived. See the module for what is raised."""
+        """The bytes asked for, parked until they have arrived. The module tells what is raised."""
         piece = Piece(request.bucket, request.offset, request.size)
 
         def found() -> tuple[int, int] | None:

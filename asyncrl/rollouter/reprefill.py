@@ -1,10 +1,10 @@
 """The tokens that engines compute again because the weights have changed. Pure.
 
-An update drops keys and values. What was aborted is submitted again, prompt and partial response; what was kept is
-computed again where it stands; and a call of a conversation finds nothing of the calls before it. Counted is what an
-engine had computed before the update and computes once more: not what it finds in its prefix cache, as the prompt that
-a sibling has brought there under the new weights. Of kept requests an engine does not say that, so all counts that they
-hold. Nothing counts before a token is sampled after it, and what an engine's death costs is none of it.
+An update drops keys and values. Aborted requests are submitted again, prompt and partial response; kept ones are
+computed again where they stand; and a call of a conversation finds nothing of the calls before it. Tokens count
+that an engine had computed before the update and computes once more: not those in its prefix cache, as the prompt that
+a sibling has brought there under the new weights. For kept requests an engine does not say that, so all their tokens
+count. Nothing counts before a token is sampled after it, and the costs of an engine's death are none of it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Held:
-    """What an engine holds of a submission."""
+    """Tokens that an engine holds of a submission."""
 
     prompt: int
     lost: int
     tokens: int = 0
-    """With keys and values; 0 until the first is sampled."""
+    """Tokens with keys and values; 0 until the first is sampled."""
 
 
 class Reprefill:
-    """Of one rollouter."""
+    """Counter of the tokens that one rollouter's engines compute again."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Computed again, since its start."""
+        """Tokens computed again, since its start."""
         self._held: dict[str, _Held] = {}
 
     def submitted(self, id: str, prompt: int, lost: int) -> None:
@@ -36,7 +36,7 @@ class Reprefill:
         self._held[id] = _Held(prompt, lost)
 
     def sampled(self, id: str, tokens: int, cached: int) -> None:
-        """It has so many ``tokens`` more; of its prompt ``cached`` were in the prefix cache."""
+        """The submission has so many ``tokens`` more; of its prompt ``cached`` were in the prefix cache."""
         held = self._held[id]
         if not held.tokens:
             held.tokens = held.prompt
@@ -44,7 +44,7 @@ class Reprefill:
         held.tokens += tokens
 
     def ended(self, id: str) -> None:
-        """Its submission is over."""
+        """The submission is over."""
         del self._held[id]
 
     def dropped(self) -> None:

@@ -3,7 +3,7 @@
 Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and the
 version that sampled it, also over aborts, resumes and the death of an engine; never more than ``max_tokens``. A token
 is given up only where nobody can say which version sampled it: see ``cut_submission``. Stop strings are looked for in
-what a delta adds to the text and as much before it as one can reach back, whatever submission that came from, so that
+what a delta adds to the text and as much before it as one can reach back, over all submissions, so that
 one that straddles a resume still stops, and the work does not grow with the response. Stop tokens are the engine's
 business.
 """
@@ -19,7 +19,7 @@ from asyncrl.stops import Stops
 
 Decode = Callable[[Sequence[int]], str]
 MARGIN = 8
-"""So many characters at the beginning of a window may differ from those of the whole text: a tokenizer may drop a space
+"""Characters at the beginning of a window that may differ from those of the whole text: a tokenizer may drop a space
 there, join it with punctuation, or see only the last bytes of a character."""
 
 
@@ -37,7 +37,7 @@ class Response:
     computed: int = 0
     """Tokens, from the first of its prompt on, that the engine has computed; an engine that has died has none."""
     computed_at: int = -1
-    """The version under which it did."""
+    """The version under which the engine computed them."""
     _submission_start: int = 0
     _submission_version: int = -1
 
@@ -51,7 +51,7 @@ class Response:
         return self.computed if self.computed_at < version else 0
 
     def submitted(self, version: int) -> None:
-        """What comes next is sampled by a new submission, begun under ``version``."""
+        """A new submission, begun under ``version``, samples the next tokens."""
         assert self.finish_reason is None
         assert self.remaining > 0
         self.submissions += 1
@@ -123,8 +123,8 @@ class Response:
         """The submission is over without a last word on its versions: the engine died.
 
         The first ``known`` tokens of the response are those that were handed over before the weights changed under it,
-        all sampled under the version it began with. Of those after them, which there are only where the engine goes on
-        over a load (on_update = keep), nobody can say whether they were sampled before or after it: they are forgotten.
+        all sampled under the version it began with. Those after them, which there are only where the engine goes on
+        over a load (on_update = keep), are forgotten: nobody can say whether they were sampled before or after it.
         """
         if known < len(self.tokens):
             self.finish_reason = None

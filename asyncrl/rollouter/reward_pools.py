@@ -1,4 +1,4 @@
-"""Which reward pool scores a trajectory. Pure.
+"""Choice of the reward pool that scores a trajectory. Pure.
 
 The least busy one by what this rollouter has there; where pools are equally busy, the first after the rollouter's own
 number, so that rollouters begin with different ones. A pool that is away is left out while another is not, and so is

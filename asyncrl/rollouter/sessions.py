@@ -41,7 +41,7 @@ from asyncrl.tokenizer import Tokenizer
 T = TypeVar("T")
 KEY_BYTES = 16
 MOST_CHARACTERS = 256
-"""Of a token, on average over a context: what has more for each token that there is room for is not even rendered."""
+"""Characters of a token, on average over a context: one with more for each token of its room is not even rendered."""
 
 
 class Session:
@@ -53,27 +53,27 @@ class Session:
         self.attempt = account.attempts
         self.conversation = Conversation(history=config.chat.history)
         self.began = clock.now()
-        """Monotonic, s."""
+        """Time of its beginning: monotonic, s."""
         self.stages = Stages(config.episode, self.began)
         self.changed = asyncio.Event()
         """Set when a deadline may have moved."""
         self.failure: TrajectoryFailed | None = None
-        """Why nothing can come of the ticket any more."""
+        """Failure after which nothing can come of the ticket any more."""
         self.is_orphan = False
         """Whether its host has died."""
         self.cut: set[int] = set()
         """Answers that a limit of the run's has cut, by node."""
         self.rendering = asyncio.Lock()
-        """Calls are rendered in the order of their arrival, so that those which ask the same are told apart by it."""
+        """Lock for rendering in the order of the calls' arrival, by which those that ask the same are told apart."""
         self.resumes = 0
         self.version = -1
-        """The newest under which an engine has computed any of it."""
+        """The newest version under which an engine has computed any of it."""
         self.calls: dict[str, _Call] = {}
         self._now = clock.now
         self._asked: Counter[bytes] = Counter()
 
     def key_of(self, prompt: Prompt) -> str:
-        """Names a call in the run by what it asks and how often that was asked, so not by when parallel calls come."""
+        """Name of a call in the run by its question and how often that was asked, not by when parallel calls come."""
         digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
         self._asked[digest] += 1
         where = f"{self.ticket.uid}/{self.account.sample}/{self.attempt}"
@@ -84,13 +84,13 @@ class Session:
         self.version = max(self.version, version)
 
     def end_by_length(self, reason: str) -> EpisodeOver:
-        """The context is full."""
+        """End the attempt: the context is full."""
         self.stages.end_by("length", reason, self._now())
         self.changed.set()
         return EpisodeOver(reason)
 
     def fail(self, failure: TrajectoryFailed) -> EpisodeOver:
-        """The policy cannot be asked any more."""
+        """Fail the ticket: the policy cannot be asked any more."""
         self.failure = failure
         self.changed.set()
         return EpisodeOver(str(failure))
@@ -102,7 +102,7 @@ class _Call:
     def __init__(self, account: CallAccount) -> None:
         self.account = account
         self.lock = asyncio.Lock()
-        """Held by whoever has it answered; repeats wait for it."""
+        """Lock of the request that has it answered; repeats wait for it."""
         self.prompt: Prompt | None = None
         self.response: Response | None = None
         self.limited = False
@@ -115,7 +115,7 @@ class Policy(Protocol):
     """One call of the policy; a PolicyCall."""
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """As PolicyCall.generate."""
+        """Sample an answer, as PolicyCall.generate."""
 
 
 class Sessions:
@@ -161,7 +161,7 @@ class Sessions:
         return session
 
     def seal(self, session: Session, reason: str) -> None:
-        """Nothing is added to it any more."""
+        """End a session: nothing is added to it any more."""
         session.conversation.seal(reason)
         session.stages.end(self._clock.now())
         self.figures.spent(session.stages.seconds(self._clock.now()))
@@ -176,7 +176,7 @@ class Sessions:
             session.changed.set()
 
     def host_died(self, host: str) -> None:
-        """What it was playing is over."""
+        """Mark the sessions that a dead host was playing."""
         for session in self._sessions.values():
             if session.host == host:
                 session.is_orphan = True
@@ -190,7 +190,7 @@ class Sessions:
         return len(self._sessions)
 
     def gauges(self, scoring: int = 0) -> dict[str, float]:
-        """Figures of those that are open, ``scoring`` more of which are scored. Callable from any thread."""
+        """Figures of the sessions that are open, ``scoring`` more of which are scored. Callable from any thread."""
         sessions, now = list(self._sessions.values()), self._clock.now()
         oldest_s = max((now - session.began for session in sessions), default=0.0)
         return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
@@ -300,7 +300,7 @@ class Sessions:
         return conversation.branch(resolved, ids)
 
     def _require_renderable(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Encoding tens of megabytes takes minutes of a thread. Raises EpisodeOver."""
+        """Refuse messages too long to render: tens of megabytes take minutes of a thread. Raises EpisodeOver."""
         longest = self._config.longest_context(session.ticket.purpose)
         characters = sum(len(message.get("content") or "") for message in messages)
         if characters > longest * MOST_CHARACTERS:
@@ -391,6 +391,6 @@ class Sessions:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str:
-    """What an agent is told: the stop string itself is sampled and trained, and not part of the answer."""
+    """Text that an agent is told: the stop string itself is sampled and trained, and not part of the answer."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else text

@@ -1,6 +1,6 @@
-"""The slots of a rollouter: places of what runs at a time, numbered so that the lowest free one is taken.
+"""The slots of a rollouter: places of things that run at a time, numbered so that the lowest free one is taken.
 
-Invariant: a number is nobody else's until it is given back; whoever waits comes in the order of asking. Where there are
+Invariant: a number is nobody else's until it is given back; waiters come in the order of asking. Where there are
 fewer slots than are taken, those that have one keep it, and nobody else comes before enough are given back.
 """
 
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Slots:
-    """``size`` of them, which may change at any time by ``resize``."""
+    """Slots, ``size`` of them, which may change at any time by ``resize``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -22,7 +22,7 @@ class Slots:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._returned: list[int] = []
         self._unused = 0
-        """No number from here on has been given out."""
+        """Number from which on none has been given out."""
 
     def resize(self, size: int) -> None:
         """Have ``size`` of them from now on."""

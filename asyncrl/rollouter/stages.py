@@ -5,7 +5,7 @@
 It starts until it first calls the policy; before its host says that the user's code has begun, no time is the agent's.
 While any call is under way it is with the policy, else with the user's code: the deadlines ``start``, ``turn`` and
 ``episode`` run with the latter alone, so that no wait for an engine is the agent's fault. Where a limit ends it (turns,
-length, time) it is over: that is an outcome. Further calls are refused, and ``close`` runs, whatever calls are under
+length, time) it is over: that is an outcome. Further calls are refused, and ``close`` runs, also while calls are under
 way. A start or a turn that takes too long is a failure.
 
 Invariant: at each moment it is in exactly one state, so its seconds by state add up to its life. Raises EpisodeOver
@@ -25,7 +25,7 @@ from asyncrl.messages import FinishReason
 
 Stage = Literal["host", "start", "turn", "episode", "close"]
 Phase = Literal["queue", "engine", "paused"]
-"""Where a call is: waiting for a slot or the engine's own queue; being sampled; held while weights change."""
+"""Place of a call: waiting for a slot or in the engine's own queue; being sampled; held while weights change."""
 
 _SHOWN_FIRST: tuple[Phase, ...] = ("engine", "paused", "queue")
 _ENDED = "ended"
@@ -37,9 +37,9 @@ class Expired:
 
     stage: Stage
     outcome: FinishReason | None
-    """How the episode ends by it; None: it has failed."""
+    """Outcome by which the episode ends; None: it has failed."""
     text: str
-    """Which stage, how many seconds, and the key that sets them."""
+    """Text of the stage, its seconds, and the key that sets them."""
 
 
 class Stages:
@@ -47,11 +47,11 @@ class Stages:
 
     def __init__(self, config: EpisodeConfig, now: float) -> None:
         self.state = "start"
-        """For display: start, queue, engine, paused, tool NAME, user, close, judge, score, ended."""
+        """State for display: start, queue, engine, paused, tool NAME, user, close, judge, score, ended."""
         self.turns = 0
         """Answers given."""
         self.outcome: FinishReason = "stop"
-        """How it ends, or has ended, as far as is known."""
+        """Outcome by which it ends, or has ended, as far as is known."""
         self._config = config
         self._calls: dict[str, Phase] = {}
         self._over: str | None = None
@@ -122,7 +122,7 @@ class Stages:
         self._enter(state)
 
     def end(self, now: float) -> None:
-        """Nothing more is to come of it, well or not."""
+        """End the episode, well or not: nothing more is to come of it."""
         self._tick(now)
         self._over = self._over or "it has ended"
         self._calls.clear()
@@ -130,7 +130,7 @@ class Stages:
 
     @property
     def next_deadline(self) -> float | None:
-        """When to call ``expire``; None while nothing runs, as in a call of the policy. Any change may move it."""
+        """Time to call ``expire``; None while nothing runs, as in a call of the policy. Any change may move it."""
         due = self._due()
         return due[0] if due else None
 

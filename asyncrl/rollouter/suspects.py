@@ -1,16 +1,16 @@
-"""Whose fault the death of an engine is: deaths counted by ticket, and who may generate beside whom.
+"""Blame for the deaths of engines: deaths counted by ticket, and turns by which a suspect generates alone.
 
 A ticket that had a submission in the engine when it died is suspect. Most are innocent, the long ones above all, so
 the count of deaths alone says nothing; from SUSPECT_DEATHS on a ticket runs alone, and only a death while nobody else
 was in the engine is its own. After ``max_attempts`` of these it has failed.
 
-Turns are given in the order in which they were asked for. A ticket that runs alone waits until whoever is inside is
+Turns are given in the order in which they were asked for. A ticket that runs alone waits until all inside are
 done and keeps all who ask after it waiting, so neither starves. Nobody is aborted for it: under on_update = drain a
 response is to have one version, and an engine that has just died, which is when suspects come up, is empty anyway. It
 waits no longer than the longest response beside it. Its own samples run together: they are one ticket, and have the
 engine until all are done or it dies. Then those that wait come first: what works is not kept waiting by what kills.
 
-Invariants: while a ticket runs alone no other is inside; whoever asks gets a turn once those before it are done.
+Invariants: while a ticket runs alone no other is inside; each that asks gets a turn once those before it are done.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Suspects:
     def deaths(self, ticket: Ticket) -> int:
         """Deaths of engines and rollouters that it was in, earlier holders included.
 
-        Those in company count up to SUSPECT_DEATHS; whoever hears of more takes them for the ticket's own.
+        Deaths in company count up to SUSPECT_DEATHS; a later holder takes more for the ticket's own.
         """
         own = self._own[ticket.uid]
         in_company = ticket.attempt + self._deaths[ticket.uid] - own
@@ -62,7 +62,7 @@ class Suspects:
         return ticket.alone or self.deaths(ticket) >= SUSPECT_DEATHS
 
     def failure(self, ticket: Ticket) -> str | None:
-        """Why it may not run again; None while it may."""
+        """Reason that it may not run again; None while it may."""
         own = self._own[ticket.uid]
         if own < self._max_attempts:
             return None
@@ -72,7 +72,7 @@ class Suspects:
         )
 
     def forget(self, uid: str) -> None:
-        """The ticket is done with."""
+        """Forget a ticket that is done with."""
         del self._deaths[uid]
         del self._own[uid]
         self._reasons.pop(uid, None)
@@ -83,19 +83,19 @@ class Suspects:
 
 
 class Turns:
-    """Who may be inside. ``alone`` is asked when a turn comes up, so that it may change while a ticket waits."""
+    """Turns in the engine. ``alone`` is asked when a turn comes up, so that it may change while a ticket waits."""
 
     def __init__(self, alone: Callable[[Ticket], bool]) -> None:
         self._alone = alone
         self._inside: Counter[str] = Counter()
         self._waiting: dict[asyncio.Future[None], Ticket] = {}
-        """In the order of asking."""
+        """Tickets that wait, in the order of asking."""
         self.lone: str | None = None
         """Uid of the ticket that runs alone now."""
         self._ending = False
-        """Its turn is over as soon as its samples are out."""
+        """Whether its turn is over as soon as its samples are out."""
         self.lone_turns = 0
-        """How often a ticket has had the engine for itself."""
+        """Times that a ticket has had the engine for itself."""
 
     async def take(self, ticket: Ticket) -> None:
         """Wait for a turn; ``give_back`` ends it. Ends when those before it are done, or with the task that waits."""
@@ -122,7 +122,7 @@ class Turns:
         self._grant()
 
     def end_lone(self) -> None:
-        """Whoever runs alone goes behind those that wait before it runs again."""
+        """Put the ticket that runs alone behind those that wait before it runs again."""
         self._ending = self.lone is not None
 
     def _grant(self) -> None:

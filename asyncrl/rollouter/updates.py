@@ -2,14 +2,14 @@
 
 Two ways lead to a version. Rolling (shm, stream): the bytes are fetched and verified while the engine generates, then
 a pause is asked for, which holds only the load. By broadcast (gloo, nccl): the engine pauses with those of all other
-members and receives what it loads.
+members and receives the weights that it loads.
 
 Invariants: an engine is loaded only from a complete, verified set; after a failed load it stays paused until one
 succeeds, at most ``weights.max_attempts`` in a row before it is replaced; a pause for a broadcast that is called off
 ends at once; nothing here waits for another replica longer than the parameter server lets it.
 
 Fails with ActorFailed when the engine has died too often, has another model than the learner, or drifts away from it;
-whatever else goes wrong is reported and tried again.
+every other failure is reported and tried again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from asyncrl.weights.staging import Staged
 PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
 AWAY_S = 0.5
-"""Pause before a parameter server that did not answer, or what failed, is tried again."""
+"""Pause before a parameter server that did not answer, or a step that failed, is tried again."""
 
 
 class UpdateFollower:
@@ -103,24 +103,24 @@ class UpdateFollower:
         self._track = track
         self._place = place
         self.relay = Relay()
-        """What was brought to this host."""
+        """Versions that were brought to this host."""
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._base: Staged | None = None
         """The version last loaded, kept for deltas."""
         self._taking: Offer | None = None
-        """What is being taken up."""
+        """The offer that is being taken up."""
         self._failed_loads = 0
-        """Since the last commit."""
+        """Failed loads since the last commit."""
         self.drifts = DriftRecord()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the versions until cancelled."""
         try:
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(self._follow())
-                    # Ended by the engine's death, from whatever it is waiting for.
+                    # The engine's death ends it, from any wait.
                     await self._host.died.wait()
                     following.cancel()
                 async with asyncio.TaskGroup() as tasks:
@@ -145,7 +145,7 @@ class UpdateFollower:
                 self._taking = None
 
     async def _replace_engine(self) -> None:
-        """Until one is up. Raises ActorFailed.
+        """Replace the engine until one is up. Raises ActorFailed.
 
         A death of a prompt that ran alone is charged to that prompt only; see EngineHost.excused.
         """
@@ -190,7 +190,7 @@ class UpdateFollower:
         except VersionGone as error:
             self._log.info("version is gone", version=offer.version, error=str(error))
         except EngineDied as error:
-            # Reported by whoever replaces it.
+            # The task that replaces it reports it.
             self._host.lost(str(error))
         except BroadcastFailed as error:
             # Any member may be to blame; this engine stays paused for the next broadcast, or is loaded by itself.
@@ -217,7 +217,7 @@ class UpdateFollower:
     # --- rolling ---
 
     async def _take_rolling(self, offer: Offer) -> None:
-        """Raises what fetching and loading raise."""
+        """Take up an offer by shm or stream. Raises what fetching and loading raise."""
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a collective"
         limits = self._limits(manifest.buckets)
@@ -284,7 +284,7 @@ class UpdateFollower:
     # --- by broadcast ---
 
     async def _take_broadcast(self, offer: Offer) -> None:
-        """Raises what loading raises."""
+        """Take up an offer by broadcast. Raises what loading raises."""
         weights, collective = self._config.weights, offer.collective
         assert collective is not None
         limits = self._limits(collective.buckets)
@@ -334,7 +334,7 @@ class UpdateFollower:
     async def _conclude(
         self, offer: Offer, probe: Probe | None, limits: Limits, times: UpdateTimes, drift: Drift | None
     ) -> None:
-        """It serves: say so first, measure then. Raises ActorFailed."""
+        """Say that the engine serves, then measure it. Raises ActorFailed."""
         self._failed_loads = 0
         self._taking = None
         self.relay.drop_below(offer.version)
@@ -350,7 +350,7 @@ class UpdateFollower:
             self._judge(drift, limits, offer.version)
 
     async def _measure(self, probe: Probe) -> Drift | None:
-        """While requests run; None when the engine is too busy for it."""
+        """The drift, measured while requests run; None when the engine is too busy for it."""
         try:
             async with asyncio.timeout(PROBE_S):
                 return await self._host.drift(probe)
@@ -359,7 +359,7 @@ class UpdateFollower:
             return None
 
     def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> Limits:
-        """For a learner that computes in the dtype of its weights."""
+        """Limits for a learner that computes in the dtype of its weights."""
         learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
         float32 = learner | {engine_dtype(self._config)} == {"float32"}
         # GPUs multiply float32 with fewer bits, where kernels let them.

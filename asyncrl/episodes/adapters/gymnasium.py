@@ -1,7 +1,7 @@
 """Environments of Gymnasium with countable actions, as text: env = "asyncrl.episodes.adapters.gymnasium:Gymnasium".
 
 episode.options: ``env_id`` (FrozenLake-v1), ``actions`` (their names, by number; by default the numbers), ``prompt``
-(what is said before the first observation; by default the row's prompt) and what else gymnasium.make takes. The last
+(what is said before the first observation; by default the row's prompt) and arguments of gymnasium.make. The last
 action that a message names is taken; one that names none costs a turn. Each step's reward is that of its turn. Source:
 gymnasium 1.4.
 """

@@ -1,7 +1,7 @@
 """Environments of SkyRL-gym: env = "asyncrl.episodes.adapters.skyrl_gym:SkyRLGym".
 
-episode.options: ``env_id`` (gsm8k), ``config`` (the environment's own settings), ``max_turns``. The row is what the
-environment calls its extras, as ``reward_spec`` with ``ground_truth``; a column ``prompt`` that holds messages comes
+episode.options: ``env_id`` (gsm8k), ``config`` (the environment's own settings), ``max_turns``. The row is the
+environment's extras, as ``reward_spec`` with ``ground_truth``; a column ``prompt`` that holds messages comes
 first, else the row's prompt as the user's. Each step's reward is that of its turn. Source: skyrl-gym 0.4.
 """
 

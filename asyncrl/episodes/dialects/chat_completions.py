@@ -1,6 +1,6 @@
 """OpenAI's chat completions, the dialect that the policy's own messages are written in.
 
-As of https://platform.openai.com/docs/api-reference/chat. Reasoning is in ``reasoning_content``, as vLLM and DeepSeek
+Source: https://platform.openai.com/docs/api-reference/chat. Reasoning is in ``reasoning_content``, as vLLM and DeepSeek
 have it. A stream tells the role first, then reasoning, content and calls, the finish reason, the usage where it is
 asked for, and [DONE].
 """
@@ -30,7 +30,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChatCompletions:
-    """See the module."""
+    """The dialect of chat completions."""
 
     def parse(self, body: Body) -> Asked:
         ignored, relaxed = review(body, CHAT_COMPLETIONS)
@@ -39,7 +39,7 @@ class ChatCompletions:
         limits = [limit for name in ("max_tokens", "max_completion_tokens") if (limit := whole(body, name))]
         return Asked(
             messages=messages,
-            # Only where the policy is shown no tools it can call none.
+            # The policy can call no tool only where it is shown none.
             tools=[] if body.get("tool_choice") == "none" else tools,
             template_options=mapping(body, "chat_template_kwargs"),
             max_tokens=min(limits, default=None),
@@ -112,7 +112,7 @@ class ChatCompletionEvents:
 
 
 def check_messages(messages: Sequence[Body]) -> None:
-    """Each has a role, and content that the policy can read. Raises ChatRefused."""
+    """Check that each message has a role, and content that the policy can read. Raises ChatRefused."""
     if not messages:
         raise ChatRefused("messages", "must hold at least one")
     for at, each in enumerate(messages):
@@ -122,7 +122,7 @@ def check_messages(messages: Sequence[Body]) -> None:
 
 
 def check_tools(tools: Sequence[Body]) -> None:
-    """Each is a function with a name. Raises ChatRefused."""
+    """Check that each tool is a function with a name. Raises ChatRefused."""
     for at, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise ChatRefused(f"tools[{at}].type", f"can only be 'function', not {tool.get('type')!r}")

@@ -1,7 +1,7 @@
-"""The common side of all dialects: a body becomes what is asked of the policy, a reply a body or a stream of events.
+"""The common side of all dialects: a body becomes a request to the policy, a reply a body or a stream of events.
 
-Invariant: translators are pure, so that the same body and the same replies give the same bytes. What a program asks
-and cannot have is refused with ChatRefused, which names the field as the program wrote it, before anything is sampled.
+Invariant: translators are pure, so that the same body and the same replies give the same bytes. A wish of a program
+that cannot be met is refused with ChatRefused, which names the field as the program wrote it, before any sampling.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Asked:
     ignored: list[str] = field(default_factory=list)
     """Fields that are set and do nothing: the run's own values hold."""
     relaxed: list[str] = field(default_factory=list)
-    """Fields that would constrain what is sampled, and do not."""
+    """Fields that would constrain sampling, and do not."""
     echo: Body = field(default_factory=dict)
     """Fields of the request that its reply repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What a reply says of itself."""
+    """The identity of a reply: number, model and time."""
 
     number: str
-    """Names the reply within its session, behind the prefix of its dialect."""
+    """Name of the reply within its session, behind the prefix of its dialect."""
     model: str
     created: int
     """Unix seconds."""
@@ -66,17 +66,17 @@ class Events(Protocol):
         """More of the content of a choice, from the beginning on and without gaps."""
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """All that is not told yet. Each reply's content begins with the texts of its choice."""
+        """The end of the stream: all that is not told yet. Each reply's content begins with the texts of its choice."""
 
     def failed(self, failure: Failure) -> bytes:
-        """There will be no more."""
+        """The last event of a stream that has failed."""
 
 
 class Dialect(Protocol):
     """One HTTP API."""
 
     def parse(self, body: Body) -> Asked:
-        """Raises ChatRefused."""
+        """The request that a body holds. Raises ChatRefused."""
 
     def reply(self, asked: Asked, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
         """The body of the whole answer."""

@@ -1,7 +1,7 @@
-"""The one table of the fields of requests: which are honoured, which do nothing, and which are refused.
+"""The one table of the fields of requests: those that are honoured, that do nothing, and that are refused.
 
 Invariant: no field is ignored in silence. A field that would change how tokens are sampled is ignored with a notice,
-for the run's own sampling is what the learner's log-probs are of; one that would mask the sampler's support is relaxed
+for the learner's log-probs are of the run's own sampling; one that would mask the sampler's support is relaxed
 with a notice, for the learner's is not masked; one that asks for what cannot be given, and every unknown one, is
 refused by its name.
 """
@@ -19,12 +19,12 @@ Treatment = Literal["honoured", "harmless", "ignored", "relaxed", "refused"]
 
 @dataclass(frozen=True)
 class Field:
-    """``neutral`` values ask for nothing, as None does: they pass unnoticed, whatever the treatment."""
+    """Treatment of a field. ``neutral`` values ask for nothing, as None does: they always pass unnoticed."""
 
     treatment: Treatment
     neutral: tuple[Any, ...] = ()
     problem: str = "is not supported here"
-    """Of a field that is refused."""
+    """Problem of a field that is refused."""
 
 
 HONOURED, HARMLESS, IGNORED = Field("honoured"), Field("harmless"), Field("ignored")
@@ -91,7 +91,7 @@ RESPONSES = {
     "instructions": HONOURED,
     "max_output_tokens": HONOURED,
     "stream_options": HARMLESS,
-    # Reasoning that is sent back does nothing: the rollouter has what was sampled.
+    # Reasoning that is sent back does nothing: the rollouter has the sampled tokens.
     "include": Field("refused", neutral=([], ["reasoning.encrypted_content"])),
     "text.format": Field("relaxed", neutral=({"type": "text"},)),
     "text.verbosity": IGNORED,
@@ -196,7 +196,7 @@ def objects(body: Body, name: str) -> list[Body]:
 
 
 def string(body: Body, name: str, where: str) -> str:
-    """A field that must be there, and text; ``where`` is how the program knows it. Raises ChatRefused."""
+    """A field that must be there, and text; ``where`` is the program's name for it. Raises ChatRefused."""
     value = body.get(name)
     if not isinstance(value, str):
         raise ChatRefused(where, "must be text" if name in body else "is missing")

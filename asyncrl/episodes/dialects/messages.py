@@ -1,8 +1,8 @@
 """Anthropic's Messages.
 
-As of https://docs.anthropic.com/en/api/messages. Blocks become messages: results of tools are messages of the role
+Source: https://docs.anthropic.com/en/api/messages. Blocks become messages: results of tools are messages of the role
 tool, in their order, before the text that stands beside them; thinking that is sent back is left out, for the rollouter
-has what was sampled. A stream tells each block of the content from its start to its stop.
+has the sampled tokens. A stream tells each block of the content from its start to its stop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORGOTTEN = ("thinking", "redacted_thinking")
 
 
 class Messages:
-    """See the module."""
+    """The dialect of Anthropic's Messages."""
 
     def parse(self, body: Body) -> Asked:
         ignored, relaxed = review(body, MESSAGES, nested=("tool_choice", "output_config"))
@@ -49,7 +49,7 @@ class Messages:
             raise ChatRefused(f"messages[{len(given) - 1}]", "must be the user's: no answer is begun for the policy")
         return Asked(
             messages=messages,
-            # Only where the policy is shown no tools it can call none.
+            # The policy can call no tool only where it is shown none.
             tools=[] if mapping(body, "tool_choice").get("type") == "none" else tools,
             template_options=mapping(body, "chat_template_kwargs"),
             max_tokens=whole(body, "max_tokens"),
@@ -86,7 +86,7 @@ class MessageEvents:
         self._told = 0
         """Characters of the content."""
         self._blocks = 0
-        """Begun."""
+        """Blocks that have begun."""
         self._begun = False
 
     def text(self, choice: int, text: str) -> bytes:
@@ -139,7 +139,7 @@ class MessageEvents:
 
 
 def _messages(given: Body, where: str) -> list[Body]:
-    """One message of theirs as messages of chat completions."""
+    """One message of a request as messages of chat completions."""
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
         raise ChatRefused(f"{where}.role", f"must be user, assistant or system, not {role!r}")
@@ -188,7 +188,7 @@ def _tool_use(call: ToolCall, arguments: Any) -> Body:
 
 
 def _message(stamp: Stamp) -> Body:
-    """As it is before it has any content."""
+    """The message before it has any content."""
     return {
         "id": f"msg_{stamp.number}",
         "type": "message",

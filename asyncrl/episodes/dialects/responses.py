@@ -1,8 +1,8 @@
 """OpenAI's Responses, without state: each request holds the whole conversation.
 
-As of https://platform.openai.com/docs/api-reference/responses. Items become messages: a message of the assistant and
+Source: https://platform.openai.com/docs/api-reference/responses. Items become messages: a message of the assistant and
 the calls that follow it are one message, as they were when the policy sampled them; reasoning that is sent back is left
-out, for the rollouter has what was sampled. A stream tells each item of the output from its addition to its end.
+out, for the rollouter has the sampled tokens. A stream tells each item of the output from its addition to its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 class Responses:
-    """See the module."""
+    """The dialect of OpenAI's Responses."""
 
     def parse(self, body: Body) -> Asked:
         ignored, relaxed = review(body, RESPONSES, nested=("text", "reasoning"))
@@ -32,7 +32,7 @@ class Responses:
             raise ChatRefused("input", "must hold at least one message")
         return Asked(
             messages=messages,
-            # Only where the policy is shown no tools it can call none.
+            # The policy can call no tool only where it is shown none.
             tools=[] if body.get("tool_choice") == "none" else tools,
             template_options=mapping(body, "chat_template_kwargs"),
             max_tokens=whole(body, "max_output_tokens"),
@@ -61,7 +61,7 @@ class ResponseEvents:
         self._asked, self._stamp = asked, stamp
         self._sequence = 0
         self._told = ""
-        """Of the content."""
+        """Text of the content."""
         self._begun = False
         self._message_begun = False
 
@@ -73,7 +73,7 @@ class ResponseEvents:
         (reply,) = replies
         items = _items(self._stamp, reply)
         if self._message_begun:
-            # It has its place in the output already, before whatever else there is.
+            # The message has its place in the output already, before all other items.
             items.sort(key=lambda item: item["type"] != "message")
         parts = [self._begin()]
         for at, item in enumerate(items):

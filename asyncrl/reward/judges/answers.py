@@ -1,4 +1,4 @@
-"""From the text that a judge answers to what it says: JSON found in it, and its entries matched with what was asked.
+"""Reading of a judge's answer: JSON found in its text, and its entries matched with those that were asked for.
 
 Pure. Invariant: an answer is taken only where it says one thing of each entry that was asked, and of no other; else
 BadAnswer says all that is wrong, in words that the judge can mend it by.
@@ -23,7 +23,7 @@ _OBJECT_START = re.compile(r'\{\s*"')
 
 
 class BadAnswer(ValueError):
-    """``problems``: what is wrong, a line each."""
+    """An answer that cannot be used; ``problems`` has a line each."""
 
     def __init__(self, problems: list[str]) -> None:
         more = len(problems) - MOST_PROBLEMS
@@ -37,7 +37,7 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
         raise BadAnswer(["the answer is empty"])
     if len(text) > LONGEST_ANSWER:
         raise BadAnswer([f"the answer has {len(text)} characters; {LONGEST_ANSWER} are allowed"])
-    # What a model thinks may hold drafts.
+    # The reasoning of a model may hold drafts.
     found = [each for each in _objects(text.rpartition("</think>")[2]) if name in each]
     if not found:
         raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
@@ -52,7 +52,7 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
 def match(
     entries: Iterable[dict[str, Any]], key: str, wanted: Iterable[str], read: Callable[[dict[str, Any]], T]
 ) -> dict[str, T]:
-    """What ``read`` makes of each entry, by its ``key``: one for each of ``wanted``. Raises BadAnswer.
+    """Values that ``read`` makes of the entries, by their ``key``: one for each of ``wanted``. Raises BadAnswer.
 
     ``read`` raises ValueError.
     """
@@ -89,7 +89,7 @@ def read_number(value: Any, low: float, high: float) -> float:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """Those that stand in ``text``, outside of one another."""
+    """JSON objects that stand in ``text``, outside of one another."""
     decoder = json.JSONDecoder(object_pairs_hook=_single)
     found, at = [], 0
     for _ in range(MOST_STARTS):

@@ -26,17 +26,17 @@ from asyncrl.reward.judges.views import shorten
 
 CHARS_PER_TOKEN = 3.5
 ANSWER_TOKENS = 500
-"""What an answer is taken to have before it is there."""
+"""Tokens that an answer is taken to have before it is there."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
-"""Between two tries where the server asks for nothing."""
+"""First and longest pause (s) between two tries where the server asks for none."""
 LONGEST_ASKED_PAUSE_S = 120.0
-"""A server that asks for more is not waited for."""
+"""Longest pause (s) that a server may ask for; one that asks for more is not waited for."""
 REPAIR = """Your answer cannot be used:
 {problems}
 
 Answer again, with the whole JSON object and nothing else."""
 REPAIR_CHARS = 20_000
-"""Of an answer that is sent back."""
+"""Characters of an answer that is sent back."""
 
 
 class VoteFailed(Exception):
@@ -49,12 +49,12 @@ class VoteFailed(Exception):
 
 @dataclass(slots=True)
 class JudgeCounters:
-    """Since the start."""
+    """Counts since the start."""
 
     requests: int = 0
-    """Sent to the judge's server."""
+    """Requests sent to the judge's server."""
     retries: int = 0
-    """Of the requests, those sent again."""
+    """Requests sent again."""
     repairs: int = 0
     """Answers that could not be used, sent back once."""
     failed_votes: int = 0
@@ -95,7 +95,7 @@ class Asker:
         await self._client.close()
 
     async def vote(self, question: Question) -> Any:
-        """What the judge says. Raises VoteFailed."""
+        """The judge's answer, as ``question.read`` gives it. Raises VoteFailed."""
         options = self._options
         key = key_of(options.url, options.model, options.extra, question.messages, question.schema)
         kept = await asyncio.to_thread(self._cache.find, key) if self._cache is not None else None
@@ -103,7 +103,7 @@ class Asker:
             try:
                 said = question.read(kept)
             except BadAnswer:
-                # Kept by a version that took what this one does not.
+                # The answer was kept by a version that took what this one does not.
                 pass
             else:
                 self._counters.cached += 1
@@ -125,7 +125,7 @@ class Asker:
         return said
 
     async def _usable(self, question: Question) -> tuple[Any, str]:
-        """What the answer says, and its text. Raises AskFailed, BadAnswer of the repaired one, TimeoutError."""
+        """The answer as it is read, and its text. Raises AskFailed, BadAnswer of the repaired one, TimeoutError."""
         time_left = _TimeLeft(self._timeout_s)
         text = (await self._answer(question.messages, question.schema, time_left)).text
         try:
@@ -153,7 +153,7 @@ class Asker:
                 if error.pause_s is not None:
                     self.limits.pause(error.pause_s)
                     continue
-            # Of different lengths, so that those who failed together do not all come back together.
+            # Pauses differ in length, so that requests that failed together do not all come back together.
             longest = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
             async with time_left.counted():
                 await asyncio.sleep(longest * random.uniform(0.5, 1.0))

@@ -1,6 +1,6 @@
-"""Answers that judges have given, kept in the run's folder by what was asked, so that a resumed run asks nothing twice.
+"""Answers that judges have given, kept in the run's folder by their questions, so a resumed run asks nothing twice.
 
-An entry is a file, written aside and renamed. Invariant: what is found is what was kept for the very same question, and
+An entry is a file, written aside and renamed. Invariant: an answer found was kept for the very same question, and
 a cache that cannot be read or written costs a question, never a run. It keeps no more than ``most`` entries: past that
 the tenth that was written first goes. Blocks; for a thread.
 """
@@ -42,7 +42,7 @@ class AnswerCache:
         return entry.text if entry.key == key else None
 
     def keep(self, key: str, text: str) -> bool:
-        """Keep an answer; whether that went well."""
+        """Keep an answer; returns whether that went well."""
         with self._lock:
             try:
                 if self._count is None:
@@ -66,5 +66,5 @@ class AnswerCache:
 
 
 def key_of(*parts: object) -> str:
-    """A name for what is asked: a hash of all that decides the answer."""
+    """A name for a question: a hash of all that decides the answer."""
     return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=20).hexdigest()

@@ -59,7 +59,7 @@ class _Reply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the judge said. Tokens are as its server counts them; 0 where it does not."""
+    """The judge's answer. Tokens are as its server counts them; 0 where it does not."""
 
     text: str
     prompt_tokens: int
@@ -140,7 +140,7 @@ class JudgeClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = self._http.ClientSession(
-                # How many there are at once is decided elsewhere (limits.py), and so is how long one may take.
+                # Their number at once is decided elsewhere (limits.py), and so is the time that one may take.
                 connector=self._http.TCPConnector(limit=0),
                 timeout=self._http.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 cookie_jar=self._http.DummyCookieJar(),
@@ -150,7 +150,7 @@ class JudgeClient:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header (RFC 9110, 10.2.3); None for none, and for what is none."""
+    """Seconds of a Retry-After header (RFC 9110, 10.2.3); None without one, and for one that cannot be read."""
     if value is None:
         return None
     try:

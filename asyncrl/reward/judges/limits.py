@@ -1,4 +1,4 @@
-"""How much a judge is asked at once and in a minute.
+"""Limits on the requests to a judge at once and in a minute.
 
 ``MinuteLimit`` is pure. Invariant: in any 60 seconds no more than its limit begins, a single item that is larger
 excepted, which then is alone. ``Limits`` lets calls begin in the order in which they came, and holds them all back when
@@ -33,7 +33,7 @@ class MinuteLimit:
         self._spent: deque[Spent] = deque()
 
     def wait_s(self, units: float, now: float) -> float:
-        """How long until ``units`` may begin; 0 if they may now."""
+        """Seconds until ``units`` may begin; 0 if they may now."""
         if self._limit is None:
             return 0.0
         while self._spent and self._spent[0].at + MINUTE_S <= now:
@@ -48,7 +48,7 @@ class MinuteLimit:
         return until - now
 
     def begin(self, units: float, now: float) -> Spent:
-        """Note units that begin; what is returned may be corrected once their number is known."""
+        """Note units that begin; the record that is returned may be corrected once their number is known."""
         spent = Spent(now, units)
         if self._limit is not None:
             self._spent.append(spent)
@@ -56,7 +56,7 @@ class MinuteLimit:
 
 
 class Limits:
-    """Those of one judge, for all its calls."""
+    """Limits of one judge, for all its calls."""
 
     def __init__(
         self,

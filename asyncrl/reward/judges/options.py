@@ -21,7 +21,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both judges take."""
+    """Options that both judges take."""
 
     url: str
     """Base of an OpenAI-compatible API, as https://api.openai.com/v1 or http://HOST:8000/v1."""
@@ -34,7 +34,7 @@ class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     votes: Annotated[int, Meta(ge=1, le=32)] = 1
     """Times that the same is asked, each in an order of its own, to be averaged. More than half must be valid."""
     max_input_chars: Annotated[int, Meta(ge=1000)] = 120_000
-    """Of prompt, conversation and trajectories together; what is longer loses its middle."""
+    """Characters of prompt, conversation and trajectories together; longer text loses its middle."""
     row_keys: list[str] = []
     """Columns of the row that the judge is shown, as a reference answer."""
     tries: Annotated[int, Meta(ge=1, le=20)] = 5
@@ -50,16 +50,16 @@ class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     also: str = ""
     """A function for single trajectories whose reward is added: built in, or MODULE:FUNCTION."""
     also_options: dict[str, Any] = {}
-    """Its options."""
+    """Options of that function."""
     also_weight: float = 1.0
-    """Its weight."""
+    """Weight of that function."""
 
 
 class RelativeOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of relative_judge."""
+    """Options of relative_judge."""
 
     criteria: str | list[str] = []
-    """What makes one trajectory better than another, in words; by default how far it reaches its goal, and how well."""
+    """Merits of one trajectory over another, in words; by default how far it reaches its goal, and how well."""
     low: float = 0.0
     """Lowest score."""
     high: float = 1.0
@@ -70,15 +70,15 @@ class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A line of a rubric."""
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
-    """Of its component, and for the judge to name it by."""
+    """Name of its component, and for the judge to name it by."""
     text: Annotated[str, Meta(min_length=1)]
-    """What is asked of the trajectory."""
+    """Text of what is asked of the trajectory."""
     weight: float | None = None
-    """By default 1, and 0 for a gate. Below 0 for what is to be avoided."""
+    """Weight: by default 1, and 0 for a gate; below 0 for a thing to be avoided."""
     gate: float | None = None
-    """The reward of a trajectory that does not get the highest level here, whatever it gets elsewhere."""
+    """The reward of a trajectory that does not get the highest level here, however good it is elsewhere."""
     levels: dict[str, float] = msgspec.field(default_factory=lambda: {"no": 0.0, "yes": 1.0})
-    """Verdicts and what they are worth."""
+    """Verdicts and their worth."""
 
     @property
     def share(self) -> float:
@@ -87,14 +87,14 @@ class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RubricOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of rubric."""
+    """Options of rubric."""
 
     rubric: list[Criterion] = []
-    """Its criteria."""
+    """Criteria of the rubric."""
     rubric_key: str = ""
     """Column of the row that holds further criteria, of this row alone; they are no components."""
     instructions: str = ""
-    """What else the judge is to know."""
+    """Further instructions for the judge."""
 
 
 Options = TypeVar("Options", bound=JudgeOptions)
@@ -151,7 +151,7 @@ def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
 
 
 def criteria_problems(criteria: list[Criterion], *, alone: bool = True) -> list[str]:
-    """What is wrong between criteria; ``alone`` says that these are all."""
+    """Problems between criteria; ``alone`` says that these are all."""
     names = [criterion.name for criterion in criteria]
     found = [f"there are two named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     for criterion in criteria:

@@ -4,7 +4,7 @@ The calls of a judge wait for a server and run no code of the user's, so they sh
 one cache. A function that is added to the judge (``also``) is the user's: it runs in a RewardPool.
 
 Invariant: each call of ``score`` ends in rewards that the judge gave for it, by more than half of its votes, or in
-RewardFailed: what is unjudged is never 0. Fails as a whole only when its owner gives it up.
+RewardFailed: an unjudged call is never 0. Fails as a whole only when its owner gives it up.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
     ``folder`` is the run's, for answers to be found again; without one none is kept. ``on_request`` gets the seconds of
-    each request; ``confined`` is for what is added. The rest is as of RewardPool, as are ``start``, ``score`` and
+    each request; ``confined`` is for the added function. The rest is as of RewardPool, as are ``start``, ``score`` and
     ``close``.
     """
 
@@ -95,7 +95,7 @@ class JudgePool:
         self.judged = JudgeCounters()
 
     async def start(self) -> None:
-        """Check the options, and start what is added. Raises as RewardPool's does."""
+        """Check the options, and start the added function. Raises as RewardPool's does."""
         config = self._config
         try:
             self._judge = make_judge(config)
@@ -170,7 +170,7 @@ class JudgePool:
 
     @property
     def counters(self) -> PoolCounters:
-        """With the processes of what is added."""
+        """Counts of the judge's calls, with those of the added function's processes."""
         also = self._also.counters if self._also is not None else PoolCounters()
         own = self._counters
         return replace(also, scored=own.scored, failed=own.failed, timed_out=own.timed_out + also.timed_out)
@@ -186,7 +186,7 @@ class JudgePool:
         return len(self._running)
 
     def resources(self) -> list[ResourceRecord]:
-        """The workers of what is added."""
+        """Resource records of the added function's workers."""
         return self._also.resources() if self._also is not None else []
 
     def longest_task(self) -> tuple[str, float] | None:
@@ -228,7 +228,7 @@ class JudgePool:
         return self._scores(request, outcomes, time.monotonic() - began)
 
     async def _judged(self, request: Score) -> list[Outcome]:
-        """By the votes that were valid. Raises _Unjudged."""
+        """The outcomes by the votes that were valid. Raises _Unjudged."""
         try:
             questions = await asyncio.to_thread(self._judge.questions, request)
         except ValueError as error:
@@ -256,7 +256,7 @@ class JudgePool:
             return None, error
 
     async def _added(self, request: Score) -> list[Outcome | None]:
-        """What the added function gives for each completion. Raises RewardFailed."""
+        """The added function's outcome for each completion. Raises RewardFailed."""
         if self._also is None:
             return [None] * len(request.completions)
         options = self._judge.options

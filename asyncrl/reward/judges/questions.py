@@ -1,8 +1,8 @@
-"""The questions that judges are asked, and what their answers come to.
+"""The questions that judges are asked, and the rewards that their answers come to.
 
 Pure. A question is the messages of a chat, the JSON schema of its answer and a function that reads it (BadAnswer); a
-Judge makes the questions of a request, one for each vote, and rewards of what they were answered. Invariant: the reward
-of a trajectory is made of what was said of it by name, in each vote under an order and names of its own.
+Judge makes the questions of a request, one for each vote, and rewards of their answers. Invariant: the reward
+of a trajectory is made of the answers on it by name, in each vote under an order and names of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.reward.judges.views import shorten, view
 JUDGE_COMPONENT = "judge"
 SPREAD_COMPONENT = "judge_spread"
 ROW_FRACTION = 0.2
-"""Of max_input_chars, the most that columns of the row take."""
+"""Share of max_input_chars that columns of the row may take."""
 ID_LETTERS = "346789abcdefghjkmnpqrtuvwxy"
 ID_LENGTH = 5
 
@@ -63,30 +63,30 @@ Answer with JSON alone, an entry for each of the criteria, the reason before the
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request to a judge; see the module."""
+    """One request to a judge; the module tells its parts."""
 
     messages: list[dict[str, str]]
     schema: dict[str, Any]
     read: Any
-    """From the text of the answer to what it says, as the judge's ``outcomes`` takes it. Raises BadAnswer."""
+    """Reader of the answer's text; gives what the judge's ``outcomes`` takes. Raises BadAnswer."""
 
 
 class Judge(Protocol):
-    """What is asked about a request, and what the answers come to."""
+    """The questions about a request, and the rewards that their answers come to."""
 
     @property
     def per(self) -> str:
-        """As of reward.per."""
+        """Unit that is judged, as in reward.per."""
 
     @property
     def options(self) -> JudgeOptions:
-        """Those of the configuration."""
+        """Options of the configuration."""
 
     def questions(self, request: Score) -> list[Question]:
-        """One for each vote. Raises ValueError for a row that cannot be judged."""
+        """Questions, one for each vote. Raises ValueError for a row that cannot be judged."""
 
     def outcomes(self, request: Score, answers: Sequence[Any]) -> list[Outcome]:
-        """The rewards of the completions, of what at least one vote was answered."""
+        """The rewards of the completions, by the answers to at least one vote."""
 
 
 class RelativeJudge:
@@ -192,7 +192,7 @@ class Rubric:
 
 
 def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:
-    """What each criterion's verdict is worth. Raises BadAnswer."""
+    """Worth of each criterion's verdict. Raises BadAnswer."""
     levels = {
         criterion.name: {level.casefold(): worth for level, worth in criterion.levels.items()} for criterion in criteria
     }
@@ -253,7 +253,7 @@ def _chat(system: str, user: str) -> list[dict[str, str]]:
 
 
 def _schema(name: str, properties: dict[str, str]) -> dict[str, Any]:
-    """Of a list of objects under ``name``; the order of the properties is that in which they are written."""
+    """Schema of a list of objects under ``name``; the order of the properties is that in which they are written."""
     entry = {
         "type": "object",
         "properties": {key: {"type": kind} for key, kind in properties.items()},

@@ -1,4 +1,4 @@
-"""Trajectories as text for a judge: what all share once, each one's own part, and no more than it may read.
+"""Trajectories as text for a judge: the part that all share once, each one's own part, and no more than it may read.
 
 Pure. A conversation is given as its main line and a summary of each branch; a text that is too long loses its middle,
 and says so. Invariant: all that is given has at most ``limit`` characters (but for a line where something was left out,
@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.messages.reward import Completion
 
 SHARED_FRACTION = 0.4
-"""Of all characters, the most that the shared part takes where the others need theirs."""
+"""Share of all characters that the shared part may take where the others need theirs."""
 BRANCH_CHARS = 800
 """Longest summary of a branch."""
 MOST_BRANCHES = 8
@@ -28,14 +28,14 @@ CUT_SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a judge is shown of a group."""
+    """A group as a judge is shown it."""
 
     shared: str
-    """What comes before each of the trajectories."""
+    """Text before each of the trajectories."""
     bodies: list[str]
-    """The rest of each, all different."""
+    """Text of the rest of each, all different."""
     body_of: list[int]
-    """For each completion the index of its body."""
+    """Index of the body of each completion."""
 
 
 def view(prompt: str, completions: Sequence[Completion], limit: int) -> View:
@@ -119,7 +119,7 @@ def _pieces(completion: Completion) -> list[str]:
 
 
 def _shared_count(completions: Sequence[Completion], lines: list[list[str]]) -> int:
-    """How many pieces all begin with; of trajectories that are all the same, those before the first answer."""
+    """Number of pieces that all begin with; of trajectories that are all the same, those before the first answer."""
     if not all(completion.messages for completion in completions):
         return 0
     shortest = min(map(len, lines))
@@ -143,7 +143,7 @@ def _body(completion: Completion, pieces: list[str]) -> str:
 
 
 def _branch(number: int, branch: list[str], main: list[str]) -> str:
-    """Where a branch leaves the main line, and what it says from there, shortened."""
+    """Text of a branch: the place where it leaves the main line, and its messages from there, shortened."""
     common = next(
         (at for at, (a, b) in enumerate(zip(branch, main, strict=False)) if a != b), min(len(branch), len(main))
     )

@@ -24,7 +24,7 @@ def make_engine(config: Config, name: str) -> Engine:
 
 
 def engine_dtype(config: Config) -> str:
-    """What the engine computes in, by torch's name."""
+    """Dtype that the engine computes in, by torch's name."""
     if config.rollout.engine == "vllm":
         from asyncrl.rollouter.engines.vllm.options import dtype
 
@@ -33,7 +33,7 @@ def engine_dtype(config: Config) -> str:
 
 
 def engine_parsers(config: Config) -> EngineParsers | None:
-    """What makes parsers of answers that the engine has, to be called on a thread; None where it has none."""
+    """Maker of the engine's own parsers of answers, to be called on a thread; None where it has none."""
     model = config.model
     if config.rollout.engine != "vllm" or model.path is None:
         return None

@@ -3,8 +3,8 @@
 An engine samples tokens and has its weights replaced while it lives. It knows nothing of prompt groups, rewards
 or other actors; the rollouter owns its pause and keeps the tokens it has handed over.
 
-Order of an update: ``pause`` → ``load`` → ``resume``; what is loaded is either staged already, and was shown to
-``accept`` while the engine generated, or is received by broadcast within ``load``. Between the start and the end of a
+Order of an update: ``pause`` → ``load`` → ``resume``; weights are either staged already, and were shown to
+``accept`` while the engine generated, or are received by broadcast within ``load``. Between the start and the end of a
 load the engine is never stepped; after a load that failed it stays paused until one succeeds. A method that talks to
 the engine raises EngineDied when the engine is gone or does not answer in time; after EngineDied only ``close`` may be
 called.
@@ -31,24 +31,24 @@ class GenerationRequest:
     """One submission of a sequence to an engine."""
 
     id: str
-    """Names this submission; unique among those in flight."""
+    """Name of this submission; unique among those in flight."""
     prompt_ids: Sequence[int]
     """Prompt and, for a resumed trajectory, the tokens held already."""
     max_tokens: int
     temperature: float
-    """0 is greedy; only for evaluation."""
+    """Temperature; 0 is greedy, only for evaluation."""
     seed: int | None
-    """Of the response's noise, the same in all its submissions; None leaves it to the engine. A resume replays none."""
+    """Seed of the response's noise, one for all submissions; None leaves it to the engine. A resume replays none."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the response, beside the model's end-of-sequence token."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of the same salt."""
     priority: int = 0
-    """Lower runs first."""
+    """Priority; lower runs first."""
     key: str = ""
-    """Names the response over all its submissions; empty: it has only this one. For engines that simulate."""
+    """Name of the response over all its submissions; empty: it has only this one. For engines that simulate."""
     held: int = 0
-    """How many of prompt_ids were sampled by earlier submissions of the same response."""
+    """Number of prompt_ids that were sampled by earlier submissions of the same response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,12 @@ class Delta:
     finish_reason: Literal["stop", "length", "abort"] | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
-    """Of the submission's prompt, those that the prefix cache held when it began; in every delta that has tokens."""
+    """Tokens of the submission's prompt that the prefix cache held when it began; in every delta that has tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How hard the calls in an engine press on it."""
+    """Load of the calls in an engine."""
 
     kv_use: float
     """Share of the KV cache in use, 0 to 1."""
@@ -93,12 +93,12 @@ class Engine(Protocol):
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """None where it cannot say, as while it comes up. Told by engines for rollout.concurrency = "auto"."""
+        """The load; None where it cannot say, as while it comes up. Needed for rollout.concurrency = "auto"."""
 
     async def start(self) -> None:
         """Bring it up. It serves no version yet and generates nothing before its first load.
 
-        Raises ConfigError when it cannot run what the configuration asks for.
+        Raises ConfigError when it cannot run as the configuration asks.
         """
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
@@ -120,7 +120,7 @@ class Engine(Protocol):
         """Raise WeightsCorrupt unless these are all of the model's weights, in the right shapes. At any time."""
 
     async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
-        """Replace the weights. Paused engines only; the caller keeps what is staged open meanwhile.
+        """Replace the weights. Paused engines only; the caller keeps staged weights open meanwhile.
 
         Complete or failed (WeightsCorrupt; BroadcastFailed when the other members of the broadcast are to blame); after
         a failure it is repeated whole. ``recompute_kv`` drops every cache block, so that kept requests recompute theirs
@@ -135,7 +135,7 @@ class Engine(Protocol):
         """Log-prob (nats, temperature 1) of each token of ``ids`` given those before it; the first is absent."""
 
     async def checksum(self) -> str:
-        """Of the weights as the engine holds them; equal in all engines of one kind that serve the same version."""
+        """Checksum of the weights as the engine holds them; equal in engines of one kind that serve one version."""
 
     async def close(self) -> None:
         """End it and everything it started. Never raises because it is gone already."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SimEngine:
-    """See Engine."""
+    """The simulated Engine; the module tells its rules."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class SimEngine:
         self._streams: dict[str, DeltaStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        """When the timer comes; uvloop's handles do not always know."""
+        """Time at which the timer comes; uvloop's handles do not always know."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drained: asyncio.Future[None] | None = None
         self._paused = False
@@ -61,17 +61,14 @@ class SimEngine:
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """See Engine."""
         return EngineLoad(kv_use=self._batch.kv_use, queued=self._batch.waiting, preemptions=0)
 
     async def start(self) -> None:
-        """See Engine."""
         if self._sim.decode_step_s == 0 and self._sim.decode_step_per_request_s == 0:
             raise ConfigError(["rollout.sim.decode_step_s: a decoding step must take some time"])
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """See Engine."""
         self._die("it was closed")
         if self._receiver is not None:
             await asyncio.to_thread(self._receiver.close)
@@ -95,7 +92,6 @@ class SimEngine:
     # --- requests ---
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """See Engine."""
         self._require_alive()
         loop = self._loop
         assert loop is not None, "not started"
@@ -117,13 +113,11 @@ class SimEngine:
                 self._step()
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """See Engine."""
         self._require_alive()
         self._batch.abort(self._now(), list(ids))
         self._step()
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """See Engine."""
         self._require_alive()
         await asyncio.sleep(len(ids) / self._sim.prefill_tokens_per_s)
         self._require_alive()
@@ -132,7 +126,6 @@ class SimEngine:
     # --- weights ---
 
     async def pause(self, mode: PauseMode) -> None:
-        """See Engine."""
         self._require_alive()
         if mode == "wait":
             self._batch.stop_admitting(self._now())
@@ -150,20 +143,17 @@ class SimEngine:
         self._paused = True
 
     async def resume(self) -> None:
-        """See Engine."""
         self._require_alive()
         self._batch.thaw(self._now())
         self._paused = False
         self._step()
 
     async def accept(self, staged: Staged) -> None:
-        """See Engine."""
         self._require_alive()
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
 
     async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
-        """See Engine."""
         self._require_alive()
         assert self._paused, "only a paused engine may load"
         if isinstance(weights, Staged):
@@ -182,12 +172,11 @@ class SimEngine:
         self._checksum = xxhash.xxh3_64_hexdigest(repr(checksums).encode())
 
     async def checksum(self) -> str:
-        """See Engine."""
         self._require_alive()
         return self._checksum
 
     def _receive(self, weights: Broadcast) -> list[int]:
-        # torch, which nothing else of this engine needs.
+        # It imports torch, which nothing else of this engine needs.
         from asyncrl.weights.collective.receiver import Receiver
 
         receiver = self._receiver = self._receiver or Receiver()
@@ -208,7 +197,7 @@ class SimEngine:
         self._step()
 
     def _step(self) -> None:
-        """Hand over what is due, and set the timer for the next event."""
+        """Hand over the deltas that are due, and set the timer for the next event."""
         assert self._loop is not None
         batch, now = self._batch, self._loop.time()
         batch.advance(now)

@@ -6,7 +6,7 @@ an earlier turn of the same conversation, or a sibling, has left there. A reques
 final context, so none is ever preempted; those that do not fit wait, lower priority numbers first, then in order.
 
 Between two events (a request ends, tokens are due to be handed over, the engine crashes) nothing is computed:
-``next_event`` says when to come back, and any earlier time is as good. What a response is, its length included,
+``next_event`` gives the time to come back, and any earlier time is as good. A response, its length included,
 depends on the seed and its key alone, never on when it was interrupted.
 """
 
@@ -55,12 +55,12 @@ class PrefixCache:
         return names
 
     def held(self, blocks: Sequence[int]) -> int:
-        """Tokens at the beginning that are there."""
+        """Tokens at the beginning that are in the cache."""
         return BLOCK * next((at for at, name in enumerate(blocks) if name not in self._blocks), len(blocks))
 
     def put(self, blocks: Sequence[int]) -> None:
-        """These are there from now on."""
-        # A beginning is to outlive what goes on from it.
+        """Put blocks into the cache."""
+        # A beginning is to outlive the contexts that go on from it.
         for name in reversed(blocks):
             self._blocks[name] = None
             self._blocks.move_to_end(name)
@@ -68,7 +68,7 @@ class PrefixCache:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """Nothing is there."""
+        """Empty the cache."""
         self._blocks.clear()
 
 
@@ -84,7 +84,7 @@ class _Run:
     reserve: int
     reason: str
     offset: int
-    """Where its first token stands in the tables."""
+    """Index of its first token in the tables."""
     began: int = 0
     """Decode steps done before its first token."""
     cached: int = 0
@@ -93,7 +93,7 @@ class _Run:
     """Tokens handed over."""
     over: bool = False
     spans: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Version, first token, whether over an older KV cache."""
+    """Spans: version, first token, whether over an older KV cache."""
 
 
 def response_length(config: SimEngineConfig, seed: int, key: str) -> int:
@@ -140,7 +140,7 @@ class Batch:
         self._arrivals = 0
         self._reserved = 0
         self._steps = 0
-        # When the last decode step ended; in the future while prompts are being processed.
+        # Time when the last decode step ended; in the future while prompts are being processed.
         self._at = 0.0
         # Seconds of work to be done first once it goes on.
         self._debt = 0.0
@@ -201,7 +201,7 @@ class Batch:
         self._admit(now)
 
     def abort(self, now: float, ids: list[str]) -> None:
-        """End requests with what they have sampled."""
+        """End requests with the tokens that they have sampled."""
         self.advance(now)
         for run in [self._running.pop(id) for id in ids if id in self._running]:
             self._reserved -= run.reserve
@@ -215,14 +215,14 @@ class Batch:
         self._admit(now)
 
     def take(self) -> list[tuple[str, Delta]]:
-        """What is to be handed over, by request."""
+        """Deltas to be handed over, by request."""
         out, self._out = self._out, []
         return out
 
     # --- pauses and weights ---
 
     def stop_admitting(self, now: float) -> None:
-        """Let what runs come to its end, and nothing new begin."""
+        """Let requests that run come to their end, and nothing new begin."""
         self.advance(now)
         self._admitting = False
 
@@ -253,7 +253,7 @@ class Batch:
             self._debt = contexts / self._config.prefill_tokens_per_s
 
     def thaw(self, now: float) -> None:
-        """Go on stepping. What keys and values must be computed again comes first."""
+        """Go on stepping. Keys and values that must be computed again come first."""
         self._frozen, self._admitting = False, True
         self._at = now + self._debt
         self._debt = 0.0
@@ -262,7 +262,7 @@ class Batch:
     # --- time ---
 
     def next_event(self) -> float | None:
-        """When ``advance`` is due at the latest; None while nothing runs."""
+        """Time at which ``advance`` is due at the latest; None while nothing runs."""
         if self._frozen or not self._running or self.crashed:
             return None
         target = min(self._next_end(), self._steps + self._interval - self._steps % self._interval)

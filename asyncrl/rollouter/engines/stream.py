@@ -1,4 +1,4 @@
-"""Hands the deltas of one request to its reader; what the reader has not fetched yet is merged, so it never grows long.
+"""Hands the deltas of one request to its reader; those not fetched yet are merged, so it never grows long.
 
 Invariant: no token is lost and their order is kept. Fails with the EngineDied that it was given, once what came before
 is read.
@@ -22,7 +22,7 @@ class DeltaStream:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
-        """Nothing follows a delta with a finish reason."""
+        """Add a delta. Nothing follows one with a finish reason."""
         held = self._pending
         if held is not None:
             delta = Delta(
@@ -36,7 +36,7 @@ class DeltaStream:
         self._wake()
 
     def fail(self, error: EngineDied) -> None:
-        """Nothing more will come."""
+        """End the stream with an error: nothing more will come."""
         self._error = error
         self._wake()
 
@@ -45,7 +45,7 @@ class DeltaStream:
             self._reader.set_result(None)
 
     async def get(self) -> Delta:
-        """What has come since the last call; waits for it as long as the engine lives. Raises EngineDied."""
+        """The tokens since the last call; waits for them as long as the engine lives. Raises EngineDied."""
         while self._pending is None:
             if self._error is not None:
                 raise self._error

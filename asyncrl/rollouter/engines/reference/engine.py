@@ -1,4 +1,4 @@
-"""The reference engine: what transformers samples, a sequence at a time; the truth that others are held against.
+"""The reference engine: transformers samples, one sequence at a time; the truth that others are held against.
 
 A shell around model.py: everything is decided on the event loop, everything is computed on one thread. Sequences run
 in order of (priority, arrival), each to its end; the thread looks for an interruption between two tokens. That order
@@ -52,13 +52,13 @@ class _Flight:
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
     stale: bool = False
-    """Some of its keys and values are of older weights."""
+    """Whether some of its keys and values are of older weights."""
     aborted: bool = False
     ended: bool = False
 
 
 class ReferenceEngine:
-    """See Engine."""
+    """The Engine of transformers; the module tells its rules."""
 
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
@@ -73,14 +73,14 @@ class ReferenceEngine:
         self._receiver: Receiver | None = None
         self._flights: dict[str, _Flight] = {}
         self._waiting: list[tuple[int, int, _Flight]] = []
-        """Heap of those not begun, and some that have ended since."""
+        """Heap of requests that are not begun, and some that have ended since."""
         self._arrivals = itertools.count()
         self._current: _Flight | None = None
-        """The one that was begun."""
+        """The request that was begun."""
         self._computing = False
         self._changed = asyncio.Event()
         self._at_rest = asyncio.Event()
-        """Nothing is computed for a request, nor will be before ``_wake``."""
+        """Set while nothing is computed for a request, nor will be before ``_wake``."""
         self._paused = False
         self._admitting = True
         self._version = -1
@@ -90,18 +90,16 @@ class ReferenceEngine:
 
     @property
     def kv_use(self) -> float | None:
-        """There is no cache of a fixed size."""
+        """None: there is no cache of a fixed size."""
         return None
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """See Engine."""
         return None
 
     # --- life ---
 
     async def start(self) -> None:
-        """See Engine."""
         self._model = await self._compute("its model", self._make_model, self._config.supervision.start_timeout_s)
         longest = self._config.longest_sequence
         if self._model.context is not None and longest > self._model.context:
@@ -120,7 +118,6 @@ class ReferenceEngine:
         return Model(self._config.model, ends)
 
     async def close(self) -> None:
-        """See Engine."""
         self._die("it was closed")
         if self._receiver is not None:
             await asyncio.to_thread(self._receiver.close)
@@ -138,7 +135,7 @@ class ReferenceEngine:
             raise self._dead
 
     def _die(self, reason: str) -> EngineDied:
-        """Only the first reason counts."""
+        """Declare the engine dead. Only the first reason counts."""
         if self._dead is None:
             self._dead = EngineDied(self.name, reason)
             self._interrupt.set()
@@ -150,7 +147,6 @@ class ReferenceEngine:
     # --- requests ---
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """See Engine."""
         self._require_alive()
         assert self._version >= 0, "nothing is generated before the first load"
         assert request.id not in self._flights, f"request {request.id} is in flight already"
@@ -191,7 +187,6 @@ class ReferenceEngine:
         )
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """See Engine."""
         self._require_alive()
         for id in ids:
             if id in self._flights:
@@ -220,7 +215,6 @@ class ReferenceEngine:
             self._current = None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """See Engine."""
         self._require_alive()
         model = self._loaded()
         tokens = [int(token) for token in ids]
@@ -286,7 +280,7 @@ class ReferenceEngine:
         flight.spans.append(VersionSpan(self._version, start, flight.sampled, flight.stale))
 
     async def _compute(self, what: str, work: Callable[[], T], timeout_s: float) -> T:
-        """The result of ``work`` on the thread. Raises what of ours it raises, and EngineDied otherwise."""
+        """The result of ``work`` on the thread. Raises our own errors of it, and EngineDied otherwise."""
         self._require_alive()
         computing = asyncio.get_running_loop().run_in_executor(self._thread, work)
         computing.add_done_callback(_look_at)
@@ -315,7 +309,7 @@ class ReferenceEngine:
     # --- weights ---
 
     async def pause(self, mode: PauseMode) -> None:
-        """See Engine. Under ``wait`` only what was begun counts; the others wait for the resume."""
+        """Stop stepping. Under ``wait`` only requests that were begun count; the others wait for the resume."""
         self._require_alive()
         if mode == "wait":
             self._admitting = False
@@ -330,13 +324,11 @@ class ReferenceEngine:
         self._paused = self._admitting = True
 
     async def resume(self) -> None:
-        """See Engine."""
         self._require_alive()
         self._paused = False
         self._wake()
 
     async def accept(self, staged: Staged) -> None:
-        """See Engine."""
         self._require_alive()
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
@@ -344,7 +336,6 @@ class ReferenceEngine:
             await asyncio.to_thread(checkpoint.check_layout, staged, self._folder)
 
     async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
-        """See Engine."""
         self._require_alive()
         model, version = self._model, weights.version
         assert model is not None, "not started"
@@ -382,7 +373,6 @@ class ReferenceEngine:
         return tensors
 
     async def checksum(self) -> str:
-        """See Engine."""
         self._require_alive()
         return await self._compute("a checksum", self._loaded().checksum, self._timeout_s)
 
@@ -394,6 +384,6 @@ def _read(staged: Staged) -> dict[str, Tensor]:
 
 
 def _look_at(computing: asyncio.Future[T]) -> None:
-    # Nobody else does when whoever waited for it was cancelled.
+    # Nobody else does when the task that waited for it was cancelled.
     if not computing.cancelled():
         computing.exception()

@@ -1,9 +1,9 @@
 """A causal LM of transformers that continues one sequence at a time, in float32 on one thread.
 
-Invariant: what a sequence is continued with, and the log-probs, are a function of the weights, its tokens, its seed and
-where its sampled part begins, in every bit. So its tokens are always fed in the same portions, however often it was
-interrupted: the prompt at once, then each sampled token alone, because a matrix product rounds differently with each
-number of rows. For the same reason there is one thread, and attention as plain matrix products.
+Invariant: the continuation of a sequence and its log-probs are a function of the weights, its tokens, its seed and
+the place where its sampled part begins, in every bit. So its tokens are always fed in the same portions, however often
+it was interrupted: the prompt at once, then each sampled token alone, because a matrix product rounds differently with
+each number of rows. For the same reason there is one thread, and attention as plain matrix products.
 
 All of it is called on one thread. Fails with ConfigError for a folder that is no such model, with WeightsCorrupt for
 weights that are not the model's; the old ones are then as they were.
@@ -33,16 +33,16 @@ from asyncrl.weights.staging import Staged
 
 @dataclass(slots=True, kw_only=True)
 class Continuation:
-    """A sequence and how it is to be continued."""
+    """A sequence and the terms of its continuation."""
 
     ids: list[int]
     """The prompt and all that was sampled."""
     prompt: int
-    """How many of ``ids`` are not sampled."""
+    """Tokens of ``ids`` that are not sampled."""
     limit: int
     """Length at which it ends."""
     temperature: float
-    """0 is greedy."""
+    """Temperature; 0 is greedy."""
     seed: int
     stop: frozenset[int]
     """Tokens at which it ends."""
@@ -65,7 +65,7 @@ class Sampled:
 
 
 class Model:
-    """Without weights before the first ``load``."""
+    """The model, without weights before the first ``load``."""
 
     def __init__(self, config: ModelConfig, stop_token_ids: Iterable[int]) -> None:
         import transformers
@@ -121,7 +121,7 @@ class Model:
         self._model = model.eval().requires_grad_(False)
 
     def checksum(self) -> str:
-        """Over names and values."""
+        """Checksum over names and values."""
         digest = xxhash.xxh3_64()
         for name, tensor in sorted(self._model.state_dict().items()):
             digest.update(name.encode())

@@ -14,6 +14,6 @@ def uniform(seed: int, position: int) -> float:
 
 
 def seed_of(run_seed: int, engine: str, request: str) -> int:
-    """For a request that brings no seed of its own. 64 bits."""
+    """Seed of a request that brings none of its own; 64 bits."""
     digest = hashlib.blake2b(f"{run_seed}/{engine}/{request}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -58,14 +58,14 @@ __all__ = [
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps what vLLM's scheduler last said of its load."""
+    """Keeps the load that vLLM's scheduler told last."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.load: EngineLoad | None = None
         self._preemptions = 0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """After each step of the engine."""
+        """Take in the load after each step of the engine."""
         if iteration_stats is not None:
             self._preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
@@ -74,13 +74,13 @@ class LoadLogger(StatLoggerBase):
             self.load = EngineLoad(kv_use=use, queued=queued, preemptions=self._preemptions)
 
     def log_engine_initialized(self) -> None:
-        """Nothing is to be said."""
+        """Log nothing."""
 
 
 def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None) -> AsyncLLM:
     """Start an engine and wait until it is up; ``folder`` takes its files, and ``load`` is told of its load. Blocking.
 
-    Raises ConfigError for what cannot be run, EngineDied when its processes fail to start.
+    Raises ConfigError for a model that cannot be run, EngineDied when its processes fail to start.
     """
     options.check_model(config, model, CPUAttentionBackend.get_supported_head_sizes())
     if options.on_cpu(config) != current_platform.is_cpu():
@@ -126,7 +126,7 @@ def adapter_request(config: Config, folder: str) -> LoRARequest | None:
 
 
 def kv_tokens(llm: AsyncLLM) -> int:
-    """How many tokens fit in the KV cache of an engine that is up; 0 where it does not say."""
+    """Tokens that fit in the KV cache of an engine that is up; 0 where it does not say."""
     return int(getattr(llm.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
 
 
@@ -161,7 +161,7 @@ def sampling(request: GenerationRequest, eos_token_ids: list[int], stream_interv
 
 
 def submission_seed(request: GenerationRequest) -> int | None:
-    """vLLM begins its noise anew with each request, so a resume has a seed of its own. 63 bits."""
+    """Seed of a submission, 63 bits: vLLM begins its noise anew with each request, so a resume has one of its own."""
     if request.seed is None or not request.held:
         return request.seed
     digest = hashlib.blake2b(f"{request.seed}/{request.held}".encode(), digest_size=8).digest()
@@ -169,7 +169,7 @@ def submission_seed(request: GenerationRequest) -> int | None:
 
 
 def update_info(weights: Staged | Broadcast) -> dict[str, Any]:
-    """What the workers need for a load; see weights.py."""
+    """Arguments of a load for the workers; see weights.py."""
     if isinstance(weights, Staged):
         return {"manifest": _manifest(weights)}
     collective = msgspec.structs.replace(weights.collective, probe=None)

@@ -1,4 +1,4 @@
-"""What a model folder says about the model, read without loading it.
+"""Facts about a model, read from its folder without loading it.
 
 Everything here is plain JSON: the configuration, the generation defaults, the tokenizer's special tokens, and the
 headers of the safetensors files (https://github.com/huggingface/safetensors#format).
@@ -84,7 +84,7 @@ def weight_shapes(folder: str) -> Shapes | None:
 
 
 def optional_names(config: dict[str, Any], names: Iterable[str]) -> frozenset[str]:
-    """Those of a checkpoint's names that a complete set of weights may lack.
+    """Names of a checkpoint that a complete set of weights may lack.
 
     The model's own class says which: tensors that are tied to another one, and tensors in the files that are not
     part of the model (a multi-token-prediction head, for example).

@@ -53,7 +53,7 @@ class ClaimedCores:
                         os.sched_setaffinity(int(thread.name), self.cores)
 
     def release(self) -> None:
-        """Let others have them; processes that were bound stay so."""
+        """Let others have the cores; processes that were bound stay so."""
         for claim in self._claims:
             claim.close()
 

@@ -46,12 +46,12 @@ class _Flight:
     """A request in flight. ``stale``: versions under which it went on over an older KV cache."""
 
     tokens: int = 0
-    """Of its prompt and its response so far."""
+    """Tokens of its prompt and its response so far."""
     stale: set[int] = field(default_factory=set)
 
 
 class VllmEngine:
-    """See Engine."""
+    """The Engine of vLLM; the module tells its rules."""
 
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
@@ -72,7 +72,7 @@ class VllmEngine:
         self._version = -1
         self._loads_adapters = config.publishes_adapter
         self._checksums: list[int] = []
-        """Of the buckets of the adapter that is served."""
+        """Checksums of the buckets of the adapter that is served."""
         self._layout: Layout | None = None
         self._update_open = False
         self._scores = 0
@@ -91,19 +91,18 @@ class VllmEngine:
 
     @property
     def kv_use(self) -> float | None:
-        """By the tokens of the requests in flight: what they share of a prompt counts for each."""
+        """Share by the tokens of the requests in flight: the part of a prompt that they share counts for each."""
         room = self._kv_tokens
         return min(1.0, sum(flight.tokens for flight in list(self._flights.values())) / room) if room else None
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """See Engine. By vLLM's scheduler."""
+        """The load, by vLLM's scheduler."""
         return self._load_logger.load if self._load_logger is not None else None
 
     # --- life ---
 
     async def start(self) -> None:
-        """See Engine."""
         loop = self._loop = asyncio.get_running_loop()
         for variable, value in environment(self._config).items():
             os.environ.setdefault(variable, value)
@@ -142,7 +141,6 @@ class VllmEngine:
         return self._vllm.launch(self._config, self.name, model, self._folder, self._load_logger)
 
     async def close(self) -> None:
-        """See Engine."""
         self._processes.look()
         grace_s = CLOSE_GRACE_S if self._processes.workers and not self._watch.dead else 0.0
         self._watch.declare_dead("it was closed")
@@ -195,7 +193,7 @@ class VllmEngine:
 
     def _core_ended(self, core: BaseProcess) -> None:
         self._forget_cores()
-        # vLLM watches it too, and the code goes to whoever asks first.
+        # vLLM watches it too, and the code goes to the first who asks.
         code = core.exitcode
         self._watch.declare_dead("its engine core ended" + ("" if code is None else f" with exit code {code}"))
 
@@ -215,7 +213,6 @@ class VllmEngine:
     # --- requests ---
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """See Engine."""
         self._watch.require_alive()
         llm, vllm, loop = self._llm, self._vllm, self._loop
         assert loop is not None, "not started"
@@ -261,12 +258,10 @@ class VllmEngine:
             del self._flights[request.id]
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """See Engine."""
         async with self._control("an abort", self._timeout_s):
             await self._llm.abort([id for id in ids if id in self._flights])
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """See Engine."""
         if len(ids) < 2:
             return []
         self._scores += 1
@@ -287,20 +282,18 @@ class VllmEngine:
     # --- weights ---
 
     async def pause(self, mode: PauseMode) -> None:
-        """See Engine."""
         # While requests finish by themselves only their silence counts; see _look.
         deadline_s = None if mode == "wait" else self._timeout_s
         async with self._control("a pause", deadline_s):
             # vLLM's own pause_generation rests for 20 ms afterwards.
             pause = self._llm.engine_core.pause_scheduler_async
             if mode == "abort":
-                # Brings what the scheduler holds, which an abort drops.
+                # This pause brings the tokens that the scheduler holds, which an abort drops.
                 await pause(mode="keep", clear_cache=False)
             await pause(mode=mode, clear_cache=False)
         self._paused = True
 
     async def resume(self) -> None:
-        """See Engine."""
         assert self._loop is not None
         async with self._control("a resume", self._timeout_s):
             await self._llm.resume_generation()
@@ -308,7 +301,6 @@ class VllmEngine:
         self._paused = False
 
     async def accept(self, staged: Staged) -> None:
-        """See Engine."""
         self._watch.require_alive()
         await asyncio.to_thread(self._check_layout, staged)
 
@@ -321,7 +313,6 @@ class VllmEngine:
             checkpoint.check_layout(staged, self._model_path)
 
     async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
-        """See Engine."""
         version = weights.version
         assert self._paused, "only a paused engine may load"
         async with self._control(f"the load of version {version}", self._load_deadline_s(weights)):
@@ -337,7 +328,7 @@ class VllmEngine:
             except (WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
-                # vLLM has closed its update, and says what happened only in words.
+                # vLLM has closed its update, and tells the cause only in words.
                 self._update_open = False
                 if isinstance(weights, Broadcast):
                     raise BroadcastFailed(version, f"engine {self.name}: {error}") from error
@@ -353,7 +344,7 @@ class VllmEngine:
         self._version = version
 
     async def _give(self, weights: Staged | Broadcast) -> None:
-        """Let the workers load it."""
+        """Let the workers load the weights."""
         if self._loads_adapters:
             assert isinstance(weights, Staged), "adapters are not broadcast"
             await self._llm.collective_rpc("load_adapter", kwargs=self._vllm.adapter_update(weights, self._config))
@@ -365,13 +356,13 @@ class VllmEngine:
         await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
 
     async def checksum(self) -> str:
-        """See Engine. Layers that the CPU backend packs are not in it; an adapter is, as it was published."""
+        """Checksum over all workers. Layers that the CPU backend packs are not in it; an adapter is, as published."""
         async with self._control("its checksums", self._timeout_s):
             workers: list[dict[str, str]] = await self._llm.compute_weight_checksums()
         return xxhash.xxh3_64_hexdigest(json.dumps([workers, self._checksums], sort_keys=True).encode())
 
     def _load_deadline_s(self, weights: Staged | Broadcast) -> float:
-        # Whoever waits for it has the same deadline from the pause on, and a name for it.
+        # The caller that waits for it has the same deadline from the pause on, and a name for it.
         return self._config.weights.deadline_s
 
 

@@ -38,7 +38,7 @@ class AdapterLoader:
     def load_adapter(self, manifest: str, scaling: float) -> None:
         """Replace the adapter by the version of ``manifest``, a Manifest as JSON with paths that this process can open.
 
-        ``scaling`` is alpha / rank. Raises RuntimeError where a tensor did not arrive, and what vLLM raises.
+        ``scaling`` is alpha / rank. Raises RuntimeError where a tensor did not arrive, and vLLM's own errors.
         """
         model = self.model_runner.get_model()
         version = msgspec.json.decode(manifest, type=Manifest)
@@ -54,7 +54,7 @@ class AdapterLoader:
 def _layers(
     tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any, scaling: float, dtype: torch.dtype
 ) -> dict[str, Matrices]:
-    """By vLLM's names, in memory of their own; the scaling is in b, multiplied in float32."""
+    """Matrices by vLLM's names, in memory of their own; the scaling is in b, multiplied in float32."""
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
@@ -94,7 +94,7 @@ def _homes(manager: Any) -> dict[str, str]:
 
 
 def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
-    """Layers whose buffers do not hold what was published; nothing but zeros where nothing was."""
+    """Layers whose buffers do not hold the published adapter; nothing but zeros where nothing was."""
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     parts: dict[str, list[str]] = {}
     for layer, module in homes.items():

@@ -1,4 +1,4 @@
-"""Which adapters (LoRA) a version must hold, by the headers of the model's files.
+"""Adapters (LoRA) that a version must hold, by the headers of the model's files.
 
 vLLM takes what it is given: a layer that is missing or has another's name would be computed without an adapter, and
 nobody would say so.
@@ -70,7 +70,7 @@ def _fits(layer: str, target: str) -> bool:
 
 
 def _shape(layout: Layout, layer: str) -> tuple[int, int]:
-    """[out, in], by the adapter itself; zeros where that is not whole."""
+    """Shape of a layer, [out, in], by the adapter itself; zeros where that is not whole."""
     (_, a), (_, b) = (layout.get(name, ("", (0, 0))) for name in tensor_names(layer))
     return (b[0] if b else 0, a[-1] if a else 0)
 

@@ -6,7 +6,7 @@ was given a value (weights.py). Not verified: the checksums. NCCLWeightTransferE
 buffer of its own on the device and gives views of it to the model's loader at once, so nobody sees the bytes in
 between; a bit that flips on the way is for NCCL and the network to notice, or for the probe of ``weights.verify``.
 
-What it does on its own: its communicator comes with one all-reduce at the start; ``packed_nccl_broadcast_consumer``
+Steps of its own: its communicator comes with one all-reduce at the start; ``packed_nccl_broadcast_consumer``
 puts consecutive tensors into one broadcast until they exceed the buffer's size, which is therefore that of the largest
 bucket: one bucket, one broadcast. It waits for its streams before it returns. NCCL itself waits for ever: a second
 thread watches the link and the time, and aborts the communicator. A bucket that was aborted returns as if it had come,
@@ -47,7 +47,7 @@ class NcclReceiver:
         self._member.take_part(weights, worker, lambda arrival: arrival.group.receive(arrival, load))
 
     def close(self) -> None:
-        """End what is under way, and leave. From any thread; may be repeated."""
+        """End any receiving under way, and leave. From any thread; may be repeated."""
         self._member.close()
 
 
@@ -89,12 +89,12 @@ class NcclGroup:
         )
 
     def close(self) -> None:
-        """Leave the group, whatever is under way. May be repeated."""
+        """Leave the group, also while something is under way. May be repeated."""
         self._engine.shutdown()
 
 
 def init_info(invitation: bytes, collective: Collective) -> NCCLWeightTransferInitInfo:
-    """What vLLM's engine needs to join; it adds the worker's own rank to the replica's first."""
+    """Arguments by which vLLM's engine joins; it adds the worker's own rank to the replica's first."""
     return NCCLWeightTransferInitInfo(
         nccl_unique_id_b64=invitation.decode(),
         rank_offset=collective.first_rank,
@@ -106,7 +106,7 @@ def init_info(invitation: bytes, collective: Collective) -> NCCLWeightTransferIn
 
 
 def update_info(layout: BucketLayout) -> NCCLWeightTransferUpdateInfo:
-    """What vLLM's engine needs to know of a bucket."""
+    """Arguments by which vLLM's engine receives a bucket."""
     return NCCLWeightTransferUpdateInfo(
         names=[spec.name for spec in layout.tensors],
         dtype_names=[spec.dtype for spec in layout.tensors],

@@ -13,7 +13,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 class OneAdapter(PunicaWrapperCPU):
-    """Adds what slot 0 holds, to every token."""
+    """Adds the adapter of slot 0 to every token."""
 
     def add_lora_linear(
         self,

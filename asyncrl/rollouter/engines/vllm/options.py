@@ -1,6 +1,6 @@
-"""How vLLM is started: its environment and its arguments, from the configuration. Pure, apart from reading the model.
+"""Start of vLLM: its environment and its arguments, from the configuration. Pure, apart from reading the model.
 
-Fails with ConfigError for what vLLM would only fail at later, in another process and with its reason in a log.
+Fails with ConfigError where vLLM would only fail later, in another process and with its reason in a log.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def on_cpu(config: Config) -> bool:
 
 
 def threads_on_cpu() -> int:
-    """How many threads an engine on CPU computes with, once its environment is set."""
+    """Threads that an engine on CPU computes with, once its environment is set."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Environment that vLLM is to find when it is imported; what the user has set stays as it is."""
+    """Environment that vLLM is to find when it is imported; variables that the user has set stay as they are."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -79,7 +79,7 @@ def make_scratch_folder() -> str:
 
 
 def _remove_scratch_of_the_dead() -> None:
-    """What engines left whose process was killed."""
+    """Remove the folders that engines left whose process was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
         pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
@@ -100,7 +100,7 @@ def scratch_environment(folder: str) -> dict[str, str]:
 
 
 def dtype(config: Config) -> str:
-    """What the engine computes in: as the learner, or float32 on CPU and bfloat16 on GPU."""
+    """Dtype that the engine computes in: the learner's, or float32 on CPU and bfloat16 on GPU."""
     if config.learner.dtype != "auto":
         return config.learner.dtype
     return "float32" if on_cpu(config) else "bfloat16"

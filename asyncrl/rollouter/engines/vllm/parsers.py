@@ -38,7 +38,7 @@ def make_parser(
 
 
 class VllmParser:
-    """A new parser of vLLM's for each answer: they keep what they have seen."""
+    """Parser that makes a new one of vLLM's for each answer: those keep what they have seen."""
 
     markers: frozenset[str] | None = None
 
@@ -55,7 +55,7 @@ class VllmParser:
                 tool_parser, reasoning_parser, enable_auto_tools=self._reads_calls, tokenizer=tokenizer
             )
         except Exception as error:
-            # vLLM raises TypeError, and parsers what they like.
+            # vLLM raises TypeError, and parsers errors of any type.
             keys = {"chat.tool_parser": tool_parser, "chat.reasoning_parser": reasoning_parser}
             named = ", ".join(key for key, name in keys.items() if name is not None)
             raise ConfigError([f"{named}: {error}"]) from None
@@ -71,15 +71,14 @@ class VllmParser:
         ids: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Parsed:
-        """See AnswerParser."""
         try:
             reasoning, content, calls = self._parse(text, tools, ids, options)
             if calls or not tools or not self._reads_calls:
                 return Parsed(content, reasoning, calls)
-            # What it drops of a call that it cannot read, it keeps where there are no tools.
+            # The text that vLLM drops of a call that it cannot read, it keeps where there are no tools.
             _, whole, _ = self._parse(text, (), ids, options)
         except Exception:
-            # They raise what they like at what a model writes.
+            # They raise errors of any type at a model's text.
             return Parsed(text, malformed=1)
         return Parsed(whole, reasoning, malformed=int(whole.strip() != content.strip() or self._begins_call(whole)))
 

@@ -52,7 +52,7 @@ class Processes:
             core.join(max(0.0, limit - time.monotonic()))
             if core.is_alive():
                 core.kill()
-        # What is left of the descendants may be cleaning up after its core.
+        # Descendants that are left may be cleaning up after their core.
         while time.monotonic() < limit and any(_lives(process) for process in self._descendants.values()):
             time.sleep(0.01)
         for process in self._descendants.values():

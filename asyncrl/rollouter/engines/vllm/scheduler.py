@@ -45,7 +45,7 @@ class OutputBatches:
         return bool(self._held)
 
     def add(self, client: int, interval: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """Hold an output of a request of ``client``; returns what is due of the request, if anything is."""
+        """Hold an output of a request of ``client``; returns the output that is due of the request, if any is."""
         held = self._held.get(output.request_id)
         if held is None:
             if interval == 1:
@@ -58,7 +58,7 @@ class OutputBatches:
         return join(held.outputs)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget what is held of these requests."""
+        """Forget the outputs that are held of these requests."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
@@ -94,7 +94,7 @@ def _join_logprobs(lists: list[LogprobsLists]) -> LogprobsLists:
 
 
 class BatchedScheduler(Scheduler):
-    """For engines that schedule a step after the one before it has ended, as on CPU."""
+    """Scheduler for engines that schedule a step after the one before it has ended, as on CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -124,21 +124,21 @@ class BatchedScheduler(Scheduler):
         return self._batches.add(client, interval or 1, output)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """End them; their callers wait for no more tokens."""
+        """End requests; their callers wait for no more tokens."""
         finished = super().finish_requests(request_ids, finished_status)
         self._batches.drop(request.request_id for request in finished)
         return finished
 
     def has_requests(self) -> bool:
-        """Also what a pause has left to hand over: the engine steps once more, with nothing to compute."""
+        """Whether there are requests, or what a pause has left: the engine steps once more, with nothing to compute."""
         return super().has_requests() or (self.pause_state != PauseState.UNPAUSED and bool(self._batches))
 
 
 class BatchedAsyncScheduler(BatchedScheduler, AsyncScheduler):
-    """For engines that schedule a step while the one before it runs, as on GPUs."""
+    """Scheduler for engines that schedule a step while the one before it runs, as on GPUs."""
 
 
 def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> BatchedScheduler:
-    """The one that goes with the engine; vLLM calls it as it calls the class of a scheduler."""
+    """The scheduler that goes with the engine; vLLM calls it as it calls the class of a scheduler."""
     of = BatchedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchedScheduler
     return of(vllm_config=vllm_config, **arguments)

@@ -54,7 +54,7 @@ class Watch:
     async def guard(self, what: str, deadline_s: float | None) -> AsyncIterator[None]:
         """Wait inside for ``what`` no longer than ``deadline_s`` or the engine's life.
 
-        None leaves the end to whoever declares it dead.
+        None leaves the end to ``declare_dead``.
         """
         self.require_alive()
         try:

@@ -42,7 +42,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing is to be set up."""
+    """No arguments: nothing is to be set up."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing to do: an update begins and ends in receive_weights."""
 
     def finish_weight_update(self) -> None:
-        """Nothing to do, see start_weight_update."""
+        """Nothing to do: an update ends in receive_weights."""
         assert not self._pending, "a failed update must be repeated before it is finished"
 
     def shutdown(self) -> None:
