@@ -146,7 +146,7 @@ class Agent:
         return self._host.leaving or self._host.failure is not None
 
     async def _say_farewell(self, link: ControllerLink) -> None:
-        """Tell the controller; of a host asked to leave a successor hears it too, unless the run ends first."""
+        """Say farewell to the controller; where asked to leave, to a successor too, unless the run ends first."""
         host = self._host
         if host.failure is not None:
             await link.say_farewell(FAREWELL_S)

@@ -1,19 +1,18 @@
 """The decisions of a node agent, without sockets, clocks or processes.
 
-Events go in, instructions come out. On the head the controller is started first and the others once it has answered;
-a death is followed by a restart or by the end of the run, as the policy has it; a replica that is given up is started
-again when the controller, which sets it aside, wants it back; an actor that is condemned is killed, and dies
-as any other. While the controller is being started again the others go on, and its successor is told of every end
-that it may not know, and of a wish that the run make way. Invariants: only the very process that is condemned is
-killed for it; nothing is started once the run is ending; from then on ``deadline`` says when everything that is left
-is killed, never later than ``drain_s`` after; a run that is to make way, at anybody's wish, is
-ending at the latest ``grace_s`` and ``drain_s`` after; the first failure that this host or the controller knows of is
-the one that is reported; the host is finished only when no process is left. On a host that was cut off from the
-controller for so long that it may count as lost, the ends of those that lived there meanwhile are nobody's fault: they
-are started again without counting, and ends that could not be told are told again. A host that is to leave starts
-nothing any more, and ends when its actors have. An actor that ends with exit code 0 was told to, or so it seems: the
-controller says whether that is so, and only if not, or if it does not say so for VERDICT_S, that end is a death. The
-caller brings the time (monotonic, s).
+Events go in, instructions come out. On the head the controller is started first and the others once it has answered; a
+death is followed by a restart or by the end of the run, as the policy has it; a replica that is given up is started
+again when the controller, which sets it aside, wants it back; an actor that is condemned is killed, and dies as any
+other. While the controller is being started again the others go on, and its successor is told of every end that it may
+not know, and of a wish that the run make way. Invariants: only the very process that is condemned is killed for it;
+nothing is started once the run is ending; from then on ``deadline`` says when everything that is left is killed, never
+later than ``drain_s`` after; a run that is to make way, at anybody's wish, is ending at the latest ``grace_s`` and
+``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
+finished only when no process is left. On a host that was cut off from the controller for so long that it may count as
+lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and ends
+that could not be told are told again. A host that is to leave starts nothing any more, and ends when its actors have.
+An actor that ends with exit code 0 was told to, or so it seems: the controller says whether that is so, and only if
+not, or if it does not say so for VERDICT_S, that end is a death. The caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class Host:
     _guard_lost: bool = False
     _stop_asked: bool = False
     _preempted_by: str = ""
-    """Name of the asker that the run make way; empty for none."""
+    """Words for who asked that the run make way; empty for none."""
     _preempted_until: float | None = None
     """Time by which the run must have made way, if it is to."""
     _checkpoint: bool = False

@@ -35,10 +35,10 @@ class Member:
     process: asyncio.subprocess.Process
     contact: Contact | None = None
     ended: EndedEvent | None = None
-    """Its last event."""
+    """The last event; None before it has come."""
     exit_code: int | None = None
     lost: bool = False
-    """Its connection ended, and nobody knows what became of it."""
+    """Whether its connection ended, and nobody knows what became of it."""
 
     @property
     def over(self) -> bool:

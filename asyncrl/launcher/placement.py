@@ -39,7 +39,7 @@ MOST_HOSTS_NAMED = 16
 class Host:
     """A host and what it offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there.
 
-    ``address`` is the one by which the others reach it; empty for network.host, as on the only host of a run.
+    ``address`` is that by which other hosts reach it; empty for network.host, as on the only host of a run.
     """
 
     name: str

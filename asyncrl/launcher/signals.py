@@ -19,6 +19,6 @@ def heeded() -> tuple[signal.Signals, ...]:
 
 
 def cause_of(number: int) -> str:
-    """Asker by this signal, in the words that the user is shown."""
+    """Cause of this signal, in the words that the user is shown."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "a closed terminal"}
     return names.get(signal.Signals(number)) or signal.Signals(number).name

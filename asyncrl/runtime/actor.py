@@ -234,7 +234,7 @@ class Actor:
         return self._drained.is_set()
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
-        """The heartbeat that this actor would send now; called from any thread."""
+        """The heartbeat of this actor as of now; called from any thread."""
         awaits = self._all_awaits()
         oldest = next((wait for wait in awaits if not wait.idle), None)
         state, awaiting, state_s = self.states.present()

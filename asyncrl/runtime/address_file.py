@@ -27,7 +27,7 @@ class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
     newest: dict[str, int] = {}
     """The largest incarnation that was known of each actor and node agent."""
     generations: dict[str, int] = {}
-    """Generation of each gang, as in RunState."""
+    """Oldest generation of each gang that is not over, by its role, as in RunState."""
 
 
 def read_address_file(path: Path) -> AddressFile | None:

@@ -19,7 +19,7 @@ from asyncrl.messages.actors import Dead
 from asyncrl.runtime.supervision import is_gang, role_of
 
 SPAN = 1 << 32
-"""Number that is above that of the lives of a name within one attempt."""
+"""More than the lives of a name within one attempt."""
 LEAP = 1 << 16
 """More numbers than a host that is cut off gives to an actor before it is heard of again."""
 STRIDE = 1 << 46
@@ -60,7 +60,7 @@ class Incarnations:
         return number
 
     def hear(self, dead: Iterable[Dead], generations: Mapping[str, int]) -> None:
-        """Take in the lives and generations that the controller knows of."""
+        """Take in the dead and the generations that the controller knows of."""
         for actor in dead:
             if actor.incarnation > self._newest.get(actor.name, 0):
                 # Another agent's, which may be cut off and go on meanwhile.

@@ -1,4 +1,4 @@
-"""The facts that are taken in of any heartbeat: numbers that are some, and no more than an actor needs.
+"""The facts of a heartbeat that are taken in, from any sender: finite numbers, and no more than an actor needs.
 
 Invariant: each number that is taken in is finite, and of one actor no more names are kept than there are limits for
 here, however many heartbeats it sends; a name that was taken in once stays. A fact left out is counted, and the rest

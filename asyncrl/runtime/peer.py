@@ -3,7 +3,7 @@
 Delivery is at least once: until it is answered or its deadline is over, a call is asked after (ASK), with exponential
 backoff and full jitter, and sent again, under the same message id, only when the peer says that it does not have it.
 So what a call costs again does not depend on its size, and a large payload or answer that is queued is never there
-twice. Of large payloads no more than a budget is on its way to one peer (turns.py): the others wait, within their
+twice. No more than a budget of large payloads is on its way to one peer (turns.py): the others wait, within their
 deadlines. When the peer is replaced by a new incarnation, idempotent calls go to the new one at once, and the others
 fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused,
 OSError where no connection can be opened (as without a free descriptor), or DeadlineExceeded, which says who waited, on
@@ -261,7 +261,7 @@ class Peer:
     # --- the connection ---
 
     def _miss(self) -> None:
-        """It is not reached from now on, unless it was not before."""
+        """The peer is not reached from now on, unless it was not before."""
         now = self._loop.time()
         if self.ready:
             self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S

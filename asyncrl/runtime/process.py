@@ -32,7 +32,7 @@ lets go of it for a moment, so that with Python's own 5 ms a learner that packs 
 LAST_BEAT_S = 0.5
 """Longest that an actor's end waits for its last beat to leave."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""From malloc.h."""
+"""Parameters of mallopt, from malloc.h."""
 
 
 def run_actor(

@@ -105,7 +105,7 @@ def group_members(children: list[int], leader: int) -> list[int]:
 
 
 def session_members(leader: int) -> list[int]:
-    """Pids of the session of a leader that has not been reaped, without itself, with any parent."""
+    """Pids of the session of a leader that has not been reaped, without itself; their parents may be any."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != leader:

@@ -68,7 +68,7 @@ class Entry:
     beaten: float = 0.0
     """Time at which its last heartbeat came (s)."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Its counters and gauges, of all its heartbeats."""
+    """Counters and gauges, of all its heartbeats."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
     resources: dict[str, HeardResource] = field(default_factory=dict)
     stayed: float = 0.0
@@ -179,7 +179,7 @@ class Registry:
         return entry is not None and entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
-        """These are to be killed, and with one of a gang all that live of it; one that does not live is passed over."""
+        """Have these killed, and with one of a gang all that live of it; one that does not live is passed over."""
         for actor in actors:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:

@@ -435,7 +435,7 @@ class CallServer:
         self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 
     def _may_try_again(self, session: _Session) -> bool:
-        """Whether a call may be tried again after a failure that nobody expected: it may pass, but not for ever."""
+        """Whether a caller may try again after a failure that nobody expected: it may pass; but not for ever."""
         now, failed = self._loop.time(), session.unexpected
         often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
         if not failed or now - failed[-1] >= UNEXPECTED_MOMENT_S:
@@ -455,6 +455,6 @@ class CallServer:
         self._transmit(routing_id, [self._endpoint.header(kind, type, in_reply_to=in_reply_to), *frames])
 
     def _transmit(self, routing_id: bytes, message: list[Any]) -> None:
-        # Where it cannot go now, the caller asks for it again.
+        # The caller asks again for a message that cannot go now.
         if self._bound is not None and not self._bound.send(routing_id, message):
             self._endpoint.count("wire/unsent")

@@ -85,7 +85,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """It is not started again by itself, for this reason: a replica rests, and without any other the run ends."""
+    """Do not start the actor again by itself, for this reason: a replica rests, and without any other the run ends."""
 
     reason: str
 

@@ -54,7 +54,7 @@ def private_folders(run_dir: Path) -> list[str]:
 
 
 def private_folders_beside(run_dir: Path) -> list[str]:
-    """Private folders of all runs beside this one. One with a lock is a run's; all else of that name is the user's."""
+    """Private folders of all runs in the same folder. One with a lock is a run's; the others are the user's."""
     return [str(lock.parent.resolve()) for lock in run_dir.absolute().parent.glob("*/private*/lock")]
 
 

@@ -27,7 +27,7 @@ from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""They are for the whole job; the actor decides. Handlers, unlike SIG_IGN, are not passed on to the program."""
+"""Signals for the whole job, on which the actor decides. Handlers, unlike SIG_IGN, are not passed on to the program."""
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16
 """Longest last line."""

@@ -102,7 +102,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the worker."""
         return self._process.pid
 
     @property
