@@ -62,7 +62,7 @@ TOKENIZED_AT_ONCE = 2000
 
 
 class Dataloader(Actor):
-    """See the module."""
+    """The actor that grants prompts; the module tells its rules."""
 
     role = "dataloader"
 
@@ -73,9 +73,9 @@ class Dataloader(Actor):
         self._source: Source
         self._limit: WorkingLimit
         self._tickets: Tickets | None = None
-        """None while the gate is shut."""
+        """Tickets of the run; None while the gate is shut."""
         self._previous: Tickets | None = None
-        """As they were when the gate was shut last."""
+        """Tickets as they were when the gate was shut last."""
         self._learner = 0
         """Newest incarnation of the learner that has said where the run stands."""
         self._last_word: Restored | None = None
@@ -85,15 +85,15 @@ class Dataloader(Actor):
         self._leases = ParkingLot()
         self._watchers = ParkingLot()
         self._supply_number = context.incarnation
-        """Above all that an earlier incarnation has given."""
+        """Number of the supply, above all that an earlier incarnation has given."""
         self._orphaned = asyncio.Event()
         self._leavers: dict[str, int] = {}
         """Incarnations of rollouters that take no more grants, whatever they have asked for before."""
         self._known_orphans: set[str] = set()
         self._granted: dict[str, float] = {}
-        """When each training prompt that is out was granted by this incarnation; the oldest first."""
+        """Time at which each training prompt that is out was granted by this incarnation; the oldest first."""
         self._counts: Counter[str] = Counter()
-        """Of the tickets before the present ones."""
+        """Counts of the tickets before the present ones."""
 
     # --- life ---
 
@@ -200,11 +200,11 @@ class Dataloader(Actor):
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
 
-    # --- where the run stands ---
+    # --- the state of the run ---
 
     @handler
     async def restored(self, request: Restored, caller: Caller) -> Resumed:
-        """Go on from there. Raises RunChanged, and InvalidRequest for a learner that has a successor."""
+        """Go on from the learner's state. Raises RunChanged, and InvalidRequest for a learner that has a successor."""
         check_unchanged(self._source, request)
         async with self._restoring:
             if caller.incarnation < self._learner:
@@ -246,7 +246,7 @@ class Dataloader(Actor):
             self._counts.update(self._previous.counts)
 
     async def _restore(self, request: Restored) -> Tickets:
-        # Who is dead and has no successor yet would be waited for in vain.
+        # A rollouter that is dead and has no successor yet would be waited for in vain.
         dead = {actor.name for actor in self.run_state.dead}
         names = [name for name in self.roster.actors if name.startswith("rollouter/") and name not in dead]
         found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
@@ -255,7 +255,7 @@ class Dataloader(Actor):
         tickets = await asyncio.to_thread(
             rebuild, self._source, self._limit, request, answers, previous, self._supply_number + 1
         )
-        # What was delivered after the learner spoke and before its rollouter did.
+        # Groups that were delivered after the learner spoke and before their rollouter did.
         asked = tickets.to_come(self.config.gate_capacity)
         if previous is not None:
             asked = list(dict.fromkeys([*tickets.missing(previous), *asked]))
@@ -282,7 +282,7 @@ class Dataloader(Actor):
         try:
             tickets: TicketsHeld = await call
         except WireError as error:
-            # One that has yet to start is what every run begins with.
+            # Every run begins with rollouters that have yet to start.
             tell = self.log.warning if peer.known else self.log.info
             tell("rollouter counts as holding nothing", rollouter=name, error=str(error))
             return None
@@ -300,7 +300,7 @@ class Dataloader(Actor):
 
     @property
     def _patience_s(self) -> float:
-        """Both questions together end before the learner gives up."""
+        """Deadline of a question (s): both together end before the learner gives up."""
         return self.config.network.call_timeout_s / 3
 
     def _open(self, tickets: Tickets) -> None:
@@ -310,7 +310,7 @@ class Dataloader(Actor):
         if self._preempted:
             tickets.stop()
         self._tickets, self._previous = tickets, None
-        # Of the others the learner's checkpoint has the outcome, which nobody reports any more.
+        # The learner's checkpoint has the outcome of the others, which nobody reports any more.
         self._granted = {uid: at for uid, at in self._granted.items() if tickets.is_out(uid)}
         self.param_version = tickets.newest_version
         self._note_orphans("")
@@ -326,7 +326,7 @@ class Dataloader(Actor):
     # --- rollouters ---
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """What a dead rollouter held becomes orphans."""
+        """Prompts that a dead rollouter held become orphans."""
         if not name.startswith("rollouter/"):
             return
         if self._tickets is not None:
@@ -346,7 +346,7 @@ class Dataloader(Actor):
 
     @handler
     async def lease(self, request: Lease, caller: Caller) -> Leased:
-        """Grant what may be granted; parked until that is something, answered before half of the deadline."""
+        """Grant the prompts that may be granted; parked until there are some, answered before half of the deadline."""
         ask = Ask(
             caller.name,
             caller.incarnation,
@@ -422,7 +422,7 @@ class Dataloader(Actor):
 
     @handler
     def outcomes(self, request: Outcomes, caller: Caller) -> OutcomesSeen:
-        """Take in what became of groups. Raises RestoreNeeded, and ProtocolError for what cannot be."""
+        """Take in the outcomes of groups. Raises RestoreNeeded, and ProtocolError for one that cannot be."""
         tickets = self._for_learner(caller)
         number = tickets.report(request)
         for outcome in request.outcomes:
@@ -435,7 +435,7 @@ class Dataloader(Actor):
 
     @handler
     async def watch_supply(self, request: WatchSupply, caller: Caller) -> Supply:
-        """Parked until the supply is newer than what the learner has seen. Raises RestoreNeeded."""
+        """The supply; parked until it is newer than what the learner has seen. Raises RestoreNeeded."""
 
         def news() -> Supply | None:
             tickets = self._for_learner(caller)
@@ -445,7 +445,7 @@ class Dataloader(Actor):
 
     @handler
     def open_grants(self, request: OpenGrants, caller: Caller) -> GrantsOpen:
-        """Who holds what, and since when. Raises RestoreNeeded."""
+        """Training prompts that are out, each with its holder and its age. Raises RestoreNeeded."""
         tickets, now = self._for_learner(caller), self.clock.now()
 
         def age(uid: str) -> float | None:
@@ -502,12 +502,12 @@ class Dataloader(Actor):
         }
 
     def _changed(self) -> None:
-        """Whoever is parked asks again."""
+        """Have every parked call for grants ask again."""
         self._leases.wake()
         self._count()
 
     def _count(self) -> None:
-        """Show the state, and wake whoever watches the supply if that has changed."""
+        """Show the state, and wake the watchers of the supply if that has changed."""
         tickets = self._tickets
         if tickets is None:
             return

@@ -84,7 +84,7 @@ class EvalRounds:
         self._newest: dict[str, int] = {}
         """Version of the newest round of each set, open or closed."""
         self.rejected: dict[str, str] = {}
-        """Why prompts will not be granted, until the learner has reported them; in order."""
+        """Reasons that prompts will not be granted, by uid, until the learner has reported them; in order."""
         self.skipped: Counter[str] = Counter()
         """Rounds skipped, by name of the set."""
         self.changes = 0
@@ -110,7 +110,7 @@ class EvalRounds:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """eval/NAME@ROUND: number of prompts, of every open round."""
+        """Number of prompts of every open round, by eval/NAME@ROUND."""
         return {f"eval/{r.name}@{r.version}": r.size for r in self._rounds.values()}
 
     def published(self, version: int, previous: int) -> None:

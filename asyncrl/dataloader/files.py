@@ -1,7 +1,7 @@
 """Rows from files: Parquet, and Hugging Face datasets saved to disk.
 
 Read as streams, so that no file is held in memory whole. A file that cannot be read at all is a DataError; a single
-row that cannot be is left to whoever checks the rows.
+row that cannot be is left to the check of the rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who holds which prompt: grants by rollouter, numbered, and the prompts that are outstanding. Pure.
+"""The holders of prompts: grants by rollouter, numbered, and the prompts that are outstanding. Pure.
 
 Invariants: a prompt is granted at most once at a time; numbers grow within an incarnation of a rollouter, and are never
 those of a grant that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
@@ -39,11 +39,11 @@ class Grant:
     attempt: int = 0
     """Deaths that its earlier holders took part in."""
     alone: bool = False
-    """Nothing else is generated beside it."""
+    """Whether nothing else is generated beside it."""
     requeues: int = 0
-    """How often its prompt came back too stale to be trained."""
+    """Number of times that its prompt came back too stale to be trained."""
     served_version: int = -1
-    """The oldest version that the engines of who was granted it served; -1 where that is not known."""
+    """The oldest version that the receiver's engines served; -1 where that is not known."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Holder:
     served_version: int
     holding: frozenset[str] = frozenset()
     grants: dict[int, Grant] = field(default_factory=dict)
-    """By number, ascending; until the outcome is reported or the prompt is returned."""
+    """Grants by number, ascending; until the outcome is reported or the prompt is returned."""
 
     def running(self, ask: Ask) -> list[Grant]:
         """Grants that it generates, or may never have received."""
@@ -69,13 +69,13 @@ class Held:
 
     prompt: Prompt
     rollouter: str | None = None
-    """None when the learner has it, or the holder has died."""
+    """Holder of the prompt; None when the learner has it, or the holder has died."""
     number: int = 0
     suspect: bool = False
-    """Its holder died generating it."""
+    """Whether its holder died generating it."""
     alone: bool = False
     served_version: int = -1
-    """As of its grant; -1 where there is none."""
+    """Version served as of its grant; -1 where there is none."""
 
 
 class Holders:
@@ -99,7 +99,7 @@ class Holders:
 
     @property
     def uids(self) -> Iterable[str]:
-        """Of all prompts that are out, in the order of their grants."""
+        """Uids of all prompts that are out, in the order of their grants."""
         return self._held.keys()
 
     @property
@@ -112,7 +112,7 @@ class Holders:
         return self._rollouters.get(rollouter)
 
     def current(self, ask: Ask) -> Holder | None:
-        """Who asks; None if a later call of the same rollouter, or a newer incarnation of it, was heard."""
+        """The rollouter that asks; None if a later call of the same one, or a newer incarnation of it, was heard."""
         holder = self._rollouters.get(ask.rollouter)
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
             return None
@@ -133,7 +133,7 @@ class Holders:
             self.skip_to(ask.rollouter, ask.seen)
 
     def remove(self, rollouter: str) -> list[Held]:
-        """A rollouter is dead: what it held has no holder. Suspect is what it generated and may have received.
+        """A rollouter is dead: its prompts have no holder. Suspect are those that it generated and may have received.
 
         That it received a grant is known only when it asks again, which a full one does not before it has finished
         something; so a grant that it may have received counts as received, unless it is one alone: to run alone by
@@ -152,7 +152,7 @@ class Holders:
         return found
 
     def keep(self, rollouter: str, uids: Collection[str]) -> list[Held]:
-        """A rollouter that takes no more holds at most these: what else it was granted has no holder."""
+        """A rollouter that takes no more holds at most these: all else that it was granted has no holder."""
         grants = self._rollouters[rollouter].grants
         found = []
         for number, grant in list(grants.items()):

@@ -1,9 +1,9 @@
-"""Which training prompt is granted next: what came back first, then the next one of the order.
+"""The training prompt that is granted next: first one that came back, then the next one of the order.
 
 A function of the order, the ledger and what is out. Invariant: every prompt of an epoch is in at most one place: out
 (granted, or with the learner), returned, rejected and not yet reported as quarantined, or concluded in the ledger;
-those in none of these are still to come, in the order. So where the order goes on needs no record of its own, and a
-prompt that was concluded, or found with somebody, before its turn is passed over.
+those in none of these are still to come, in the order. So the place where the order goes on needs no record of its own,
+and a prompt that was concluded, or found with somebody, before its turn is passed over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainingPrompt:
     """A prompt of an epoch."""
 
     position: int
-    """In the order; -1 in an epoch before the ledger's first, which has none."""
+    """Position in the order; -1 in an epoch before the ledger's first, which has none."""
     epoch: int
     index: int
 
@@ -39,7 +39,7 @@ class TrainingPrompt:
 
 
 class PromptQueue:
-    """Endless: epochs stream into one another. At least one prompt must not be in ``oversize``.
+    """An endless queue: epochs stream into one another. At least one prompt must not be in ``oversize``.
 
     Looks through the ledger's last epoch when it is made, which takes about a second for a million prompts.
     """
@@ -47,9 +47,9 @@ class PromptQueue:
     def __init__(self, order: EpochOrder, ledger: Ledger, oversize: frozenset[int] = frozenset()) -> None:
         assert len(oversize) < order.size
         self.ledger = ledger
-        """Changed here alone."""
+        """Ledger of the outcomes, changed here alone."""
         self.rejected: dict[str, str] = {}
-        """Why prompts will not be granted, until the learner has reported them; in order."""
+        """Reasons that prompts will not be granted, by uid, until the learner has reported them; in order."""
         self.rejections = 0
         """Prompts rejected so far."""
         self._order = order
@@ -59,7 +59,7 @@ class PromptQueue:
         self._oldest: list[tuple[int, str]] = []
         """Heap over the returned prompts, and some that have been finished since."""
         self._cursor = next(self._unconcluded(ledger.first_epoch * order.size)).position
-        """Below it nothing is still to come."""
+        """Position below which nothing is still to come."""
         self._still_to_come = self._unconcluded(self._cursor)
 
     def take(self, but: Collection[str] = ()) -> TrainingPrompt:

@@ -21,7 +21,7 @@ from asyncrl.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What the user must know of a set that can be used."""
+    """A fact that the user must know of a set that can be used."""
 
     kind: Literal["bad_rows", "too_long"]
     told: str
@@ -45,7 +45,7 @@ class PromptSet:
         """FILE:LINE of the last row that was tokenized."""
         self._first_skipped = dataset.first_skipped
         self._rows = dataset.rows
-        """Emptied once all are tokenized."""
+        """Rows to be tokenized; emptied once all are."""
         self._left_out: set[int] = set()
         """Places in ``_rows`` of those that cannot be tokenized."""
         self._next = 0
@@ -87,7 +87,7 @@ class PromptSet:
         return True
 
     def _encode(self, row: Row) -> tuple[list[int], str]:
-        """Raises BadRow, and ConfigError for what is no fault of the row."""
+        """Token ids and text of a row's prompt. Raises BadRow, and ConfigError for what is no fault of the row."""
         try:
             ids, text = self._tokenizer.encode_prompt(row.prompt, self._config.template, self._config.system)
         except ConfigError:
@@ -116,7 +116,7 @@ class PromptSet:
         self._rows = []
 
     def remarks(self, key: str) -> list[Remark]:
-        """For the user, of the prompts so far: those that are left out; ``key`` is the set's in the configuration."""
+        """Remarks on the prompts so far that are left out; ``key`` is the set's in the configuration."""
         found = []
         if self.skipped:
             told = f'rows that cannot be used and are left out ({key}.on_bad_row = "skip"): {self.skipped}'

@@ -26,7 +26,7 @@ from asyncrl.order import EpochOrder
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the configuration and the data say."""
+    """The facts that the configuration and the data tell."""
 
     order: EpochOrder
     oversize: frozenset[int]
@@ -34,19 +34,19 @@ class Source:
     groups_per_version: int
     max_attempts: int
     may_change: Collection[str] = ()
-    """Of data, seed and batch: resume.allow."""
+    """Things that may change, of data, seed and batch: resume.allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rollouter says it holds."""
+    """The tickets that a rollouter says it holds."""
 
     incarnation: int
     tickets: TicketsHeld
 
 
 def check_unchanged(source: Source, request: Restored) -> None:
-    """Raises RunChanged."""
+    """Check that prompts and seed are unchanged, or may change. Raises RunChanged."""
     order = source.order
     if _is_other_data(source, request) and "data" not in source.may_change:
         raise RunChanged(

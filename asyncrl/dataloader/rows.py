@@ -29,7 +29,7 @@ _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 class BadRow(ValueError):
-    """What is wrong with one row."""
+    """The problem of one row."""
 
 
 class NothingUsable(DataError):
@@ -127,7 +127,7 @@ def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
 
 
 def missing_column(prompt_key: str, columns: Iterable[str]) -> str:
-    """What to say when there is no prompt column."""
+    """Words for a missing prompt column."""
     return f"has no column {prompt_key!r}; it has {', '.join(map(repr, columns)) or 'none'} (set data.prompt_key)"
 
 
@@ -172,7 +172,7 @@ def _check_content(content: Any, where: str) -> str:
 
 
 def _simplify(value: Any) -> Any:
-    """Types that msgspec does not know."""
+    """A plain value for one of a type that msgspec does not know."""
     if isinstance(value, str):
         # numpy.str_, which msgspec refuses although it is text.
         return str(value)

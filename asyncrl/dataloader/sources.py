@@ -21,7 +21,7 @@ def load_dataset(config: DataConfig) -> Dataset:
 
 
 def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow], str]:
-    """Its name, its rows as they are read, and the column that holds the prompt. Reading raises DataError."""
+    """The source's name, its rows as they are read, and the column that holds the prompt. Reading raises DataError."""
     path = config.path or ""
     if config.source == "jsonl":
         return path, read_jsonl(path), config.prompt_key
@@ -53,7 +53,7 @@ def _reasoning_gym(config: DataConfig, name: str) -> Iterator[RawRow]:
         try:
             item = dataset[index]
         except Exception as error:
-            # The library's tasks are code of many authors and raise whatever they like.
+            # The library's tasks are code of many authors and raise errors of any kind.
             yield RawRow(name, index + 1, problem=f"the task failed: {type(error).__name__}: {error}")
             continue
         yield RawRow(

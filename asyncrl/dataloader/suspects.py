@@ -63,11 +63,11 @@ class Suspects:
         self.discard(uid)
 
     def is_suspect(self, uid: str) -> bool:
-        """Whether it may not share a rollouter."""
+        """Whether a prompt may not share a rollouter."""
         return self.attempt(uid) >= ALONE_FROM
 
     def verdict(self, uid: str) -> str | None:
-        """Why it is to be rejected; None while it may run again."""
+        """Reason that a prompt is to be rejected; None while it may run again."""
         own = self.attempt(uid) - ALONE_FROM
         if own < self._max_attempts:
             return None
@@ -81,10 +81,10 @@ class Suspects:
         self._training += isinstance(prompt, TrainingPrompt)
 
     def discard(self, uid: str) -> None:
-        """It does not wait any more."""
+        """A prompt does not wait any more."""
         prompt = self._waiting.pop(uid, None)
         self._training -= isinstance(prompt, TrainingPrompt)
 
     def next(self, may_run: Callable[[Prompt], bool]) -> Prompt | None:
-        """The one that has waited longest of those that may run."""
+        """The prompt that has waited longest of those that may run."""
         return next((prompt for prompt in self._waiting.values() if may_run(prompt)), None)

@@ -5,8 +5,8 @@ Invariants:
 - every prompt is granted to at most one rollouter at a time, and to nobody once its outcome is reported;
 - a grant is numbered by rollouter incarnation from 1, and given again, first of all, until a later call of that
   incarnation says that it has seen it: a lost reply loses nothing;
-- a training prompt is outstanding from its grant until the learner reports its outcome or it is returned, whoever
-  holds it meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
+- a training prompt is outstanding from its grant until the learner reports its outcome or it is returned, with any
+  holder meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
   said whether it holds it (``settle``); only what it does not hold is granted again;
 - a group that the learner found too stale is granted again with a larger number of requeues, to nobody who still holds
   it with a smaller one: what comes of that is worth nothing to the learner;
@@ -35,7 +35,7 @@ from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
 
 
 class Tickets:
-    """``number`` is that of the learner's last report, ``supply_number`` the last number of a supply."""
+    """A run's tickets. ``number`` is that of the learner's last report, ``supply_number`` that of the last supply."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Tickets:
         self._holders = Holders()
         self._suspects = Suspects(queue.ledger.attempts, max_attempts)
         self._orphans: dict[str, int] = {}
-        """Prompts whose holder has died and of which the learner has not said whether it holds them; how many there
-        were before each."""
+        """Prompts whose holder has died and of which the learner has not said whether it holds them; the number of
+        orphans before each."""
         self._taken_back = 0
         """Training prompts that came back without an outcome so far."""
         self._eval_turn = False
@@ -68,7 +68,7 @@ class Tickets:
         self.counts: Counter[str] = Counter()
         self._note_supply()
 
-    # --- what the shell asks ---
+    # --- questions of the shell ---
 
     @property
     def outstanding(self) -> int:
@@ -81,7 +81,7 @@ class Tickets:
 
     @property
     def admitted(self) -> int:
-        """How many may be outstanding for an engine that serves the newest version."""
+        """Groups that may be outstanding for an engine that serves the newest version."""
         return self._gate.admitted(self._gate.newest_version)
 
     @property
@@ -117,7 +117,7 @@ class Tickets:
 
     @property
     def supply(self) -> Supply:
-        """What there is still to come. ``outstanding`` moves its number only when nothing is left to grant."""
+        """The supply that is still to come. ``outstanding`` moves its number only when nothing is left to grant."""
         rejected = self._queue.rejected | self._evals.rejected
         return Supply(
             number=self.supply_number,
@@ -131,7 +131,7 @@ class Tickets:
     # --- rollouters ---
 
     def meet(self, ask: Ask) -> None:
-        """Take note of a rollouter's call. What an older incarnation of it held becomes orphans."""
+        """Take note of a rollouter's call. Prompts that an older incarnation of it held become orphans."""
         holder = self._holders.get(ask.rollouter)
         if holder is not None and ask.incarnation > holder.incarnation:
             self.died(ask.rollouter, holder.incarnation)
@@ -191,7 +191,7 @@ class Tickets:
         self._note_supply()
 
     def died(self, rollouter: str, incarnation: int) -> None:
-        """An incarnation of a rollouter is dead: what it held becomes orphans."""
+        """An incarnation of a rollouter is dead: the prompts that it held become orphans."""
         for held in self._remove(rollouter, incarnation):
             self._orphan(held)
 
@@ -232,7 +232,7 @@ class Tickets:
         self._stopped = True
         self._note_supply()
 
-    # --- where the run stands ---
+    # --- the state of the run ---
 
     def claim(self, uid: str) -> None:
         """The learner has a prompt. Ignored where that is known."""
@@ -244,11 +244,11 @@ class Tickets:
     def adopt(self, rollouter: str, incarnation: int, tickets: TicketsHeld, previous: Tickets | None) -> None:
         """A rollouter has said what it holds; what else ``previous`` granted it, it may still receive unless it leaves.
 
-        What the learner has, or another rollouter was found with, stays theirs.
+        Prompts that the learner has, or another rollouter was found with, stay theirs.
         """
         uids = frozenset(ticket.uid for ticket in tickets.tickets)
         self._holders.update(Ask(rollouter, incarnation, tickets.seen, 0, tickets.served_version, uids))
-        # What it has may have been granted to an incarnation before it, so these numbers say nothing. A death of its
+        # Its prompts may have been granted to an incarnation before it, so these numbers say nothing. A death of its
         # engine may have made something suspect that has company.
         found = [
             (-1 - at, ticket, ticket.attempt >= ALONE_FROM and len(uids) == 1)
@@ -322,7 +322,7 @@ class Tickets:
     # --- within ---
 
     def _remove(self, rollouter: str, incarnation: int) -> list[Held]:
-        """What this incarnation of a rollouter, or an older one, is known to hold, and holds no more."""
+        """Prompts that this incarnation of a rollouter, or an older one, is known to hold, and holds no more."""
         holder = self._holders.get(rollouter)
         if holder is None or holder.incarnation > incarnation:
             return []
@@ -342,7 +342,7 @@ class Tickets:
         return self._stopped or not self._gate.needed(self.outstanding)
 
     def _next_prompt(self, ask: Ask, generating: int, *, empty: bool) -> Prompt | None:
-        """What is granted next to a rollouter that holds nothing, if ``empty``; it is out from here on."""
+        """The prompt granted next to a rollouter that holds nothing, if ``empty``; it is out from here on."""
         suspects = self._suspects
         while True:
             alone = suspects.next(lambda prompt: self._may_run(prompt, ask.served_version))
@@ -381,7 +381,7 @@ class Tickets:
             return self._evals.take(served_version)
         if may_train:
             self._eval_turn = True
-            # What it holds of a requeued prompt is of an earlier attempt, for which it would take the new one. The last
+            # A requeued prompt that it holds is of an earlier attempt, for which it would take the new one. The last
             # places of the run are kept for these.
             held = self._queue.ledger.requeues.keys() & ask.holding
             return self._queue.take(but=held) if self._gate.needed(self.outstanding) > len(held) else None
@@ -426,7 +426,7 @@ class Tickets:
         self._gate.trained += outcome.kind == "trained"
 
     def _requeue(self, uid: str, requeues: int) -> None:
-        """What came of a prompt was too stale: it is to be granted again, unless it is to come anyway."""
+        """A prompt's group was too stale: the prompt is to be granted again, unless it is to come anyway."""
         self._queue.ledger.requeues[uid] = max(requeues, self._requeues(uid))
         if uid in self._holders:
             self._orphans.pop(uid, None)
@@ -443,7 +443,7 @@ class Tickets:
         self._put_back(held.prompt)
 
     def _forget_deaths(self) -> None:
-        """Of prompts that have an outcome, or that nobody asks for any more."""
+        """Forget the deaths of prompts that have an outcome, or that nobody asks for any more."""
         for uid in list(self._queue.ledger.attempts):
             if not self._is_open(uid):
                 self._suspects.forget(uid)
@@ -483,5 +483,5 @@ class Tickets:
 
 
 def _held_by(grant: Grant) -> HeldTicket:
-    """A grant as whoever received it would tell of it."""
+    """A grant as its receiver would tell of it."""
     return HeldTicket(grant.prompt.uid, grant.number, grant.attempt, grant.requeues, grant.served_version)

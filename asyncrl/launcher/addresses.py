@@ -1,4 +1,4 @@
-"""By which address each host of a run is reached: that of an interface, or that of the route to the head. IPv4.
+"""The IPv4 address by which each host of a run is reached: that of an interface, or that of the route to the head.
 
 The head's address is one of its own that the others find: the one from which its launcher reached them, or what its
 name stands for there. Fails with UsageError, which names the host and says what to set.
@@ -42,7 +42,7 @@ def route_to(address: str) -> str | None:
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a host name stands for here; nothing if it is not known."""
+    """IPv4 addresses that a host name stands for here; none if it is not known."""
     try:
         found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except OSError:
@@ -51,7 +51,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def find_routes(query: RouteQuery) -> Routes:
-    """What this host knows of the way to the head."""
+    """Ways from this host to the head, and the addresses that the head's name has here."""
     via = {address: route_to(address) for address in query.addresses}
     return Routes(named=addresses_of(query.head), via={to: source for to, source in via.items() if source})
 
@@ -82,7 +82,7 @@ def by_route(head: str, hosts: Mapping[str, Facts], routes: Mapping[str, Routes]
     own = usable(hosts[head])
     wanted = [[hosts[name].client, *route.named] for name, route in routes.items()]
     votes = [address for found in wanted for address in found if address in own]
-    # Of those that reach all others the one that comes up first for most of them.
+    # The one that comes up most often, of those that reach all others.
     chosen = max(
         (address for address in dict.fromkeys(votes) if all(_reaches(route, address) for route in routes.values())),
         key=votes.count,

@@ -8,7 +8,7 @@ events, and carries out what ``host`` answers, one event at a time. A signal mea
 one, unless it is SIGHUP, the same as ``kill``. Only the head's agent has a controller to start, and tells the launcher
 where it is; the others are told. It also leaves the record of how the run ended. A host that does not share the run
 folder has its logs sent to the launcher, and keeps them only if that did not work out. The agent is a subreaper:
-whatever an actor leaves behind becomes its child and is ended with it, and at the end it has no child left. If the
+a process that an actor leaves behind becomes its child and is ended too, and at the end it has no child left. If the
 agent itself dies, its guard ends the rest. It holds the run's lock, as the guard does.
 """
 
@@ -69,20 +69,20 @@ from asyncrl.runtime.supervision import ROLES, role_of
 
 LOOK_FOR_CONTROLLER_S = 0.02
 UNREAD_BYTES = 1 << 20
-"""With more than this unread by the launcher, it is told of no more metrics; their file has them all."""
+"""Bytes unread by the launcher above which it is told of no more metrics; their file has them all."""
 SPEC_BYTES = 16 << 20
 STACKS_S = 5.0
 """Time that an actor has to write its stacks, beside that of four heartbeats."""
 STACK_LINES = 30
 """Lines of stacks that the launcher shows."""
 SHIP_S = 0.25
-"""How often logs are looked at that are to be sent."""
+"""Pause between two looks at logs that are to be sent."""
 END_S = 5.0
 FAREWELL_S = 2.0
 
 
 class Agent:
-    """See the module."""
+    """The node agent of one host; the module tells its rules."""
 
     def __init__(self, spec: AgentSpec, config: Config, output: asyncio.StreamWriter) -> None:
         self._spec = spec
@@ -97,9 +97,9 @@ class Agent:
         self._children: dict[str, Child] = {}
         self._starts: dict[str, int] = {}
         self._stuck: dict[tuple[str, int, int], Child] = {}
-        """Who is reported to hold up the run, by name, incarnation and report."""
+        """Processes of actors that are reported to hold up the run, by name, incarnation and report."""
         self._taking: dict[int, asyncio.Task[None]] = {}
-        """Whose stacks are being taken, by incarnation."""
+        """Tasks that take the stacks of actors, by incarnation."""
         self._address = ""
         self._addressed = asyncio.Event()
         """The launcher has said where the controller is."""
@@ -131,7 +131,7 @@ class Agent:
                     self._news.clear()
                     self._carry_out(self._host.tick(time.monotonic()))
                 if self._taking:
-                    # Of processes that are gone, so that what is known of them is all that will be.
+                    # Their processes are gone, so that the stacks known by now are all that will be.
                     await asyncio.wait(self._taking.values(), timeout=FAREWELL_S)
                 if self._link is not None and not self._host.is_head and self._has_parted():
                     await self._say_farewell(self._link)
@@ -146,7 +146,7 @@ class Agent:
         return self._host.leaving or self._host.failure is not None
 
     async def _say_farewell(self, link: ControllerLink) -> None:
-        """Of a host that was asked to leave, a successor of the controller hears it too, unless the run ends first."""
+        """Say farewell to the controller; where asked to leave, to a successor too, unless the run ends first."""
         host = self._host
         if host.failure is not None:
             await link.say_farewell(FAREWELL_S)
@@ -166,7 +166,7 @@ class Agent:
                 await self._news.wait()
 
     def _do(self, instructions: list[Instruction]) -> None:
-        """Carry out the answer to an event; what is next to wait for may have changed."""
+        """Carry out the answer to an event; the next deadline may have changed."""
         self._carry_out(instructions)
         self._news.set()
 
@@ -347,7 +347,7 @@ class Agent:
         self._tasks.create_task(self._wait(child))
 
     def _kill(self, child: Child, reason: str) -> None:
-        """Once its stacks are known, if they are being taken."""
+        """Kill an actor, once its stacks are known if they are being taken."""
         if child.name == self._host.controller:
             # Nobody else can say so.
             self._show_stuck(child, f"{child.name} holds up the run: {reason}")
@@ -389,7 +389,7 @@ class Agent:
         if not asked and not preempt:
             self._do(self._host.unreachable(time.monotonic()))
 
-    # --- what is said ---
+    # --- output ---
 
     async def _ship_logs(self) -> None:
         while True:
@@ -397,14 +397,14 @@ class Agent:
             await asyncio.sleep(SHIP_S)
 
     async def _ship(self, *, last: bool = False) -> bool:
-        """Send what is new and has room; whether there may be more."""
+        """Send new log lines that there is room for; whether there may be more."""
         room = 0 if self._output.is_closing() else UNREAD_BYTES - self._output.transport.get_write_buffer_size()
         try:
             found = await asyncio.to_thread(self._shipper.look, room, last=last)
         except OSError as error:
             self._log.warning("logs cannot be sent", error=str(error))
             return False
-        # Whoever is cancelled before this has sent nothing, and the next one finds the same.
+        # A task that is cancelled before this has sent nothing, and the next one finds the same.
         for event, end in found:
             self._emit(event)
             self._shipper.sent(event.file, end)

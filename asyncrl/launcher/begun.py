@@ -1,8 +1,8 @@
 """Whether anything came of a run folder: a start that ended before its first step gives its name back.
 
-Invariant: the folder of such a start is marked only by who knows that nothing of it lives, because it holds the lock of
-the run's private folder: the guard at its end, or who finds the folder of a run that was killed. It is marked only if
-it holds no line of a step or an evaluation, no sample, no export and no checkpoint of any kind, whole or not; what
+Invariant: the folder of such a start is marked only by a process that knows that nothing of it lives, because it holds
+the lock of the run's private folder: the guard at its end, or one that finds a killed run's folder. It is marked only
+if it holds no line of a step or an evaluation, no sample, no export and no checkpoint of any kind, whole or not; what
 cannot be read counts as something. The next start of the name goes on there as the next attempt, with the logs of the
 one before, and the prompts that it gave up, beside its own; ``claim`` lets one of several have it.
 
@@ -45,7 +45,7 @@ def claim(run: Path, working_dir: Path) -> bool:
     try:
         # One of those who come at the same moment can do it.
         (run / UNBEGUN).unlink()
-        # Of the prompts that are given up from here on the next attempt makes a file of its own.
+        # The next attempt makes a file of its own for the prompts that are given up from here on.
         with contextlib.suppress(FileNotFoundError):
             os.rename(run / QUARANTINE, logs_of(run, last_attempt(run)) / QUARANTINE)
     except OSError:
@@ -60,7 +60,7 @@ def last_attempt(run: Path) -> int:
 
 
 def logs_of(run: Path, attempt: int) -> Path:
-    """The folder of its logs."""
+    """The folder of an attempt's logs."""
     return run / "logs" / f"attempt_{attempt}"
 
 
@@ -86,7 +86,7 @@ def has_begun(run: Path, working_dir: Path | None) -> bool:
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Whether there is any in this folder, also an unfinished one. Raises OSError."""
+    """Whether a checkpoint is in this folder, also an unfinished one. Raises OSError."""
     try:
         return any(entry.is_dir() for entry in folder.iterdir())
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def holds_checkpoints(folder: Path) -> bool:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """A configuration of a run of whatever version. Raises OSError or ValueError."""
+    """The configuration of a run of any version. Raises OSError or ValueError."""
     tree: dict[str, Any] = json.loads(path.read_bytes())
     return tree
 

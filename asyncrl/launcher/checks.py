@@ -16,7 +16,7 @@ from asyncrl.preflight.findings import Finding, fail, ok
 from asyncrl.preflight.part import Part, check_part
 
 SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
-"""What a sink needs, and the extra of asyncrl that brings it."""
+"""Packages that sinks need, each with the extra of asyncrl that brings it."""
 
 
 async def check_head(
@@ -30,22 +30,22 @@ async def check_head(
 
 
 def errors_of(findings: Sequence[Finding]) -> list[str]:
-    """A line for each that keeps the run from beginning."""
+    """A line for each finding that keeps the run from beginning."""
     return [f"{on(finding)}{finding.told}" for finding in findings if finding.result == "fail"]
 
 
 def warnings_of(findings: Sequence[Finding]) -> list[str]:
-    """A line for each that the run can begin with."""
+    """A line for each warning, with which the run can begin."""
     return [f"warning: {on(finding)}{finding.told}" for finding in findings if finding.result == "warn"]
 
 
 def on(finding: Finding) -> str:
-    """Its host, where that is said."""
+    """Prefix that names a finding's host; empty where it names none."""
     return f"{finding.host}: " if finding.host else ""
 
 
 def summary(findings: Sequence[Finding]) -> list[str]:
-    """All of them, for people."""
+    """Rows of all findings, for people."""
     width = max((len(finding.check) for finding in findings), default=0)
     rows = [f"  {each.result:<4}  {each.check:<{width}}  {on(each)}{each.told}" for each in findings]
     return ["", "checks:", *rows]
@@ -69,6 +69,6 @@ def check_sinks(sinks: SinksConfig, installed: Collection[str], host: str = "") 
 
 
 def installed_sinks() -> list[str]:
-    """Of SINK_PACKAGES, those that are installed here."""
+    """Packages of SINK_PACKAGES that are installed here."""
     # A mere folder of that name, as wandb leaves one where it is used, has a specification but no origin.
     return [name for name in SINK_PACKAGES if (spec := find_spec(name)) is not None and spec.origin is not None]

@@ -19,7 +19,7 @@ from asyncrl.runtime.processes import (
 )
 
 LEFTOVERS_S = 10.0
-"""Time that what was killed has to end; a process that the kernel holds longer is given up and named."""
+"""Time that killed processes have to end; a process that the kernel holds longer is given up and named."""
 HINT_BYTES = 8192
 HINT_CHARACTERS = 300
 
@@ -33,7 +33,7 @@ class Child:
     pid: int
     log: Path
     log_start: int
-    """Where in its log this process began to write."""
+    """Offset in its log at which this process began to write (bytes)."""
     _pidfd: int
     stuck: list[int] = field(default_factory=list)
     """Processes that it has left behind and that do not end though they were killed."""
@@ -59,7 +59,7 @@ class Child:
     async def wait(self, others: Collection[int]) -> int:
         """Wait for its end, end what it leaves behind, reap it all; the exit code, negative for a signal.
 
-        What it leaves behind are the members of its process group and of its session, which have become our
+        Its leftovers are the members of its process group and of its session, which have become our
         children (this process is a subreaper). ``others`` are the pids of our other actors. The process must
         not be waited for by anyone else.
         """
@@ -92,7 +92,7 @@ class Child:
             kill_group(self.pid)
 
     def ask_for_stacks(self) -> None:
-        """SIGUSR1, which an actor answers in its log. Raises ProcessLookupError once it has ended."""
+        """Send SIGUSR1, which an actor answers in its log. Raises ProcessLookupError once it has ended."""
         if self._reaped:
             raise ProcessLookupError(self.pid)
         os.kill(self.pid, signal.SIGUSR1)

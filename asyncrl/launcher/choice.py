@@ -1,4 +1,4 @@
-"""Which of the runs of a name is gone on with: NAME, NAME-2, NAME-3 and so on.
+"""The choice of the run that is gone on with among those of a name: NAME, NAME-2, NAME-3 and so on.
 
 The one whose newest checkpoint was written last; runs that began later and are passed over are told. Where none has a
 checkpoint it is NAME, from the initial weights. A run that lives is refused, for it may be the one that is meant.
@@ -28,12 +28,12 @@ class Candidate:
     number: int
     """1 of NAME, k of NAME-k."""
     began: float
-    """When its last attempt began, in seconds of the wall clock."""
+    """Time at which its last attempt began, in seconds of the wall clock."""
     written: float | None
-    """When its newest checkpoint was written; None if it has none."""
+    """Time at which its newest checkpoint was written, in the same seconds; None if it has none."""
     lives: bool = False
     unbegun: bool = False
-    """It ended before its first step."""
+    """Whether it ended before its first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Choice:
 
     path: Path
     why: str
-    """Empty where there was nothing to choose from."""
+    """Reason of the choice; empty where there was nothing to choose from."""
     warnings: list[str]
     """Later runs that were passed over."""
 
@@ -60,7 +60,7 @@ def find_candidates(config: Config) -> list[Candidate]:
 
 
 def choose(candidates: Sequence[Candidate]) -> Choice:
-    """The one to go on with, of at least one. Raises UsageError if one of them lives."""
+    """The run to go on with, of at least one candidate. Raises UsageError if one of them lives."""
     for candidate in candidates:
         if candidate.lives:
             raise UsageError(f"{in_use(candidate.path)}, or name another run of that name by --resume PATH")

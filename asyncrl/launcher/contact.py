@@ -31,7 +31,7 @@ A = TypeVar("A")
 
 
 class Contact:
-    """See the module. ``process`` is handed on to whoever follows the agent."""
+    """The launcher's end of one host before its agent lives. ``process`` is handed on to the agent's follower."""
 
     def __init__(self, name: str, start: StartCommand) -> None:
         self.name, self.start = name, start
@@ -103,7 +103,7 @@ class Contact:
         self.process.stdin.close()
 
     def keep_errors(self, log: Path) -> None:
-        """From now on what the command itself says goes to this file, together with what it has said."""
+        """Append the command's own words to this file from now on, together with those that it has said."""
         self._log = log
         if self._errors:
             self._append(self._errors)
@@ -121,7 +121,7 @@ class Contact:
             self._kill()
 
     async def exited(self) -> int:
-        """Its exit code, after its output has ended; the command is ended if it has not by itself within EXIT_S."""
+        """Exit code of the command, after its output has ended; it is killed unless it ends by itself within EXIT_S."""
         try:
             async with asyncio.timeout(EXIT_S):
                 await self.process.wait()
@@ -147,7 +147,7 @@ class Contact:
 
     async def _stop_reading(self) -> None:
         if self._reading is not None:
-            # What has left the command may still be on its way; what it has left behind may keep its end open.
+            # Words of the command may still be on their way; a process that it has left behind may keep its end open.
             await asyncio.wait([self._reading], timeout=0.5)
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

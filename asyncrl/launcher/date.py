@@ -12,7 +12,7 @@ from asyncrl.launcher.begun import CONFIG, read_tree
 
 
 def with_date(config: Config, resumed: Path | None) -> Config:
-    """The same with chat.date: the user's, else that of the run folder that is resumed, else today's."""
+    """The configuration with chat.date: the user's, else that of the run folder that is resumed, else today's."""
     if config.chat.date is not None:
         return config
     date = None

@@ -37,7 +37,7 @@ class Detached:
     """The child's end: tells the command that waits where the run is, and that it runs."""
 
     output: IO[bytes]
-    """Where this process writes so far."""
+    """File that this process writes to so far."""
     pipe: int
 
     def has_folder(self, run_dir: Path, logs: Path, head: str = "") -> None:
@@ -61,13 +61,13 @@ class Detached:
 
     def _tell(self, word: dict[str, object]) -> None:
         if self.pipe >= 0:
-            # Where nobody waits, its terminal was closed.
+            # Nobody waits any more once the terminal is closed.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self.pipe, json.dumps(word).encode() + b"\n")
 
 
 def detach() -> Detached | int:
-    """In the child, what it is to tell; in the parent, the command's exit code, once the run runs. Raises OSError."""
+    """Divide: the child gets its end, the parent the command's exit code once the run runs. Raises OSError."""
     _flush()
     output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     ours, theirs = os.pipe()
@@ -85,7 +85,7 @@ def detach() -> Detached | int:
 
 
 class _Waiting:
-    """The parent."""
+    """The parent, which waits until the run runs or the child has ended."""
 
     def __init__(self, child: int, pipe: int, output: IO[bytes]) -> None:
         self._child, self._pipe, self._output = child, pipe, output

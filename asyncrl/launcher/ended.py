@@ -1,4 +1,4 @@
-"""How a run ended, kept in its folder, and what is left of it to go on from.
+"""The record of how a run ended, kept in its folder, and what is left of it to go on from.
 
 The head's agent writes the record when everything that it started has ended. A run of which there is no record for its
 last attempt was killed: an agent that dies writes none. Reading fails with nothing but OSError.
@@ -24,24 +24,24 @@ from asyncrl.monitor.whole import replace_whole
 
 ENDED = "ended.json"
 COMMAND = "command.txt"
-"""In the folder of logs of an attempt."""
+"""File in the folder of logs of an attempt: the command that began it."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How the attempt ended whose logs are in ``log_dir``."""
+    """The end of the attempt whose logs are in ``log_dir``."""
 
     log_dir: str
     ended: EndedEvent
 
 
 def write_ended(run_dir: Path, log_dir: str, ended: EndedEvent) -> None:
-    """Keep it, in the place of that of the attempt before. Raises OSError."""
+    """Keep the record of an end, in the place of that of the attempt before. Raises OSError."""
     record = msgspec.json.encode(EndRecord(log_dir=log_dir, ended=ended))
     replace_whole(run_dir / ENDED, record.decode() + "\n")
 
 
 def read_ended(folder: RunFolder) -> EndedEvent | None:
-    """How this attempt ended; None if nobody could say. Raises OSError."""
+    """The end of this attempt; None if nobody could say. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
         record = msgspec.json.decode((folder.path / ENDED).read_bytes(), type=EndRecord)
         # The same folder may have several names.
@@ -56,7 +56,7 @@ class Left:
     checkpoint: Found | None
     trained: int
     trouble: str = ""
-    """Why the checkpoints cannot be read."""
+    """Reason that the checkpoints cannot be read; empty if they can."""
     exported: Path | None = None
     """The model of the last step, where this attempt has exported it."""
 
@@ -66,7 +66,7 @@ class Left:
         return max(0, self.trained - (0 if self.checkpoint is None else self.checkpoint.step))
 
     def describe(self) -> str:
-        """In one line; empty where nothing was trained."""
+        """One line for people; empty where nothing was trained."""
         if self.trouble:
             return f"left: the checkpoints cannot be read: {self.trouble}"
         lost = f"lost: {_steps(self.lost)}"
@@ -110,9 +110,9 @@ def write_command(folder: RunFolder, command: str) -> None:
 
 
 def describe_end(folder: RunFolder, ended: EndedEvent, left: Left) -> list[str]:
-    """Why a run ended before its last step, what is left, and how it goes on; nothing of one that is done.
+    """Lines on a run that ended before its last step: what is left, and how it goes on; none on one that is done.
 
-    The last line tells why.
+    The last line tells why it ended.
     """
     if ended.result == "done":
         return []

@@ -3,7 +3,7 @@
 Invariant: nothing that is there is ever overwritten; a taken name makes way for NAME-2, NAME-3 and so on, and a run
 that is resumed has a new folder of logs and keeps the configuration of the attempt before. So has a start in the folder
 of one that ended before its first step, which holds no name (begun.py). The private folder holds
-what actors prove themselves with. It appears with its lock held, and belongs to a run that lives exactly as long as
+the actors' credentials. It appears with its lock held, and belongs to a run that lives exactly as long as
 that is so: the kernel gives a lock up with the last process that holds it. So two runs never share a folder, and what
 was left behind by one that was killed as a whole is known for certain, and removed at the next start.
 """
@@ -46,9 +46,9 @@ from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
 PRIVATE = private_name(0)
 LOCK = "lock"
 SEALING = ("dataloader/0", "learner/0")
-"""One seals the tickets, the other looks whose they are."""
+"""The actor that seals the tickets, and the one that looks whose they are."""
 RUN_ID = "run_id"
-"""In the folder of logs of a run on several hosts: how another host knows that it sees the same folder."""
+"""File in the folder of logs of a run on several hosts: by it another host knows that it sees the same folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +62,12 @@ class RunFolder:
 
     @property
     def private(self) -> Path:
-        """Credentials; removed at the end of the run."""
+        """Folder of the credentials; removed at the end of the run."""
         return self.path / PRIVATE
 
     @property
     def logs(self) -> Path:
-        """The log files of this attempt."""
+        """Folder of the log files of this attempt."""
         return logs_of(self.path, self.attempt)
 
     def describe(self) -> str:
@@ -83,7 +83,7 @@ class RunFolder:
 def create_run_folder(config: Config) -> RunFolder:
     """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
 
-    One that was left by a start which ended before its first step is free: what comes is its next attempt.
+    A folder that was left by a start which ended before its first step is free: the run is its next attempt.
     """
     parent = Path(config.run.dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
 
 
 def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
-    """The credentials of a run on as many hosts."""
+    """The credentials of a run on ``agents`` hosts."""
     names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER, VIEWER]
     attempts = config.supervision.max_restarts + 1
     return make_keyring(run_id, names, attempts=attempts, curve=config.curve, sealing=SEALING)
@@ -181,7 +181,7 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
 
 
 def in_use(path: Path) -> UsageError:
-    """The error that says so."""
+    """The error that says that a run lives in this folder."""
     return UsageError(f"{path} is in use: the run in it is still going on; end that first")
 
 
@@ -240,7 +240,7 @@ def _next_free(parent: Path, config: Config) -> Path:
 
 
 def _free(parent: Path, config: Config) -> Iterator[Path]:
-    """Folders of the name that a run may have: new ones, and what a failed start of the same name has left."""
+    """Folders of the name that a run may have: new ones, and those that a failed start of the same name has left."""
     for number in count(1):
         path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
         # A folder of checkpoints elsewhere may be that of another run of this name.

@@ -1,8 +1,8 @@
 """Follows the agents of a run, one on each host, to the end of all of them, and passes the user's wishes on.
 
 The head's agent has the controller, so it is the one that is asked to end the run, and the one that says how it ended;
-the others hear of it from the controller. Whichever signal asks, a run that runs makes way; it is ended at once by a
-second one, and where it has not begun. Whatever hangs, the end comes: agents that do not end their actors within
+the others hear of it from the controller. A run that runs makes way at any signal; it is ended at once by a second one,
+and where it has not begun. The end comes even if something hangs: agents that do not end their actors within
 ``drain_s`` of the run's end are told to kill them, and those that do not even do that are killed, and then their
 guards end the rest.
 
@@ -40,12 +40,12 @@ from asyncrl.runtime.processes import children_of
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""
 LOOK_AGAIN_S = 2.0
-"""Between two looks at a head whose connection is lost."""
+"""Pause between two looks at a head whose connection is lost."""
 
 
 @dataclass
 class Follower:
-    """See the module. ``members`` are in the order of their index, the head first."""
+    """The follower of a run's agents. ``members`` are in the order of their index, the head first."""
 
     config: Config
     folder: RunFolder
@@ -55,7 +55,7 @@ class Follower:
     on_running: Callable[[], None] = lambda: None
     """Called when the run runs."""
     phase: str = ""
-    """Of the run, as last heard of."""
+    """Phase of the run, as last heard of."""
     has_run: bool = False
     """Whether it ran once: a controller that is started again begins with a run that starts."""
     _failure: EndedEvent | None = None
@@ -134,7 +134,7 @@ class Follower:
             self._head.send(STOP)
 
     def _voice(self) -> Member | None:
-        """Who tells the state of the run: the head, or the first that is still heard."""
+        """The member that tells the state of the run: the head, or the first that is still heard."""
         return next((member for member in self.members if not member.lost), None)
 
     # --- the end ---
@@ -189,13 +189,13 @@ class Follower:
             ending.cancel()
 
     async def _until(self, enough: Any) -> None:
-        """Until that holds, or nothing more will be heard of anybody."""
+        """Wait until ``enough`` holds, or nothing more will be heard of anybody."""
         while not (enough() or all(member.over for member in self.members)):
             await self._news.wait()
             self._news.clear()
 
     async def _leave_nothing(self) -> None:
-        """What is a child of this process ends before it returns; the other hosts are asked."""
+        """End the agents on this host, and ask the other hosts whose end was not heard."""
         for member in self.members:
             if member.contact is None and member.process.returncode is None:
                 member.exit_code = None
@@ -205,7 +205,7 @@ class Follower:
         await asyncio.gather(*(self._confirm(member) for member in unknown))
 
     async def _wait_for_lost_head(self) -> None:
-        """Nobody can say how the run goes: until it has ended, the user asks for it, or the head stays out of reach."""
+        """Wait until the run, now unheard, has ended, the user asks for it, or the head stays out of reach."""
         head, supervision = self._head, self.config.supervision
         assert head.contact is not None
         order = EndOrder(run_dir=str(self.folder.path), index=head.index, patience_s=LOOK_AGAIN_S, kill=False)
@@ -228,12 +228,12 @@ class Follower:
                 await again.close()
 
     def _is_gone(self, member: Member) -> bool:
-        """Whether its guard has told its own end, which is that of all."""
+        """Whether the member's guard has told its own end, which is that of all."""
         assert member.contact is not None
         return member.exit_code is not None and not member.contact.start.is_lost(member.exit_code)
 
     async def _confirm(self, member: Member) -> None:
-        """See that nothing is left on a host whose end was not heard."""
+        """Make sure that nothing is left on a host whose end was not heard."""
         assert member.contact is not None
         member.contact.kill()
         await member.contact.close()
@@ -278,7 +278,7 @@ class Follower:
         return EndedEvent(result="failed", actor=self._head.name, reason=reason, exit_code=1)
 
     def _named(self, ended: EndedEvent) -> EndedEvent:
-        """With the signal that asked for it."""
+        """The end with the signal that asked for it."""
         if ended.result not in ("stopped", "preempted") or not self.interrupts.signal:
             return ended
         cause = cause_of(self.interrupts.signal)

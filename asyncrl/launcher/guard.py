@@ -1,4 +1,4 @@
-"""The guard: outlives the node agent and ends whatever that leaves behind.
+"""The guard: outlives the node agent and ends every process that the agent leaves behind.
 
     python -m asyncrl.launcher.guard PRIVATE_FOLDER LOCK_FD
 
@@ -56,7 +56,7 @@ def main() -> int:
             leave_name(folder.parent, Path.cwd())
         shutil.rmtree(private, ignore_errors=True)
         with contextlib.suppress(OSError):
-            # Of a host that has only a part of the run: the agent has emptied it.
+            # The folder of a host that has only a part of the run: the agent has emptied it.
             folder.parent.rmdir()
     if stuck:
         sys.stderr.write(f"guard: processes {stuck} were killed but do not end\n")

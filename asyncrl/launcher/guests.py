@@ -1,6 +1,6 @@
 """Follows the hosts that have joined a run, and nobody else, to their end.
 
-What they write and say is shown and kept as by the run's own launcher. They end with the run, or when they leave it: by
+Their events and logs are shown and kept as by the run's own launcher. They end with the run, or when they leave it: by
 ``--leave``, because the controller lets them go, or because this command is interrupted. The first signal has the
 controller drain them, a second one ends them at once; the run goes on without them. One that the controller does not
 let go, as the last with a rollouter, goes on until then. A lost connection ends nothing.
@@ -28,7 +28,7 @@ ASK_S = 20.0
 
 @dataclass
 class Guests:
-    """See the module."""
+    """The follower of the hosts that have joined a run; the module tells its rules."""
 
     run: LivingRun
     members: Sequence[Member]
@@ -44,7 +44,7 @@ class Guests:
     _killing: bool = False
 
     async def main(self) -> int:
-        """Until all have ended; the exit code."""
+        """Follow the hosts until all have ended; the exit code."""
         self.interrupts.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -120,7 +120,7 @@ class Guests:
             self.progress.warn([str(error)])
 
     def _conclude(self, member: Member) -> int:
-        """Say how it ended; the exit code that this amounts to."""
+        """Say how a member ended; the exit code that this amounts to."""
         ended = member.ended
         if ended is None and member.lost:
             self.progress.warn([f"{member.loss_words}; what runs there goes on with the run"])

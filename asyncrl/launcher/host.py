@@ -1,19 +1,18 @@
-"""What a node agent decides, without sockets, clocks or processes.
+"""The decisions of a node agent, without sockets, clocks or processes.
 
-Events go in, instructions come out. On the head the controller is started first and the others once it has answered;
-a death is followed by a restart or by the end of the run, as the policy has it; a replica that is given up is started
-again when the controller, which sets it aside, wants it back; who is condemned is killed, and dies
-as any other. While the controller is being started again the others go on, and its successor is told of every end
-that it may not know, and of a wish that the run make way. Invariants: only the very process that is condemned is
-killed for it; nothing is started once the run is ending; from then on ``deadline`` says when everything that is left
-is killed, never later than ``drain_s`` after; a run that is to make way, whoever has asked the controller for it, is
-ending at the latest ``grace_s`` and ``drain_s`` after; the first failure that this host or the controller knows of is
-the one that is reported; the host is finished only when no process is left. On a host that was cut off from the
-controller for so long that it may count as lost, the ends of those that lived there meanwhile are nobody's fault: they
-are started again without counting, and ends that could not be told are told again. A host that is to leave starts
-nothing any more, and ends when its actors have. Who ends with exit code 0 was told to, or so it seems: the controller
-says whether that is so, and only if not, or if it does not say so for VERDICT_S, that end is a death. The caller brings
-the time (monotonic, s).
+Events go in, instructions come out. On the head the controller is started first and the others once it has answered; a
+death is followed by a restart or by the end of the run, as the policy has it; a replica that is given up is started
+again when the controller, which sets it aside, wants it back; an actor that is condemned is killed, and dies as any
+other. While the controller is being started again the others go on, and its successor is told of every end that it may
+not know, and of a wish that the run make way. Invariants: only the very process that is condemned is killed for it;
+nothing is started once the run is ending; from then on ``deadline`` says when everything that is left is killed, never
+later than ``drain_s`` after; a run that is to make way, at anybody's wish, is ending at the latest ``grace_s`` and
+``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
+finished only when no process is left. On a host that was cut off from the controller for so long that it may count as
+lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and ends
+that could not be told are told again. A host that is to leave starts nothing any more, and ends when its actors have.
+An actor that ends with exit code 0 was told to, or so it seems: the controller says whether that is so, and only if
+not, or if it does not say so for VERDICT_S, that end is a death. The caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from asyncrl.runtime.registry import FIRST_WORD_S
 from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit, is_replicated
 
 NEVER_RAN_GRACE_S = 1.0
-"""A run that never got going has nothing worth waiting for."""
+"""Longest drain of a run that never got going, which has nothing worth waiting for."""
 CUT_OFF_SHARE = 0.5
-"""Of supervision.host_lost_s: silence of the controller after which this host may be lost to it."""
+"""Silence of the controller after which this host may be lost to it, as a share of supervision.host_lost_s."""
 VERDICT_S = 10.0
 """Longest wait for the controller's word on an actor that ended with exit code 0: two of its answers may be lost."""
 UNANSWERED = 2
@@ -51,7 +50,7 @@ UNANSWERED = 2
 
 @dataclass(frozen=True, slots=True)
 class _Unexplained:
-    """An end with exit code 0: until when the controller's word on it is waited for, and what is known of it."""
+    """An end with exit code 0, the time until which the controller's word on it is awaited, and what is known of it."""
 
     until: float
     hint: str
@@ -68,7 +67,7 @@ class Host:
     """Time that a run has to make way."""
     failure: ActorFailed | None = None
     stopped: str = ""
-    """Why the run was stopped, if it was."""
+    """Reason that the run was stopped; empty if it was not."""
     preempted: bool = False
     """Whether it ended because it was asked to, and left a checkpoint to go on from."""
     finished_run: bool = False
@@ -77,37 +76,37 @@ class Host:
     leaving: bool = False
     """Whether this host is to leave while the run goes on."""
     deadline: float | None = None
-    """When everything that is left is killed."""
+    """Time at which everything that is left is killed."""
     living: set[str] = field(default_factory=set)
     incarnations: dict[str, int] = field(default_factory=dict)
-    """Of the process of each actor that was spawned last."""
+    """Incarnation of the process of each actor that was spawned last."""
     _due: dict[str, tuple[float, str, float]] = field(default_factory=dict)
-    """When, after which death, and at which time that was, an actor is started again."""
+    """Restarts to come, by actor: the time of the restart, the reason and the time of the death."""
     _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
-    """Who has ended with exit code 0, until it is known whether it was told to."""
+    """Actors that have ended with exit code 0, until it is known whether they were told to."""
     _condemned: dict[str, str] = field(default_factory=dict)
-    """Who is being killed because it was condemned, with the reason."""
+    """Actors that are being killed because they were condemned, with the reason."""
     _aside: dict[str, bool] = field(default_factory=dict)
-    """Which replicas are not started for now, and whether the living controller has said so."""
+    """Replicas that are not started for now, each with whether the living controller has said so."""
     _ends: dict[str, Report] = field(default_factory=dict)
     """The last end of each actor."""
     _all_started: bool = False
     _reachable: bool = False
     """Whether the living controller has been heard of."""
     _reach_by: float | None = None
-    """When a controller that was started again must have been heard of."""
+    """Time by which a controller that was started must have been heard of."""
     _has_run: bool = False
     _heard: float = 0.0
     _unanswered: int = 0
     _stale: set[str] = field(default_factory=set)
-    """Who lived here while this host was cut off."""
+    """Actors that lived here while this host was cut off."""
     _launcher_gone: bool = False
     _guard_lost: bool = False
     _stop_asked: bool = False
     _preempted_by: str = ""
-    """Who asked that the run make way."""
+    """Words for who asked that the run make way; empty for none."""
     _preempted_until: float | None = None
-    """When the run must have made way, if it is to."""
+    """Time by which the run must have made way, if it is to."""
     _checkpoint: bool = False
     """Whether there is a complete checkpoint."""
     _supervisor: Supervisor = field(init=False)
@@ -118,7 +117,7 @@ class Host:
 
     @property
     def controller(self) -> str:
-        """Its name."""
+        """Name of the controller."""
         return CONTROLLER
 
     @property
@@ -136,9 +135,7 @@ class Host:
         return self._spawn(self.controller) if self.is_head else []
 
     def controller_at(self, now: float) -> None:
-        """It is known where the controller is; who is started when it has said something has a number above what it
-        knows.
-        """
+        """The controller's address is known; actors started after its first word have numbers above those it knows."""
         if self.is_head and not self.ending:
             self._reach_by = now + self._first_word_s
 
@@ -264,7 +261,7 @@ class Host:
         if goes_on:
             return [*told, *self._heed_aside(state), *self._kill_condemned(state)]
         if actor := state.failed_actor:
-            # What an actor said of itself is worth more than what its end looks like from here.
+            # An actor's own word is worth more than what its end looks like from here.
             log = state.log or self.logs.get(actor)
             self.failure = ActorFailed(actor, state.reason, log=log, exit_code=state.exit_code)
         elif state.exit_code == 0:
@@ -355,7 +352,7 @@ class Host:
         return instructions
 
     def next_deadline(self) -> float | None:
-        """When ``tick`` is to be called if nothing happens before."""
+        """Time at which ``tick`` is to be called if nothing happens before."""
         if self.ending:
             return self.deadline
         times = [at for at, *_ in self._due.values()] + [end.until for end in self._unexplained.values()]
@@ -397,7 +394,7 @@ class Host:
         return not self.is_head and self._reachable and now - self._heard >= cut_off_s
 
     def _heed_aside(self, state: RunState) -> list[Instruction]:
-        """Have nobody live who is set aside, and start who is so no more."""
+        """Kill the actors that are set aside, and start those that are so no more."""
         if self.leaving or self.ending:
             return []
         instructions: list[Instruction] = []

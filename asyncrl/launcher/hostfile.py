@@ -33,7 +33,7 @@ class HostLine:
     slots: int | None = None
 
     def usable(self, gpus: Sequence[str]) -> tuple[str, ...]:
-        """Of the ``gpus`` found on the host, those that the run may use. Raises UsageError where there are too few."""
+        """GPUs that the run may use, of the ``gpus`` found on the host. Raises UsageError where there are too few."""
         if self.slots is not None and self.slots > len(gpus):
             raise UsageError(f"{self.name}: slots={self.slots} in the hostfile, but {len(gpus)} GPUs are there")
         return tuple(gpus[: self.slots])
@@ -63,7 +63,7 @@ def parse_hostfile(text: str, path: str) -> list[HostLine]:
         found = _name_problems(name)
         slots, wrong = _slots(settings)
         found += wrong
-        # Of a name in other letters DNS makes the same host.
+        # DNS makes the same host of a name in other letters.
         first = lines.setdefault(name.lower(), number)
         if first != number and not _name_problems(name):
             found.append(f"{name} is there already, in line {first}; name each host once, with all of its slots")
@@ -124,7 +124,7 @@ def _is_address(name: str) -> bool:
 
 
 def _slots(settings: Sequence[str]) -> tuple[int | None, list[str]]:
-    """(slots, what is wrong) of what follows a host's name."""
+    """(slots, problems) of the words that follow a host's name."""
     slots: int | None = None
     problems = []
     for setting in settings:

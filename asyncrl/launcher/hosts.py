@@ -1,4 +1,4 @@
-"""What the host offers on which the launcher runs, found out without importing torch."""
+"""The cores and GPUs of the host on which the launcher runs, found out without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher and a host's entry point (``remote``) tell each other before the agent lives: a JSON line each.
+"""The words between the launcher and a host's entry point (``remote``) before the agent lives: a JSON line each.
 
 ``remote`` says first what the host offers. Orders follow: which way leads to the head, and then either what the host
 is to do in the run, or to see that nothing is left of a run. Answers come in the order of the orders. The first line
@@ -18,7 +18,7 @@ class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
     """The first line: what the host offers."""
 
     version: str
-    """Of asyncrl there."""
+    """Version of asyncrl there."""
     hostname: str
     cpus: int
     gpus: list[str]
@@ -28,13 +28,13 @@ class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
     client: str = ""
     """Address from which the launcher reached this host, where ssh says so."""
     sinks: list[str] = []
-    """Of the packages that sinks need, those that are installed there."""
+    """Packages that sinks need and that are installed there."""
     descriptors: int = 0
     """The most files that a process may have open there; 0 if it is not told."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
-    """By which of its addresses does the host reach the head?"""
+    """The question by which of its addresses the host reaches the head."""
 
     head: str
     """The head's name in the hostfile."""
@@ -43,7 +43,7 @@ class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
 
 
 class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
-    """The answer."""
+    """The answer to RouteQuery."""
 
     named: list[str]
     """The addresses that the head's name has on this host; none if it is not known there."""
@@ -52,15 +52,15 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
 
 
 class ModelQuery(Struct, frozen=True, kw_only=True, tag="model"):
-    """Is the model there, and whole?"""
+    """The question whether the model is there, and whole."""
 
     path: str
     folder: str
-    """Where the launcher was called; a relative path begins there, if there is such a folder."""
+    """Folder in which the launcher was called; a relative path begins there, if there is such a folder."""
 
 
 class ModelFound(Struct, frozen=True, kw_only=True, tag="model"):
-    """The answer."""
+    """The answer to ModelQuery."""
 
     finding: Finding
 
@@ -73,15 +73,15 @@ class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
     run_dir: str
     log_dir: str
     index: int
-    """Of the agent."""
+    """Index of the agent."""
     config: str
     """The resolved configuration (JSON)."""
     credentials: dict[str, Any]
     """Content by file name."""
     folder: str
-    """Where the launcher was called; the agent works there too, if there is such a folder."""
+    """Folder in which the launcher was called; the agent works there too, if there is such a folder."""
     env: dict[str, str]
-    """Laid over the host's own environment."""
+    """Variables laid over the host's own environment."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):
@@ -100,7 +100,7 @@ class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag="gone"):
-    """The answer: whether something lives still, and whether it was killed for this order."""
+    """The answer to EndOrder: whether something lives still, and whether it was killed for this order."""
 
     living: bool
     killed: bool

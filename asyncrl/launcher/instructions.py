@@ -1,4 +1,4 @@
-"""What a node agent is to do: the instructions of host.py, which the agent carries out in their order."""
+"""The instructions of host.py to a node agent, which the agent carries out in their order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReportStart:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell whoever watches that an actor that died for this reason, so long ago, is started again."""
+    """Tell the launcher that an actor that died for this reason, so long ago, is started again."""
 
     name: str
     reason: str

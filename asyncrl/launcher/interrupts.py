@@ -16,7 +16,7 @@ from asyncrl.launcher.signals import heeded
 
 
 class Interrupts:
-    """Those that came."""
+    """The signals that came."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -30,7 +30,7 @@ class Interrupts:
             loop.add_signal_handler(number, self.note, number)
 
     def note(self, number: int) -> None:
-        """One has come."""
+        """A signal has come."""
         before = self.signal
         if before in (0, signal.SIGHUP):
             self.signal = number
@@ -38,11 +38,11 @@ class Interrupts:
             self._came.set()
 
     async def first(self) -> None:
-        """Wait for one, be it one that has come since the last wait for the next."""
+        """Wait for a signal, be it one that has come since the last wait for the next."""
         await self._came.wait()
 
     async def next(self, timeout: float) -> None:
-        """Wait for one that comes from here on, or until ``timeout`` seconds are over."""
+        """Wait for a signal that comes from here on, or until ``timeout`` seconds are over."""
         self._came.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -50,7 +50,7 @@ class Interrupts:
 
 
 async def undone_by_signals(work: Awaitable[int], progress: Progress) -> int:
-    """What ``work`` returns. A signal cancels it, and is said and returned, unless it has taken signals over itself."""
+    """Result of ``work``. A signal cancels it, and is said and returned, unless it has taken signals over itself."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     came: list[int] = []

@@ -1,6 +1,6 @@
 """Hosts join a living run: reach them, have the controller name them and admit their keys, start their agents.
 
-The configuration is that of the run; what is decided here is how many engines each host has room for. The keys of the
+The configuration is that of the run; the number of engines on each host is decided here, by its room. The keys of the
 new agents and rollouters are made here, and their public halves go to the controller, which alone lets anybody in.
 From then on this is the launcher of these hosts and of nobody else (see ``guests``). If anything fails before their
 agents live, the controller is told, and what was begun is undone; should that not be possible, it lets them go by
@@ -152,7 +152,7 @@ class _Joining:
     # --- the run ---
 
     async def _begin(self, controller: Controller) -> list[Member]:
-        """Everything up to living agents. Raises AsyncRLError, having undone it."""
+        """Do everything up to living agents. Raises AsyncRLError, having undone it."""
         attempts = self.run.config.supervision.max_restarts + 1
         curve = self.run.credentials.curve
         pairs: dict[str, list[Pairs]] = {
@@ -193,7 +193,7 @@ class _Joining:
         )
 
     async def _ask(self, controller: Controller, request: Join) -> Joined:
-        """Until everybody knows the newcomers. Raises UsageError."""
+        """Ask the controller until everybody knows the newcomers. Raises UsageError."""
         loop = asyncio.get_running_loop()
         limit = self.run.config.supervision.start_timeout_s
         until = loop.time() + limit
@@ -213,7 +213,7 @@ class _Joining:
                 await controller.ask(leave, timeout=WITHDRAW_S)
 
     def _mark_folder(self) -> None:
-        """So that a host that sees the run folder uses it."""
+        """Write the run's id into its logs, so that a host that sees the run folder uses it."""
         with contextlib.suppress(FileExistsError), (self.run.folder.logs / RUN_ID).open("x") as file:
             file.write(self.run.folder.run_id)
 

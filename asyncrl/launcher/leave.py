@@ -54,7 +54,7 @@ async def _leave(run: LivingRun, host: str, within_s: float) -> int:
 
 
 async def _wait_until_left(controller: Controller, agent: str) -> MemberHost | None:
-    """None if the run ends before."""
+    """The host, once it has left; None if the run ends before."""
     async for members in controller.members():
         for host in members.hosts:
             if host.agent == agent and host.stage == "left":

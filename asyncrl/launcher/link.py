@@ -19,7 +19,7 @@ from asyncrl.wire.zeromq import ZmqTransport
 ASK_STOP_S = 2.0
 RETRY_S = 0.5
 SILENCE_SHARE = 0.5
-"""Of supervision.silence_s and host_lost_s: the deadline of a call whose answer is missed."""
+"""Deadline of a call whose answer is missed, as a share of the shorter of supervision.silence_s and host_lost_s."""
 
 
 def agent_name(index: int) -> str:
@@ -102,7 +102,7 @@ class ControllerLink(Actor):
                 await self.peer(CONTROLLER).call(HostLeft(), timeout=until - loop.time())
                 return
             except Refused:
-                # Who has left is not spoken to any more, so this is known.
+                # A host that has left is not spoken to any more, so this is known.
                 return
             except WireError as error:
                 self.log.warning("farewell not heard", error=str(error))

@@ -1,6 +1,6 @@
 """A run that lives, as a command finds it that is not its launcher: its folder, its keys, and its controller's ear.
 
-Whoever can read the private folder on the head's machine may speak to the controller as ``launcher/0``; many commands
+Users who can read the private folder on the head's machine may speak to the controller as ``launcher/0``; many commands
 may at once, and one too many is told so. Every call has a deadline. Fails with UsageError where there is no such run,
 it is over, or its private folder is closed to this user, and where the controller refuses what is asked, in its words.
 """
@@ -31,7 +31,7 @@ from asyncrl.wire.keys import Credentials, load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
 INCARNATION = 1
-"""Of every command that speaks as the launcher: with one of its own the newest would shut the others out."""
+"""Incarnation of every command that speaks as the launcher: with its own the newest would shut the others out."""
 WATCH_S = 10.0
 """Deadline of a parked call; the controller answers before half of it."""
 AGAIN_S = 0.5
@@ -40,17 +40,17 @@ AGAIN_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivingRun:
-    """Where it is, and what is needed to speak to it."""
+    """A living run: its place, and what is needed to speak to it."""
 
     folder: RunFolder
     config: Config
     address: str
-    """Of the controller."""
+    """Address of the controller."""
     credentials: Credentials
 
     @property
     def lives(self) -> bool:
-        """Whether it still does."""
+        """Whether the run still lives."""
         return is_living(self.folder.path)
 
 
@@ -163,7 +163,7 @@ def _refused(error: RemoteError | ProtocolError) -> NoReturn:
 
 
 def _read(path: Path) -> str | None:
-    """None if it is not there. Raises PermissionError."""
+    """The text of a file; None if it is not there. Raises PermissionError."""
     try:
         return path.read_text()
     except (FileNotFoundError, NotADirectoryError):

@@ -34,7 +34,7 @@ LEARNER = "learner/0"
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
 GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")
 RESUMED_FROM = "resumed_from.txt"
-"""In the folder of logs of an attempt that was resumed: from what, and what was passed over."""
+"""File in the folder of logs of a resumed attempt: the checkpoint gone on from, and what was passed over."""
 LONGEST_EVENT_BYTES = 64 << 20
 
 
@@ -49,7 +49,7 @@ def run_local(
 ) -> int:
     """Run to the end and show it; the exit code. Raises UsageError if the run to be resumed lives.
 
-    ``command`` is what goes on with it where --resume is added.
+    ``command`` goes on with it where --resume is added.
     ``detached`` hears of the run's folder, and that the run runs.
     """
     progress = Progress(sys.stdout, config.learner.steps)
@@ -70,7 +70,7 @@ def begin(
 ) -> int:
     """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError.
 
-    Returns what the incarnations of this attempt are above.
+    Returns the number that the incarnations of this attempt are above.
     """
     if resumption is None:
         progress.say(folder.describe())
@@ -114,7 +114,7 @@ def agent_spec(
     host: str = "",
     name: str = "",
 ) -> AgentSpec:
-    """What the agent of a host is told; ``placed`` are its actors, ``host`` the address that they bind.
+    """The spec of a host's agent; ``placed`` are its actors, ``host`` the address that they bind.
 
     ``name`` is that of the host in the hostfile; incarnations are larger than ``above``, the same for all agents.
     """
@@ -150,7 +150,7 @@ async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.
 
 
 def _last_figures(folder: RunFolder) -> dict[str, float]:
-    """Those of the learner, as the run's controller has recorded them last; empty where it has not, or not here."""
+    """The learner's figures, as the run's controller has recorded them last; empty where it has not, or not here."""
     try:
         recorded = last_recorded(folder.path, folder.attempt)
     except OSError:

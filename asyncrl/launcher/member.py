@@ -1,7 +1,7 @@
-"""A living agent as whoever follows it has it: what it says, what it is told, and how it ends.
+"""A living agent as its follower has it: what it says, what it is told, and how it ends.
 
 It is told to end, then to kill, and then its connection is cut, each step with a deadline. Its log lines are appended
-to those of the run, and whatever else writes to a connection is shown.
+to those of the run, and all other lines of a connection are shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.launcher.spec import ARRIVED, KILL, STOP, EndedEvent, Event, LogEve
 from asyncrl.runtime.supervision import describe_exit
 
 SLACK_S = 1.5
-"""How much longer than ``drain_s`` an agent has before it is told to kill, and then before it is killed."""
+"""Time beyond ``drain_s`` that an agent has before it is told to kill, and then before it is killed."""
 
 
 @dataclass(eq=False)
@@ -31,14 +31,14 @@ class Member:
 
     index: int
     host: str
-    """Its name; empty in a run on one host."""
+    """Name of the host; empty in a run on one host."""
     process: asyncio.subprocess.Process
     contact: Contact | None = None
     ended: EndedEvent | None = None
-    """What it said last."""
+    """The last event; None before it has come."""
     exit_code: int | None = None
     lost: bool = False
-    """Its connection ended, and nobody knows what became of it."""
+    """Whether its connection ended, and nobody knows what became of it."""
 
     @property
     def over(self) -> bool:
@@ -47,7 +47,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Of the agent, with its host where there are several."""
+        """Name of the agent, with its host where there are several."""
         return agent_name(self.index) + (f" on {self.host}" if self.host else "")
 
     @property
@@ -57,27 +57,27 @@ class Member:
 
     @property
     def exit_words(self) -> str:
-        """How its process ended."""
+        """Words for the end of its process."""
         assert self.exit_code is not None
         return describe_exit(self.exit_code if self.exit_code < 128 else 128 - self.exit_code)
 
     @property
     def loss_words(self) -> str:
-        """What is known of the loss of its connection."""
+        """Words for the loss of its connection, with the reason where it is known."""
         assert self.contact is not None
         why = f" ({self.contact.last_error})" if self.contact.last_error else ""
         return f"{self.host}: the connection is lost{why}"
 
     def send(self, command: bytes) -> None:
-        """Tell it; lost if its standard input is not there any more."""
+        """Send a command; lost if its standard input is not there any more."""
         assert self.process.stdin is not None
         if not self.over and not self.process.stdin.is_closing():
             self.process.stdin.write(command)
 
     async def hear(self, logs: Path, progress: Progress, take: Callable[[Any], None]) -> None:
-        """Until nothing more comes, with every event that is no log given to ``take``; then it is known how it ended.
+        """Read until nothing more comes, every event that is no log given to ``take``; then it is known how it ended.
 
-        What it sends of ``logs`` is appended there.
+        Its log lines are appended to the files in ``logs``.
         """
         assert self.process.stdout is not None
         decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
@@ -85,7 +85,7 @@ class Member:
             try:
                 event = decoder.decode(line)
             except msgspec.MsgspecError:
-                # Not the agent's: whatever else writes to a connection.
+                # Not the agent's: other things write to a connection too.
                 progress.warn([f"{self.name}: {line.decode(errors='replace').strip()}"])
                 continue
             if isinstance(event, LogEvent):

@@ -1,4 +1,4 @@
-"""Which notices of actors the terminal shows when: each at once, then its count at a decent pace. Pure.
+"""The notices of actors that the terminal shows: each at once, then its count at a decent pace. Pure.
 
 Invariant: the first notice of an actor and key is shown when it comes; a later one of another text, or with twice the
 count shown last, is shown unless that would be within PACE_S of the one before; where only the
@@ -24,11 +24,11 @@ class _Shown:
     told: NoticeEvent
     """The one that was shown last."""
     at: float
-    """When that was (s, monotonic)."""
+    """Time at which that was (s, monotonic)."""
 
 
 class ShownNotices:
-    """See the module."""
+    """The notices as they were shown; the module tells the rules."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], _Shown] = {}

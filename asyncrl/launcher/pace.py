@@ -1,4 +1,4 @@
-"""How long a run has taken and is likely to take, from when its steps were heard of. Pure.
+"""The time that a run has taken and is likely to take, by the times at which its steps were heard of. Pure.
 
 The time left is the mean time of the last STEPS steps of this launcher's run, times the steps that are left: a start
 that took long counts in no step. A learner that goes back to a checkpoint begins the mean anew.
@@ -12,7 +12,7 @@ STEPS = 20
 
 
 class Pace:
-    """See the module. ``steps`` is the run's last step, ``began`` when the run was started (s, monotonic)."""
+    """The pace of a run. ``steps`` is its last step, ``began`` the time at which it was started (s, monotonic)."""
 
     def __init__(self, steps: int, began: float) -> None:
         self._steps, self._began = steps, began

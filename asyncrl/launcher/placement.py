@@ -1,9 +1,9 @@
-"""Which actor runs on which host, with which GPUs and which environment: a pure function of config and hosts.
+"""The host of each actor, its GPUs and its environment: a pure function of config and hosts.
 
 The first host is the head: the controller, the dataloader, the learner's rank 0 and the parameter server beside it are
 there. The learner's ranks fill the GPUs of the first hosts, as far as leaves room for the engines; ranks of a host
-follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it. What
-computes on CPUs, ranks as well as engines, goes where it gets most cores, so such runs are spread evenly. Where there
+follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it.
+Ranks and engines that compute on CPUs go where they get most cores, so such runs are spread evenly. Where there
 are episodes, each host with neither GPUs (``slots=0`` says so of one that has some) nor rank nor engine has an episode
 host as well, or the first ``episode.extra_hosts`` of them. Reward pools go to different
 hosts as far as there are hosts, each to the one with most cores free, counting one for each actor there. Where hosts
@@ -11,7 +11,7 @@ are equal the earlier one is taken, and replicas are numbered in the order of th
 
 On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
 of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
-everybody else sees none. What does not fit is refused with the sum that does not.
+everybody else sees none. A run that does not fit is refused with the sum that does not.
 
 Threads: engines get an even share of their host's cores, counting the learner's ranks there; so do ranks with a GPU.
 Ranks that train on the CPU share all of its cores among themselves: an engine beside them mostly has nothing to do for
@@ -37,9 +37,9 @@ MOST_HOSTS_NAMED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a host offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there.
+    """A host and what it offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there.
 
-    ``address`` is where the other hosts reach it; empty for network.host, as on the only host of a run.
+    ``address`` is that by which other hosts reach it; empty for network.host, as on the only host of a run.
     """
 
     name: str
@@ -99,7 +99,7 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
 
 
 def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
-    """The same with the GPUs of an engine, as these hosts let it be where the user does not say. Raises ConfigError."""
+    """The config with the GPUs of an engine, as these hosts let it be if the user does not say. Raises ConfigError."""
     if config.rollout.gpus_per_replica is not None:
         return config
     tree = config.model_dump(mode="json")
@@ -109,8 +109,8 @@ def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
 
 
 def with_episode_hosts(config: Config, hosts: Sequence[Host]) -> Config:
-    """The same with the number of hosts that play episodes beside those of the rollouters: all that can, where the user
-    does not say. ``config`` is that of ``with_gpus``. Raises ConfigError.
+    """The config with the number of hosts that play episodes beside those of the rollouters: all that can, where the
+    user does not say. ``config`` is that of ``with_gpus``. Raises ConfigError.
     """
     wanted = config.episode.extra_hosts
     if config.episode.kind == "single" or wanted == 0:
@@ -238,7 +238,7 @@ def _split_ranks(config: Config, hosts: Sequence[Host], each: int) -> list[int]:
 
 
 def _refusal(config: Config, hosts: Sequence[Host], ranks: int, each: int) -> ConfigError:
-    """Why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
+    """The error that tells why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
     replicas = config.rollout.replicas
     needed, there = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
     parts = [f"learner.ranks = {ranks}"] * bool(ranks)
@@ -270,7 +270,7 @@ def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequen
 
 
 def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
-    """Of each pool the host: those with most cores free, counting one for each actor there; round and round."""
+    """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
     on_head = sum(role_of(name) not in ("learner", "rollouter", "reward", "episodes") for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
@@ -304,12 +304,12 @@ def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
 
 
 def _interface_environment(host: Host) -> dict[str, str]:
-    """Over which interface collectives go."""
+    """Variables that name the interface over which collectives go."""
     return dict.fromkeys(INTERFACE_VARIABLES, host.interface) if host.interface else {}
 
 
 def _torch_environment(config: Config, head: Host, ranks: Sequence[int], index: int, local: int) -> dict[str, str]:
-    """What torch.distributed reads of itself, for a rank of the host at ``index``; the ranks agree on the port."""
+    """Variables that torch.distributed reads, for a rank of the host at ``index``; the ranks agree on the port."""
     return {
         "RANK": str(sum(ranks[:index]) + local),
         "LOCAL_RANK": str(local),

@@ -1,4 +1,4 @@
-"""What the launcher shows of a run while it lives: one live line on a terminal, plain lines elsewhere."""
+"""The launcher's view of a run while it lives: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES_SHOWN = 4
 WARM_STEP = "warm step"
 CLEAR_LINE = "\r\x1b[2K"
 _NEWLINE = "\n"
-"""Stays in what is told of a run; all else that a terminal would obey is shown as an escape."""
+"""Character that stays in what is told of a run; all else that a terminal would obey is shown as an escape."""
 
 
 class Progress:
@@ -47,27 +47,27 @@ class Progress:
         self._pace = Pace(steps, now())
         self.notices = ShownNotices()
         self.step = 0
-        """The last one heard of."""
+        """The last step heard of."""
         self.restarts: dict[str, int] = {}
-        """How often actors were started again, by name."""
+        """Restarts of each actor, by name."""
         self._losses: dict[str, int] = {}
         """Groups that were not trained and the like, in the last step's line, by their key."""
         self._learner_died: tuple[str, float] | None = None
-        """The rank that died first since the last step, and when."""
+        """The rank that died first since the last step, and the time of its death."""
         self._start = 0
-        """The learner's, in the last step's line."""
+        """The learner's ``start`` in the last step's line."""
         self._out = out
         self._err = sys.stderr if err is None else err
         self._steps = steps
         self._live = out.isatty()
         self._stands = ""
-        """How the run stands, in the newest words."""
+        """The state of the run, in the newest words."""
         self._shown = ""
-        """The same as it was written last, with what the run waits for."""
+        """The state as it was written last, with what the run waits for."""
         self._waits: dict[tuple[str, str], str] = {}
-        """For what actors say that the run waits, by actor and key of the notice."""
+        """Words of actors for what the run waits for, by actor and key of the notice."""
         self._died: dict[str, float] = {}
-        """When actors died that are not ready again."""
+        """Time of death of each actor that is not ready again."""
         self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
         """The lost hosts with their actors, and the controller that says so."""
         self._awaited: int | None = None
@@ -131,9 +131,9 @@ class Progress:
             self.say(f"{name} is ready again, {duration(self._now_s() - self._died.pop(name))} after it died")
 
     def _tell_of_hosts(self, state: StateEvent) -> None:
-        """Who is lost, who is back, and who leaves without having come back."""
+        """Tell of hosts that are lost, that are back, and that leave without having come back."""
         controller, before = self._lost
-        # What a controller has not lost itself, it does not tell to be back.
+        # A controller does not tell the return of a host that it has not lost itself.
         before = before if controller == state.controller else {}
         self._lost = state.controller, state.lost_hosts
         for host, actors in state.lost_hosts.items():
@@ -161,7 +161,7 @@ class Progress:
         self._losses = losses
 
     def _tell_of_return(self, line: Line) -> None:
-        """After a learner's death, the first step of its successor, and what that one goes on from."""
+        """Tell of the first step of a dead learner's successor, and what that one goes on from."""
         start, before, step = line.get("start", 0), self._start, line.get("step", 0)
         self._start = start
         if self._learner_died is not None and start > before > 0:
@@ -171,7 +171,7 @@ class Progress:
             self.say(f"{told}, from {_basis(step - 1)}; {_again(step, self.step)}")
 
     def reaching(self, hosts: list[str]) -> None:
-        """Show who of the hosts has not answered yet."""
+        """Show the hosts that have not answered yet."""
         if self._live or not self._reached or len(hosts) <= self._reached // 2:
             self._reached = len(hosts)
             self._now(f"reaching hosts: waiting for {_some(hosts)}" if hosts else "reaching hosts: all are there")
@@ -287,7 +287,7 @@ def losses_of(line: Line) -> dict[str, int]:
 
 
 def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Those that have moved since the line before, each with by how much."""
+    """Words for the counts that have moved since the line before, each with its increase."""
     moved = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
     return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in moved.items()]
 
@@ -300,17 +300,17 @@ def describe_eval(line: Line) -> str:
 
 
 def mean_in_words(mean: Any) -> str:
-    """That of an evaluation; it is null where nothing was scored."""
+    """The mean of an evaluation in words; it is null where nothing was scored."""
     return fixed(mean, 3) if isinstance(mean, int | float) else "n/a"
 
 
 def _basis(step: int) -> str:
-    """What a learner goes on from that has trained so many steps."""
+    """Words for what a learner goes on from that has trained so many steps."""
     return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
 
 
 def _again(first: int, last: int) -> str:
-    """Which steps are trained a second time."""
+    """Words for the steps that are trained a second time."""
     if first > last:
         return "no step is trained again"
     return f"step {last} is trained again" if first == last else f"steps {first} to {last} are trained again"

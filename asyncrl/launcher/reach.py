@@ -19,15 +19,15 @@ from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.start import StartCommand
 
 MORE_FAILURES_S = 3.0
-"""Once a host has failed the others have this time to fail too, so that all are named."""
+"""Time that the other hosts have to fail too once one has failed, so that all are named."""
 A = TypeVar("A")
 
 
 @dataclass
 class Reached:
-    """Those that ``start`` leads to, by name, of the ``count`` hosts of a command.
+    """The hosts that ``start`` leads to, by name, of the ``count`` hosts of a command.
 
-    ``limit_s`` is supervision.start_timeout_s: the deadline of whatever is done.
+    ``limit_s`` is supervision.start_timeout_s: the deadline of each piece of work.
     """
 
     start: StartCommand
@@ -45,11 +45,11 @@ class Reached:
         await self._each(work, "reached", self.progress.reaching)
 
     async def ask(self, orders: Mapping[str, Order], answer: type[A], what: str) -> dict[str, A]:
-        """The answer of each host to its order; ``what`` it was not if it is missing. Raises HostFailed."""
+        """The answer of each host to its order; an error says that a late host was not ``what``. Raises HostFailed."""
         return await self._each({name: self.contacts[name].ask(order, answer) for name, order in orders.items()}, what)
 
     async def close(self) -> None:
-        """Leave them, those excepted whose agents live."""
+        """Leave the hosts, those excepted whose agents live."""
         await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
 
     async def _each(
@@ -58,7 +58,7 @@ class Reached:
         what: str,
         tell: Callable[[list[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """The result for each host; ``tell`` hears who is still awaited."""
+        """The result for each host; ``tell`` hears the hosts that are still awaited."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.limit_s
         tasks = {name: asyncio.ensure_future(each) for name, each in work.items()}

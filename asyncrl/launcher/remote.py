@@ -1,7 +1,7 @@
 """A host's entry point into a run: ``python -m asyncrl.launcher.remote``, started by ssh or srun.
 
 It says what the host offers, answers orders (see ``hostspec``), and becomes the guard of the host's agent, in the same
-process and with the same standard input and output. What it is told comes through standard input alone. Until it has
+process and with the same standard input and output. Its orders come through standard input alone. Until it has
 become the guard it ends when standard input does, or when no order comes for ORDER_S, and leaves nothing behind.
 
 Where the run folder of the launcher is seen, by the run's id in it, that folder is used. Elsewhere one is made at the
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def find_model(query: ModelQuery) -> ModelFound:
-    """See ModelQuery."""
+    """Look whether the model is there, and whole."""
     folder = Path(query.folder)
     path = folder / query.path if folder.is_dir() else Path(query.path)
     return ModelFound(finding=check_model(str(path))[0])
@@ -162,7 +162,7 @@ def remove_part(run_dir: Path) -> None:
 
 
 def end(order: EndOrder) -> Ended:
-    """See EndOrder. The guard's argument tells it apart from every other process."""
+    """Carry out an EndOrder. The guard's argument tells it apart from every other process."""
     run_dir, private = Path(order.run_dir), private_name(order.index)
     until = time.monotonic() + order.patience_s
     killed = False

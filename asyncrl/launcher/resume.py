@@ -1,4 +1,4 @@
-"""What a run is resumed from: which folder, which checkpoint, and whether it is still the same run.
+"""The folder and the checkpoint that a run is resumed from, and whether it is still the same run.
 
 Looks and compares; nothing is changed before ``begin``, which is called with the run's private folder held. The order
 of the data and the meaning of a step depend on the seed and on the geometry of batches, so a run is refused with
@@ -40,20 +40,20 @@ class Resumption:
 
     folder: RunFolder
     checkpoint: Found | None
-    """None: from the initial weights, as there is no checkpoint."""
+    """Checkpoint to go on from; None for the initial weights, as there is no checkpoint."""
     is_finished: bool
     """Whether nothing is left to be done."""
     why: str = ""
-    """Why this run, where there are several of that name."""
+    """Reason that this run is chosen, where there are several of that name."""
     later: tuple[str, ...] = ()
     """Later runs of that name, in words for people."""
     search: StepBack | None = None
-    """Has found the checkpoint, where the user has named none."""
+    """Search that has found the checkpoint, where the user has named none."""
     prompts: KnownPrompts | None = None
-    """Those that the run is to have, where they must not be others."""
+    """Prompts that the run is to have, where they must not be others."""
 
     def describe(self) -> str:
-        """In one line, for people."""
+        """One line for people."""
         why = f" ({self.why})" if self.why else ""
         if self.checkpoint is None:
             begins = "there is no complete checkpoint, so it begins from the initial weights"
@@ -62,7 +62,7 @@ class Resumption:
         return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{why}"
 
     def describe_finished(self, config: Config) -> str:
-        """The same of one that ``is_finished``."""
+        """One line for people, of a run that ``is_finished``."""
         assert self.checkpoint is not None
         step, steps = self.checkpoint.step, config.learner.steps
         return f"{self.folder.path} is finished: step {step} of {steps}; raise learner.steps to go on"
@@ -79,7 +79,7 @@ class Resumption:
         return lines
 
     def begin(self, config: Config) -> list[Path]:
-        """Make this the run's attempt, and its checkpoint the newest; damaged and newer ones, by their new paths.
+        """Make this the run's attempt, and its checkpoint the newest; the new paths of damaged and newer ones.
 
         To be called with the private folder held. Raises CheckpointError or OSError.
         """
@@ -91,7 +91,7 @@ class Resumption:
 
 
 def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
-    """Where the run of ``config`` goes on; ``place`` is "auto", a run folder, or a checkpoint.
+    """The resumption of the run of ``config``; ``place`` is "auto", a run folder, or a checkpoint.
 
     The configuration comes back with the name and folder of the run that was found. Raises UsageError,
     CheckpointError, ConfigError or RunChanged.

@@ -88,7 +88,7 @@ def run_hosts(
 
     ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
     that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
-    folder, and that the run runs; ``command`` is what goes on with it where --resume is added.
+    folder, and that the run runs; ``command`` goes on with it where --resume is added.
     """
     progress = Progress(sys.stdout, config.learner.steps)
     launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere, detached, command)
@@ -111,11 +111,11 @@ class _Launch:
     head: str = ""
     head_is_here: bool = False
     facts: dict[str, Facts] = field(default_factory=dict)
-    """By host, the head first."""
+    """Facts by host, the head first."""
     hosts: list[Host] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    """The checks before the start found these."""
+    """Findings of the checks before the start."""
     reached: Reached = field(init=False)
     """The hosts but this one."""
 
@@ -130,7 +130,7 @@ class _Launch:
         return Path(self.config.run.dir).absolute()
 
     async def main(self) -> int:
-        """Until the agents live a signal undoes everything; from then on it is theirs."""
+        """Launch the run: until the agents live a signal undoes everything; from then on it is theirs."""
         try:
             return await undone_by_signals(self._main(), self.progress)
         finally:
@@ -346,7 +346,7 @@ def passed_on() -> dict[str, str]:
 
 
 def as_set_here(actor: Placed) -> Placed:
-    """Without the interfaces that the user has chosen by environment variables, which come first."""
+    """The actor without the interfaces that the user has chosen by environment variables, which come first."""
     env = {key: value for key, value in actor.env.items() if key not in INTERFACE_VARIABLES or key not in os.environ}
     return dataclasses.replace(actor, env=env)
 

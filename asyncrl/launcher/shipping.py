@@ -1,6 +1,6 @@
 """Brings log files to the launcher from a host that does not share its run folder.
 
-What was written is sent in order and whole lines at a time, and never more than there is room for: the file is the
+Text is sent in order and whole lines at a time, and never more than there is room for: the file is the
 queue, so nothing is lost and nothing grows while the launcher reads slowly. The files stay where they are.
 """
 
@@ -15,15 +15,15 @@ CHUNK_BYTES = 128 << 10
 
 
 class LogShipper:
-    """Of the ``*.log`` files in a folder."""
+    """The shipper of the ``*.log`` files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sent: dict[str, int] = {}
-        """Bytes of each file."""
+        """Bytes sent of each file."""
 
     def look(self, room: int, *, last: bool = False) -> list[tuple[LogEvent, int]]:
-        """What is to be sent next, of at most ``room`` bytes and a piece, each with where it ends in its file (bytes).
+        """Pieces to be sent next, of at most ``room`` bytes and a piece, each with its end in its file (bytes).
 
         With ``last``, lines that have no end too. Changes nothing, so a look that comes to nothing loses nothing.
         Raises OSError.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 
 STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2)
-"""Ctrl-C, a closed terminal, and what schedulers send."""
+"""Signals of Ctrl-C, of a closed terminal, and of schedulers."""
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """Those that this process takes: all but a SIGHUP that it was started to ignore, as by nohup.
+    """The signals that this process takes: all but a SIGHUP that it was started to ignore, as by nohup.
 
-    SIGINT is always among them: a shell without job control has whatever it starts in the background ignore it, which
+    SIGINT is always among them: a shell without job control has its background processes ignore it, which
     is a matter of the terminal's Ctrl-C and not of ``kill -INT``.
     """
     without = signal.SIGHUP if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else None
@@ -19,6 +19,6 @@ def heeded() -> tuple[signal.Signals, ...]:
 
 
 def cause_of(number: int) -> str:
-    """Who asks by this signal, in the words that the user is shown."""
+    """Cause of this signal, in the words that the user is shown."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "a closed terminal"}
     return names.get(signal.Signals(number)) or signal.Signals(number).name

@@ -29,7 +29,7 @@ from asyncrl.runtime.supervision import role_of
 ANSWER_S = 60.0
 """Longest time in which a command of SLURM answers."""
 CONTAINER_PYTHON = "python3"
-"""Of the container, by its own PATH."""
+"""Python of the container, by its own PATH."""
 SPEAKING = {
     "gpus": ("--gpus", "-G", "--gres", "--tres-per"),
     "cpus": ("--cpus-per", "-c", "--mincpus", "--ntasks", "-n", "--exclusive", "--tres-per"),
@@ -92,7 +92,7 @@ def job_hosts(env: Mapping[str, str] = os.environ) -> list[HostLine]:
 
 
 def start_of(container: str | None) -> SlurmStart:
-    """How the nodes' parts are started; ``container`` leads to another Python than ours. Raises UsageError."""
+    """The way to start the nodes' parts; ``container`` leads to another Python than ours. Raises UsageError."""
     if container is None:
         return SlurmStart()
     try:

@@ -1,4 +1,4 @@
-"""What the launcher tells a node agent, and what the agent tells it.
+"""The words from the launcher to a node agent, and from the agent to the launcher.
 
 The agent's first line of standard input is an AgentSpec; the lines ``stop``, ``preempt CAUSE`` and ``kill`` may follow,
 ``controller ADDRESS`` where the controller is on another host, and ``arrived`` after its last event. Its standard
@@ -14,7 +14,7 @@ from msgspec import Struct
 STOP = b"stop\n"
 """End the run in good order; a second one ends it at once."""
 PREEMPT = b"preempt "
-"""Let the run make way: write a checkpoint, then end it in good order. Who asks for it comes behind."""
+"""Let the run make way: write a checkpoint, then end it in good order. The name of the asker comes behind."""
 KILL = b"kill\n"
 """End everything at once."""
 AT_ONCE = "ended at once"
@@ -23,7 +23,7 @@ AT_ONCE = "ended at once"
 ARRIVED = b"arrived\n"
 """The launcher has read the last event, and with it all logs."""
 CONTROLLER_AT = b"controller "
-"""What comes before the controller's address."""
+"""Word that comes before the controller's address."""
 
 
 class ActorSpec(Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class ActorSpec(Struct, frozen=True, kw_only=True):
     argv: list[str]
     """Executable and first arguments; NAME and the options of asyncrl.cli.actor are appended."""
     env: dict[str, str] = {}
-    """Laid over the agent's own environment."""
+    """Variables laid over the agent's own environment."""
 
 
 class AgentSpec(Struct, frozen=True, kw_only=True):
@@ -45,11 +45,11 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     """Key pairs made for each actor; later starts use the last, and the controller always its first."""
     actors: list[ActorSpec]
     index: int = 0
-    """Of the agent among those of the run; 0 is on the head."""
+    """Index of the agent among those of the run; 0 is on the head."""
     host: str = ""
     """Address by which the other hosts reach this one; empty for network.host, as in a run on one host."""
     name: str = ""
-    """Of this host in the hostfile; empty in a run on one host."""
+    """Name of this host in the hostfile; empty in a run on one host."""
     above: int = 0
     """Incarnations of this attempt of the run are above this."""
 
@@ -60,7 +60,7 @@ class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
     phase: str
     waiting_for: list[str] = []
     lost_hosts: dict[str, list[str]] = {}
-    """As in RunState."""
+    """Actors by lost host, as in RunState."""
     leaving: list[str] = []
     """The agents and actors that are to leave while the run goes on."""
     controller: int = 0
@@ -80,13 +80,13 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     key: str
     text: str
     count: int = 1
-    """How often it has happened."""
+    """Number of times that it has happened."""
     meanwhile: str = ""
     """Sentences that hold while the run goes on."""
     waits_for: str = ""
-    """For what the run waits until a later one of this actor and key."""
+    """Words for what the run waits for until a later notice of this actor and key."""
     of: str = ""
-    """Of which the count is a part, as in "279 calls"."""
+    """Whole of which the count is a part, as in "279 calls"."""
 
 
 class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
@@ -111,7 +111,7 @@ class StuckEvent(Struct, frozen=True, kw_only=True, tag="stuck"):
 
 
 class StacksEvent(Struct, frozen=True, kw_only=True, tag="stacks"):
-    """Where such an actor hangs: the first lines, and the file that holds all of them."""
+    """The stacks of such an actor: the first lines, and the file that holds all of them."""
 
     name: str
     lines: list[str]
@@ -125,16 +125,16 @@ class MovingEvent(Struct, frozen=True, kw_only=True, tag="moving"):
 
 
 class ControllerEvent(Struct, frozen=True, kw_only=True, tag="controller"):
-    """Where the controller is."""
+    """The controller's address."""
 
     address: str
 
 
 class LogEvent(Struct, frozen=True, kw_only=True, tag="log"):
-    """What was written to a log file on a host that does not share the run folder; in order."""
+    """Text written to a log file on a host that does not share the run folder; in order."""
 
     file: str
-    """Its name."""
+    """Name of the file."""
     text: str
 
 

@@ -23,12 +23,12 @@ from asyncrl.runtime.stacks import TASKS_END
 
 LOOK_S = 0.05
 MOST_BYTES = 1 << 20
-"""Of what is read."""
+"""Most bytes that are read."""
 KILL_S = 1.0
 
 
 async def take_stacks(child: Child, timeout_s: float) -> str:
-    """Of an actor's process."""
+    """The stacks of an actor's process."""
     pid = child.pid
     state = process_state(pid)
     found = await _py_spy(pid, timeout_s / 2, stopped=_is_stopped(state))
@@ -38,7 +38,7 @@ async def take_stacks(child: Child, timeout_s: float) -> str:
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of a process: its state, and where in the kernel it waits."""
+    """The kernel's word on a process: its state, and where in the kernel it waits."""
     folder = Path("/proc", str(pid))
     state = "gone"
     with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def _find_py_spy() -> str | None:
 
 
 async def _py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
-    """Empty if it is not there, may not, or takes too long."""
+    """Output of py-spy; empty if it is not there, may not, or takes too long."""
     program = _find_py_spy()
     if program is None:
         return ""
@@ -95,7 +95,7 @@ async def _py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
 
 
 async def _ask(child: Child, timeout_s: float) -> str:
-    """By signal; what its log has gained by then, without the lines that are JSON."""
+    """Ask by signal; the lines that its log has gained by then, without those that are JSON."""
     try:
         start = (await asyncio.to_thread(child.log.stat)).st_size
         child.ask_for_stacks()

@@ -1,6 +1,6 @@
-"""How a host's part of a run is started: a command whose standard input and output are that part's.
+"""The start of a host's part of a run: a command whose standard input and output are that part's.
 
-Everything that follows is the same whichever way it is. Nothing secret is ever an argument. Each way says in words why
+Everything that follows is the same for each way. Nothing secret is ever an argument. Each way says in words why
 a start failed, from the exit code and what the command wrote to its standard error.
 """
 
@@ -37,16 +37,16 @@ class StartCommand(Protocol):
         ...
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
-        """Why it ended before it said anything, in one line."""
+        """Reason that it ended before it said anything, in one line."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStart:
-    """On the host where the launcher runs."""
+    """A start on the host where the launcher runs."""
 
     words: tuple[str, ...] = REMOTE
-    """What Python is called with."""
+    """Arguments of Python."""
 
     def argv(self, host: str) -> list[str]:
         return [sys.executable, *self.words]
@@ -60,14 +60,14 @@ class LocalStart:
 
 @dataclass(frozen=True, slots=True)
 class SshStart:
-    """Over the system's ssh, with its configuration and agent, and never with a question."""
+    """A start over the system's ssh, with its configuration and agent, and never with a question."""
 
     connect_s: float
     args: tuple[str, ...] = ()
     """Further arguments of ssh; what they set counts before what is set here."""
     python: str = sys.executable
     words: tuple[str, ...] = REMOTE
-    """What Python is called with."""
+    """Arguments of Python."""
 
     def argv(self, host: str) -> list[str]:
         options = [
@@ -100,13 +100,13 @@ class SshStart:
 
 @dataclass(frozen=True, slots=True)
 class SlurmStart:
-    """On a node of the SLURM job within which this runs: a step of its own, beside all that is there."""
+    """A start on a node of the SLURM job within which this runs: a step of its own, beside all that is there."""
 
     args: tuple[str, ...] = ()
     """Further words before Python: options of srun, and then perhaps a command that leads into a container."""
     python: str = sys.executable
     words: tuple[str, ...] = REMOTE
-    """What Python is called with."""
+    """Arguments of Python."""
 
     def argv(self, host: str) -> list[str]:
         step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
@@ -118,7 +118,7 @@ class SlurmStart:
         return exit_code < 0 or exit_code > SIGNALLED
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
-        # Of any end of its task srun says the exit code, last; the reason stands above.
+        # srun says the exit code of any end of its task, last; the reason stands above.
         lines = [line for line in errors.splitlines() if not (line.startswith("srun:") and ": task " in line)]
         said = last_line("\n".join(lines))
         if "execve()" in said:
@@ -129,7 +129,7 @@ class SlurmStart:
 
 
 def explain_python(host: str, python: str, exit_code: int, errors: str) -> str:
-    """Why ``python -m asyncrl.launcher.remote`` did not begin."""
+    """Reason that ``python -m asyncrl.launcher.remote`` did not begin."""
     said = last_line(errors)
     if exit_code in (126, 127):
         return f"no Python can run there at {python}; asyncrl has to be installed at the same place on each host"
@@ -145,7 +145,7 @@ def last_line(text: str) -> str:
 
 
 def _quote(word: str) -> str:
-    # For whichever shell the user has there.
+    # For any shell that the user has there.
     return word if SAFE.fullmatch(word) else "'" + word.replace("'", "'\\''") + "'"
 
 

@@ -26,7 +26,7 @@ from asyncrl.runtime.actor import CONTROLLER
 
 LOOK_S = 0.1
 COMMAND = "asyncrl-launch --stop"
-"""Who asks, as the run is told and tells."""
+"""Name of the asker, as the run is told and tells."""
 
 
 def stop_run(run: LivingRun) -> int:
@@ -76,7 +76,7 @@ def _complain(run: LivingRun, progress: Progress, what: str) -> int:
 
 
 def _conclude(run: LivingRun, progress: Progress) -> int:
-    """Show how it ended; the exit code that this amounts to."""
+    """Show how the run ended; the exit code that this amounts to."""
     ended, left = read_ended(run.folder), find_left(run.config, run.folder)
     if ended is None:
         log = run.folder.logs / "agent-0.log"

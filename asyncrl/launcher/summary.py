@@ -31,11 +31,11 @@ def summarise(
     restarts: Mapping[str, int] | None = None,
     figures: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """What came of a run: steps, reward and evaluations first → last, and where everything lies.
+    """Rows on what came of a run: steps, reward and evaluations first → last, and where everything lies.
 
     ``lines`` are those of training and evaluations, which a full disk may lack: of ``trained`` steps was heard at
-    least. ``checkpoint`` is the newest complete one, ``restarts`` tells how often actors were started again. Of a run
-    without a step, ``figures`` are those that the learner told last.
+    least. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor. ``figures`` are
+    those that the learner told last, of a run without a step.
     """
     train = [line for line in lines if line.get("kind") != "eval"]
     rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")]
@@ -87,7 +87,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def _untrained(train: Sequence[Line]) -> str:
-    """What was generated and not trained; trajectories are counted anew by each learner."""
+    """Words for what was generated and not trained; trajectories are counted anew by each learner."""
     newest: dict[int, Line] = {line.get("start", 0): line for line in train}
     counts = {key: int(number_in(train[-1], key) or 0) for key in ("ledger/filtered", "ledger/quarantined")}
     for key in ("rollout/dropped_trajectories", "rollout/failed_attempts"):

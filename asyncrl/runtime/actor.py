@@ -2,7 +2,7 @@
 
 An actor binds one server, knows its peers by name, and lives through setup → run → close. Its background tasks
 belong to one TaskGroup: when one fails, the actor fails, tells the controller why, and ends. It ends in good order
-when the controller drains its role. Everything here runs on one event loop; whatever blocks goes to a thread.
+when the controller drains its role. Everything here runs on one event loop; work that blocks goes to a thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NOTICE_PACE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ActorContext:
-    """What an actor is given at its birth."""
+    """The things that an actor is given at its birth."""
 
     config: Config
     name: str
@@ -63,11 +63,11 @@ class ActorContext:
     attempt: int = 0
     clock: Clock = field(default_factory=Clock)
     born: float | None = None
-    """When its process was spawned, on ``clock``; None for now."""
+    """Time at which its process was spawned, on ``clock``; None for now."""
     bind_host: str = ""
     """Address of this host by which the others reach it; empty for network.host, as in a run on one host."""
     address: str = ""
-    """Where the server of its predecessor was, for one that is to be found there again; empty if that is not known."""
+    """Address of its predecessor's server, for one that is to be found there again; empty if that is not known."""
 
     @property
     def host(self) -> str:
@@ -81,11 +81,11 @@ class ActorContext:
 
 
 class Actor:
-    """See the module."""
+    """The base of every actor; the module tells its rules."""
 
     role: ClassVar[str]
     kind: ClassVar[Kind] = "actor"
-    """Of the states that it has: those of its one serial resource, if it has one."""
+    """Kind of the states that it has: those of its one serial resource, if it has one."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -94,34 +94,34 @@ class Actor:
         self.clock = context.clock
         self.log = get_logger(context.name)
         self.story = StoryLog(context.name)
-        """What it does with prompt groups."""
+        """Log of what it does with prompt groups."""
         self.trace = Trace(
             self.clock.now,
             self.clock.wall,
             window_s=self.config.trace.window_s,
             kept=spans_kept(len(self.config.actors)),
         )
-        """What it did when."""
+        """Timeline of what it did."""
         self.states = StateLedger(self.clock.now, self.kind, born=context.born)
         self._follow_states(self.states)
         self.awaits = Awaits(self.clock.now)
         self.address = ""
-        """Where its server is bound, once it is."""
+        """Address at which its server is bound, once it is."""
         self.facts: dict[str, Any] = {}
-        """Registered with the address; set in setup."""
+        """Facts that are registered with the address; set in setup."""
         self.ready = False
         self.dead: dict[str, int] = {}
         """Newest incarnation of each other actor that is known to be dead."""
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
-        """What the controller has said last."""
+        """State of the run that the controller has told last."""
         self.roster = Roster(self.config.actors, context.credentials, context.transport)
         self._run_watch = RunWatch(self)
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
         self._fenced: dict[str, int] = {}
-        """As ``dead``, by the word of the controller."""
+        """Incarnations as in ``dead``, by the word of the controller."""
         self._progress = 0
         self._notices = UntoldNotices()
         self._noticed = asyncio.Event()
@@ -141,10 +141,10 @@ class Actor:
         self.events = Events(self.clock.wall)
         """Warnings and errors that the controller is to hear of."""
         self.telling = Telling()
-        """What the controller has heard of it."""
+        """Facts of this actor that the controller has heard."""
         self._vitals: VitalSigns | None = None
 
-    # --- what an actor overrides ---
+    # --- methods to override ---
 
     async def setup(self) -> None:
         """Become able to serve. The actor is not ready, and no handler of it is called, before this returns."""
@@ -154,10 +154,10 @@ class Actor:
         await self.drained()
 
     async def close(self) -> None:
-        """Give back what is held; called whatever happened before."""
+        """Give back what is held; called at every end of the actor."""
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """This incarnation of an actor, or whichever older one was met, is dead; called once for each.
+        """This incarnation of an actor, or an older one that was met, is dead; called once for each.
 
         A newer one has said HELLO, or the controller knows of its end or of the loss of its host.
         """
@@ -175,7 +175,7 @@ class Actor:
         """
         self.begin_drain()
 
-    # --- what an actor uses ---
+    # --- methods to use ---
 
     @property
     def param_version(self) -> int:
@@ -217,7 +217,7 @@ class Actor:
         self._noticed.set()
 
     async def tell_facts(self) -> None:
-        """In setup: let others know ``facts`` before this actor can be called."""
+        """Let others know ``facts`` before this actor can be called; for setup."""
         await self._run_watch.register(address="")
 
     def begin_drain(self) -> None:
@@ -234,7 +234,7 @@ class Actor:
         return self._drained.is_set()
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
-        """What this actor says of itself now; called from any thread."""
+        """The heartbeat of this actor as of now; called from any thread."""
         awaits = self._all_awaits()
         oldest = next((wait for wait in awaits if not wait.idle), None)
         state, awaiting, state_s = self.states.present()
@@ -265,7 +265,7 @@ class Actor:
         )
 
     def figures(self) -> dict[str, float]:
-        """What can be read off at any time; called from any thread. Who overrides it adds to it."""
+        """Figures that can be read off at any time; called from any thread. A class that overrides it adds to it."""
         return {
             "calls/in_flight": sum(peer.in_flight for peer in list(self._peers.values())),
             "calls/being_served": self._server.being_served if self._server is not None else 0,
@@ -276,7 +276,7 @@ class Actor:
     def measure(self) -> None:
         """Measure its process from now on: event loop, processors, memory, GPUs. In the thread of the event loop."""
         loop, interval_s = asyncio.get_running_loop(), self.config.supervision.heartbeat_s
-        # What an agent starts are actors, which tell of themselves.
+        # The children of an agent are actors, which tell of themselves.
         self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.role in ROLES)
 
     def stop_measuring(self) -> None:
@@ -305,7 +305,7 @@ class Actor:
     # --- its life ---
 
     async def main(self) -> None:
-        """Live. Raises what ended the actor, if it was not the drain."""
+        """Live. Raises the error that ended the actor, if it was not the drain."""
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
@@ -347,7 +347,7 @@ class Actor:
         supervised = self.context.controller is not None
         if supervised:
             await self._run_watch.register(address="")
-            # Before anybody can find it: whoever has joined would be turned away, and never knock again.
+            # Before anybody can find it: an actor that has joined would be turned away, and never knock again.
             await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
             self.tasks.create_task(self._run_watch.run(), name="watch_run")
             self.tasks.create_task(self._tell_notices(), name="notices")
@@ -383,11 +383,11 @@ class Actor:
             raise OSError(error.errno, f"{error.strerror}, {where}") from None
 
     def _bind_address(self) -> str:
-        """Where its server is to be bound."""
+        """Address at which its server is to be bound."""
         return f"tcp://{self.context.host}:{self.config.network.ports}"
 
     def record(self, address: str = "") -> ActorRecord:
-        """What the registry is to know of it; an address says that it can be called there."""
+        """The record that the registry is to have of it; an address says that it can be called there."""
         return ActorRecord(
             name=self.name,
             incarnation=self.context.incarnation,
@@ -399,11 +399,11 @@ class Actor:
         )
 
     def take_in(self, members: Members) -> None:
-        """Know who has joined, and have nothing more to do with who has left."""
+        """Know the actors that have joined, and have nothing more to do with those that have left."""
         self.fence(self.roster.take_in(members))
 
     def _follow_states(self, states: StateLedger) -> None:
-        """Show them in the timeline."""
+        """Show the states in the timeline."""
         track = self.trace.track("state", STATES)
         track.enter(states.state)
         states.entered = lambda state, awaiting: track.enter(f"{state}: {awaiting}" if awaiting else state)

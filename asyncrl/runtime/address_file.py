@@ -14,24 +14,24 @@ ADDRESS_FILE = "controller.json"
 
 
 class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What it says. Nobody but the controller needs more than ``address``."""
+    """Contents of the file. Nobody but the controller needs more than ``address``."""
 
     address: str
     incarnation: int = 0
     hosts: dict[str, tuple[str, list[str]]] = {}
-    """By node agent: the name of its host, and the actors there."""
+    """Name of the host and the actors there, by node agent."""
     began: float = float("inf")
     """Unix time at which the first controller of this attempt of the run started (s)."""
     restarts: int = 0
-    """How often one was started again."""
+    """Number of times that a controller was started again."""
     newest: dict[str, int] = {}
     """The largest incarnation that was known of each actor and node agent."""
     generations: dict[str, int] = {}
-    """As in RunState."""
+    """Oldest generation of each gang that is not over, by its role, as in RunState."""
 
 
 def read_address_file(path: Path) -> AddressFile | None:
-    """As an earlier incarnation left it; None for the first one. Raises ValueError for a damaged one."""
+    """The file as an earlier incarnation left it; None for the first one. Raises ValueError for a damaged one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=AddressFile)
     except FileNotFoundError:

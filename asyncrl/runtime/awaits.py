@@ -1,12 +1,12 @@
-"""What an actor waits for: on whom, for what, since when. Kept by the code that waits.
+"""The waits of an actor: on whom, for what, since when. Kept by the code that waits.
 
 A wait is often a loop around a call that is repeated; what it is worth knowing is how long the loop has gone round, not
-its last call. So whoever waits opens the wait around all of it:
+its last call. So code that waits opens the wait around all of it:
 
     with self.awaits.on("learner/0", "Deliver"):
         while not await self._asked_once_more(): ...
 
-``whom`` is an actor, a role (whichever actor of it), or something inside this actor, as its engine; ``what`` is the
+``whom`` is an actor, a role (any actor of it), or something inside this actor, as its engine; ``what`` is the
 type of the request where one is repeated. ``idle`` waits are normal idleness, as a parked question for more work:
 they show whom an idle actor depends on, and are no sign of trouble by themselves.
 
@@ -38,15 +38,15 @@ class Await:
         self.since = 0.0
 
     def begin(self) -> None:
-        """It is open from now on."""
+        """Open the wait."""
         self._awaits.open(self._key, self)
 
     def end(self) -> None:
-        """It is over."""
+        """End the wait."""
         self._awaits.close(self._key, self)
 
     def renew(self) -> None:
-        """Something has come: what is waited for from now on is the next."""
+        """Something has come: the wait is for the next from now on."""
         self._awaits.renew(self._key, self)
 
     def __enter__(self) -> Await:
@@ -71,13 +71,13 @@ class Awaits:
         return Await(self, (whom, what, idle))
 
     def open(self, key: Key, wait: Await) -> None:
-        """It begins."""
+        """A wait begins."""
         with self._lock:
             wait.since = self._now()
             self._open.setdefault(key, {})[wait] = None
 
     def close(self, key: Key, wait: Await) -> None:
-        """It is over."""
+        """A wait is over."""
         with self._lock:
             waits = self._open[key]
             del waits[wait]
@@ -85,7 +85,7 @@ class Awaits:
                 del self._open[key]
 
     def renew(self, key: Key, wait: Await) -> None:
-        """It begins anew."""
+        """A wait begins anew."""
         with self._lock:
             wait.since = self._now()
             waits = self._open[key]
@@ -104,6 +104,6 @@ class Awaits:
 
 
 def most_telling(records: list[AwaitRecord]) -> list[AwaitRecord]:
-    """At most MOST_RECORDS of them, the oldest first; idle ones go before any other is left out."""
+    """At most MOST_RECORDS of the records, the oldest first; idle ones go before any other is left out."""
     kept = sorted(records, key=lambda record: (record.idle, -record.seconds))[:MOST_RECORDS]
     return sorted(kept, key=lambda record: -record.seconds)

@@ -13,6 +13,6 @@ CANCELLED = "cancelled"
 
 
 def log_away(log: FilteringBoundLogger, whom: str, error: WireError, **facts: Any) -> None:
-    """A warning; but who is ending says so to everybody who waits for it, and that is no trouble."""
+    """Log a warning; but a peer that is ending says so to everybody who waits for it, and that is no trouble."""
     ending = isinstance(error, RemoteError) and error.code == CANCELLED
     (log.info if ending else log.warning)(f"{whom} is away", error=str(error), **facts)

@@ -3,8 +3,8 @@
 A timer of the event loop for each call costs more than all else that is done for its deadline, and nearly every call
 is over long before. Here deadlines fall into ticks; what is over is removed from its tick, and one timer waits for the
 earliest tick that is not empty. Invariant: each item that is not removed is handed to ``expire`` once, late by no more
-than TICK_S, early by no more than a loop's own timers are. So it is whatever ``expire`` raises for another item: that
-reaches the loop's exception handler when everything that is due has expired and the timer is set again.
+than TICK_S, early by no more than a loop's own timers are. So it is too if ``expire`` raises for another item: the
+error reaches the loop's exception handler when everything that is due has expired and the timer is set again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Hashable)
 
 TICK_S = 0.01
 EARLY_TICKS = 0.06
-"""uvloop rounds its timers to milliseconds."""
+"""Ticks by which a timer may come early: uvloop rounds its timers to milliseconds."""
 
 
 class Deadlines(Generic[T]):
@@ -44,7 +44,7 @@ class Deadlines(Generic[T]):
         return tick
 
     def remove(self, item: T, tick: int) -> None:
-        """It is over, or has expired."""
+        """An item is over, or has expired."""
         items = self._ticks.get(tick)
         if items is not None:
             items.pop(item, None)
@@ -74,7 +74,7 @@ class Deadlines(Generic[T]):
                     self._expire(item)
                 except Exception as error:
                     errors.append(error)
-        # Whatever has expired may have added a later one, and have armed the timer for that.
+        # An item that has expired may have added a later one, and have armed the timer for that.
         if self._ticks and (earliest := min(self._ticks)) < self._armed:
             self._arm(earliest)
         if errors:

@@ -1,4 +1,4 @@
-"""What all connections of one actor share: who it is, how it encodes, and where its peers are."""
+"""The endpoint that all connections of one actor share: its identity, its codec, and the way to its peers."""
 
 from __future__ import annotations
 

@@ -24,15 +24,15 @@ class Connection:
 
 @dataclass(slots=True)
 class Caller:
-    """Who calls, and how long it will wait."""
+    """The caller of a handler, and the time that it will wait."""
 
     name: str
     incarnation: int
     param_version: int
     deadline: float
-    """On the loop's clock."""
+    """Time at which the caller gives up, on the loop's clock."""
     connection: Connection = field(default_factory=Connection)
-    """Names may be shared by several."""
+    """Connection of the caller: names may be shared by several."""
 
     @property
     def remaining_s(self) -> float:
@@ -41,7 +41,7 @@ class Caller:
 
     @property
     def park_s(self) -> float:
-        """How long a call may be parked: it is answered before half of its deadline, so expiry means a dead peer."""
+        """Seconds to park a call at most: it is answered before half of its deadline, so expiry means a dead peer."""
         return 0.45 * self.remaining_s
 
 

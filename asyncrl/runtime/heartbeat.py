@@ -30,7 +30,7 @@ from asyncrl.wire.zeromq import find_half_open
 
 
 class Heartbeats:
-    """Those of one actor. All methods are called by one thread."""
+    """The heartbeats of one actor. All methods are called by one thread."""
 
     def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self._actor = actor
@@ -45,7 +45,7 @@ class Heartbeats:
         self._loop_seen = time.monotonic()
         self._stacks_asked = 0
         self._said: Heartbeat | None = None
-        """Last."""
+        """The last heartbeat."""
         self._is_well = True
         """Whether all that there is to say could be gathered so far."""
         context = actor.context
@@ -83,7 +83,7 @@ class Heartbeats:
         self._write_stacks()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Disconnect; what was told may take so long to leave."""
+        """Disconnect; the last messages may take ``linger_s`` to leave."""
         self._context.destroy(linger=int(1000 * linger_s))
 
     def tell(self) -> None:
@@ -134,7 +134,7 @@ class Heartbeats:
         self._loop_seen = time.monotonic()
 
     def _write_stacks(self) -> None:
-        """Of all tasks, if this process was asked for its stacks since the last beat."""
+        """Write the stacks of all tasks, if this process was asked for its stacks since the last beat."""
         asked = stacks.requests.count
         if asked != self._stacks_asked:
             self._stacks_asked = asked

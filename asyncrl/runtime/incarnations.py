@@ -19,40 +19,40 @@ from asyncrl.messages.actors import Dead
 from asyncrl.runtime.supervision import is_gang, role_of
 
 SPAN = 1 << 32
-"""Lives of a name within one attempt are fewer."""
+"""More than the lives of a name within one attempt."""
 LEAP = 1 << 16
-"""A host that is cut off gives fewer numbers to an actor before it is heard of again."""
+"""More numbers than a host that is cut off gives to an actor before it is heard of again."""
 STRIDE = 1 << 46
-"""What a process numbers in its life is less, if it counts 2^20 a second for two years. So 2^17 lives have numbers that
-a message can carry: those of one that dies every eight minutes for as long."""
+"""More numbers than a process gives in its life, if it counts 2^20 a second for two years. So 2^17 lives have numbers
+that a message can carry: those of one that dies every eight minutes for as long."""
 
 
 def attempt_begins_above(attempt: int, written: int) -> int:
     """A number that is below all of an attempt, and not below any of an earlier one.
 
     ``written`` is the newest learner of those that was let write checkpoints, or 0. It counts because the folder of
-    checkpoints may have been written by what numbered otherwise, and refuses whoever is older than that.
+    checkpoints may have been written under another numbering, and refuses every learner that is older than that.
     """
     return (written // SPAN + attempt) * SPAN
 
 
 def numbers_begin_above(incarnation: int) -> int:
-    """Whatever a process of this incarnation numbers is above this, and above what its predecessors have numbered."""
+    """A number that is below all that a process of this incarnation gives, and above those of its predecessors."""
     return incarnation % SPAN * STRIDE
 
 
 @dataclass(slots=True)
 class Incarnations:
-    """See the module. ``above`` is below all numbers of this attempt."""
+    """The numbers that one node agent gives. ``above`` is below all numbers of this attempt."""
 
     above: int
     _newest: dict[str, int] = field(default_factory=dict)
-    """Of each name."""
+    """Newest incarnation of each name."""
     _generations: dict[str, int] = field(default_factory=dict)
-    """Of each gang, by its role."""
+    """Newest generation of each gang, by its role."""
 
     def next(self, name: str) -> int:
-        """Of an actor that is started now."""
+        """Incarnation of an actor that is started now."""
         number = self._newest.get(name, self.above) + 1
         if is_gang(name):
             number = self._generations[role_of(name)] = max(number, self._generations.get(role_of(name), 0))
@@ -60,7 +60,7 @@ class Incarnations:
         return number
 
     def hear(self, dead: Iterable[Dead], generations: Mapping[str, int]) -> None:
-        """The controller knows of these."""
+        """Take in the dead and the generations that the controller knows of."""
         for actor in dead:
             if actor.incarnation > self._newest.get(actor.name, 0):
                 # Another agent's, which may be cut off and go on meanwhile.

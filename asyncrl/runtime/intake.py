@@ -1,7 +1,7 @@
-"""What of a heartbeat is taken in, whoever sent it: numbers that are some, and no more than an actor needs.
+"""The facts of a heartbeat that are taken in, from any sender: finite numbers, and no more than an actor needs.
 
 Invariant: each number that is taken in is finite, and of one actor no more names are kept than there are limits for
-here, however many heartbeats it sends; a name that was taken in once stays. What is left out is counted, and the rest
+here, however many heartbeats it sends; a name that was taken in once stays. A fact left out is counted, and the rest
 of its heartbeat counts: nothing fails. Pure.
 """
 
@@ -23,14 +23,14 @@ MOST_HISTOGRAMS = 128
 MOST_BUCKETS = 256
 MOST_RESOURCES = 4096
 MOST_STATES = 64
-"""Of one resource."""
+"""States of one resource."""
 MOST_GPUS = 64
 MOST_EVENTS = 64
-"""In one heartbeat."""
+"""Events in one heartbeat."""
 LONGEST_NAME = 200
 LONGEST_TEXT = 500
 LARGEST_FIGURE = float(1 << 53)
-"""Beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
+"""Largest figure: beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
 TEXTS = ("state", "awaiting", "oldest_await")
 NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
 
@@ -38,7 +38,7 @@ NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
 def take_in(
     beat: Heartbeat, figures: Collection[str], histograms: Collection[str], resources: Collection[str]
 ) -> tuple[Heartbeat, int]:
-    """What is taken in of a heartbeat, and how many facts of it are not. The names are those that are known so far."""
+    """The heartbeat as it is taken in, and the number of its facts that are not. The names are those known so far."""
     told = {resource.name: resource for resource in beat.resources}
     taken = msgspec.structs.replace(
         beat,

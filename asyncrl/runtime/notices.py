@@ -55,13 +55,13 @@ class UntoldNotices:
             self._untold.setdefault(notice.key)
 
     def take(self) -> list[Notice]:
-        """Those that the controller is to hear of; they are taken for told."""
+        """Notices that the controller is to hear of; they are taken for told."""
         taken = [self._known[key] for key in self._untold]
         self._untold.clear()
         return taken
 
     def put_back(self, notices: list[Notice]) -> None:
-        """These were not heard."""
+        """Take back notices that were not heard."""
         for notice in notices:
             self._untold.setdefault(notice.key)
 

@@ -23,7 +23,7 @@ class ParkingLot:
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._due: dict[asyncio.Future[None], None] = {}
-        """Those that are to ask again, in the next turns of the event loop."""
+        """Calls that are to ask again, in the next turns of the event loop."""
 
     def __len__(self) -> int:
         """Calls that wait."""

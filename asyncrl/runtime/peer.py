@@ -3,14 +3,14 @@
 Delivery is at least once: until it is answered or its deadline is over, a call is asked after (ASK), with exponential
 backoff and full jitter, and sent again, under the same message id, only when the peer says that it does not have it.
 So what a call costs again does not depend on its size, and a large payload or answer that is queued is never there
-twice. Of large payloads no more than a budget is on its way to one peer (turns.py): the others wait, within their
+twice. No more than a budget of large payloads is on its way to one peer (turns.py): the others wait, within their
 deadlines. When the peer is replaced by a new incarnation, idempotent calls go to the new one at once, and the others
 fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused,
 OSError where no connection can be opened (as without a free descriptor), or DeadlineExceeded, which says who waited, on
 whom, for what, and what the connection was doing. Cancelling the awaited future cancels the handler on the other side.
 
-Who learns in another way that a peer has been replaced says so with ``adopt``: nothing that older incarnations say is
-believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
+An actor that learns otherwise that a peer has been replaced says so with ``adopt``: nothing that older incarnations say
+is believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
 
 ``unreached_s`` tells for how long the peer has not been reached: from the first HELLO that is not answered, or the loss
 of the connection, until the next WELCOME. A connection that is lost again before anything but the WELCOME came over it
@@ -39,15 +39,15 @@ from asyncrl.wire.transport import Client, Frames
 REPEAT_S = 5.0
 """Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
 SET_UP_REPEAT_S = 0.5
-"""So before a call to a peer that is not set up so far is asked after."""
+"""Longest first pause before a call to a peer that is not set up so far is asked after."""
 ASKED_WITHIN_SILENCE = 3
-"""Times at least that a call is asked after before the peer's silence ends it."""
+"""Least number of times that a call is asked after before the peer's silence ends it."""
 MOST_CALLS = 16 * CREDIT
-"""In flight to one peer, those included that wait to be sent; one more fails at once."""
+"""Calls in flight to one peer, those included that wait to be sent; one more fails at once."""
 ROUND_TRIP = "calls/round_trip_s"
 PROVEN_S = 20.0
-"""A connection that holds for this long leads to the peer, also if nothing was asked: ZeroMQ ends a half-open one
-sooner."""
+"""Time after which a connection that holds is known to lead to the peer, also if nothing was asked: ZeroMQ ends a
+half-open one sooner."""
 LOOKED_AT = 64
 """Calls in flight that a heartbeat looks at."""
 
@@ -83,18 +83,18 @@ class CallFuture(asyncio.Future[Any]):
     sent: bool
     """Whether this incarnation of the peer may have seen it."""
     placed: int
-    """It has gone whole to this incarnation, which has not said that it lacks it, and only an ASK of this id or a
-    larger one was sent after that; 0 where it has not."""
+    """Least id of an ASK that was sent after the call had gone whole to this incarnation, which has not said that it
+    lacks the call; 0 where it has not gone."""
     size: int
     """Bytes of body and buffers."""
     times: int
-    """How often it has been asked after or sent again."""
+    """Number of times that it has been asked after or sent again."""
     silence: float
     """Longest time without a word of the peer that it has the call, or is being set up (s)."""
     heard: float
-    """When the peer said so last, or the call began."""
+    """Time at which the peer said so last, or the call began."""
     tick: int
-    """Of its deadline or its repeat, whichever comes first."""
+    """Tick of its deadline or its repeat, the earlier of the two."""
 
     def cancel(self, msg: Any = None) -> bool:
         if not self.done():
@@ -114,30 +114,30 @@ class Peer:
         self._record = record
         self._client: Client | None = None
         self._incarnation = 0
-        """Of the peer, from its WELCOME; 0 before the first."""
+        """Incarnation of the peer, from its WELCOME; 0 before the first."""
         self._adopted = 0
-        """Older incarnations of the peer are not believed."""
+        """Incarnation of the peer below which none is believed."""
         self._limit = endpoint.max_message_bytes
         self._answers_ask = False
         self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
         self._next_id = 1
         self._hello_ids: set[int] = set()
-        """Of the HELLOs on this connection that are not answered yet."""
+        """Ids of the HELLOs on this connection that are not answered yet."""
         self._hello_timer: asyncio.TimerHandle | None = None
         self._hellos = 0
-        """Since it was answered, or the connection broke, last."""
+        """HELLOs said since one was answered, or the connection broke, last."""
         self._resolving: asyncio.Task[None] | None = None
         self._pending: dict[int, CallFuture] = {}
         self._deadlines = Deadlines(self._loop, self._on_timer)
         self._turns = Turns()
-        """Of the calls on the present connection; those that wait for one are pending alone."""
+        """Turns of the calls on the present connection; calls that wait for a connection are pending alone."""
         self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
         self._missed: float | None = None
-        """Since when it was not reached, if it was not when it was last asked for."""
+        """Time since which it was not reached, if it was not when it was last asked for."""
         self._welcomed = 0.0
-        """When the newest WELCOME came."""
+        """Time at which the newest WELCOME came."""
         self._is_proven = False
         """Whether anything else has come since."""
         self._flaps = False
@@ -224,7 +224,7 @@ class Peer:
         return len(self._pending)
 
     def oldest_calls(self) -> list[AwaitRecord]:
-        """What is waited for here, of the LOOKED_AT calls in flight for longest; callable from any thread."""
+        """Waits on this peer, of the LOOKED_AT calls in flight for longest; callable from any thread."""
         oldest: dict[type[Request], float] = {}
         for future in list(self._pending.values())[:LOOKED_AT]:
             oldest.setdefault(future.kind, future.started)
@@ -261,7 +261,7 @@ class Peer:
     # --- the connection ---
 
     def _miss(self) -> None:
-        """It is not reached from now on, unless it was not before."""
+        """The peer is not reached from now on, unless it was not before."""
         now = self._loop.time()
         if self.ready:
             self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
@@ -304,13 +304,13 @@ class Peer:
             self._client = None
 
     def _say_hello(self) -> None:
-        """Until it is answered."""
+        """Say HELLO, and again until it is answered."""
         if self._closed or self._client is None:
             return
         self._miss()
         self.ready = False
         if self._hello_ids and not self._fixed:
-            # Not answered so far: whoever is to answer may have a successor elsewhere.
+            # Not answered so far: the peer may have a successor elsewhere.
             self._find()
         self._hello_ids.add(self._next_id)
         self._client.send(self._endpoint.hello(self._next_id))
@@ -397,7 +397,7 @@ class Peer:
                 self._ask(id)
 
     def _next_look(self, future: CallFuture, first_s: float) -> float:
-        """When to ask after a call, or to end it."""
+        """Time at which to ask after a call, or to end it."""
         # Often enough that silence means something.
         first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
         soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
@@ -459,14 +459,14 @@ class Peer:
             future.heard = self._loop.time()
             self._turns.arrived(future.id)
         elif header.id >= future.placed:
-            # What was asked before the call went out last says nothing of that.
+            # The answer to an ASK from before the call went out last says nothing of that.
             future.placed = 0
             self._turns.remove(future.id)
             self._turns.add(future.id, future.size)
         self._let_go()
 
     def _came_too_late(self, header: Header) -> None:
-        """Nobody waits for it; but the call that it speaks of has arrived."""
+        """Nobody waits for the message; but the call that it speaks of has arrived."""
         self._turns.arrived(header.in_reply_to)
         self._let_go()
 
@@ -537,7 +537,7 @@ class Peer:
             self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
 
     def _let_go(self) -> None:
-        """Send whatever may go."""
+        """Send the calls that may go."""
         while self.ready and (id := self._turns.next()) is not None:
             self._transmit(self._pending[id])
 

@@ -24,15 +24,15 @@ COLLECT_AFTER = 100_000
 """Objects made, beyond those freed, before the collector looks for cycles. Python's own 700 are less than a hundred
 calls in flight, which are in no cycle, and it would look at all of them each time."""
 OWN_MAPPING_BYTES = 32 << 20
-"""From this size on, memory comes from the system and goes back to it by itself; below, what a burst has freed is kept
+"""Size from which on memory comes from the system and goes back to it by itself; below, what a burst has freed is kept
 for the next. glibc arrives here too once it has freed such a block; until then each burst faults its pages anew."""
 SWITCH_S = 0.0001
-"""How long a thread that computes keeps the interpreter from the event loop. Each message that is sent or received lets
-go of it for a moment, so that with Python's own 5 ms a learner that packs a batch could handle 200 in a second."""
+"""Time that a thread that computes keeps the interpreter from the event loop. Each message that is sent or received
+lets go of it for a moment, so that with Python's own 5 ms a learner that packs a batch could handle 200 in a second."""
 LAST_BEAT_S = 0.5
 """Longest that an actor's end waits for its last beat to leave."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""From malloc.h."""
+"""Parameters of mallopt, from malloc.h."""
 
 
 def run_actor(
@@ -50,7 +50,7 @@ def run_actor(
     """Live as this actor; returns the exit code of the process.
 
     ``host`` is the address to bind, network.host if it is empty; ``private`` the name of the folder of credentials;
-    ``address`` where its predecessor was, if it is to be there again.
+    ``address`` that of its predecessor, if it is to be there again.
     """
     tune_memory()
     sys.setswitchinterval(SWITCH_S)
@@ -99,7 +99,7 @@ def run_actor(
 
 
 def _spawned() -> float:
-    """When this process was, on the monotonic clock (s)."""
+    """Time at which this process was spawned, on the monotonic clock (s)."""
     return time.monotonic() - age_s()
 
 

@@ -1,7 +1,7 @@
 """Owning processes on Linux, with the standard library alone.
 
-A *subreaper* becomes the parent of every descendant whose own parent dies, whatever session or process
-group that descendant has moved to and whatever it did to its environment. So the rule is simple: kill your
+A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process
+group that it has moved to and with any environment that it has set. So the rule is simple: kill your
 children, reap them, and look again, until there are none. Only children of this very process are ever
 signalled, or members of a session whose leader is such a child and not reaped, so that its pid is its own: no signal
 can hit a process that is not ours.
@@ -22,7 +22,7 @@ LOOK_AGAIN_S = 0.01
 
 
 def become_subreaper() -> None:
-    """From now on, orphaned descendants become children of this process. Raises OSError."""
+    """Make orphaned descendants children of this process from now on. Raises OSError."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -95,7 +95,7 @@ def kill_group(leader: int) -> None:
 
 
 def group_members(children: list[int], leader: int) -> list[int]:
-    """Those of our own children that belong to a leader's group or session."""
+    """Our own children that belong to a leader's group or session."""
     found = []
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
@@ -105,7 +105,7 @@ def group_members(children: list[int], leader: int) -> list[int]:
 
 
 def session_members(leader: int) -> list[int]:
-    """Pids of the session of a leader that has not been reaped, without itself, whosever children they are."""
+    """Pids of the session of a leader that has not been reaped, without itself; their parents may be any."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != leader:

@@ -1,11 +1,11 @@
-"""The records of all actors by name, and who of them is the living one.
+"""The records of all actors by name, and the living incarnation of each.
 
 Invariants: for each name only the largest incarnation ever seen is heard, be it by an earlier registry (``recall``);
-whatever an older one says is refused (fencing), and a name whose actor has ended, or is condemned to be killed,
+the words of an older one are refused (fencing), and a name whose actor has ended, or is condemned to be killed,
 resolves to nothing until a larger incarnation registers. A missed heartbeat changes no record: silence is a stall
-(``silent``), and only the end of a process or the loss of its host is a death. What was lost with its host is dead for
+(``silent``), and only the end of a process or the loss of its host is a death. An actor lost with its host is dead for
 good, even if it lives on there: it is to be killed as soon as the host is back. The incarnation of a gang's actor is
-its generation. The death of one ends its generation: all that live of it are condemned, and so is whoever registers
+its generation. The death of one ends its generation: all that live of it are condemned, and so is each that registers
 later of that one or an older one; and a generation that is heard of ends all before. So a gang comes together in one
 generation, in whatever order this registry hears of deaths and starts, and even if it is itself younger than they are.
 Pure: the caller brings the time.
@@ -31,8 +31,8 @@ from asyncrl.snapshot import Histogram
 FIRST_WORD_S = 30.0
 """Silence of an actor that has never said a word is none before this: it loads its code."""
 LONGEST_GAP = 0.5
-"""Share of the time after which silence is a stall: who looks less often than this may not have listened himself. The
-shortest such time is that of three looks."""
+"""Share of the time after which silence is a stall: one that looks less often than this may not have listened itself.
+The shortest such time is that of three looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,43 +41,43 @@ class HeardResource:
 
     record: ResourceRecord
     heard: float
-    """When (s)."""
+    """Time at which it was told of (s)."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of the newest incarnation of a name."""
+    """The facts that are known of the newest incarnation of a name."""
 
     record: ActorRecord
     since: float
-    """When this incarnation was first heard of (s)."""
+    """Time at which this incarnation was first heard of (s)."""
     heard: float
-    """When anything was last heard of it (s)."""
+    """Time at which anything was last heard of it (s)."""
     heartbeat: Heartbeat | None = None
     progressed: float = 0.0
-    """When its progress last moved (s)."""
+    """Time at which its progress last moved (s)."""
     version: int = -1
     """The newest weights it knew of at its last heartbeat."""
     ended: bool = False
     condemned: str = ""
-    """Why it is to be killed, if it is."""
+    """Reason that it is to be killed; empty if it is not."""
     lost: bool = False
     """Whether it was lost with its host."""
     spoken: bool = True
     """Whether it has said anything itself."""
     beaten: float = 0.0
-    """When its last heartbeat came (s)."""
+    """Time at which its last heartbeat came (s)."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Its counters and gauges, of all its heartbeats."""
+    """Counters and gauges, of all its heartbeats."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
     resources: dict[str, HeardResource] = field(default_factory=dict)
     stayed: float = 0.0
-    """When a heartbeat last said of its resources that those that it left out are where they were (s)."""
+    """Time of the last heartbeat that said of its resources that those that it left out are where they were (s)."""
     event: int = 0
     """Number of the newest of its events that was heard."""
 
     def merge(self, beat: Heartbeat, now: float) -> int:
-        """Take in what a heartbeat says anew; how many of its facts are left out."""
+        """Take in what a heartbeat says anew; the number of its facts that are left out."""
         beat, left_out = take_in(beat, self.figures, self.histograms, self.resources)
         self.heartbeat, self.beaten = beat, now
         self.figures.update(beat.counters)
@@ -113,16 +113,16 @@ class Registry:
     newest: dict[str, int] = field(default_factory=dict)
     """The largest incarnation of each name."""
     generations: dict[str, int] = field(default_factory=dict)
-    """Of each gang, by its role, the oldest generation that is not over."""
+    """The oldest generation of each gang that is not over, by its role."""
     changes: int = 0
-    """Counts what has changed in both."""
+    """Number of changes in ``newest`` and ``generations``."""
     _reasons: dict[str, str] = field(default_factory=dict)
-    """Why the generation before was over."""
+    """Reason that the generation before was over, by role."""
     _looked: float = 0.0
     _listening_since: float = 0.0
 
     def recall(self, newest: Mapping[str, int], generations: Mapping[str, int]) -> None:
-        """Take over what an earlier registry knew. Of who lives it says nothing."""
+        """Take over the numbers that an earlier registry knew. They say nothing of who lives."""
         for name, incarnation in newest.items():
             self._note(name, incarnation)
         for role, generation in generations.items():
@@ -139,7 +139,7 @@ class Registry:
         entry.heard, entry.spoken = now, True
 
     def started(self, name: str, incarnation: int, now: float) -> None:
-        """Its process lives, says its agent; it may never say a word itself."""
+        """An actor's process lives, says its agent; it may never say a word itself."""
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
             # Refused: it belongs to a generation that is over, or is older than one that was known.
@@ -179,7 +179,7 @@ class Registry:
         return entry is not None and entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
-        """These are to be killed, and with one of a gang all that live of it; who is not living is passed over."""
+        """Have these killed, and with one of a gang all that live of it; one that does not live is passed over."""
         for actor in actors:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
@@ -187,7 +187,7 @@ class Registry:
                 self._end_generation_of(actor.name, actor.incarnation, "is killed")
 
     def lose(self, names: Iterable[str], reason: str, now: float) -> None:
-        """Whatever lives of these is dead, with the gangs that they belong to: their host is lost."""
+        """All of these that live are dead, with the gangs that they belong to: their host is lost."""
         lost = []
         for name in names:
             entry = self.entries.get(name)
@@ -219,11 +219,11 @@ class Registry:
         ]
 
     def silence_of(self, entry: Entry, now: float) -> float:
-        """Seconds for which it could have been heard of and was not."""
+        """Seconds for which an actor could have been heard of and was not."""
         return self.silence_since(entry.heard, now)
 
     def silence_since(self, heard: float, now: float) -> float:
-        """Of the seconds since then, those in which something could have been heard."""
+        """Seconds since then in which something could have been heard."""
         return now - max(heard, self._listening_since)
 
     def listen(self, now: float, silence_s: float) -> None:
@@ -300,7 +300,7 @@ class Registry:
             self._end_generations(role, generation + 1, f"{name} {what}, and all of {role} start again together")
 
     def _end_generations(self, role: str, before: int, reason: str) -> None:
-        """Who belongs to an older generation is to be killed."""
+        """All that belong to an older generation are to be killed."""
         if before <= self.generations.get(role, -1):
             return
         self.generations[role], self._reasons[role] = before, reason

@@ -1,4 +1,4 @@
-"""When a message that is not answered is asked after again: exponential backoff with full jitter. Pure.
+"""The pauses before an unanswered message is asked after again: exponential backoff with full jitter. Pure.
 
 Invariant: the pause after the n-th time is above 0 and at most ``first_s`` doubled n times, DOUBLINGS times at most,
 and spread evenly below that, so that those who wait on the same peer do not ask at the same moment. The draw comes

@@ -1,7 +1,7 @@
-"""Who belongs to the run: the actors that it began with, those that have joined since, and none that has left.
+"""The members of the run: the actors that it began with, those that have joined since, and none that has left.
 
-What the controller tells (``Members``) is laid over the names and public keys of the start, so that what is admitted
-depends on nothing but its number: an older word than the one taken in changes nothing.
+The controller's word (``Members``) is laid over the names and public keys of the start, so that the actors admitted
+depend on nothing but its number: an older word than the one taken in changes nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from asyncrl.wire.transport import Transport
 
 CONTROLLER = "controller/0"
 LAUNCHER = "launcher/0"
-"""The name in which hosts are let join and leave. Its keys lie in the head's private folder, and whoever can read that
+"""The name in which hosts are let join and leave. Its keys lie in the head's private folder, and all who can read that
 may use it."""
 
 
 class Roster:
-    """One actor's view. ``names`` are the actors of the start."""
+    """One actor's view of the members. ``names`` are the actors of the start."""
 
     def __init__(self, names: Iterable[str], credentials: Credentials, transport: Transport) -> None:
         self._first = tuple(names)
@@ -28,12 +28,12 @@ class Roster:
         self.actors = self._first
         """All that the run has, in the order of their coming."""
         self.number = 0
-        """Of the Members taken in."""
+        """Number of the Members taken in."""
         self.peers: dict[str, list[str]] = dict(credentials.peers)
         """Public keys by name, of agents too; none without CURVE."""
 
     def take_in(self, members: Members) -> list[Dead]:
-        """Admit who has joined and nobody who has left; those who have."""
+        """Admit the actors that have joined and none that has left; those that have left."""
         if members.number <= self.number:
             return []
         self.number = members.number

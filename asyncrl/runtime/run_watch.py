@@ -27,7 +27,7 @@ TRACE_S = 3.0
 
 
 class RunWatch:
-    """See the module."""
+    """One actor's bond with the controller; the module tells its rules."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -48,11 +48,11 @@ class RunWatch:
         call = actor.peer(CONTROLLER).call(Register(record=actor.record(address)), timeout=timeout)
         await call
         self._known_to = call.answered_by
-        # What it was told before is lost.
+        # All that it was told before is lost.
         actor.telling.forget()
 
     async def learn_members(self, timeout: float | None = None) -> None:
-        """Know who takes part, as of now."""
+        """Learn the members of the run, as of now."""
         self._actor.take_in(await self._actor.peer(CONTROLLER).call(WatchMembers(), timeout=timeout))
 
     async def run(self) -> None:
@@ -106,7 +106,7 @@ class RunWatch:
     async def hand_in_trace(self, number: int) -> None:
         """Give the controller what is kept of the timeline; nobody fails for its sake."""
         actor = self._actor
-        # What an agent does is in nobody's timeline.
+        # The doings of an agent are in nobody's timeline.
         if not actor.trace.on or actor.context.controller is None or actor.role not in ROLES:
             return
         controller = actor.peer(CONTROLLER)

@@ -1,6 +1,6 @@
 """The serving side: HELLO, then calls and casts to typed handlers.
 
-Nothing but a HELLO is served on a connection before its WELCOME; whoever is not of this run, is not who its key
+Nothing but a HELLO is served on a connection before its WELCOME; a peer that is not of this run, is not who its key
 says, or has been replaced by a newer incarnation is refused, and so is all that its role may not send
 (messages/senders.py). A call that arrives again while its handler runs, or after it was answered, is not run again:
 replies to calls that may not be repeated are kept until the caller has them. A caller that has no answer asks (ASK)
@@ -10,7 +10,7 @@ while a reply is queued nothing is done or sent twice. No handler is run before 
 with ERROR ``not_ready``, upon which the caller asks again until their deadline, and casts are dropped. Every failure of
 a handler becomes an ERROR for its caller; malformed frames are counted and change nothing.
 
-Whatever is sent, in whatever numbers, what is kept here is bounded: names, connections of a name, calls and stored
+The state kept here is bounded, for messages of any kind and number: names, connections of a name, calls and stored
 replies of a connection, and the time for which a call may be parked. Counters, which every heartbeat carries, tell
 what did not enter: ``wire/early`` counts calls, questions after them and casts before the actor was set up;
 ``wire/strangers`` connections that were turned away before they could say anything, and messages on connections
@@ -55,7 +55,7 @@ from asyncrl.wire.transport import Server as BoundSocket
 STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
 EARLY = "wire/early"
 MAX_SESSIONS_PER_NAME = 4
-"""An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
+"""Connections of an actor: one for its calls, one for its heartbeats, a few that it left behind as it reconnected."""
 SHARED = {LAUNCHER: 64, VIEWER: 32}
 """Connections of the names that any number of commands, and of those who watch, share. None makes way while in use."""
 UNUSED_S = 30.0
@@ -63,19 +63,19 @@ UNUSED_S = 30.0
 VIEWER_CREDIT = 16
 """CREDIT of one who watches: it has one question at a time, and each that is parked costs something at every event."""
 CROWDED = "connections"
-"""Code of the refusal of one more."""
+"""Code of the refusal of one connection more."""
 MAX_NAMES = 16384
-"""Where no keys say who there can be."""
+"""Most names of callers, where no keys say who there can be."""
 MAX_STORED = 4 * CREDIT
 """Replies kept for one connection."""
 LONGEST_CALL_S = 7 * 86400.0
-"""A caller that wants to wait longer is answered as if this were its deadline."""
+"""Longest time to a deadline; a caller that wants to wait longer is answered as if this were its own."""
 MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
-"""So often in so many seconds a caller may try again what failed in a way that nobody expected; not without end."""
+"""Times in so many seconds that a caller may try again what failed in a way that nobody expected; not without end."""
 UNEXPECTED_MOMENT_S = 0.2
 """Failures that are no further apart count once: all calls of a connection may meet the same."""
 LONGEST_ERROR = 16384
-"""Characters. What is wrong with a message may be as long as the message."""
+"""Characters of an error's words, which may be as long as the message that they are about."""
 
 
 @dataclass(slots=True)
@@ -85,13 +85,13 @@ class _Session:
     incarnation: int
     limit: int
     heard: float
-    """When anything came from it last (s)."""
+    """Time at which anything came from it last (s)."""
     connection: Connection = field(default_factory=Connection)
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
     unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))
-    """When calls failed in a way that nobody expected (s)."""
+    """Times at which calls failed in a way that nobody expected (s)."""
 
     @property
     def credit(self) -> int:
@@ -119,13 +119,13 @@ class CallServer:
         self._handlers = handlers_of(owner)
         self._sessions: dict[bytes, _Session] = {}
         self._by_name: dict[str, dict[bytes, _Session]] = {}
-        """The same by the name of the caller: a HELLO looks at its own alone."""
+        """Sessions by the name of the caller: a HELLO looks at its own alone."""
         self._newest: dict[str, int] = {}
         self._fenced: dict[str, int] = {}
         """Incarnations up to these are dead."""
         self._deadlines: Deadlines[asyncio.Future[Any]] = Deadlines(self._loop, self._expire)
         self._expired: set[asyncio.Future[Any]] = set()
-        """Those of the running calls whose deadline is over."""
+        """Running calls whose deadline is over."""
         self._bound: BoundSocket | None = None
         for counter in (STRANGERS, REFUSED, MALFORMED, EARLY):
             endpoint.counters.setdefault(counter, 0)
@@ -240,7 +240,7 @@ class CallServer:
         self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
 
     def _drop_sessions(self, name: str, incarnation: int, but: bytes) -> None:
-        """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
+        """Drop the sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
         own = self._others_of(name, but)
         current = [s for s in own if s.incarnation == incarnation]
         most = SHARED.get(name, MAX_SESSIONS_PER_NAME)
@@ -435,7 +435,7 @@ class CallServer:
         self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 
     def _may_try_again(self, session: _Session) -> bool:
-        """After a failure that nobody expected: it may pass, but a caller is not to repeat the same for ever."""
+        """Whether a caller may try again after a failure that nobody expected: it may pass; but not for ever."""
         now, failed = self._loop.time(), session.unexpected
         often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
         if not failed or now - failed[-1] >= UNEXPECTED_MOMENT_S:
@@ -455,6 +455,6 @@ class CallServer:
         self._transmit(routing_id, [self._endpoint.header(kind, type, in_reply_to=in_reply_to), *frames])
 
     def _transmit(self, routing_id: bytes, message: list[Any]) -> None:
-        # Where it cannot go now, the caller asks for it again.
+        # The caller asks again for a message that cannot go now.
         if self._bound is not None and not self._bound.send(routing_id, message):
             self._endpoint.count("wire/unsent")

@@ -24,13 +24,13 @@ TASKS_END = "end of asyncio tasks"
 
 
 class StackRequests:
-    """How often this process was asked for its stacks."""
+    """Number of times that this process was asked for its stacks."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def install(self) -> None:
-        """From now on SIGUSR1 writes the threads' stacks to standard error, and is counted. Main thread only."""
+        """Have SIGUSR1 write the threads' stacks to standard error, and be counted, from now on. Main thread only."""
         signal.signal(signal.SIGUSR1, self._asked)
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
@@ -39,7 +39,7 @@ class StackRequests:
 
 
 requests = StackRequests()
-"""Of this process: there is one SIGUSR1."""
+"""Requests of this process: there is one SIGUSR1."""
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
@@ -59,7 +59,7 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _stack_of(task: asyncio.Task[Any]) -> tuple[str, ...]:
-    """Where a task waits, outermost first; the last line is what it waits for."""
+    """Lines that tell where a task waits, outermost first; the last line is what it waits for."""
     lines: list[str] = []
     at: Any = task.get_coro()
     while at is not None and len(lines) < DEEPEST:
@@ -76,7 +76,7 @@ def _stack_of(task: asyncio.Task[Any]) -> tuple[str, ...]:
 
 
 def _describe(awaited: Any) -> str:
-    """A call says whom it asks."""
+    """Words for an awaited object; a call says whom it asks."""
     if isinstance(awaited, asyncio.Task):
         return f"task {awaited.get_name()}"
     peer, kind = getattr(awaited, "peer", None), getattr(awaited, "kind", None)

@@ -1,4 +1,4 @@
-"""What the end of an actor means: how soon and how often it is started again, and in which order roles end.
+"""The meaning of an actor's end: how soon and how often it is started again, and in which order roles end.
 
 One table says what is particular to each role; ``Supervisor`` applies it to the deaths that a node agent sees.
 Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time
@@ -19,16 +19,16 @@ UNHEALABLE_EXITS = frozenset({2, 78})
 
 @dataclass(frozen=True, slots=True)
 class RolePolicy:
-    """What is particular to one role."""
+    """The policy that is particular to one role."""
 
     drain_rank: int
-    """When the run ends, the actors of a rank are told to end once all of the lower ranks have."""
+    """Rank in the end of the run: the actors of a rank are told to end once all of the lower ranks have."""
     gang: bool = False
-    """Its actors compute together: when one dies all of them are started again, so that new ones meet new ones."""
+    """Whether its actors compute together: when one dies all are started again, so that new ones meet new ones."""
     replicated: bool = False
-    """Each does the same work: a run goes on with those that are left."""
+    """Whether each does the same work: a run goes on with those that are left."""
     fixed: bool = False
-    """It is found at one address with one key for the whole run, so its successor takes over both."""
+    """Whether it is found at one address with one key for the whole run, so its successor takes over both."""
 
 
 ROLES: dict[str, RolePolicy] = {
@@ -85,14 +85,14 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """It is not started again by itself, for this reason: a replica rests, and without any other the run ends."""
+    """Do not start the actor again by itself, for this reason: a replica rests, and without any other the run ends."""
 
     reason: str
 
 
 @dataclass(slots=True)
 class RestartBudget:
-    """How often one thing may be restarted, and how soon."""
+    """The restarts that one thing may have, and the pauses before them."""
 
     max_restarts: int
     window_s: float
@@ -139,5 +139,5 @@ class Supervisor:
         return Restart(after, self._counts[name])
 
     def forgive(self, name: str) -> None:
-        """It has rested: what was counted of it is forgotten."""
+        """Forget what was counted of an actor that has rested."""
         self._budgets.pop(name, None)

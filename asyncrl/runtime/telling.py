@@ -1,4 +1,4 @@
-"""What of an actor's facts goes into its next heartbeat: what has changed since the controller was told of it.
+"""The facts of an actor for its next heartbeat: those that have changed since the controller was told of them.
 
 Values are cumulative, so a heartbeat that is lost takes nothing with it that the next full one does not bring: every
 FULL_BEATS heartbeats all is told anew, and at once when the controller does not know this actor, as after its own
@@ -28,7 +28,7 @@ MOST_RESOURCES = 64
 EVENTS_IN_BEAT = 8
 EVENTS_KEPT = 64
 EVENT_TOLD = 2
-"""How many heartbeats an event is in, so that one that is lost does not take it along."""
+"""Heartbeats that an event is in, so that one that is lost does not take it along."""
 LONGEST_EVENT = 300
 
 
@@ -39,13 +39,13 @@ class Events:
         self._wall = wall
         self._lock = threading.Lock()
         self._waiting: deque[list[Any]] = deque()
-        """[event, in how many heartbeats it was], the oldest first."""
+        """[event, number of heartbeats that it was in], the oldest first."""
         self._number = 0
         self.dropped = 0
-        """That were never in any."""
+        """Events that were never in any heartbeat."""
 
     def add(self, level: str, text: str) -> None:
-        """Something that is worth knowing."""
+        """Add an event that is worth knowing."""
         with self._lock:
             self._number += 1
             self._waiting.append([EventRecord(self._number, self._wall(), level, text[:LONGEST_EVENT]), 0])
@@ -53,7 +53,7 @@ class Events:
                 self.dropped += self._waiting.popleft()[1] == 0
 
     def take(self) -> list[EventRecord]:
-        """Those for the next heartbeat."""
+        """Events for the next heartbeat."""
         with self._lock:
             taken = list(self._waiting)[:EVENTS_IN_BEAT]
             for event in taken:
@@ -64,7 +64,7 @@ class Events:
 
 
 class Telling:
-    """What one controller was told."""
+    """The facts that one controller was told."""
 
     def __init__(self) -> None:
         self._figures: _Told[float] = _Told(MOST_FIGURES)
@@ -75,7 +75,7 @@ class Telling:
         """Figures, histograms and resources that had to wait, since the start."""
 
     def forget(self) -> None:
-        """It may know nothing."""
+        """The controller may know nothing."""
         self._beats = 0
 
     def trim(self, beat: Heartbeat) -> Heartbeat:
@@ -98,7 +98,7 @@ class Telling:
 
 
 def _stay(resource: ResourceRecord) -> tuple[Any, ...]:
-    """What is the same for as long as a resource stays where it is."""
+    """Values that are the same for as long as a resource stays where it is."""
     before = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
     earlier = round(resource.seconds.get(resource.state, 0.0) - resource.state_s, 3)
     return resource.state, resource.awaiting, before, earlier
@@ -111,16 +111,16 @@ class _Told(Generic[T]):
         self._most = most
         self._values: dict[str, T] = {}
         self._told: dict[str, int] = {}
-        """When each was told last, in calls."""
+        """Number of the call in which each was told last."""
         self._calls = 0
         self.left = 0
-        """That had to wait at the last call."""
+        """Values that had to wait at the last call."""
 
     def forget(self) -> None:
         self._values = {}
 
     def news(self, values: Mapping[str, T]) -> set[str]:
-        """The names of those that are to be told now, which they are from here on."""
+        """The names of the values that are to be told now; they are taken for told from here on."""
         self._calls += 1
         unknown = object()
         changed = [name for name, value in values.items() if self._values.get(name, unknown) != value]

@@ -1,9 +1,9 @@
-"""Which calls may be on their way to a peer: its credit, and a budget of bytes for large payloads. Pure.
+"""The calls that may be on their way to a peer: its credit, and a budget of bytes for large payloads. Pure.
 
 Invariants: no more calls are out than the credit; the payloads under way together are within BUDGET_BYTES, or there is
 one of them alone; calls of a kind, small or large, go in the order in which they came, and a small one never waits for
 a large one. A payload is under way from its sending until the peer has said that it has it, also where its caller waits
-no more. Whoever waits is let go when others arrive, end or are taken back: ``next`` says whom.
+no more. A call that waits is let go when others arrive, end or are taken back: ``next`` says which.
 
 It cannot fail: how long a call may wait is its own deadline's business.
 """
@@ -30,7 +30,7 @@ class Turns:
         """Bytes under way of calls that are over."""
         self._small: OrderedDict[int, int] = OrderedDict()
         self._large: OrderedDict[int, int] = OrderedDict()
-        """Bytes of those that wait."""
+        """Bytes of the calls that wait."""
 
     def __contains__(self, id: int) -> bool:
         """Whether a call is out."""
@@ -71,13 +71,13 @@ class Turns:
             self._out[id] = 0
 
     def remove(self, id: int) -> None:
-        """It is over, or begins anew."""
+        """A call is over, or begins anew."""
         self.under_way -= self._out.pop(id, 0)
         self._small.pop(id, None)
         self._large.pop(id, None)
 
     def abandon(self, id: int) -> None:
-        """It is over for its caller; what is under way stays so until it has arrived."""
+        """A call is over for its caller; what is under way stays so until it has arrived."""
         size = self._out.get(id, 0)
         self.remove(id)
         if size:

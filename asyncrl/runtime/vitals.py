@@ -1,7 +1,7 @@
-"""How an actor's process does: its event loop, its processors and memory, its GPUs.
+"""The vital signs of an actor's process: its event loop, its processors and memory, its GPUs.
 
 The lag of the loop is measured by a timer of its own, every PROBE_S; a timer that comes late stands for all that should
-have come meanwhile. How busy the loop is follows from the processor time of its thread. What is read here is read by
+have come meanwhile. The loop's busy share follows from the processor time of its thread. All of it is read by
 the thread that beats, so that it is known of a loop that is blocked as well.
 """
 
@@ -22,10 +22,10 @@ LAG = "loop/lag_s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vitals:
-    """Of the time since they were taken last."""
+    """Vital signs of the time since they were taken last."""
 
     loop_lag_s: float = 0.0
-    """The largest that has ended."""
+    """The largest lag that has ended."""
     loop_busy: float = 0.0
     cpu: float = 0.0
     rss_bytes: int = 0
@@ -33,7 +33,7 @@ class Vitals:
 
 
 class VitalSigns:
-    """To be made in the thread of the running event loop ``loop``, and stopped."""
+    """Takes the vital signs; to be made in the thread of the running event loop ``loop``, and stopped."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, histograms: Histograms, interval_s: float, *, family: bool
@@ -56,7 +56,7 @@ class VitalSigns:
         self._gpus.stop()
 
     def take(self) -> Vitals:
-        """What has been since the last call; from one thread at a time."""
+        """The vital signs since the last call; from one thread at a time."""
         cpu, rss_bytes = self._times.read()
         now = time.monotonic()
         elapsed, self._at = now - self._at, now

@@ -1,4 +1,4 @@
-"""How fast connections to a server may begin: each takes one from a bucket that fills up again. Pure.
+"""The rate at which connections to a server may begin: each takes one from a bucket that fills up again. Pure.
 
 A handshake costs its server a thread's time and a descriptor before anybody has proved who he is. So BURST connections
 may begin at once, as when a thousand actors start, and PER_S of them a second in the long run.
@@ -22,7 +22,7 @@ class Door:
         self._looked = now
 
     def begin(self, now: float) -> float:
-        """A connection has begun. Returns until when (s) no other may: ``now`` as long as the door stays open."""
+        """A connection has begun. Returns the time (s) before which no other may: ``now`` while the door stays open."""
         self._left = min(BURST, self._left + PER_S * (now - self._looked)) - 1
         self._looked = now
         return now if self._left >= 1 else now + (REOPENS_WITH - self._left) / PER_S

@@ -29,7 +29,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     HELLO = 1
     WELCOME = 2
@@ -56,13 +56,13 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
     """The id that a WELCOME, REFUSE, REPLY or ERROR answers, that a CANCEL cancels, or of the CALL that an ASK, HELD or
     NOT_HELD speaks of; 0 otherwise."""
     sender: str
-    """ROLE/INDEX."""
+    """Name of the sender, ROLE/INDEX."""
     incarnation: Count
     """Spawn time of the sender in ns."""
     param_version: Annotated[int, Meta(ge=-1)]
     """The newest weights that the sender knows of; -1 before any."""
     deadline_ms: Count
-    """How long the caller will still wait; 0 where nobody waits."""
+    """Time that the caller will still wait (ms); 0 where nobody waits."""
     type: str
     """Name of the message in the body; empty for CANCEL, ASK, HELD and NOT_HELD."""
     answered_below: Count = 0
@@ -88,7 +88,7 @@ class Welcome(Struct, frozen=True, kw_only=True):
     incarnation: int
     max_message_bytes: int
     credit: int
-    """How many calls may be unanswered on this connection at once."""
+    """Calls that may be unanswered on this connection at once."""
     answers_ask: bool = False
     """Whether an ASK is answered; where it is not, calls are repeated whole."""
 

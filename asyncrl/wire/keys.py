@@ -1,4 +1,4 @@
-"""Who may talk to whom: the run's secret, CURVE key pairs, and the handler that admits them.
+"""Admission of actors to one another: the run's secret, CURVE key pairs, and the handler that admits them.
 
 With CURVE on, every socket has a key pair of its own actor and attempt, and the handler (ZAP) admits listed keys
 only and names their owner, which must match the sender in the envelope. It is up before the first bind: CURVE
@@ -24,17 +24,17 @@ from zmq.auth.thread import ThreadAuthenticator
 
 ZAP_DOMAIN = "asyncrl"
 VIEWER = "viewer/0"
-"""Whoever watches a run. There may be several at once: all are one incarnation, since none keeps anything."""
+"""Name of all who watch a run. There may be several at once: all are one incarnation, since none keeps anything."""
 VIEWER_INCARNATION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What one actor proves itself with, and what it knows of the others."""
+    """The secrets that one actor proves itself with, and the keys that it knows of the others."""
 
     run_id: str
     secret: str = field(repr=False)
-    """Empty under CURVE."""
+    """The run's secret; empty under CURVE."""
     curve: bool = False
     public_key: bytes = b""
     secret_key: bytes = field(default=b"", repr=False)
@@ -49,12 +49,12 @@ class Keyring:
     """The credentials of a whole run."""
 
     common: dict[str, Any] = field(repr=False)
-    """What every host is given: content by file name."""
+    """Files that every host is given: content by file name."""
     own: dict[str, dict[str, Any]] = field(repr=False)
-    """What is given only to the host of an actor, by actor name: content by file name."""
+    """Files that only the host of an actor is given, by actor name: content by file name."""
 
     def files_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """What the host of these actors is given: content by file name."""
+        """Files that the host of these actors is given: content by file name."""
         files = dict(self.common)
         for name in names:
             files |= self.own.get(name, {})
@@ -88,7 +88,7 @@ def make_pairs(attempts: int) -> list[dict[str, str]]:
 
 
 def files_of_pairs(name: str, pairs: Iterable[dict[str, str]]) -> dict[str, Any]:
-    """What the host of an actor with these pairs is given: content by file name."""
+    """Files that the host of an actor with these pairs is given: content by file name."""
     return {f"{name.replace('/', '-')}.{attempt}.json": pair for attempt, pair in enumerate(pairs)}
 
 
@@ -171,7 +171,7 @@ class Doorkeeper(ThreadAuthenticator):
         self.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
 
     def admit(self, peers: Mapping[str, list[str]]) -> None:
-        """From here on these are let in, and nobody else; connections that stand are left alone."""
+        """Let these in from here on, and nobody else; connections that stand are left alone."""
         # Replaced as a whole: the thread looks things up meanwhile.
         self._owners = {key: name for name, keys in peers.items() for key in keys}
 

@@ -1,6 +1,6 @@
 """The listening socket of a ZeroMQ server, which can be kept from letting connections begin.
 
-ZeroMQ accepts whoever comes. The kernel drops what comes to a shut one, which is the first packet of a connection: its
+ZeroMQ accepts all that comes. The kernel drops what comes to a shut socket, the first packet of a connection: its
 sender repeats it, after a second at first, and gets in once the door is open. Connections that stand are not touched.
 """
 
@@ -18,7 +18,7 @@ DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 class ListeningSocket:
-    """``fd``, which stays its owner's. Close this one first: the port is free only when both are closed."""
+    """The socket ``fd``, which stays its owner's. Close this one first: the port is free only when both are closed."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=os.dup(fd))
@@ -33,5 +33,5 @@ class ListeningSocket:
         self._socket.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of the socket."""
         self._socket.close()

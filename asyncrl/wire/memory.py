@@ -30,7 +30,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """See Transport."""
+    """A transport of the addresses of one process."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
@@ -63,7 +63,7 @@ class MemoryTransport:
 
 
 class MemoryServer:
-    """See Server."""
+    """A server at an address of one process."""
 
     def __init__(self, network: MemoryNetwork, address: str, receive: ServerReceive) -> None:
         self.address = address
@@ -96,7 +96,7 @@ class MemoryServer:
 
 
 class MemoryClient:
-    """See Client."""
+    """A client of a server in the same process."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 ZeroMQ has one limit for the frames of a connection, and it holds before a peer has proved who it is. So under CURVE a
 server takes frames of no more than PIECE_BYTES, and a client sends what is larger in pieces: first a table (MARK, then
-how many pieces each frame has, 4 bytes each, little-endian), then the pieces of all frames, in order. What fits goes as
-it is.
+how many pieces each frame has, 4 bytes each, little-endian), then the pieces of all frames, in order. A message
+that fits goes as it is.
 Invariant: what is joined is what was cut. Fails with ValueError for a table that does not fit what follows it.
 """
 

@@ -1,7 +1,7 @@
-"""What carries frames: the interface, and which implementation an address asks for.
+"""The interface of the transports that carry frames.
 
 A transport delivers each message whole or not at all, in order on a connection while that lives, at most once.
-It never blocks and never waits: a message that cannot go now is not sent, and whoever needs an answer repeats.
+It never blocks and never waits: a message that cannot go now is not sent, and a caller that needs an answer repeats.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Transport(Protocol):
         """
 
     def admit(self, peers: Mapping[str, list[str]]) -> None:
-        """From here on exactly these may connect and be connected to: public keys by actor name."""
+        """Let exactly these connect and be connected to from here on: public keys by actor name."""
 
     def close(self) -> None:
-        """Close whatever is still open."""
+        """Close all that is still open."""

@@ -4,7 +4,7 @@ Sockets are driven by the event loop's reader callback: no task and no future pe
 and takes over the routing id of a peer that comes back; heartbeats of clients end half-open pipes; LINGER is 0 and
 high-water marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ
 drop the connection without a word, so senders check the size their peer stated, and cut for a server under CURVE what
-is larger than it takes of strangers (pieces.py). Who does not get through the handshake, which has a deadline, is
+is larger than it takes of strangers (pieces.py). Peers that do not get through the handshake, which has a deadline, are
 counted and never seen by the receiver. Where connections begin faster than a server has time for, no more begin for a
 moment (door.py), which is counted too.
 """
@@ -30,15 +30,15 @@ from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 HIGH_WATER_MARK = 16384
 COPY_BELOW_BYTES = 65536
 MOST_SOCKETS = 1 << 14
-"""One actor's. A connection takes three, with those that watch it; ZeroMQ's own 1,023 end at 341 peers with an error
-that reads as if descriptors were lacking. Each that could be there takes four bytes."""
+"""Sockets of one actor. A connection takes three, with those that watch it; ZeroMQ's own 1,023 end at 341 peers with an
+error that reads as if descriptors were lacking. Each that could be there takes four bytes."""
 BATCH = 64
 """Messages that are read in one turn of the loop: a thousand heartbeats at once are not to hold up everything else."""
 SEND_BATCH = 32
 """Messages that may wait for the next turn of the loop before they are handed to ZeroMQ."""
 HEARTBEAT_MS = 5000
 HANDSHAKE_MS = 30_000
-"""Whoever has connected and not got through the handshake by then is dropped, however slowly it goes on sending."""
+"""Time for the handshake: a peer that has not got through it by then is dropped, however slowly it goes on sending."""
 TURNED_AWAY = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -53,7 +53,7 @@ _monitors = itertools.count()
 
 
 class ZmqTransport:
-    """See Transport. One ZeroMQ context for each instance."""
+    """The transport over ZeroMQ. One ZeroMQ context for each instance."""
 
     def __init__(self, credentials: Credentials, *, max_message_bytes: int) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -72,7 +72,7 @@ class ZmqTransport:
         socket.router_mandatory = 1
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._credentials.curve:
-            # Whoever has not proved who he is brings no larger frame; friends send what is larger in pieces.
+            # A peer that has not proved who it is brings no larger frame; friends send larger ones in pieces.
             socket.maxmsgsize = min(self._max_message_bytes, PIECE_BYTES) + CURVE_BYTES
             socket.zap_domain = ZAP_DOMAIN.encode()
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -173,7 +173,7 @@ class _ZmqSocket:
         self._take_frame, self._option = socket.recv, socket.getsockopt
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Frames] = []
-        """Not empty only while a look is scheduled."""
+        """Messages to be sent; not empty only while a look is scheduled."""
         self._look_scheduled = False
         self._closed = False
         self._fd = socket.getsockopt(zmq.FD)
@@ -231,7 +231,7 @@ class _ZmqSocket:
 
     def _put(self, frames: Frames) -> bool:
         try:
-            # What has no arrays costs less to copy than to keep track of.
+            # A message without arrays costs less to copy than to keep track of.
             put, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
             for index, frame in enumerate(frames):
                 put(frame, NOW if index == last else NOW_AND_MORE, copy)
@@ -253,7 +253,7 @@ class _ZmqSocket:
 
 
 class ZmqServer(_ZmqSocket):
-    """A ROUTER. ``pieces`` is how many bytes a message in pieces may have; None without CURVE."""
+    """A ROUTER. ``pieces`` is the most bytes that a message in pieces may have; None without CURVE."""
 
     _plain = 3
 
@@ -337,7 +337,7 @@ class ZmqServer(_ZmqSocket):
 
 
 class ZmqClient(_ZmqSocket):
-    """See Client."""
+    """A DEALER. With ``in_pieces`` it cuts the messages that are too large."""
 
     _plain = 2
 

@@ -20,14 +20,14 @@ from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.environment import users_environment
 
 NOTICE = "isolation"
-"""Key of the notice that there is none."""
+"""Key of the notice that there is no isolation."""
 PROBE_S = 30.0
-"""For importing Python and a few calls of the system, on a host that may be busy."""
+"""Time for importing Python and a few calls of the system, on a host that may be busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """For the workers of one actor. By default they are not isolated, as where there is no run so far."""
+    """The confinement of one actor's workers. By default they are not isolated, as where there is no run so far."""
 
     named: Sequence[str] = ()
     """Variables that they are given beside the usual ones."""
@@ -54,7 +54,7 @@ def private_folders(run_dir: Path) -> list[str]:
 
 
 def private_folders_beside(run_dir: Path) -> list[str]:
-    """Those of all runs in the same folder. One with a lock is a run's; anything else of that name is the user's."""
+    """Private folders of all runs in the same folder. One with a lock is a run's; the others are the user's."""
     return [str(lock.parent.resolve()) for lock in run_dir.absolute().parent.glob("*/private*/lock")]
 
 
@@ -77,7 +77,7 @@ async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], N
 
 
 async def why_not(hidden: Sequence[str]) -> str:
-    """Why a worker cannot be isolated here; empty where it can."""
+    """Reason that a worker cannot be isolated here; empty where it can."""
     probe = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", isolation.__name__, json.dumps(hidden)),
         stdin=asyncio.subprocess.DEVNULL,

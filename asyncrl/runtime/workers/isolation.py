@@ -2,7 +2,7 @@
 on itself, and ends with exit code 0 or with the reason why it cannot be done here.
 
 A process that isolates itself is in a user namespace and a mount namespace of its own from then on, has lost all rights
-over both, and can win none (no_new_privs). Invariant: it and whatever it starts find the hidden folders empty, and may
+over both, and can win none (no_new_privs). Invariant: it and all that it starts find the hidden folders empty, and may
 neither look into nor trace a process outside (memory, environment, descriptors), for the kernel lets nobody do that
 across user namespaces; a further namespace of theirs cannot take the covers off. Files are otherwise as they were: same
 user, same groups, same folders. Where the user is root all ids are mapped and root's way with files is kept, or root

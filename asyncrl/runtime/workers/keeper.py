@@ -2,8 +2,8 @@
 
 The first frame from FD is JSON: argv and env of the program, and ``files``: texts by the variables that name them, each
 in a file that the owner alone can read and that goes when the program ends. The keeper is a subreaper, in a session of
-its own: whatever the program starts, and however that lets go of it, is a descendant of the keeper, which kills all of
-it when the program ends, when the actor hangs up, or when it has died. Should the keeper be killed itself, the program
+its own: a process that the program starts, however it lets go, is a descendant of the keeper, which kills them all
+when the program ends, when the actor hangs up, or when it has died. Should the keeper be killed itself, the program
 is with it. A frame ``terminate`` asks the program to end (SIGTERM to its process group). One frame goes back, JSON: the
 exit code, the last line of the standard output, processor seconds; or why the program cannot be started. Its output is
 the keeper's own. Standard library alone, for there is one for each program.
@@ -27,12 +27,12 @@ from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""They are for the whole job; the actor decides. Handlers, unlike SIG_IGN, are not passed on to the program."""
+"""Signals for the whole job, on which the actor decides. Handlers, unlike SIG_IGN, are not passed on to the program."""
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16
 """Longest last line."""
 END_S = 0.8
-"""Time for what was killed to be gone."""
+"""Time for killed processes to be gone."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How much memory a worker takes, and the limits that it is given.
+"""The memory that a worker takes, and the limits that it is given.
 
 Two nets, for neither holds everything. The worker limits its private memory (RLIMIT_DATA, inherited by what it starts),
 so that the user's code gets a MemoryError at the very allocation that is too much; memory that is only reserved does
@@ -15,7 +15,7 @@ import resource
 from pathlib import Path
 
 REPORT_BYTES = 32 << 20
-"""Beyond the limit, for telling that it was reached."""
+"""Bytes beyond the limit, for telling that it was reached."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -44,7 +44,7 @@ class MemoryLimit:
 
 
 def resident_bytes(pids: list[int]) -> int:
-    """In physical memory, over all of ``pids``; what they share counts once for each."""
+    """Bytes in physical memory, over all of ``pids``; what they share counts once for each."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
@@ -53,7 +53,7 @@ def resident_bytes(pids: list[int]) -> int:
 
 
 def proportional_bytes(pids: list[int]) -> int:
-    """As resident_bytes, but each page counts once, divided among its holders. Slow for a large process."""
+    """Bytes as in resident_bytes, but each page counts once, divided among its holders. Slow for a large process."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def family(pid: int) -> list[int]:
 
 
 def _private_bytes() -> int:
-    """What RLIMIT_DATA counts of this process."""
+    """Bytes that RLIMIT_DATA counts of this process."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_bytes().splitlines():
             if line.startswith(b"VmData:"):

@@ -1,4 +1,4 @@
-"""What a worker and the processes that it starts print, taken off them without ever holding them up.
+"""The output of a worker and of the processes that it starts, taken off them without ever holding them up.
 
 Both outputs are one pipe. Invariant: of what is printed in one call at most ``limit`` bytes are kept, in order; all
 else is thrown away unread and counted. Holding the pipe cannot fail; making it can, with OSError.
@@ -11,7 +11,7 @@ import fcntl
 import os
 
 PIPE_BYTES = 1 << 20
-"""Asked of the kernel; it may give less to one who holds many."""
+"""Size of a pipe that is asked of the kernel; it may give less to one who holds many."""
 ROUNDS = 64
 """Turns of one drain, so that a worker that never stops printing holds up nobody else."""
 
@@ -74,7 +74,7 @@ class Output:
             self.tail = (self.tail + data[-self._tail_bytes :])[-self._tail_bytes :]
 
     def take(self, *, end_of_call: bool) -> tuple[str, int]:
-        """What was kept since the last time, and at the end of a call how many bytes more it has printed."""
+        """Text kept since the last time, and at the end of a call the number of bytes more that it has printed."""
         text = self._kept.decode(errors="replace")
         self._kept.clear()
         dropped = 0

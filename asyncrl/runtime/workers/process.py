@@ -83,7 +83,7 @@ class WorkerProcess:
                     stderr=self.output.write_fd,
                     env=confined.env() | ONE_THREAD,
                     pass_fds=[theirs.fileno()],
-                    # Of its own, so that nothing that it starts and lets go of is missed at the end. Its session stays
+                    # A group of its own, so that nothing that it lets go of is missed at the end. Its session stays
                     # the actor's, by which the node agent finds what a killed actor leaves behind, unless it sees to
                     # that itself.
                     process_group=None if own_session else 0,
@@ -102,7 +102,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the worker."""
         return self._process.pid
 
     @property
@@ -165,7 +165,7 @@ class WorkerProcess:
             return []
 
     def _kill_group(self) -> None:
-        """As long as it is not reaped no other group can have its number."""
+        """Kill its process group: as long as it is not reaped no other group can have its number."""
         if self._process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -205,7 +205,7 @@ class WorkerProcess:
     def _reap(self, kill_at: float) -> None:
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
-            # Whom it has left behind; its number is its own until it is reaped.
+            # Those that it has left behind; its number is its own until it is reaped.
             self._kill_group()
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
                 for pid in session_members(self.pid):

@@ -38,7 +38,7 @@ class NotCallable(ValueError):
 
 
 def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., Any]:
-    """What ``spec``, the value of ``key``, names. Raises NotCallable."""
+    """The function or class that ``spec``, the value of ``key``, names. Raises NotCallable."""
     module_name, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise NotCallable([f"{key}: {spec!r} is not of the form {form}"])

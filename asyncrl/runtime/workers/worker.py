@@ -32,7 +32,7 @@ def frames(connection: socket.socket, limit: int) -> Iterator[bytes | bytearray]
 
 
 def end(code: int) -> NoReturn:
-    """Without anything that could need memory or descriptors, or wait for threads of the user's code."""
+    """End without anything that could need memory or descriptors, or wait for threads of the user's code."""
     os._exit(code)
 
 
@@ -45,7 +45,7 @@ def find_modules_here() -> None:
 def stay_alone(connection: socket.socket, title: str) -> None:
     """End with the parent, but not by its signals; be the first to go when memory runs out. ``title`` is for ps.
 
-    What the user's code starts stays below this process, even when it lets go of it: the actor ends it all together.
+    Processes of the user's code stay below this one, even when it lets go of them: the actor ends them all together.
     """
     # Only the actor may see this end closed, and only because this process is gone.
     connection.set_inheritable(False)
