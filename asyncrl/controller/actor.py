@@ -200,7 +200,7 @@ class Controller(Actor):
         await asyncio.to_thread(replace_whole, self._address_file, text, private=True)
 
     async def _keep(self) -> None:
-        """Keep the file for a successor, which is not told of a lost host, nor of those that nobody tells of any more."""
+        """Keep the file for a successor, which is not told of a lost host, nor of those nobody tells of any more."""
         while True:
             await self._to_keep.wait()
             self._to_keep.clear()

@@ -29,7 +29,7 @@ ABOVE_ALL = 1 << 62
 
 
 class NobodyServes(InvalidRequest):
-    """Without ``host`` no rollouter would serve; those that are expected to are ``awaited``."""
+    """No rollouter would serve without ``host``; those that are expected to are ``awaited``."""
 
     def __init__(self, host: str, awaited: list[str]) -> None:
         self.host, self.awaited = host, awaited

@@ -75,11 +75,11 @@ class _Seen:
         return 1 if is_gang(name) else len(self._of_role[role_of(name)])
 
     def failing(self, teller: str, other: str) -> list[str]:
-        """Those that do the same work as the teller and do not reach the other."""
+        """Actors that do the same work as the teller and do not reach the other."""
         return self._failing.get((role_of(teller), other), [])
 
     def failed(self, teller: str, other: str) -> list[str]:
-        """Those that do the same work as the other and that the teller does not reach."""
+        """Actors that do the same work as the other and that the teller does not reach."""
         return self._failed.get((role_of(other), teller), [])
 
 

@@ -56,7 +56,7 @@ class Reserve:
         return True
 
     def bring_back(self, name: str, now: float) -> None:
-        """One is tried again, and the other of its pair, without which it is of no use."""
+        """Try a replica again, and the other of its pair, without which it is of no use."""
         for each in self.resting.keys() & set(_pair(name)):
             self.take(each, now)
 

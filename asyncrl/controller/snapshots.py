@@ -132,7 +132,7 @@ class Snapshots:
             given.give(self._number, now)
             return SnapshotTaken(number=self._number, snapshot=self._newest)
 
-        # What it has not got, it cannot have seen.
+        # A viewer cannot have seen a snapshot that it has not got.
         return await self._viewers.until(news, park_s) or SnapshotTaken(number=request.seen)
 
     async def take(self, *, record: bool = False, last: bool = False) -> None:

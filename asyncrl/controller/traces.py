@@ -151,7 +151,7 @@ class _Collection:
         if self._counts[name] > MOST_SPANS:
             raise InvalidRequest(f"{name} hands in more than {MOST_SPANS} spans")
         async with self._lock:
-            # What comes too late would be the beginning of a file that nobody finishes.
+            # Spans that come too late would be the beginning of a file that nobody finishes.
             if not self.error and not self._is_over:
                 try:
                     await asyncio.to_thread(self._write, name, spans)

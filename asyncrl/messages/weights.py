@@ -193,7 +193,7 @@ class BroadcastEnded(Request, frozen=True, kw_only=True):
     epoch: Count
     error: str = ""
     again: bool = False
-    """After an error: the learner announces it anew next."""
+    """Whether the learner announces it anew next, after an error."""
 
 
 class NextUpdate(Request, frozen=True, kw_only=True):
@@ -301,6 +301,6 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     corrupt: bool = False
     """The bytes were not what the manifest says, before anything was loaded."""
     broke_off: bool = False
-    """It was a broadcast, which broke off under this replica; whose fault that was it does not know."""
+    """Whether it was a broadcast that broke off under this replica; whose fault that was it does not know."""
     epoch: int = -1
     """Epoch of the broadcast, if it was one: a late word on one that broke says nothing on the next of its version."""
