@@ -9,7 +9,7 @@ named, so that it is killed and started again, or set aside, and what it held go
   those that cannot are named as long as others can;
 * of two of which there is no other, the one that costs less; if that did not help, the other.
 
-Invariant: nobody is named for a path to an actor that is not ready, is another process than before, or was not heard of
+Invariant: nobody is named for a path whose end is not ready, is another process than before, or was not heard of
 meanwhile: that is silence, a death, or a lost host, and is judged elsewhere. One end of a path is named at a time.
 Times of different hosts are not compared, and time in which this process did not look counts as nothing. Pure: the
 caller brings the time (monotonic, s).
