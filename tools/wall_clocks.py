@@ -39,7 +39,7 @@ time.time = lambda: time_ns() / 1e9
 
 
 class WallClocks:
-    """Those of one test. ``path`` is the PYTHONPATH of what it starts."""
+    """The clocks of one test. ``path`` is the PYTHONPATH of what it starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "wall_clocks"
@@ -48,7 +48,7 @@ class WallClocks:
         self.path = f"{self.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
 
     def set(self, ahead_s: float, host: str = "") -> None:
-        """By how much the clock of a host, this one if none is named, is ahead of the right time."""
+        """Set how far the clock of a host, this one if none is named, is ahead of the right time."""
         file = self.folder / f"ahead-{host or socket.gethostname()}"
         new = file.with_suffix(".new")
         new.write_text(str(int(ahead_s * 1e9)))

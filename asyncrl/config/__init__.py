@@ -48,7 +48,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     """Generation."""
     episode: EpisodeConfig = EpisodeConfig()
-    """What plays a task against the policy."""
+    """Code that plays a task against the policy."""
     chat: ChatConfig = ChatConfig()
     """Messages and tokens of episodes."""
     reward: RewardConfig = RewardConfig()
@@ -60,7 +60,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     """Supervised training, before and beside it."""
     staleness: StalenessConfig = StalenessConfig()
-    """How old the tokens that are trained may be."""
+    """Limits on the age of the tokens that are trained."""
     weights: WeightsConfig = WeightsConfig()
     """Weight updates."""
     drift: DriftConfig = DriftConfig()
@@ -68,7 +68,7 @@ class Config(Section):
     eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalConfig] = {}
     """Named evaluation sets."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What the run can go on from, and what it leaves behind."""
+    """Checkpoints to go on from, and the export that a run leaves behind."""
     resume: ResumeConfig = ResumeConfig()
     """Going on with a run."""
     preempt: PreemptConfig = PreemptConfig()
@@ -78,7 +78,7 @@ class Config(Section):
     network: NetworkConfig = NetworkConfig()
     """Sockets."""
     security: SecurityConfig = SecurityConfig()
-    """Who may talk to the actors."""
+    """Access to the actors."""
     supervision: SupervisionConfig = SupervisionConfig()
     """Starting, watching and restarting actors."""
     monitor: MonitorConfig = MonitorConfig()
@@ -86,9 +86,9 @@ class Config(Section):
     log: LogConfig = LogConfig()
     """Logging."""
     sinks: SinksConfig = SinksConfig()
-    """Where metrics go besides metrics.jsonl."""
+    """Destinations of metrics besides metrics.jsonl."""
     trace: TraceConfig = TraceConfig()
-    """What was done when."""
+    """The timeline of the run."""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,9 +16,9 @@ class RejectConfig(Section):
     """Sequences that are left out because the policy has moved too far from the one that sampled them."""
 
     estimator: Estimator = "k3"
-    """Of a token's divergence: -log rho, (log rho)^2 / 2, or rho - 1 - log rho."""
+    """Estimator of a token's divergence: -log rho, (log rho)^2 / 2, or rho - 1 - log rho."""
     over: Literal["mean", "sum", "max"] = "mean"
-    """How the tokens of a sequence become one number."""
+    """Reduction of the tokens of a sequence to one number."""
     limit: AboveZero = 0.01
     """Largest absolute value at which a sequence is trained, nats."""
 
@@ -40,7 +40,7 @@ class KLConfig(Section):
     """The divergence from a frozen reference, the policy that the run began with."""
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Its weight; 0 is without, and then no reference is loaded."""
+    """Weight of the divergence; 0 is without, and then no reference is loaded."""
     place: Literal["loss", "reward"] = "loss"
     """A term of each token's loss, or subtracted from the reward before the advantages, summed over what the trajectory
     has sampled; in the reward the policy is the one that sampled the token."""
@@ -53,17 +53,17 @@ class KLConfig(Section):
 
     @property
     def in_loss(self) -> bool:
-        """Whether it is a term of the loss."""
+        """Whether the divergence is a term of the loss."""
         return self.coefficient > 0 and self.place == "loss"
 
     @property
     def in_reward(self) -> bool:
-        """Whether it is subtracted from the reward."""
+        """Whether the divergence is subtracted from the reward."""
         return self.coefficient > 0 and self.place == "reward"
 
     @property
     def estimator_used(self) -> Estimator:
-        """The one that auto stands for."""
+        """The estimator, with auto resolved."""
         if self.estimator == "auto":
             return "k1" if self.place == "reward" else "k3"
         return self.estimator

@@ -1,4 +1,4 @@
-"""What is wrong between values that are right by themselves."""
+"""Problems between values that are right by themselves."""
 
 from __future__ import annotations
 

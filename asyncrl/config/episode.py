@@ -51,13 +51,13 @@ class EpisodeConfig(Section):
     max_memory_bytes: Positive = 4 << 30
     """Memory that a worker or a program may take, with all that it starts."""
     max_output_bytes: Positive = 1 << 20
-    """Of what an episode prints so much reaches the log."""
+    """Bytes of an episode's output that reach the log."""
     max_request_bytes: Positive = 64 << 20
     """Longest body of a request to the endpoint."""
 
     @property
     def kind(self) -> EpisodeKind:
-        """Who plays."""
+        """Kind of the player that is set; single without any."""
         given = [name for name in ("function", "env", "tools", "command") if getattr(self, name)]
         return given[0] if given else "single"  # type: ignore[return-value]
 
@@ -70,19 +70,19 @@ class EpisodeConfig(Section):
 
 
 class ChatConfig(Section):
-    """How the messages of a conversation become tokens, and tokens messages."""
+    """Conversion of the messages of a conversation into tokens, and of tokens into messages."""
 
     template_options: dict[str, Any] = {}
     """Further arguments of the model's chat template, as enable_thinking = false."""
     history: Literal["sampled", "template"] = "sampled"
-    """What an earlier answer of the policy is in the context of a later one: exactly what was sampled, reasoning
+    """Form of an earlier answer of the policy in the context of a later one: exactly what was sampled, reasoning
     included; or what the chat template makes of it, so that where a template leaves reasoning out, the answer is
     trained in its own context and another sequence begins. It must be as the model is served later."""
     tool_parser: str = "auto"
-    """How calls of tools are read from what is sampled: auto, json (<tool_call>{...}</tool_call>), none, or the name of
-    one of vLLM's parsers."""
+    """Parser that reads calls of tools from sampled text: auto, json (<tool_call>{...}</tool_call>), none, or the name
+    of one of vLLM's parsers."""
     reasoning_parser: str = "auto"
-    """How reasoning is told from the answer: auto, think (<think>...</think>), none, or the name of one of vLLM's
+    """Parser that tells reasoning from the answer: auto, think (<think>...</think>), none, or the name of one of vLLM's
     parsers."""
     renderer: str = Field(default="template", pattern=r"^(template|renderers:.+)$")
     """template: the model's own chat template; or renderers:NAME of the package of that name."""

@@ -1,4 +1,4 @@
-"""Which keys there are, and words for what is wrong with one."""
+"""The keys of the configuration, and words for what is wrong with one."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _siblings(path: tuple[str, ...]) -> list[str]:
 
 
 def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
-    """Those of the section in which the last part of ``path`` stands; none if there is no such section."""
+    """Fields of the section in which the last part of ``path`` stands; none if there is no such section."""
     section: Any = Config
     named = False
     for part in path[:-1]:

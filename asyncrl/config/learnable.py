@@ -13,12 +13,12 @@ class Obstacle:
 
     key: str
     told: str
-    """What follows."""
+    """Consequence of the setting, in words."""
     fix: str
 
 
 def obstacles(config: Config) -> list[Obstacle]:
-    """Those of this configuration. No schedule takes a learning rate above 0 to 0 before its last step."""
+    """Obstacles of this configuration. No schedule takes a learning rate above 0 to 0 before its last step."""
     learner, reward = config.learner, config.reward
     found = []
     if learner.lr == 0.0:

@@ -25,7 +25,7 @@ from asyncrl.config.keys import describe, holds_text
 from asyncrl.errors import ConfigError
 
 REMOVED = (("rollout", "spool"),)
-"""Keys of earlier releases: in what their runs have written they are passed over."""
+"""Keys of earlier releases, which are passed over in the files that their runs have written."""
 
 
 def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
@@ -47,7 +47,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             problems.append(f"{file}: not valid TOML: {error}")
     if problems:
-        # What a file that cannot be read would have said is missing now.
+        # The values of a file that cannot be read are missing now.
         raise ConfigError(problems)
     for key, text in (overrides or {}).items():
         node = tree
@@ -86,7 +86,7 @@ def validate_config(
             bad.add(path)
             found.append(describe(path, item) + _from(path, sources or {}))
         try:
-            # What is right is checked against itself all the same, so that one run shows every problem.
+            # Values that are right are checked against each other all the same, so that one run shows every problem.
             config = Config.model_validate(_without(tree, bad))
         except ValidationError:
             config = None
@@ -144,7 +144,7 @@ def _leaves(tree: Mapping[str, Any], here: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _from(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
-    """Where the value at ``path`` comes from, or the first one below it; nothing if it is no given one."""
+    """Source of the value at ``path``, or of the first one below it, in parentheses; empty if it is no given one."""
     above = [path[:length] for length in range(len(path), 0, -1)]
     below = [key for key in sources if key[: len(path)] == path]
     place = next((sources[key] for key in (*above, *below) if key in sources), "")

@@ -19,13 +19,13 @@ class LoraConfig(Section):
     rank: NonNegative = 0
     """Rank of each adapter; 0 trains all weights and no adapter."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """An adapter adds (alpha / rank) B A x to what its layer makes of x."""
+    """Scale of an adapter, which adds (alpha / rank) B A x to its layer's output for x."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Layers that get an adapter, by the last part of their names, as ["q_proj", "v_proj"]; or every linear layer of
     the decoder."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
-    """A version is the adapters alone, a few megabytes that an engine loads beside its model, or the whole weights with
-    the adapters added in. auto is adapter where rollout.engine is vllm, and merged elsewhere."""
+    """Content of a version: the adapters alone, a few megabytes that an engine loads beside its model, or the whole
+    weights with the adapters added in. auto is adapter where rollout.engine is vllm, and merged elsewhere."""
 
     @property
     def is_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a run is watched."""
+"""The watching of a run: timeline, sinks, recording, alarm for drift, log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TraceConfig(Section):
     """The timeline of the run: what every actor did when, for Perfetto (docs/timeline.md)."""
 
     window_s: Annotated[float, Field(ge=0, le=86400.0)] = 300.0
-    """What is kept of the past, in seconds; 0 keeps nothing, and no trace is written."""
+    """Seconds of the past that are kept; 0 keeps nothing, and no trace is written."""
 
 
 class WandbConfig(Section):
@@ -31,15 +31,15 @@ class PrometheusConfig(Section):
     """An endpoint for Prometheus on the head."""
 
     enabled: bool = False
-    """Serve /metrics. Whoever reaches the port may read."""
+    """Serve /metrics to everybody who reaches the port."""
     host: str | None = None
-    """Address that it binds; by default that of the head's actors."""
+    """Address that the endpoint binds; by default that of the head's actors."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Its port; 0 takes any free one, which is in the log and in monitor/prometheus.json of the run folder."""
+    """Port of the endpoint; 0 takes any free one, told in the log and in monitor/prometheus.json of the run folder."""
 
 
 class SinksConfig(Section):
-    """Where metrics go besides metrics.jsonl (docs/sinks.md). No sink stops or slows a run."""
+    """Destinations of metrics besides metrics.jsonl (docs/sinks.md). No sink stops or slows a run."""
 
     tensorboard: bool = False
     """Write event files to tensorboard/ in the run folder."""
@@ -50,10 +50,10 @@ class SinksConfig(Section):
 
 
 class MonitorConfig(Section):
-    """What is kept of the run for those who look at it later."""
+    """Records of the run for those who look at it later."""
 
     record_s: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 2.0
-    """How often a snapshot of the run is recorded in monitor/, for a replay."""
+    """Interval at which a snapshot of the run is recorded in monitor/, for a replay."""
     record_bytes: NonNegative = 256 << 20
     """Largest size of the recording; past it the past is kept more coarsely. 0 records nothing."""
 

@@ -1,4 +1,4 @@
-"""How a run lives: checkpoints, preemption, sockets, keys, supervision."""
+"""The life of a run: checkpoints, preemption, sockets, keys, supervision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.config.section import NonNegative, Positive, Seconds, Section
 
 
 class CheckpointConfig(Section):
-    """What the run can go on from, and what it leaves behind."""
+    """Checkpoints to go on from, and the export that a run leaves behind."""
 
     every_versions: NonNegative = 20
     """Write a checkpoint at each multiple of this many versions, and at the end; 0 writes none but when preempted."""
@@ -32,8 +32,8 @@ class ResumeConfig(Section):
     """Going on with a run (asyncrl-launch --resume)."""
 
     allow: list[Literal["data", "seed", "batch"]] = []
-    """What may differ from the run as it was left: the prompts (the new ones begin with another epoch), the seed, the
-    geometry of a batch. Set by --allow-changed-data, --allow-changed-seed, --allow-changed-batch."""
+    """Parts that may differ from the run as it was left: the prompts (the new ones begin with another epoch), the seed,
+    the geometry of a batch. Set by --allow-changed-data, --allow-changed-seed, --allow-changed-batch."""
 
 
 class PreemptConfig(Section):
@@ -75,7 +75,7 @@ class NetworkConfig(Section):
 
 
 class SecurityConfig(Section):
-    """Who may talk to the actors, and what users' code is kept from."""
+    """Access to the actors, and the isolation of users' code."""
 
     curve: Literal["auto", "required", "off"] = "auto"
     """CURVE on every socket; auto requires it unless everything is on loopback. off is for tests and trusted networks:

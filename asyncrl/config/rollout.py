@@ -11,7 +11,7 @@ from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Sec
 AUTO_START = 64
 """Calls in an engine at a time with which concurrency = "auto" begins."""
 AUTO_MOST = 1024
-"""And the most that it comes to, where the engine sets no bound of its own."""
+"""Most calls that concurrency = "auto" comes to, where the engine sets no bound of its own."""
 EPISODES_PER_CALL = 4
 """Episodes open for each call in the engine, where rollout.episodes does not say."""
 
@@ -93,9 +93,9 @@ class RolloutConfig(Section):
     stream_interval: Positive = 16
     """Tokens that an engine gathers before it hands them over."""
     on_update: Literal["abort_resume", "keep", "drain"] = "abort_resume"
-    """What running requests do when weights change: resume under the new ones, freeze and go on, or finish first."""
+    """Conduct of running requests when weights change: resume under the new ones, freeze and go on, or finish first."""
     keep_kv: Literal["recompute", "stale"] = "recompute"
-    """Under on_update = keep: recompute the KV cache, or go on over the old one (the spans say so)."""
+    """KV cache under on_update = keep: recompute it, or go on over the old one (the spans say so)."""
     request_seeds: bool = True
     """Each response has noise of its own that follows from run.seed and its name; false draws that of all responses
     from one generator of the engine, which vLLM does in one go."""
@@ -130,9 +130,9 @@ class WeightsConfig(Section):
     """Weight updates."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
-    """How new weights reach the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire.
+    """Way of new weights to the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire.
     auto is nccl where learner and engines are on GPUs and whole weights are published, else shm on the learner's host
-    and stream elsewhere. Whoever misses a broadcast, and an engine on another host under shm, is served by stream. One
+    and stream elsewhere. An engine that misses a broadcast, or is on another host under shm, is served by stream. One
     engine of a host is, and the others there open what it has; under stream itself each is."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one always may."""
@@ -143,7 +143,7 @@ class WeightsConfig(Section):
     chunks_in_flight: Positive = 8
     """Chunks that a replica has asked for and not yet received under stream."""
     delta: bool = False
-    """Under shm and stream send what has changed since the replica's version, compressed, where that is less. Each
+    """Send, under shm and stream, the changes since the replica's version, compressed, where these are less. Each
     replica keeps another copy of the weights for it."""
     verify: Literal["checksum", "full"] = "checksum"
     """checksum compares every bucket before it is loaded; full also has every replica score the learner's probe after

@@ -1,4 +1,4 @@
-"""What every table of the configuration is."""
+"""The base of every table of the configuration, and types of its values."""
 
 from __future__ import annotations
 

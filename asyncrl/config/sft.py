@@ -15,8 +15,8 @@ class SftConfig(Section):
 
     data: str | None = None
     """JSON lines, a file or a glob: rows of {"messages": [...]}, with "tools" where the chat template has them, or of
-    {"prompt": ..., "completion": ...}, which become tokens as data.template says. What the assistant says is trained,
-    with the token that ends it; a message with "weight": 0 is context."""
+    {"prompt": ..., "completion": ...}, which become tokens as data.template says. The assistant's messages are trained,
+    with the token that ends each; one with "weight": 0 is context."""
     warm_steps: NonNegative = 0
     """Supervised steps before version 0 is published, so that nothing is ever sampled with the weights before them."""
     weight: Annotated[float, Field(ge=0)] = 0.0
@@ -31,7 +31,7 @@ class SftConfig(Section):
     """Longest sequence of a conversation; by default the longest that the run samples: the largest sum of the longest
     prompt and the longest response, or episode.max_context_tokens."""
     on_long: Literal["error", "cut"] = "error"
-    """A longer one ends the start with file and line, or loses what is past max_tokens, its end token with it."""
+    """A longer sequence ends the start with file and line, or loses all past max_tokens, its end token with it."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be used ends the start with file and line, or is counted and left out."""
 

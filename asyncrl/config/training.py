@@ -1,4 +1,4 @@
-"""What is trained, on what, and how it is scored."""
+"""Training: the run, the policy, its prompts, scoring, the learner, staleness and evaluation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DataConfig(Section):
     """Column that holds the prompt: text, or a list of chat messages with role and content, which is text or a list of
     text parts ({"type": "text", "text": ...}), joined by newlines."""
     template: Literal["plain", "chat"] = "plain"
-    """How a prompt becomes tokens: as it stands, or through the tokenizer's chat template."""
+    """Conversion of a prompt into tokens: as it stands, or through the tokenizer's chat template."""
     system: str | None = None
     """System message put before each prompt; chat template only."""
     max_prompt_tokens: Positive = 1024
@@ -99,7 +99,7 @@ class RewardConfig(Section):
     max_memory_bytes: Positive = 4 << 30
     """Memory that a worker may take beyond what it holds when it is ready; past it the function fails."""
     max_output_bytes: Positive = 1 << 20
-    """Of what a function prints in one call so much reaches the log."""
+    """Bytes of a function's output in one call that reach the log."""
     truncated: Literal["score", "mask", "penalty"] = "score"
     """Responses that ran out of tokens, turns or time: scored as they are, left out of the loss, or scored with the
     overlong penalty, which counts sampled tokens alone."""
@@ -115,21 +115,21 @@ class SimLearnerConfig(Section):
     publish_bytes: Positive = 1 << 20
     """Bytes that each publication carries."""
     gather_s: Annotated[float, Field(ge=0)] = 0.0
-    """Time to gather them, beside the training, evenly over the buckets."""
+    """Time to gather these bytes, beside the training, evenly over the buckets."""
 
 
 class LearnerConfig(Section):
     """Training."""
 
     backend: Literal["fsdp2", "sim"] = "fsdp2"
-    """What trains: torch FSDP2, or a timing model."""
+    """Trainer: torch FSDP2, or a timing model."""
     ranks: Positive = 1
     """Processes of the learner: one a GPU, or CPU processes with gloo."""
     replicas: Positive = 1
     """Copies of the model among the ranks: each is cut up over learner.ranks / replicas of them, which follow one
     another, so that layers are gathered within a copy (a host) alone. The copies step alike."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where it trains; auto takes CUDA where there is one."""
+    """Device that the learner trains on; auto takes CUDA where there is one."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type; master weights and reductions are float32. auto is bfloat16 on CUDA and float32 on CPU."""
     threads: NonNegative = 0
@@ -187,7 +187,7 @@ class LearnerConfig(Section):
     dynamic_sampling: bool = True
     """Groups whose rewards are all equal, and those of their turns too, are filtered, counted and replaced."""
     signal: str = "reward"
-    """By what dynamic_sampling judges: the reward as it was before the overlong penalty, or a component of it by
+    """Figure that dynamic_sampling judges by: the reward as it was before the overlong penalty, or a component of it by
     name."""
     max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
     """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
@@ -217,12 +217,12 @@ class LearnerConfig(Section):
 
     @property
     def teacher_url(self) -> str | None:
-        """Where the teacher is served; None for a folder, and without a teacher."""
+        """URL of the teacher's server; None for a folder, and without a teacher."""
         return self.teacher if self.teacher is not None and self.teacher.startswith(("http://", "https://")) else None
 
 
 class StalenessConfig(Section):
-    """How old the tokens that are trained may be."""
+    """Limits on the age of the tokens that are trained."""
 
     max: NonNegative = 1
     """The limit eta, in versions. 0 is synchronous, on-policy training."""
@@ -231,11 +231,10 @@ class StalenessConfig(Section):
     late: Literal["train", "mask", "wait", "requeue"] = "train"
     """Tokens whose staleness exceeds max: trained, corrected and counted; or left out of the loss and its denominator,
     while the reward of their trajectory stays in the baseline. wait lets the learner wait for the groups that its next
-    step would make late. requeue has a group that holds any generated again. What is late under these all the same is
-    left out."""
+    step would make late. requeue has a group that holds any generated again. Tokens that are late under these all the
+    same are left out."""
     max_requeues: Positive = 2
-    """late = requeue: how often a prompt is generated again for that reason; after that, its late tokens are left
-    out."""
+    """Times that a prompt is generated again under late = requeue; after that, its late tokens are left out."""
 
     @property
     def hard(self) -> bool:
@@ -247,7 +246,7 @@ class EvalConfig(Section):
     """A named evaluation set."""
 
     data: DataConfig
-    """Its prompts; they never train."""
+    """Prompts of the set; they never train."""
     every_versions: NonNegative = 0
     """Evaluate at each multiple of this many versions; 0 never."""
     at_start: bool = True

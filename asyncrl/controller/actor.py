@@ -3,13 +3,13 @@
 Its own port is bound before anything else of the run is started; it leaves its address in the run's private
 folder, where the node agent finds it. Everything that is decided is decided in ``run_state`` and
 ``registry``; this shell turns messages and time into their events, and wakes parked calls when something
-changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
+changed. It ends by itself once the state of the run is final. Words of an actor of an older incarnation are
 refused.
 
 It keeps nothing but its address, the list of hosts, the newest incarnations, who has joined and left, and the recorded
 snapshots: a successor binds the same address, is told everything else anew by the actors and agents that come back to
 it, knows by the lists who may not, numbers its states above all that were seen before, and shows the events and lines
-that were recorded. Of incarnations that are not kept, as when the file is damaged, it takes the largest that it hears.
+that were recorded. It takes the largest incarnation that it hears of each that is not kept, as in a damaged file.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.supervision import role_of
 
 FEW_ACTORS = 64
-"""With so many in the registry each of its changes is followed at once."""
+"""Most actors in the registry with which each of its changes is followed at once."""
 GATHER_S = 0.05
-"""With more, changes are gathered for so long: to follow them looks at all actors, and a thousand that register one
+"""Time for which changes are gathered with more: to follow them looks at all actors, and a thousand that register one
 after the other would have a thousand looked at a thousand times."""
 FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
 
 
 class Controller(Actor):
-    """See the module."""
+    """The controller of one run."""
 
     role = "controller"
 
@@ -101,12 +101,12 @@ class Controller(Actor):
         )
         self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
         self._to_keep = asyncio.Event()
-        """A successor is to know what it would not."""
+        """Set when the address file lacks what a successor is to know."""
         self._numbered = 0
-        """Changes of the registry's numbers that it would know."""
+        """Changes of the registry's numbers that a successor would know."""
         self._lines = RecentLines()
         self._restarts = 0
-        """How often a controller of this attempt of the run was started again."""
+        """Times that a controller of this attempt of the run was started again."""
         self._watching = Watching(
             self,
             self._registry,
@@ -128,11 +128,11 @@ class Controller(Actor):
             notify=self.notify,
         )
         self._aside: dict[str, Aside] = {}
-        """Who is set aside, as the user knows."""
+        """Replicas that are set aside, as the user knows."""
         self._times_aside: dict[str, int] = {}
         self._sinks: SinkFeed | None = None
         self._flush_until: float | None = None
-        """Until when the sinks may hold up the end of the run."""
+        """Time until which the sinks may hold up the end of the run."""
         self._changed = asyncio.Event()
         self._gathered = asyncio.Event()
         """The registry has changed, and nobody has followed it so far."""
@@ -170,7 +170,7 @@ class Controller(Actor):
         if self._earlier is not None:
             self._registry.recall(self._earlier.newest, self._earlier.generations)
             self._run.tell_generations(self._registry.generations)
-        # Before the first bind: who has joined knows the address, and knocks as soon as it is there.
+        # Before the first bind: a host that has joined knows the address, and knocks as soon as it is there.
         self._members.recall()
         self.roster.take_in(self._members.members)
 
@@ -200,7 +200,7 @@ class Controller(Actor):
         await asyncio.to_thread(replace_whole, self._address_file, text, private=True)
 
     async def _keep(self) -> None:
-        """For a successor, which is not told of a host that is lost, nor of whom nobody tells any more."""
+        """Keep the file for a successor, which is not told of a lost host, nor of those nobody tells of any more."""
         while True:
             await self._to_keep.wait()
             self._to_keep.clear()
@@ -215,14 +215,14 @@ class Controller(Actor):
         return self.context.run_dir / "private" / ADDRESS_FILE
 
     def _bind_address(self) -> str:
-        """Where an earlier incarnation was, or as configured."""
+        """Address of an earlier incarnation, or the configured one."""
         if self._earlier is not None and self._earlier.address:
             return self._earlier.address
         network = self.config.network
         return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
 
     def _predecessor(self) -> AddressFile | None:
-        """What an earlier controller of this attempt of the run has left; None if this is the first one."""
+        """File that an earlier controller of this attempt of the run has left; None if this is the first one."""
         try:
             found = read_address_file(self._address_file)
         except ValueError as error:
@@ -230,7 +230,7 @@ class Controller(Actor):
             self.log.warning("what the last controller kept is lost, %s", lost, error=str(error))
             found = AddressFile(address="")
         if self.context.address:
-            # Where everybody looks for it.
+            # Everybody looks for it there.
             return msgspec.structs.replace(found or AddressFile(address=""), address=self.context.address)
         return found
 
@@ -309,7 +309,7 @@ class Controller(Actor):
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
-        """Parked until the actor can be called under an incarnation larger than ``above``."""
+        """Park until the actor can be called under an incarnation larger than ``above``."""
 
         def find() -> ActorRecord | None:
             return self._registry.resolve(request.name, request.above, unready=request.unready)
@@ -320,9 +320,9 @@ class Controller(Actor):
 
     @handler
     async def watch_run(self, request: WatchRun, caller: Caller) -> RunState:
-        """Parked until the state, or where asked for the metrics, are newer than what the caller has seen.
+        """Park until the state, or the metrics where they are asked for, are newer than those that the caller has seen.
 
-        Who does not ask for the metrics is not told of each actor that gets ready.
+        A caller that does not ask for the metrics is not told of each actor that gets ready.
         """
         self._members.taken_in(caller.name, caller.incarnation, request.members)
         if request.seen_line < 0:
@@ -341,7 +341,7 @@ class Controller(Actor):
 
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
-        """Keep a line for whoever watches; the oldest goes when there are too many."""
+        """Keep a line for those who watch; the oldest goes when there are too many."""
         if not is_proper(request.line):
             self.counters.add("lines/refused")
             if self.counters["lines/refused"] == 1:
@@ -359,7 +359,7 @@ class Controller(Actor):
 
     @handler
     def notice(self, request: Notice, caller: Caller) -> Done:
-        """Pass on what the user must know to whoever follows the run step by step."""
+        """Pass on what the user must know to those who follow the run step by step."""
         self._lines.add_notice(caller.name, request)
         self._followers.wake()
         return Done()
@@ -446,7 +446,7 @@ class Controller(Actor):
 
     @handler
     async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """Parked until there is a newer snapshot of the run."""
+        """Park until there is a newer snapshot of the run."""
         return await self._watching.snapshots.watch(request, caller)
 
     # --- the timeline ---
@@ -480,7 +480,7 @@ class Controller(Actor):
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
-        """Parked until others have come, leave, or have left."""
+        """Park until others have come, leave, or have left."""
         return await self._members.watch(request.seen, caller.park_s)
 
     @handler
@@ -493,7 +493,7 @@ class Controller(Actor):
         return Done()
 
     def _members_changed(self) -> None:
-        # Who has left is not waited for by a successor either.
+        # A successor does not wait for those who have left either.
         self._to_keep.set()
         self._tell()
 
@@ -514,7 +514,7 @@ class Controller(Actor):
             await asyncio.sleep(GATHER_S)
 
     def _follow(self) -> None:
-        """Let the run follow the registry, and wake whoever waits for either."""
+        """Let the run follow the registry, and wake those who wait for either."""
         ready = self._registry.ready()
         self._members.ready(ready)
         if self._numbered != self._registry.changes:

@@ -1,13 +1,13 @@
-"""Who holds up a run in which nothing moves, found by following who waits on whom.
+"""The actor that holds up a run in which nothing moves, found by following who waits on whom.
 
 From the learner on, every wait is followed to the actor that is waited for: a role stands for all of its actors. Waits
 of normal idleness are followed only where an actor has no other that leads to anybody. The way ends at an actor that is
 silent, has ended, is busy or waits for something within itself; at one that waits on nobody; or where it comes round to
-itself. Of several such ends the silent one counts first, then the one whose way leads over real waits, then the one
-that has lasted longest. To ask the parameter server for newer weights is real for whoever has not the newest, and
-leads nowhere for whoever has.
+itself. Among several such ends the silent one counts first, then the one whose way leads over real waits, then the one
+that has lasted longest. To ask the parameter server for newer weights is real for an actor that has not the newest, and
+leads nowhere for one that has.
 
-Invariant: whatever is given, exactly one actor is named, and the chain begins with the learner unless no way leads from
+Invariant: exactly one actor is named for any input, and the chain begins with the learner unless no way leads from
 there. Pure: times are given in seconds up to now.
 """
 
@@ -36,20 +36,20 @@ class Seen:
     state_s: float = 0.0
     waits: Sequence[AwaitRecord] = ()
     progress_s: float = 0.0
-    """Since its own progress last moved."""
+    """Seconds since its own progress last moved."""
     silent_s: float = 0.0
-    """Since it was last heard of."""
+    """Seconds since it was last heard of."""
     ended: bool = False
     """Its process has ended, and no other has been heard of."""
     version: int = -1
     """The newest weights it knows of."""
     figures: tuple[float, ...] = ()
-    """What it has achieved in this incarnation; each only grows. As many in all incarnations."""
+    """Figures of its achievements in this incarnation; each only grows. As many in all incarnations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """Who it is, and the way there in words."""
+    """The actor that holds up the run, and the way there in words."""
 
     name: str
     incarnation: int
@@ -89,7 +89,7 @@ class _Search:
             self._of_role.setdefault(role_of(actor.name), []).append(actor)
 
     def follow(self, actor: Seen, way: tuple[_Step, ...], idle: bool) -> None:
-        """From an actor that ``way`` has led to."""
+        """Follow the waits of an actor that ``way`` has led to."""
         for at, step in enumerate(way):
             if step.actor is actor:
                 self._cycle(way[at:], way, idle)
@@ -165,7 +165,7 @@ def find_culprit(actors: Mapping[str, Seen], silent_after_s: float) -> Blame:
         search.follow(actors[FIRST], (), False)
     reached = {step.actor.name for end in search.ends for step in end.way}
     for actor in actors.values():
-        # Whoever does not move at all is suspect even if nobody is known to wait for it.
+        # An actor that does not move at all is suspect even if nobody is known to wait for it.
         if actor.name not in reached and not actor.ended and (search._is_silent(actor) or not search.ends):
             search.follow(actor, (), True)
     if not search.ends:
@@ -182,7 +182,7 @@ def find_culprit(actors: Mapping[str, Seen], silent_after_s: float) -> Blame:
 
 
 def silence_in_words(actor: Seen) -> str:
-    """What is said of an actor that is killed for its silence."""
+    """Words for an actor that is killed for its silence."""
     waited = [wait for wait in actor.waits if not wait.idle]
     doing = f"it was {actor.state}"
     if waited:

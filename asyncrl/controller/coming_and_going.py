@@ -1,9 +1,9 @@
 """The controller's shell around ``membership``: hosts that join and leave while the run goes on.
 
-Whatever changes is on disk, in the run's private folder, before anybody is told or answered, so that a successor of the
-controller admits whoever this one has. A new host is told to begin once every actor that it may call has taken in its
-keys, for who is turned away does not knock again. Who is to leave is kept waiting while nobody else serves but somebody
-is expected to, as when the controller has just started again.
+Each change is on disk, in the run's private folder, before anybody is told or answered, so that a successor of the
+controller admits all that this one has. A new host is told to begin once every actor that it may call has taken in its
+keys, for one that is turned away does not knock again. A host that is to leave is kept waiting while nobody else serves
+but somebody is expected to, as when the controller has just started again.
 
 Fails with InvalidRequest for what cannot be done, and with NotKept for what is not on disk in time.
 """
@@ -30,12 +30,12 @@ from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.supervision import ROLES, role_of
 
 MEMBERS_FILE = "members.json"
-"""In the run's private folder; absent as long as nobody has joined or left."""
+"""File in the run's private folder; absent as long as nobody has joined or left."""
 WRITE_AGAIN_S = 1.0
 
 
 class ComingAndGoing:
-    """See the module. ``take_in`` makes the controller itself know the members, ``tell`` says that the run changed."""
+    """The shell. ``take_in`` makes the controller itself know the members, ``tell`` says that the run changed."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class ComingAndGoing:
         self._path = path
         self._now, self._log = now, log
         self._told = Members(number=0)
-        """What everybody may know."""
+        """Members that everybody may know."""
         self._kept = 0
         """Number of the members on disk, as a successor would know them."""
         self._left_while_lost: list[str] = []
         """Hosts that the run still counts as lost until it is told that they leave."""
         self._taken_in: dict[str, tuple[int, int]] = {}
-        """Of each actor the incarnation, and the number of the members that it knows."""
+        """Incarnation of each actor, and the number of the members that it knows."""
         self._changed = asyncio.Event()
         self._watchers = ParkingLot()
 
@@ -90,7 +90,7 @@ class ComingAndGoing:
 
     @property
     def members(self) -> Members:
-        """As they were told."""
+        """The members as they were told."""
         return self._told
 
     async def run(self) -> None:
@@ -120,7 +120,7 @@ class ComingAndGoing:
                 await asyncio.sleep(WRITE_AGAIN_S)
         self._kept = members.number
         self._watchers.wake()
-        # Whoever waits for nothing but this is answered first: a host that has left is not spoken to any more.
+        # Callers that wait for this alone are answered first: a host that has left is not spoken to any more.
         await asyncio.sleep(0)
         self._take_in(members)
         self._told = members
@@ -179,7 +179,7 @@ class ComingAndGoing:
             self._log.info("serves from now on", actor=name)
             self._run.joined(name)
             self._changed.set()
-        # Whoever was late and had to stay may go once another serves.
+        # A host that was late and had to stay may go once another serves.
         self._dismiss_late(self._now())
 
     def given_up(self, name: str, reason: str) -> bool:
@@ -217,7 +217,7 @@ class ComingAndGoing:
     # --- what is asked ---
 
     async def join(self, request: Join, park_s: float) -> Joined:
-        """See Join. Raises InvalidRequest."""
+        """Let hosts take part. Raises InvalidRequest."""
         self._check_run("join")
         await self._watchers.until(lambda: True if self._run.phase != "starting" else None, park_s / 2)
         self._check_run("join")
@@ -234,7 +234,7 @@ class ComingAndGoing:
         return Joined(hosts=[guest.joined for guest in guests], peers=self._peers(), waiting_for=self._untold(number))
 
     async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
-        """See Leave; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""
+        """Let a host go; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""
 
         def begin() -> Departure | None:
             try:
@@ -249,7 +249,7 @@ class ComingAndGoing:
         return LeaveBegun(agent=departure.agent, host=departure.host, actors=departure.actors)
 
     async def watch(self, seen: int, park_s: float) -> Members:
-        """Parked until the members are others."""
+        """Park until the members are others."""
         return (
             await self._watchers.until(lambda: self._told if self._told.number != seen else None, park_s) or self._told
         )
@@ -287,7 +287,7 @@ class ComingAndGoing:
             raise InvalidRequest(f"nobody can {what} any more: the run {state}")
 
     def _untold(self, number: int) -> list[str]:
-        """Who does not know these members so far, though somebody may call it."""
+        """Actors that do not know these members so far, though somebody may call them."""
         if self._told.number < number:
             return [f"{MEMBERS_FILE} of the controller"]
         found = []

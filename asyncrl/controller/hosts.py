@@ -1,10 +1,10 @@
-"""Which hosts the run has, and which of them are lost.
+"""The hosts of the run, and those of them that are lost.
 
 A host is what a node agent tells of: the agent and its actors. It is *lost* when nothing was heard of any of them for
 ``lost_s``, and back as soon as its agent is heard of. Invariants: the head, where this controller is, is never lost;
 time in which nobody could be heard counts as nothing; and a host is either heard of, lost, or in doubt: nothing was
 heard for BEATS heartbeats, which is too long for a host that is well, and not long enough for one that is lost. An
-actor on a host in doubt is not judged by its own silence, for whatever happened to it may have happened to the host.
+actor on a host in doubt is not judged by its own silence, for what happened to it may have happened to the host.
 An actor whose agent was never heard of is on no known host. Pure: the caller brings the time (s).
 """
 
@@ -31,7 +31,7 @@ class Host:
 
     agent: str
     name: str
-    """In the hostfile, or what it calls itself."""
+    """Name in the hostfile, or its own for itself."""
     actors: frozenset[str]
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Hosts:
     _host_of: dict[str, str] = field(default_factory=dict)
 
     def register(self, record: ActorRecord, now: float) -> bool:
-        """Take in what an agent tells; whether it is new."""
+        """Take in an agent's record; whether it is new."""
         actors = record.facts.get(ACTORS)
         if not isinstance(actors, list):
             return False
@@ -60,7 +60,7 @@ class Hosts:
         return self._add(Host(record.name, name, frozenset(map(str, actors))), now)
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
-        """Take in what ``describe`` told an earlier controller."""
+        """Take in the hosts that ``describe`` told of to an earlier controller."""
         for agent, (name, actors) in described.items():
             self._add(Host(agent, name, frozenset(actors)), now)
 
@@ -73,11 +73,11 @@ class Hosts:
         return host is not None
 
     def describe(self) -> dict[str, tuple[str, list[str]]]:
-        """By agent: the name of the host and its actors."""
+        """Name of each host and its actors, by agent."""
         return {host.agent: (host.name, sorted(host.actors)) for host in self.known.values()}
 
     def look(self, registry: Registry, now: float) -> tuple[list[Host], list[Host]]:
-        """Who is newly lost, and who is back; to be asked about once in a heartbeat."""
+        """Hosts that are newly lost, and those that are back; to be asked about once in a heartbeat."""
         registry.listen(now, self.lost_s)
         back = [host for host in self.lost.values() if self._has_spoken(host, registry)]
         for host in back:
@@ -109,7 +109,7 @@ class Hosts:
         return True
 
     def _silence_of(self, host: Host, registry: Registry, now: float) -> float:
-        """Of the one of it that was heard of last."""
+        """Silence (s) of the actor or agent on the host that was heard of last."""
         if self.head in host.actors:
             return 0.0
         entries = [registry.entries.get(name) for name in self._living(host, registry)]

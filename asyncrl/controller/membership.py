@@ -1,12 +1,12 @@
-"""Which hosts have come to those that the run began with, and which leave or have left.
+"""Hosts that have come to those that the run began with, and hosts that leave or have left.
 
     Join ──► joining ──an actor is ready──► serving ──Leave──► leaving ──its agent says so──► left
                 └── not ready in time, or given up ──────────────┘
 
 Only hosts with nothing but rollouters and episode hosts leave, and those that come have rollouters. Invariants: a name
-is given once in a run; a host is known by one name and one address at a time; who has joined counts as one of the run
-from when it is ready for the first time, so that a host that cannot serve harms nobody; a host is let go only while
-another rollouter serves; what has left is dead for good. Whatever changes gives ``members`` a larger number, and
+is given once in a run; a host is known by one name and one address at a time; an actor that has joined counts as one of
+the run from when it is ready for the first time, so that a host that cannot serve harms nobody; a host is let go only
+while another rollouter serves; all that has left is dead for good. Each change gives ``members`` a larger number, and
 ``recall`` makes of ``describe`` what it was.
 
 Fails with InvalidRequest, which says what is asked in vain and why. Pure: the caller brings the time (s).
@@ -29,7 +29,7 @@ ABOVE_ALL = 1 << 62
 
 
 class NobodyServes(InvalidRequest):
-    """Without ``host`` no rollouter would serve; those that are expected to are ``awaited``."""
+    """No rollouter would serve without ``host``; those that are expected to are ``awaited``."""
 
     def __init__(self, host: str, awaited: list[str]) -> None:
         self.host, self.awaited = host, awaited
@@ -47,14 +47,14 @@ class Guest:
     actors: list[str]
     keys: dict[str, list[str]]
     ask: str
-    """Of the request that brought it."""
+    """Join.ask of the request that brought it."""
     number: int
-    """Of the members that first told of it."""
+    """Number of the members that first told of it."""
     since: float = 0.0
 
     @property
     def joined(self) -> JoinedHost:
-        """What its launcher is told."""
+        """The host as its launcher is told of it."""
         return JoinedHost(
             host=self.host,
             agent=self.agent,
@@ -73,7 +73,7 @@ class Departure:
     within_s: float
     reason: str
     ask: str = ""
-    """Of the request that brought it, if one has."""
+    """Join.ask of the request that brought it, if one has."""
     left: bool = False
 
 
@@ -85,17 +85,17 @@ class KnownHost:
     host: str
     actors: Collection[str]
     also: Collection[str] = ()
-    """What else it is called: its address, and its own name for itself."""
+    """Further names of the host: its address, and its own name for itself."""
 
 
 @dataclass(slots=True)
 class Membership:
-    """See the module. ``curve`` says whether there are keys."""
+    """The members of one run. ``curve`` says whether there are keys."""
 
     curve: bool
     number: int = 0
     guests: dict[str, Guest] = field(default_factory=dict)
-    """By agent, those that have left excepted."""
+    """Guests by agent, those that have left excepted."""
     departures: dict[str, Departure] = field(default_factory=dict)
     serving: list[str] = field(default_factory=list)
     """Actors of guests that have been ready once."""
@@ -138,7 +138,7 @@ class Membership:
         return found
 
     def ready(self, names: Collection[str]) -> list[str]:
-        """Which of these, all that are ready, are so for the first time and belong to the run from here on."""
+        """Those of ``names``, all that are ready, that are so for the first time and belong to the run from here on."""
         new = [name for name in self.on_trial if name in names]
         if new:
             self.serving += new
@@ -169,7 +169,7 @@ class Membership:
         return [guest for guest in late if trial.intersection(guest.actors)]
 
     def next_deadline(self, now: float, start_timeout_s: float) -> float | None:
-        """When the next host should serve that is not overdue."""
+        """Time at which the next host should serve that is not overdue."""
         trial = set(self.on_trial)
         early = [guest for guest in self.guests.values() if now - guest.since < start_timeout_s]
         return min((guest.since + start_timeout_s for guest in early if trial.intersection(guest.actors)), default=None)
@@ -215,7 +215,7 @@ class Membership:
     def left(self, agent: str, incarnations: Mapping[str, int]) -> bool:
         """Everything of a host that was asked to leave has ended; ``incarnations`` are the newest that are known.
 
-        Whoever is not among them is dead under any. False if it was not asked, or this is known.
+        An actor that is not among them is dead under any. False if the host was not asked, or this is known.
         """
         departure = self.departures.get(agent)
         if departure is None or departure.left:
@@ -248,7 +248,7 @@ class Membership:
 
     @property
     def leaving(self) -> list[Leaving]:
-        """Who is to be told so."""
+        """Agents and actors that are to be told so."""
         return [
             Leaving(name, departure.within_s)
             for departure in self.departures.values()
@@ -260,7 +260,7 @@ class Membership:
 
     @property
     def members(self) -> Members:
-        """As everybody is to know them."""
+        """The members as everybody is to know them."""
         return Members(
             number=self.number,
             keys={name: keys for guest in self.guests.values() for name, keys in guest.keys.items()},
@@ -280,7 +280,7 @@ class Membership:
         )
 
     def describe(self) -> dict[str, Any]:
-        """For ``recall``, as JSON has it."""
+        """The state for ``recall``, as JSON has it."""
         return {
             "number": self.number,
             "guests": [asdict(guest) for guest in self.guests.values()],
@@ -310,7 +310,7 @@ class Membership:
         )
 
     def _departure(self, name: str) -> Departure | None:
-        """The newest of a host of this name."""
+        """The newest departure of a host of this name."""
         found = [item for item in self.departures.values() if name.lower() in (item.host.lower(), item.agent)]
         return found[-1] if found else None
 

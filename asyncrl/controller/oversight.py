@@ -2,7 +2,7 @@
 stands still.
 
 Decisions are those of ``Registry``, ``Reach``, ``Hosts`` and ``Watchdog``; this shell asks them at every heartbeat
-interval and does what follows: it names who holds the run up, condemns who is to be killed, and ends the run where its
+interval and does what follows: it names the culprit, condemns those that are to be killed, and ends the run where its
 policy says so. Invariant: nobody is condemned for silence before it was named, and nobody on a host that may be lost.
 """
 
@@ -27,13 +27,13 @@ from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.supervision import is_replicated, role_of
 
 CUTS_OF_A_REPLICA = 2
-"""After so many in a row a replica is not at fault by chance, and is set aside."""
+"""Cuts in a row after which a replica is not at fault by chance, and is set aside."""
 STACKS_BEATS = 3
 """Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
 
 
 class Oversight:
-    """See the module. ``tell`` is called when the run's state has changed, ``changed`` when the registry has."""
+    """The shell. ``tell`` is called when the run's state has changed, ``changed`` when the registry has."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class Oversight:
         )
         self._first_number = numbers_begin_above(actor.context.incarnation)
         self._silent: list[Stuck] = []
-        """Who is to be killed for its silence."""
+        """Actors that are to be killed for their silence."""
 
     @property
     def stalled(self) -> str:
-        """Why the run stands still; empty while it moves."""
+        """Reason that the run stands still; empty while it moves."""
         return self._watchdog.report.text if self._watchdog.report is not None else ""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look at every heartbeat interval, until cancelled."""
         while True:
             await asyncio.sleep(self._supervision.heartbeat_s)
             now = self._actor.clock.now()
@@ -108,7 +108,7 @@ class Oversight:
             self._changed()
 
     def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, Seen]) -> None:
-        """Say so before they are killed."""
+        """Name the silent before they are killed."""
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
         for actor in silent:
@@ -117,7 +117,7 @@ class Oversight:
         self._tell_stuck()
 
     def _look_at_paths(self, names: Collection[str], now: float) -> None:
-        """Fence who of these is cut off from those that it works with, though it beats."""
+        """Fence those of ``names`` that are cut off from the actors that they work with, though they beat."""
         fresh_s = BEATS * self._supervision.heartbeat_s
         cuts = self._reach.look(standings(self._registry, names, now, fresh_s), now)
         self._condemn([Condemned(cut.name, cut.incarnation, cut.reason) for cut in cuts])
@@ -140,7 +140,7 @@ class Oversight:
             self._changed()
 
     def _on_report(self, report: Report | None) -> None:
-        """Say it to everybody, and do what the configuration wants done then."""
+        """Tell everybody of a report, and do what the configuration wants done then."""
         self._tell_stuck()
         if report is None:
             self._actor.log.info("run moves again")

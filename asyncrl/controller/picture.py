@@ -1,8 +1,8 @@
 """The snapshot of a run, made of what the registry and the run's state machine know. Pure: the caller brings the time.
 
-How long its present state and its waits have lasted goes on where the last heartbeat of an actor left it, as long as it
-is heard of. What its resources have spent in which state does not: it ends with the heartbeat, so that nothing is taken
-back when the next one knows better. Nothing is said of an actor that it has not said itself, or that its end tells.
+Times of an actor's present state and waits go on where its last heartbeat left them, as long as it is heard of. Times
+that its resources have spent in each state do not: they end with the heartbeat, so that nothing is taken back when the
+next one knows better. Nothing is said of an actor that it has not said itself, or that its end tells.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ class Lines:
 
     @property
     def all(self) -> tuple[Iterable[dict[str, Any]], ...]:
-        """By kind, the oldest first."""
+        """Lines by kind, the oldest first."""
         return self.train, self.updates, self.evals.values()
 
     @property
     def step(self) -> int:
-        """Of the newest."""
+        """Step of the newest line of training; 0 without one."""
         return int(self.train[-1].get("step", 0)) if self.train else 0
 
 
 @dataclass(slots=True)
 class Events:
-    """What happened, the newest EVENTS of it."""
+    """The newest EVENTS events of a run."""
 
     kept: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
     _number: int = 0
@@ -96,7 +96,7 @@ class Events:
         self.kept.append(Event(number=self._number, wall=wall, level=level, actor=actor, text=text[:LONGEST_TEXT]))
 
     def recall(self, earlier: Iterable[Event]) -> None:
-        """What an earlier controller knew, before all that happened since."""
+        """Put the events that an earlier controller knew before all that happened since."""
         since = list(self.kept)
         self.kept.clear()
         for event in (*earlier, *since):
@@ -110,7 +110,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What does not change in a run."""
+    """Values that do not change in a run."""
 
     name: str
     run_id: str
@@ -129,7 +129,7 @@ def view_actors(
     now: float,
     is_gone: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[ActorView]:
-    """Every actor but this controller, one after the other, so that whoever has other things to do can do them between.
+    """Every actor but this controller, one after the other, so that the caller can do other things between them.
 
     Times are those ``now`` (monotonic, s). ``is_gone`` says of an actor or agent that it has left the run for good.
     """
@@ -219,7 +219,7 @@ def _view(
     }
     if beat is None:
         return ActorView(**known)
-    # What has ended, is cut off or stands still does not go on being in its last state.
+    # An actor that has ended, is cut off or stands still does not go on being in its last state.
     more = 0.0 if condition in UNKNOWN else max(0.0, now - entry.beaten)
     return ActorView(
         **known,
@@ -237,7 +237,7 @@ def _view(
 
 
 def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
-    """``since_s`` is known to have passed since it was told of until the last heartbeat, ``more`` after that."""
+    """A resource; ``since_s`` is known to have passed since it was told until the last heartbeat, ``more`` after."""
     said = heard.record
     return Resource(
         name=said.name,

@@ -1,4 +1,4 @@
-"""Who is at fault where an actor that lives cannot reach another that lives.
+"""The actor at fault where one that lives cannot reach another that lives.
 
 Every actor tells whom it cannot reach, and for how long on its own clock. A path counts as broken when both of its
 ends are ready and in good standing and it was told so, again and again, for ``unreachable_s``. Then one of the ends is
@@ -9,10 +9,10 @@ named, so that it is killed and started again, or set aside, and what it held go
   those that cannot are named as long as others can;
 * of two of which there is no other, the one that costs less; if that did not help, the other.
 
-Invariant: nobody is named for a path to who is not ready, whose end is another process than before, or who was not
-heard of meanwhile: that is silence, a death, or a lost host, and is judged elsewhere. One end of a path is named at a
-time. Times of different hosts are not compared, and time in which this process did not look counts as nothing. Pure:
-the caller brings the time (monotonic, s).
+Invariant: nobody is named for a path whose end is not ready, is another process than before, or was not heard of
+meanwhile: that is silence, a death, or a lost host, and is judged elsewhere. One end of a path is named at a time.
+Times of different hosts are not compared, and time in which this process did not look counts as nothing. Pure: the
+caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from asyncrl.messages.monitor import MOST_UNREACHED
 from asyncrl.runtime.supervision import is_gang, role_of
 
 COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
-"""By role, what is lost by starting an actor again, in order; paths between others are no matter of the run's, nor are
-those between rollouters, who ask each other for weights first and then the parameter server."""
+"""Loss by starting an actor again, by role, in order; paths between others are no matter of the run's, nor are those
+between rollouters, who ask each other for weights first and then the parameter server."""
 LONGEST_GAP = 0.25
 """Share of ``unreachable_s`` after which a gap between two looks is time in which nobody could be heard."""
 SUSPECT_SHARE = 0.5
@@ -51,7 +51,7 @@ class Cut:
     incarnation: int
     reason: str
     times: int = 1
-    """How often in a row it was named, never more than ``memory_s`` apart."""
+    """Times in a row that it was named, never more than ``memory_s`` apart."""
 
 
 class _Seen:
@@ -71,15 +71,15 @@ class _Seen:
             self._failed.setdefault((role_of(other), teller), []).append(other)
 
     def alike(self, name: str) -> int:
-        """How many do the same work; a gang is one."""
+        """Number of those that do the same work; a gang is one."""
         return 1 if is_gang(name) else len(self._of_role[role_of(name)])
 
     def failing(self, teller: str, other: str) -> list[str]:
-        """Those that do the same work as the teller and do not reach the other."""
+        """Actors that do the same work as the teller and do not reach the other."""
         return self._failing.get((role_of(teller), other), [])
 
     def failed(self, teller: str, other: str) -> list[str]:
-        """Those that do the same work as the other and that the teller does not reach."""
+        """Actors that do the same work as the other and that the teller does not reach."""
         return self._failed.get((role_of(other), teller), [])
 
 
@@ -89,13 +89,13 @@ class Reach:
 
     unreachable_s: float
     look_s: float
-    """About how often there is a look."""
+    """Time between two looks, about."""
     memory_s: float
-    """For how long it is remembered who was named."""
+    """Time for which it is remembered who was named."""
     _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
-    """When each path was first told of, as long as it goes on."""
+    """Time at which each path was first told of, as long as it goes on."""
     _named: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """When each name was last, and how often in a row."""
+    """Time at which each name was last, and the times in a row."""
     _looked: float = 0.0
 
     def look(self, standings: Iterable[Standing], now: float) -> list[Cut]:
@@ -121,7 +121,7 @@ class Reach:
         return list(cuts.values())
 
     def _take_in(self, actors: Mapping[str, Standing], now: float) -> dict[tuple[str, str], float]:
-        """For how long each path is known to be broken, by who tells and whom it does not reach."""
+        """Time for which each path is known to be broken, by the actor that tells and the one it does not reach."""
         since, found = {}, {}
         for teller in actors.values():
             for name, seconds in teller.unreached.items():
@@ -135,7 +135,7 @@ class Reach:
         return found
 
     def _judge(self, teller: str, other: str, seen: _Seen) -> tuple[str, str]:
-        """Who of the two ends of a path is at fault, and what it did."""
+        """The one of the two ends of a path that is at fault, and what it did."""
         cannot = f"it could not reach {other}"
         if seen.alike(teller) > 1:
             failing = seen.failing(teller, other)

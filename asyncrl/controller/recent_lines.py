@@ -16,7 +16,7 @@ from asyncrl.messages.actors import NOTICE, READY, Notice
 from asyncrl.monitor.metrics_line import is_sound
 
 LONGEST_LINE = 1 << 18
-"""Bytes, in JSON."""
+"""Most bytes of a line, in JSON."""
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
 
@@ -34,7 +34,7 @@ def is_proper(line: Mapping[str, Any]) -> bool:
 
 
 class RecentLines:
-    """See the module."""
+    """The newest lines, by number."""
 
     def __init__(self) -> None:
         self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
@@ -42,7 +42,7 @@ class RecentLines:
         """Number of the newest line."""
 
     def add(self, line: dict[str, Any]) -> None:
-        """The oldest goes when there are too many."""
+        """Take in a line; the oldest goes when there are too many."""
         self._lines.append(line)
         self.last += 1
 

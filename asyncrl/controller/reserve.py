@@ -22,7 +22,7 @@ PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """That of one replica."""
+    """The rest of one replica."""
 
     reason: str
     until: float
@@ -40,7 +40,7 @@ class _Before:
 
 @dataclass(slots=True)
 class Reserve:
-    """Those that rest, and the memory of those that did."""
+    """The replicas that rest, and the memory of those that did."""
 
     window_s: float
     resting: dict[str, Rest] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Reserve:
         return True
 
     def bring_back(self, name: str, now: float) -> None:
-        """One is tried again, and the other of its pair, without which it is of no use."""
+        """Try a replica again, and the other of its pair, without which it is of no use."""
         for each in self.resting.keys() & set(_pair(name)):
             self.take(each, now)
 
@@ -70,7 +70,7 @@ class Reserve:
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
     def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
-        """If too few are left, what is to be said behind the reason of the last one; see ``lacking``."""
+        """Words behind the reason of the last one if too few are left, else None; see ``lacking``."""
         role = self.lacking(expected, least)
         if role is None:
             return None
@@ -85,7 +85,7 @@ class Reserve:
         return words
 
     def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
-        """Set one aside by the end of this incarnation, or of whichever with 0; False if it is or was already."""
+        """Set one aside by the end of this incarnation, or of any with 0; False if it is or was already."""
         before = self._before.get(name)
         if name in self.resting:
             self._before[name].incarnation = max(incarnation, self._before[name].incarnation)
@@ -102,7 +102,7 @@ class Reserve:
         return True
 
     def take(self, name: str, now: float) -> None:
-        """It is brought back."""
+        """A replica is brought back."""
         del self.resting[name]
         self._before[name].back = now
 
@@ -113,11 +113,11 @@ class Reserve:
             self._before.pop(name, None)
 
     def due(self, now: float) -> list[str]:
-        """Who has rested."""
+        """Replicas that have rested."""
         return sorted(name for name, rest in self.resting.items() if now >= rest.until)
 
     def next_deadline(self) -> float | None:
-        """When the next one has rested."""
+        """Time at which the next replica has rested."""
         return min((rest.until for rest in self.resting.values()), default=None)
 
 

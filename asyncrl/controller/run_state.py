@@ -46,7 +46,7 @@ LAST_RANK = ROLES["controller"].drain_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the run ends. ``actor`` names who failed; ``exit_code`` is 0 if the last step was trained."""
+    """The end of the run. ``actor`` names the one that failed; ``exit_code`` is 0 if the last step was trained."""
 
     actor: str = ""
     reason: str = ""
@@ -75,31 +75,31 @@ class RunStateMachine:
     number: int = 0
     matters: int = 0
     """Number of the newest change that is more than another one that is ready while the run starts: that one is
-    followed by whoever shows the start, and by none of the actors, or each would be told of each."""
+    followed by those who show the start, and by none of the actors, or each would be told of each."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     preempted_by: str = ""
-    """Who asked that the run make way."""
+    """Words for the one that asked that the run make way."""
     outcome: Outcome | None = None
     stuck: list[Stuck] = field(default_factory=list)
-    """Who holds up the run, as far as that is known."""
+    """Actors that hold up the run, as far as that is known."""
     trace: int = 0
     """Number of the trace that is wanted just now; 0 for none."""
     lost_hosts: dict[str, list[str]] = field(default_factory=dict)
-    """With the actors of each."""
+    """Lost hosts, with the actors of each."""
     members: int = 0
     """Number of the Members that everybody is to know of."""
     leaving: list[Leaving] = field(default_factory=list)
-    """Who is to leave while the run goes on."""
+    """Agents and actors that are to leave while the run goes on."""
     generations: dict[str, int] = field(default_factory=dict)
-    """Of each gang, by its role, the oldest that is not over."""
+    """Oldest generation of each gang that is not over, by its role."""
     _dead: list[Dead] = field(default_factory=list)
     _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Actors of lost hosts: since when, and which host."""
     _ready: set[str] = field(default_factory=set)
     _ended: set[str] = field(default_factory=set)
     _awaited_since: dict[str, float] = field(default_factory=dict)
-    """Since when each actor that is not ready has been waited for."""
+    """Time since which each actor that is not ready has been waited for."""
     _condemned: list[Condemned] = field(default_factory=list)
     _preempted_until: float = 0.0
     _rank_until: float = 0.0
@@ -123,7 +123,7 @@ class RunStateMachine:
 
     @property
     def aside(self) -> list[Aside]:
-        """Who is set aside. While the run drains nobody is started or ended for it."""
+        """Replicas that are set aside. While the run drains nobody is started or ended for it."""
         resting = sorted(self._reserve.resting.items()) if not self.drain else []
         return [Aside(name, rest.reason, rest.rest_s) for name, rest in resting]
 
@@ -134,12 +134,12 @@ class RunStateMachine:
 
     @property
     def condemned(self) -> list[Condemned]:
-        """Whom to kill. Nobody while the run drains, which has deadlines of its own."""
+        """Actors to kill. None while the run drains, which has deadlines of its own."""
         return [] if self.drain else list(self._condemned)
 
     @property
     def dead(self) -> list[Dead]:
-        """Who is dead without a successor. While the run drains an end is none that anybody has to act upon."""
+        """Actors dead without a successor. While the run drains an end is none that anybody has to act upon."""
         return [] if self.drain else list(self._dead)
 
     @property
@@ -194,7 +194,7 @@ class RunStateMachine:
         return self.dead != before and self._changed()
 
     def tell_generations(self, generations: Mapping[str, int]) -> bool:
-        """Whoever of a gang is started from here on is of no older generation."""
+        """An actor of a gang that is started from here on is of no older generation."""
         if generations == self.generations:
             return False
         self.generations = dict(generations)
@@ -330,7 +330,7 @@ class RunStateMachine:
         return self._changed()
 
     def next_deadline(self) -> float | None:
-        """When ``tick`` is to be called if nothing happens before."""
+        """Time at which ``tick`` is to be called if nothing happens before."""
         if self.final:
             return None
         if self.drain:
@@ -359,7 +359,7 @@ class RunStateMachine:
 
     @property
     def _resting(self) -> set[str]:
-        """Who is set aside."""
+        """Replicas that are set aside."""
         return set(self._reserve.resting)
 
     def can_spare(self, name: str) -> bool:
@@ -395,7 +395,7 @@ class RunStateMachine:
         return self.fail(late[0], reason, "", 1, now)
 
     def _missed(self) -> tuple[float, str, str] | None:
-        """When a lost host must be back for the run to go on, who is there, and which host it is."""
+        """Time at which a lost host must be back for the run to go on, an actor that is there, and the host."""
         needed = self._lost.keys() - self._spared
         last: dict[str, float] = {}
         for name in needed:
@@ -404,7 +404,7 @@ class RunStateMachine:
         for name in needed:
             since, host = self._lost[name]
             if is_replicated(name):
-                # Of replicas it is the loss of the last one that counts.
+                # Among replicas it is the loss of the last one that counts.
                 since = last[role_of(name)]
             found.append((since + self.host_grace_s, name, host))
         return min(found, default=None)
@@ -416,7 +416,7 @@ class RunStateMachine:
         return is_gang(name) and any(role_of(lost) == role_of(name) for lost in self._lost)
 
     def _await_others(self, now: float) -> None:
-        """Whoever is not ready and could be is waited for."""
+        """Wait for every actor that is not ready and could be."""
         for name in self.expected:
             if name in self._ready or name in self._reserve.resting or self._is_excused(name):
                 self._awaited_since.pop(name, None)

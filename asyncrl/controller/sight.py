@@ -12,9 +12,9 @@ from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.registry import Entry, Registry
 
 COUNTERS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
-"""Those of a heartbeat that show that the run moves, beside the version."""
+"""Counters of a heartbeat that show that the run moves, beside the version."""
 FRESH_S = 3.0
-"""The waits of a heartbeat that is younger are taken as they stand."""
+"""Age below which the waits of a heartbeat are taken as they stand."""
 
 
 def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[str, Seen]:
@@ -28,7 +28,7 @@ def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[s
 
 
 def standings(registry: Registry, names: Collection[str], now: float, fresh_s: float) -> Iterator[Standing]:
-    """Those of ``names`` that are ready and have beaten within ``fresh_s``."""
+    """Standings of those of ``names`` that are ready and have beaten within ``fresh_s``."""
     for name in names:
         entry = registry.entries.get(name)
         if entry is not None and entry.ready and entry.heartbeat is not None and now - entry.beaten < fresh_s:

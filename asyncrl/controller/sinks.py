@@ -1,4 +1,4 @@
-"""What the controller hands on to the sinks, as far as any are configured; see monitor/sinks."""
+"""The controller's feed of the sinks, as far as any are configured; see monitor/sinks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST_WORDS_S = 0.5
 
 
 def are_wanted(sinks: SinksConfig) -> bool:
-    """Whether any is configured."""
+    """Whether any sink is configured."""
     return sinks.tensorboard or sinks.wandb.mode != "off" or sinks.prometheus.enabled
 
 

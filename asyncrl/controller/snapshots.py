@@ -1,10 +1,10 @@
-"""When a snapshot of the run is taken, and who gets it: those who watch, and the recording.
+"""Snapshots of the run: when one is taken, and who gets it: those who watch, and the recording.
 
 While nobody watches, snapshots are taken only as often as they are recorded, and none where none is. Each is encoded
-once. Invariant: what a viewer is answered is never older than SNAPSHOT_S when it asks for the first time, and never the
-one it has seen.
+once. Invariant: the snapshot that answers a viewer is never older than SNAPSHOT_S when it asks for the first time, and
+never the one it has seen.
 
-Whoever asks need not read: what ZeroMQ holds for a connection grows with each answer. So a viewer has to show that it
+A viewer that asks need not read: ZeroMQ's queue of a connection grows with each answer. So a viewer has to show that it
 has read the last one, by its number, which nobody can guess; otherwise it waits for the next one, twice as long each
 time; the last one of the run it gets in any case. Invariant: in a time T a connection is given, beyond those that it
 has read and the last, at most 2 + log2(T / SNAPSHOT_S).
@@ -29,19 +29,19 @@ from asyncrl.snapshot import Snapshot
 SNAPSHOT_S = 0.5
 """Shortest time between two snapshots that nothing but time calls for."""
 WATCHED_S = 15.0
-"""Who has not asked for longer does not watch any more."""
+"""Time after its last request for which a viewer counts as watching."""
 LARGEST_STEP = 1 << 20
-"""From one number to the next. Half of it twice a second takes two years to what a successor begins above."""
+"""Largest step from one number to the next. Half of it twice a second takes two years to where a successor begins."""
 
 
 @dataclass(slots=True)
 class Given:
-    """What one connection was given and has not shown to have read. Pure: the caller brings the time (s)."""
+    """Snapshots that one connection was given and has not shown to have read. Pure: the caller brings the time (s)."""
 
     unread: list[int] = field(default_factory=list)
-    """Numbers, ascending."""
+    """Numbers of the snapshots, ascending."""
     last: float = 0.0
-    """When the newest of them was given."""
+    """Time at which the newest of them was given."""
 
     def heard(self, seen: int) -> None:
         """The viewer has seen the snapshot of this number, and with it those that were given before."""
@@ -49,19 +49,19 @@ class Given:
             del self.unread[: self.unread.index(seen) + 1]
 
     def may_have_more(self, now: float) -> bool:
-        """Whether it is given one more."""
+        """Whether the viewer is given one more."""
         return not self.unread or now - self.last >= SNAPSHOT_S * 2.0 ** (len(self.unread) - 1)
 
     def give(self, number: int, now: float) -> None:
-        """It gets this one."""
+        """The viewer gets the snapshot of this number."""
         self.unread.append(number)
         self.last = now
 
 
 class Snapshots:
-    """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``: with None only
-    those that somebody else has taken for it; ``failed`` why one could not be made: then the one before is the newest.
-    """
+    """The snapshots of a run. ``take`` makes one; ``record`` is given each that is due to be kept, encoded, every
+    ``record_s``: with None only those that somebody else has taken for it; ``failed`` is given the error that one could
+    not be made for: then the one before is the newest."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class Snapshots:
         self._wanted = asyncio.Event()
         self._taking = asyncio.Lock()
         self.taken = 0
-        """So many were."""
+        """Number of snapshots that were taken."""
         self.bytes = 0
         """Size of the newest."""
         self.take_s = 0.0
-        """What it took to make the newest."""
+        """Time that it took to make the newest."""
 
     async def run(self) -> None:
         """Take snapshots until cancelled."""
@@ -132,7 +132,7 @@ class Snapshots:
             given.give(self._number, now)
             return SnapshotTaken(number=self._number, snapshot=self._newest)
 
-        # What it has not got, it cannot have seen.
+        # A viewer cannot have seen a snapshot that it has not got.
         return await self._viewers.until(news, park_s) or SnapshotTaken(number=request.seen)
 
     async def take(self, *, record: bool = False, last: bool = False) -> None:
@@ -147,7 +147,7 @@ class Snapshots:
             snapshot = await self._take()
             self._newest = self._encoder.encode(snapshot)
         except Exception as error:
-            # Whatever it is that an actor said, nobody who watches ends a run.
+            # Nobody who watches ends a run, however odd the words of an actor.
             self._at = self._now()
             self._recorded = self._at if record else self._recorded
             self._failed(error)

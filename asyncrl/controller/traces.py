@@ -5,8 +5,8 @@ handed them in, or after WAIT_S without those that have not. At its end each act
 becomes one more file when the run is over. So it makes no difference who shares the run folder: all goes by messages,
 in bounded parts, and nothing is held in memory here.
 
-Whoever may watch may ask for traces, as often as he likes: one is written at a time, the next after a pause, also where
-the last one came to nothing, and of those on demand the newest KEPT of this controller are kept.
+Everybody who may watch may ask for traces, without a limit: one is written at a time, the next after a pause, also
+where the last one came to nothing, and of those on demand the newest KEPT of this controller are kept.
 
 Invariants: a file appears whole, under a number of its own; what a controller that died had begun is removed by the
 next. Nothing here ends a run: a trace that cannot be written, as on a full disk, is lost and its reason told.
@@ -32,9 +32,9 @@ from asyncrl.runtime.supervision import ROLES, role_of
 FOLDER = "trace"
 WAIT_S = 8.0
 MOST_SPANS = 4 * SPANS_KEPT
-"""Of one actor in one trace. Each has a track or more with something going on beyond what it keeps."""
+"""Most spans of one actor in one trace. Each has a track or more with something going on beyond what it keeps."""
 PAUSE_S = 10.0
-"""From the end of one on demand to the beginning of the next."""
+"""Time from the end of one on demand to the beginning of the next."""
 KEPT = 16
 _PART = ".part"
 
@@ -58,7 +58,7 @@ class TraceFile:
             raise
 
     def add(self, pid: int, name: str, spans: Sequence[TraceSpan]) -> None:
-        """Raises OSError; the file is then of no use."""
+        """Append spans of an actor. Raises OSError; the file is then of no use."""
         events = []
         if (pid, -1) not in self._named:
             self._named.add((pid, -1))
@@ -74,7 +74,7 @@ class TraceFile:
             self._before = b",\n"
 
     def finish(self) -> Path:
-        """Raises OSError."""
+        """Give the file its name. Raises OSError."""
         with self._part.open("ab") as file:
             file.write(b"\n]}\n")
         os.replace(self._part, self.path)
@@ -91,7 +91,7 @@ def _remove(path: Path) -> None:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """What an earlier controller had begun."""
+    """Remove the files that an earlier controller had begun."""
     for path in (run_dir / FOLDER).glob(f"trace-*.json{_PART}"):
         _remove(path)
 
@@ -111,19 +111,19 @@ class _Pids:
 
 
 class Pace:
-    """When the next trace on demand may be written. Pure: the caller brings the time (s)."""
+    """The pace of traces on demand: whether the next may be written. Pure: the caller brings the time (s)."""
 
     def __init__(self) -> None:
         self._ended: float | None = None
         self._said = ""
 
     def ended(self, written: TraceWritten, now: float) -> None:
-        """One is written, or came to nothing."""
+        """A trace is written, or came to nothing."""
         self._ended = now
         self._said = f"was written: {written.path}" if written.path else f"came to nothing: {written.error}"
 
     def refusal(self, now: float) -> str:
-        """Why none is begun now; empty if one may be."""
+        """Reason that none is begun now; empty if one may be."""
         if self._ended is None or now - self._ended >= PAUSE_S:
             return ""
         ago_s = now - self._ended
@@ -146,12 +146,12 @@ class _Collection:
         self._lock = asyncio.Lock()
 
     async def add(self, name: str, spans: Sequence[TraceSpan], *, last: bool) -> None:
-        """Raises InvalidRequest for more than an actor can have."""
+        """Take in spans. Raises InvalidRequest for more than an actor can have."""
         self._counts[name] += len(spans)
         if self._counts[name] > MOST_SPANS:
             raise InvalidRequest(f"{name} hands in more than {MOST_SPANS} spans")
         async with self._lock:
-            # What comes too late would be the beginning of a file that nobody finishes.
+            # Spans that come too late would be the beginning of a file that nobody finishes.
             if not self.error and not self._is_over:
                 try:
                     await asyncio.to_thread(self._write, name, spans)
@@ -164,7 +164,7 @@ class _Collection:
                 self.complete.set()
 
     async def finish(self) -> TraceWritten:
-        """What became of it."""
+        """Finish the file, and tell where it is or why there is none."""
         path = ""
         async with self._lock:
             self._is_over = True
@@ -192,8 +192,8 @@ class _Collection:
 
 
 class Traces:
-    """Of one controller, called ``name``; ``trace`` is its own timeline. ``ask`` puts a number into the run's state,
-    0 for none; numbers begin above ``number``, so that no earlier controller has given them.
+    """The traces of one controller, called ``name``; ``trace`` is its own timeline. ``ask`` puts a number into the
+    run's state, 0 for none; numbers begin above ``number``, so that no earlier controller has given them.
     """
 
     def __init__(
@@ -218,12 +218,12 @@ class Traces:
         self._writing: asyncio.Task[TraceWritten] | None = None
         self._pace = Pace()
         self._kept: deque[Path] = deque()
-        """Those on demand, the oldest first."""
+        """Traces on demand, the oldest first."""
         self._last: _Collection | None = None
-        """What actors that have ended handed in."""
+        """Spans that actors that have ended handed in."""
 
     async def write(self, tasks: asyncio.TaskGroup, within_s: float) -> TraceWritten:
-        """Write a trace of now; who asks while one is being written gets that one, and soon after it is told of it."""
+        """Write a trace of now; a caller gets the one that is being written, and soon after it is told of it."""
         if not self._trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():

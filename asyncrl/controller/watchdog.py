@@ -11,7 +11,7 @@ after ``max_restarts`` of them the run ends. Each report tells what is done.
 
 Invariants: one report for a stall, repeated after twice the time before while it lasts, each with what is seen then;
 none while the run starts, drains, or has nothing to do; a report holds until the run moves or its culprit is another
-process. What passed while this process itself did not look counts as nothing. Pure: the caller brings the time
+process. Time in which this process itself did not look counts as nothing. Pure: the caller brings the time
 (monotonic, s).
 """
 
@@ -30,27 +30,27 @@ from asyncrl.runtime.supervision import role_of
 LONGEST_GAP = 0.25
 """Share of the time to a stall after which a gap between two looks is time in which nobody could be heard."""
 SILENT_SHARE = 0.5
-"""Of the time to a stall: who was silent for longer is suspect of itself."""
+"""Share of the time to a stall: an actor that was silent for longer is suspect of itself."""
 FINISHED = frozenset({"done", "ready"})
 """States of the learner in which it has nothing to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the watchdog says of a stall."""
+    """The watchdog's words on a stall."""
 
     number: int
     name: str
     incarnation: int
     since: float
-    """When the run last moved."""
+    """Time at which the run last moved."""
     text: str
     action: Literal["none", "restart", "stop"] = "none"
     """The consequence."""
 
 
 def patience_of(config: Config) -> dict[str, float]:
-    """By role, the longest that a single piece of its work may take."""
+    """Longest time that a single piece of work may take, by role."""
     return {
         "rollouter": config.rollout.engine_timeout_s,
         "episodes": config.episode.timeout_s,
@@ -66,9 +66,9 @@ class Watchdog:
 
     config: WatchdogConfig
     look_s: float
-    """About how often there is a look."""
+    """Time between two looks, about."""
     patience_s: Mapping[str, float] = field(default_factory=dict)
-    """As ``patience_of`` has it."""
+    """Patience by role, as ``patience_of`` has it."""
     max_restarts: int = 3
     """Culprits that are started again before the run ends, if none of it brings a step."""
     report: Report | None = None
@@ -76,10 +76,10 @@ class Watchdog:
     _restarts: int = 0
     """Culprits that were started again since the last step."""
     _moved: float | None = None
-    """When the run last moved, or what it did excused it."""
+    """Time at which the run last moved, or was excused by what it did."""
     _looked: float = 0.0
     _again: float = 0.0
-    """When a stall that lasts is reported next."""
+    """Time at which a stall that lasts is reported next."""
     _interval: float = 0.0
     _best: dict[str, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
     """Incarnation and figures of each actor, the largest seen."""
@@ -87,7 +87,7 @@ class Watchdog:
     """Incarnation and state of those that were within a budget at the last look."""
 
     def look(self, actors: Mapping[str, Seen], phase: RunPhase, now: float) -> bool:
-        """See how things are, every few seconds. Whether ``report`` is another one than before."""
+        """Look how things are, every few seconds. Whether ``report`` is another one than before."""
         before = self.report
         gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.look_s)
         self._looked = now
@@ -165,7 +165,7 @@ class Watchdog:
         return moved
 
     def _left_s(self, actor: Seen) -> float:
-        """Of the budget of the state that it is in."""
+        """Seconds left of the budget of the state that an actor is in."""
         return self.config.budgets_s.get(actor.state, 0.0) - actor.state_s
 
     def _is_excused(self, actors: Mapping[str, Seen]) -> bool:

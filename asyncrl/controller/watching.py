@@ -1,8 +1,8 @@
-"""What the controller keeps for those who watch the run: events, the newest lines, snapshots and their recording.
+"""The controller's keeping for those who watch the run: events, the newest lines, snapshots and their recording.
 
-Invariant: nothing here holds up the run. Snapshots are written by a thread of their own, one at a time; what it cannot
-write, or not in time, is lost and counted. The disk is looked at by another thread, which may wait for a file system
-that does not answer; nobody waits for that thread, the end of the controller included.
+Invariant: nothing here holds up the run. Snapshots are written by a thread of their own, one at a time; one that it
+cannot write, or not in time, is lost and counted. The disk is looked at by another thread, which may wait for a file
+system that does not answer; nobody waits for that thread, the end of the controller included.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import Snapshot
 
 ACTORS_AT_ONCE = 64
-"""Looked at before the event loop may do something else."""
+"""Actors that are looked at before the event loop may do something else."""
 DISK_S = 10.0
-"""How often the disk is looked at."""
+"""Interval at which the disk is looked at."""
 LAST_WRITE_S = 0.5
 """Longest that the end of the run waits for its last snapshot to be written."""
 
 
 class Watching:
-    """See the module. Made by the controller ``actor``; ``sink`` is given each snapshot that is recorded, ``is_gone``
-    says of an actor that it has left the run.
+    """The keeper of what is watched, made by the controller ``actor``; ``sink`` is given each snapshot that is
+    recorded, ``is_gone`` says of an actor that it has left the run.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Watching:
             heartbeat_s=config.supervision.heartbeat_s,
         )
         self.began = actor.clock.wall()
-        """When the first controller of this attempt of the run started."""
+        """Wall time at which the first controller of this attempt of the run started."""
         self.lines = Lines()
         self._events = Events()
         self._phase = run.phase
@@ -75,11 +75,11 @@ class Watching:
         """Number of the newest of the controller's own events."""
         self._disk_free = 0
         self._logs_lost = 0
-        """Lines, of all actors, as far as told."""
+        """Lines of logs that are lost, of all actors, as far as told."""
         self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        """Not the event loop's own, which is waited for at the end of the loop."""
+        """Thread that is not the event loop's own, which is waited for at the end of the loop."""
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
@@ -93,7 +93,7 @@ class Watching:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Take snapshots and look around, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.snapshots.run())
@@ -103,11 +103,11 @@ class Watching:
             self._disk_thread.shutdown(wait=False, cancel_futures=True)
 
     def happened(self, level: str, actor: str, text: str) -> None:
-        """Something that is worth knowing of the run; level is info, warning or error."""
+        """Note something that is worth knowing of the run; level is info, warning or error."""
         self._events.add(self._actor.clock.wall(), level, actor, text)
 
     def told(self, actor: str, events: Iterable[EventRecord]) -> None:
-        """What an actor says happened."""
+        """Take in the events that an actor tells of."""
         entry = self._registry.entries[actor]
         for event in events:
             if event.number > entry.event:
@@ -216,7 +216,7 @@ class Watching:
             self._actor.log.error("no snapshot of the run can be made", exc_info=error)
 
     def _look_at_self(self) -> None:
-        """What an actor would tell the controller."""
+        """Take in what an actor would tell the controller."""
         self._own = self._actor.heartbeat(0, 0.0)
         for event in self._own.events:
             if event.number > self._own_event:

@@ -6,7 +6,7 @@ beside the body. Fields are only ever added, with a default. None of it is ever 
 collector need not follow the thousands of groups that are held (``gc=False``).
 
 A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then
-has the effect of doing it once. A request without a reply is a cast. Who may send what stands in ``senders.py``.
+has the effect of doing it once. A request without a reply is a cast. ``senders.py`` says which roles may send each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 Uid = Annotated[str, Meta(min_length=1, max_length=200)]
 Count = Annotated[int, Meta(ge=0)]
 FinishReason = Literal["stop", "length", "turns", "time"]
-"""The policy, or the user's code, ended it; the longest response or context, the most turns or the longest time did."""
+"""Cause of an end: the policy or the user's code; the longest response or context, the most turns, the longest time."""
 
 
 class Message(Struct, gc=False, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Between the controller, the node agents and every actor: who lives where, who died, what the run is at."""
+"""Messages between the controller, the node agents and every actor: who lives where, who died, the run's state."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from asyncrl.messages import Count, Done, Message, Request
 
 
 class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
-    """What the registry knows of an actor."""
+    """An actor as the registry knows it."""
 
     name: str
     """ROLE/INDEX, for example rollouter/3."""
     incarnation: Count
     """Counts the lives of this name; the larger one is the living one. That of a gang's actor is its generation."""
     address: str
-    """Where its ROUTER is bound; empty until it is ready for calls."""
+    """Address that its ROUTER is bound to; empty until it is ready for calls."""
     host: str = ""
     pid: Count = 0
     facts: dict[str, Any] = {}
-    """Whatever its peers need to know beyond the address. A node agent tells its host's ``actors``."""
+    """Facts that its peers need to know beyond the address. A node agent tells its host's ``actors``."""
     attempt: Count = 0
-    """How often it has been started again."""
+    """Times that it has been started again."""
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -45,14 +45,14 @@ class Resolve(Request, frozen=True, kw_only=True):
 
 
 class Resolved(Message, frozen=True, kw_only=True):
-    """``record`` is None when the wait ran out."""
+    """The record that was asked for; None when the wait ran out."""
 
     record: ActorRecord | None
 
 
 Resolve.reply = Resolved
 RunPhase = Literal["starting", "running", "preempting", "draining", "done", "failed"]
-"""While ``preempting`` nothing new is generated, and the learner writes a checkpoint at its next version boundary."""
+"""Phase; ``preempting``: nothing new is generated, and the learner writes a checkpoint at its next version boundary."""
 
 
 class WatchRun(Request, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class WatchRun(Request, frozen=True, kw_only=True):
     idle = True
     seen: int = -1
     seen_line: int = -1
-    """With 0 or more, also answered when there are metrics lines past this number, and at each ready actor."""
+    """Number of a metrics line: with 0 or more, also answered when there are lines past it, and at each ready actor."""
     members: int = -1
     """Number of the Members that the caller has taken in; -1 where it takes in none."""
 
@@ -89,7 +89,7 @@ class Stuck(Struct, gc=False, frozen=True, array_like=True):
     incarnation: int
     report: str
     number: int = 0
-    """Of the report. Each is followed by the stacks once."""
+    """Number of the report, which is followed by the stacks once."""
 
 
 class Leaving(Struct, gc=False, frozen=True, array_like=True):
@@ -106,7 +106,7 @@ class Aside(Struct, gc=False, frozen=True, array_like=True):
     name: str
     reason: str
     rest_s: float
-    """How long it rests, if nobody brings it back before."""
+    """Time that it rests, if nobody brings it back before."""
 
 
 class RunState(Message, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class RunState(Message, frozen=True, kw_only=True):
     last_line: int = 0
     lines: list[dict[str, Any]] = []
     waiting_for: list[str] = []
-    """While starting: the actors that are not ready yet. Told to those alone who ask for the metrics."""
+    """Actors that are not ready yet, while the run starts. Told to those alone who ask for the metrics."""
     condemned: list[Condemned] = []
     """The actors that are to be killed so that they are started again."""
     stuck: list[Stuck] = []
@@ -132,7 +132,7 @@ class RunState(Message, frozen=True, kw_only=True):
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     dead: list[Dead] = []
-    """Of each actor without a living process the newest incarnation, if that has ended or is on a lost host."""
+    """Newest incarnation of each actor without a living process, if that has ended or is on a lost host."""
     lost_hosts: dict[str, list[str]] = {}
     """The hosts from which nothing has been heard for supervision.host_lost_s, as NAME (agent/N), and their actors."""
     members: int = 0
@@ -140,11 +140,11 @@ class RunState(Message, frozen=True, kw_only=True):
     leaving: list[Leaving] = []
     """The hosts that are to leave the run, by their agents and actors."""
     trace: Count = 0
-    """While a trace is wanted, its number; every actor hands in its spans once for each."""
+    """Number of the trace that is wanted, while one is; every actor hands in its spans once for each."""
     generations: dict[str, int] = {}
-    """By role of a gang, the oldest generation that is not over: whoever is started from now on is of no older one."""
+    """Oldest generation that is not over, by role of a gang: an actor started from now on is of no older one."""
     aside: list[Aside] = []
-    """The replicas without which the run goes on for now. Their agents end them, and start whoever is named no more."""
+    """The replicas without which the run goes on for now. Their agents end them, and start those named no more."""
 
 
 WatchRun.reply = RunState
@@ -178,7 +178,7 @@ class RunFinished(Request, frozen=True, kw_only=True):
     reply = Done
     preempted: bool = False
     failure: str = ""
-    """Why not everything could be written, what is lost and what to do: the run ends as failed."""
+    """Reason that not everything could be written, what is lost and what to do: the run ends as failed."""
 
 
 class CheckpointWritten(Request, frozen=True, kw_only=True):
@@ -214,7 +214,7 @@ class ActorEnded(Request, frozen=True, kw_only=True):
 
 
 class EndNoted(Message, frozen=True, kw_only=True):
-    """``asked`` if the controller had told that actor to end."""
+    """The end is noted; ``asked`` if the controller had told that actor to end."""
 
     asked: bool = False
 
@@ -240,13 +240,13 @@ class Notice(Request, frozen=True, kw_only=True):
     key: Annotated[str, Meta(min_length=1, max_length=LONGEST_KEY)]
     text: Annotated[str, Meta(max_length=LONGEST_NOTICE)]
     count: Count = 1
-    """How often it has happened."""
+    """Times that it has happened."""
     meanwhile: Annotated[str, Meta(max_length=LONGEST_NOTICE)] = ""
     """Sentences that hold, and say what to do, while the run goes on; the summary at its end leaves them out."""
     waits_for: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
-    """For what the run waits until a later notice of this key says otherwise."""
+    """Words for what the run waits for until a later notice of this key says otherwise."""
     of: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
-    """Of which the count is a part, as in "279 calls"."""
+    """Whole that the count is a part of, as in "279 calls"."""
 
 
 class ReportFailure(Request, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What rollouters and the learner ask of the dataloader: leases, outcomes, and what follows a restart."""
+"""Messages of rollouters and the learner to the dataloader: leases, outcomes, and what follows a restart."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Lease(Request, frozen=True, kw_only=True):
     seen: Count
     """The highest grant received by this incarnation of the rollouter."""
     free_groups: Annotated[int, Meta(ge=1)]
-    """How many more groups it can hold, those above ``seen`` included."""
+    """Number of further groups that it can hold, those above ``seen`` included."""
     served_version: int
     """The oldest version that its engines serve; -1 before the first."""
     holding: list[Uid] = []
-    """Uids it holds. Of its earlier incarnations nothing is left."""
+    """Uids that it holds. Nothing is left of its earlier incarnations."""
 
 
 class Leased(Message, frozen=True, kw_only=True):
-    """An empty list when nothing could be granted in time; ``closed`` when nothing will ever be again."""
+    """The grants: none when nothing could be granted in time; ``closed`` when nothing will ever be again."""
 
     tickets: list[Ticket] = []
     closed: bool = False
@@ -49,11 +49,11 @@ class ReturnTickets(Request, frozen=True, kw_only=True):
     was never received. Said when it begins to leave, and again when it ends.
     """
     holding: list[Uid] = []
-    """While it leaves: what it may still deliver."""
+    """Uids of the groups that it may still deliver while it leaves."""
 
 
 class Outcome(Struct, gc=False, frozen=True, array_like=True):
-    """What became of a group. Only ``trained`` counts towards the gate's T.
+    """The outcome of a group. Only ``trained`` counts towards the gate's T.
 
     ``requeued`` is none of a prompt: the group was too stale, and its prompt is to be granted again.
     """
@@ -61,7 +61,7 @@ class Outcome(Struct, gc=False, frozen=True, array_like=True):
     uid: Uid
     kind: Literal["trained", "filtered", "quarantined", "evaluated", "requeued"]
     requeues: Count = 0
-    """As Ticket.requeues, of the next grant; 0 but for ``requeued``."""
+    """Ticket.requeues of the next grant; 0 but for ``requeued``."""
 
 
 class Outcomes(Request, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class Rejected(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Supply(Message, frozen=True, kw_only=True):
-    """What there is still to come."""
+    """The state of the supply of prompts."""
 
     number: int
     exhausted: bool
@@ -122,7 +122,7 @@ class Supply(Message, frozen=True, kw_only=True):
     rejected: list[Rejected] = []
     """Prompts to be quarantined: over max_prompt_tokens, or in too many deaths. Until the learner reports them."""
     attempts: dict[Uid, Count] = {}
-    """As LedgerState.attempts, as the dataloader knows it."""
+    """LedgerState.attempts, as the dataloader knows it."""
     evals: dict[str, int] = {}
     """eval/NAME@ROUND: number of its prompts, for every round opened so far and not yet closed."""
 
@@ -138,7 +138,7 @@ class SamplePrompts(Request, frozen=True, kw_only=True):
 
 
 class PromptSample(Message, frozen=True, kw_only=True):
-    """As many as were asked for, or all that may be granted where there are fewer."""
+    """The prompts asked for, or all that may be granted where there are fewer."""
 
     prompts: list[np.ndarray]
     """int32 [P] each, P > 0."""
@@ -158,18 +158,18 @@ class OpenGrant(Struct, gc=False, frozen=True, array_like=True):
 
     uid: Uid
     served_version: int
-    """As Ticket.served_version."""
+    """Ticket.served_version of the group."""
     rollouter: str = ""
-    """Who holds it; empty where nobody living does."""
+    """Name of the rollouter that holds it; empty where nobody living does."""
     age_s: float | None = None
-    """Since it was granted; None where that is not known."""
+    """Time since it was granted; None where that is not known."""
 
 
 class GrantsOpen(Message, frozen=True, kw_only=True):
-    """All of them. Groups that are not among them have been granted since, or are not outstanding any more."""
+    """All open grants. Groups that are not among them have been granted since, or are not outstanding any more."""
 
     supply_number: int
-    """Number of the supply at that moment. It grows when a group is taken back from whoever has it."""
+    """Number of the supply at that moment. It grows when a group is taken back from its holder."""
     grants: list[OpenGrant]
 
 
@@ -186,7 +186,7 @@ class EvalRound(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class Restored(Request, frozen=True, kw_only=True):
-    """Learner to dataloader: this is where the run stands; whatever else you believed is void.
+    """Learner to dataloader: this is where the run stands; every other belief is void.
 
     Sent at the start of a learner, and to a dataloader that has started again (which asks for it with the error
     ``restore_needed``). The gate is shut until it is answered: the rollouters have then said which tickets they hold.
@@ -207,11 +207,11 @@ class Restored(Request, frozen=True, kw_only=True):
     claims: list[Uid] = []
     """Groups in training and in the buffer."""
     fingerprint: str = ""
-    """Of the prompts that the ledger speaks of; empty at the start of a run."""
+    """Fingerprint of the prompts that the ledger speaks of; empty at the start of a run."""
     seed: int = -1
-    """Of their order; -1 at the start of a run."""
+    """Seed of their order; -1 at the start of a run."""
     prompts: Count = 0
-    """How many they are; 0 where that is not known."""
+    """Number of the prompts; 0 where that is not known."""
     rounds_closed: list[str] = []
     """Rounds of evaluation that are over, as NAME@ROUND."""
     rounds_open: list[EvalRound] = []
@@ -227,9 +227,9 @@ class Resumed(Message, frozen=True, kw_only=True):
     limit: float
     """Working limit eta_t, in versions."""
     first_epoch: Count = 0
-    """As LedgerState.first_epoch, from here on: the ledger takes it over."""
+    """LedgerState.first_epoch from here on: the ledger takes it over."""
     prompts: Count = 0
-    """How many there are."""
+    """Number of the prompts."""
 
 
 Restored.reply = Resumed

@@ -1,4 +1,4 @@
-"""Between rollouters and the episode hosts that run users' code: episodes, and the calls that these make of the policy.
+"""Messages between rollouters and the episode hosts that run users' code: episodes, and their calls of the policy.
 
 No token is in any of it: ids, log-probs and versions stay with the rollouter, in the conversation of the session.
 A session is one attempt at one trajectory, and its key is all that the user's program holds.
@@ -29,29 +29,29 @@ class RunEpisode(Request, frozen=True, kw_only=True):
     uid: Uid
     sample: Count
     attempt: Count
-    """Of this trajectory, from 0."""
+    """Number of the attempt at this trajectory, from 0."""
     purpose: str
-    """As of the ticket: train, or eval/NAME."""
+    """Purpose of the ticket: train, or eval/NAME."""
     prompt: str
-    """As text."""
+    """The prompt as text."""
     messages: list[dict[str, Any]]
-    """The same as a conversation begins with it."""
+    """The prompt as the messages that a conversation begins with."""
     row: dict[str, Any]
     seed: Count
-    """The same for all samples of a prompt, in every attempt: they face the same task."""
+    """Seed, the same for all samples of a prompt in every attempt: they face the same task."""
 
 
 class EpisodeDone(Message, frozen=True, kw_only=True):
     """The episode has ended by itself, or was ended by its host. ``error`` is empty where it ended well."""
 
     reward: float | None = None
-    """What the user's code said of the whole trajectory; None where it said nothing."""
+    """Reward that the user's code gave the whole trajectory; None where it gave none."""
     components: dict[str, float] = {}
     error: str = ""
-    """Why it failed: the exception with its place, the exit code with the last lines printed."""
+    """Reason of the failure: the exception with its place, the exit code with the last lines printed."""
     blame: Literal["episode", "host"] = "episode"
-    """``host``: the worker died, was killed or stood still, for which this episode need not be the reason. No attempt
-    is counted."""
+    """Cause of the error. ``host``: the worker died, was killed or stood still, for which this episode need not be the
+    reason. No attempt is counted."""
     user_s: float = 0.0
     """Processor time of the user's code, where it is known."""
 
@@ -80,9 +80,9 @@ class Chat(Request, frozen=True, kw_only=True):
     call: Annotated[str, Meta(min_length=1, max_length=200)]
     """Names the call within the session."""
     messages: list[dict[str, Any]]
-    """As in OpenAI's chat completions: role, content (text or None), tool_calls, tool_call_id, name."""
+    """Messages as in OpenAI's chat completions: role, content (text or None), tool_calls, tool_call_id, name."""
     tools: list[dict[str, Any]] = []
-    """As in OpenAI's chat completions."""
+    """Tools as in OpenAI's chat completions."""
     template_options: dict[str, Any] = {}
     """Further arguments of the chat template, as enable_thinking."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -104,10 +104,10 @@ class ToolCall(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class ChatReply(Message, frozen=True, kw_only=True):
-    """What the policy answered."""
+    """The policy's answer."""
 
     node: Count
-    """Of the conversation; rewards of turns name it."""
+    """Node of the conversation; rewards of turns name it."""
     content: str
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
@@ -122,7 +122,7 @@ Chat.reply = ChatReply
 class ChatDelta(Message, frozen=True, kw_only=True):
     """Rollouter to episode host: text of a call under way, ``offset`` characters after its beginning.
 
-    It may be lost: whoever has not all of it takes what is missing from the reply.
+    It may be lost: a host that lacks some of it takes the rest from the reply.
     """
 
     session: SessionKey
@@ -137,12 +137,12 @@ class TurnReward(Request, frozen=True, kw_only=True):
     reply: ClassVar[type[Message]]
     session: SessionKey
     node: Count | None = None
-    """None: the turn that was answered last."""
+    """Node of the turn; None: the one that was answered last."""
     value: float
 
 
 class TurnRewarded(Message, frozen=True, kw_only=True):
-    """It is noted."""
+    """The reward is noted."""
 
     node: Count
 

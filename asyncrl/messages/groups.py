@@ -1,4 +1,4 @@
-"""What a prompt group is made of on its way, and how its end is told."""
+"""Values that make up a prompt group on its way, and those that tell its end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from msgspec import Meta, Struct
 from asyncrl.messages import Count, FinishReason, Uid
 
 TokenRole = Literal["sampled", "context", "repeated"]
-"""Who made a token: the policy, and it is trained here; anybody else; or the policy, but it is trained in an earlier
+"""Maker of a token: the policy, and it is trained here; anybody else; or the policy, but it is trained in an earlier
 sequence of the trajectory, or never (an auxiliary call)."""
 
 
 class VersionSpan(Struct, gc=False, frozen=True, array_like=True):
     """Tokens [start, end) were sampled under ``version``; ``mixed_kv`` over an older KV cache.
 
-    The version of what is not sampled is -1.
+    The version of tokens that are not sampled is -1.
     """
 
     version: int
@@ -41,7 +41,7 @@ class Sequence(Struct, gc=False, kw_only=True):
     """A path through a conversation, as the policy saw it and went on: T tokens after the prompt, S of them sampled."""
 
     prompt_ids: np.ndarray | None = None
-    """int32 [P], P > 0, what comes before the first sampled token; None: the prompt of the ticket."""
+    """int32 [P], P > 0, the tokens before the first sampled one; None: the prompt of the ticket."""
     tokens: np.ndarray
     """int32 [T]; the first is sampled, or repeated."""
     logprobs: np.ndarray
@@ -70,7 +70,7 @@ class Ticket(Struct, gc=False, frozen=True, kw_only=True):
     alone: bool = False
     """It has been in too many deaths to share an engine: nothing else is generated beside it."""
     requeues: Count = 0
-    """How often its prompt came back too stale to be trained, under staleness.late = requeue."""
+    """Times that its prompt came back too stale to be trained, under staleness.late = requeue."""
     served_version: int = -1
     """The oldest version that the engines served to which it was granted: no token of it is older. -1 where that is not
     known."""
@@ -84,11 +84,11 @@ class Ticket(Struct, gc=False, frozen=True, kw_only=True):
     temperature: float
     max_tokens: Annotated[int, Meta(ge=1)]
     seal: str = ""
-    """By which the learner knows whom it was granted to (seals.py); empty where there is no key for it."""
+    """Seal by which the learner knows whom it was granted to (seals.py); empty where there is no key for it."""
 
 
 class Trajectory(Struct, gc=False, kw_only=True):
-    """What one episode produced: the unit of reward, baseline, counting and ledger."""
+    """The product of one episode: the unit of reward, baseline, counting and ledger."""
 
     sample: Count
     sequences: Annotated[list[Sequence], Meta(min_length=1)]
@@ -103,7 +103,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
     reward: float | None = None
     components: dict[str, float] = {}
     resumes: Count = 0
-    """How often its generation was aborted and taken up again."""
+    """Times that its generation was aborted and taken up again."""
     attempts: Annotated[int, Meta(ge=1)] = 1
     turns: Count = 0
     """Answers of the policy, also those that are not trained; 0 where a prompt has one response."""
@@ -129,26 +129,26 @@ class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
 
     first: Count
     epochs: Count
-    """How many; more than one only where ``bits`` has at most one byte."""
+    """Number of the epochs; more than one only where ``bits`` has at most one byte."""
     below: Count
-    """A multiple of 8: all prompts with a smaller index."""
+    """Multiple of 8: all prompts with a smaller index have an outcome."""
     bits: bytes
-    """Bit k of byte j: the prompt with the index below + 8 * j + k. The first byte is not 255, the last not 0."""
+    """Bits of prompts; bit k of byte j is the index below + 8 * j + k. The first byte is not 255, the last not 0."""
 
 
 class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
-    """The learner's word on what became of every prompt; see ledger.py."""
+    """The learner's word on the outcome of every prompt; see ledger.py."""
 
     outcomes: list[EpochIntervals] = []
     """The form of asyncrl 0.1, read in place of ``concluded`` and ``counts``; empty in what is written."""
     attempts: dict[Uid, Count] = {}
-    """As Ticket.attempt, of prompts without an outcome; absent where it is 0."""
+    """Ticket.attempt of prompts without an outcome; absent where it is 0."""
     requeues: dict[Uid, Count] = {}
-    """As Ticket.requeues, of prompts without an outcome; absent where it is 0."""
+    """Ticket.requeues of prompts without an outcome; absent where it is 0."""
     first_epoch: Count = 0
     """The prompts of earlier epochs were others: nothing is granted from them any more."""
     concluded: list[ConcludedEpochs] = []
-    """Ascending; an epoch in which no prompt has an outcome is in none."""
+    """Outcomes by epochs, ascending; an epoch in which no prompt has an outcome is in none."""
     counts: dict[Literal["trained", "filtered", "quarantined"], Count] = {}
     """Prompts with an outcome, by what it was, over all epochs."""
 

@@ -18,12 +18,12 @@ class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     host: Annotated[str, Meta(min_length=1, max_length=200)]
     """Its name in the hostfile."""
     address: str = ""
-    """What its actors bind."""
+    """Address that its actors bind."""
     replicas: Annotated[int, Meta(ge=1, le=1024)]
     agent_keys: list[PublicKey] = []
-    """Of its node agent, one for each attempt."""
+    """Public keys of its node agent, one for each attempt."""
     keys: list[list[PublicKey]] = []
-    """Of each of its rollouters, and then of each of its episode hosts, one for each attempt."""
+    """Public keys of each of its rollouters, and then of each of its episode hosts, one for each attempt."""
     episodes: bool = False
     """Whether each of its rollouters has an episode host beside it."""
 
@@ -33,12 +33,12 @@ class Join(Request, frozen=True, kw_only=True):
 
     reply: ClassVar[type[Message]]
     ask: Annotated[str, Meta(min_length=16, max_length=64)]
-    """Chosen at random: by it a repeat is known."""
+    """Mark of the request, chosen at random: by it a repeat is known."""
     hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
 class JoinedHost(Struct, gc=False, frozen=True, kw_only=True):
-    """What a new host is called from now on."""
+    """The names of a new host, its agent and its actors from now on."""
 
     host: str
     agent: str
@@ -73,7 +73,7 @@ class Leave(Request, frozen=True, kw_only=True):
     """Time to finish the groups that are begun; what is left then goes back to the dataloader."""
     reason: str = ""
     ask: str = ""
-    """Only if it was this request to join that brought the host."""
+    """Join.ask of the request that must have brought the host; empty: any host."""
 
 
 class LeaveBegun(Message, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
     actors: list[str]
     stage: Literal["joining", "serving", "leaving", "left"]
     reason: str = ""
-    """Why it leaves or has left."""
+    """Reason that it leaves or has left."""
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):
@@ -113,11 +113,11 @@ class WatchMembers(Request, frozen=True, kw_only=True):
 
 
 class Members(Message, frozen=True, kw_only=True):
-    """Who has come to those that the run began with, and who has left."""
+    """The hosts that have come to those that the run began with, and those that have left."""
 
     number: Count
     keys: dict[str, list[PublicKey]] = {}
-    """Of each agent and actor that has joined its public keys, one for each attempt; none without CURVE."""
+    """Public keys of each agent and actor that has joined, one for each attempt; none without CURVE."""
     serving: list[str] = []
     """The actors among them that have been ready once: from then on they are like any other."""
     gone: list[Dead] = []

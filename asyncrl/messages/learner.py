@@ -1,4 +1,4 @@
-"""What rollouters deliver to the learner and tell it of themselves."""
+"""Messages to the learner: groups that rollouters deliver, and what they tell of themselves."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ Holds.reply = Held
 
 
 class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
-    """What one weight update cost one replica: seconds and bytes."""
+    """The cost of one weight update for one replica: seconds and bytes."""
 
     version: int
     transport: str = ""
     """nccl, gloo, shm or stream."""
     stage_s: float = 0.0
-    """Until the bytes were there and verified; under a rolling transport while the engine generated."""
+    """Time until the bytes were there and verified; under a rolling transport while the engine generated."""
     pause_s: float = 0.0
-    """From the pause until the engine was idle."""
+    """Time from the pause until the engine was idle."""
     load_s: float = 0.0
-    """Under a collective with the transfer."""
+    """Time to load; under a collective with the transfer."""
     resume_s: float = 0.0
     stall_s: float = 0.0
     """Generation time lost: from the pause until the first request runs again."""
     bytes: int = 0
     """Size of the weights."""
     encoded_bytes: int = 0
-    """What was read or received for them; less than ``bytes`` when deltas paid."""
+    """Bytes that were read or received for the weights; less than ``bytes`` when deltas paid."""
     drift: float | None = None
     """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/drift.py. None
     where it was not measured."""
     drift_worst: float | None = None
-    """Over its tokens the largest distance (nats)."""
+    """Largest distance over the probe's tokens (nats)."""
     probe_kl: float | None = None
     """Estimated divergence of the engine from the learner over the probe's tokens (nats)."""
     checksum: str = ""
-    """Of the engine's own copy of the weights, under weights.verify = full; equal in all engines of one kind."""
+    """Checksum of the engine's own copy of the weights under weights.verify = full; equal in all engines of a kind."""
 
 
 class RolloutStats(Message, frozen=True, kw_only=True):

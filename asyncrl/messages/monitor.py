@@ -1,4 +1,4 @@
-"""What actors tell of themselves, and what one who watches the run may ask of the controller."""
+"""Messages in which actors tell of themselves, and requests of one who watches the run to the controller."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
     """An open wait of an actor; see runtime/awaits.py."""
 
     whom: str
-    """An actor, a role for whichever actor of it, or something inside the actor itself."""
+    """An actor, a role for any actor of it, or something inside the actor itself."""
     what: str
     seconds: float
-    """How long it has lasted; where there are several for the same, the longest."""
+    """Time that it has lasted; where there are several for the same, the longest."""
     idle: bool = False
     """Normal idleness: no sign of trouble by itself."""
 
@@ -30,7 +30,7 @@ class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
 
     whom: str
     seconds: float
-    """How long it has lasted, on the clock of who tells it."""
+    """Time that it has lasted, on the clock of the actor that tells it."""
 
 
 class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
@@ -39,11 +39,11 @@ class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
     name: str
     state: str
     awaiting: str
-    """Whom or what the state waits for."""
+    """Actor or thing that the state waits for."""
     state_s: float
     """Seconds in the present state."""
     seconds: dict[str, float]
-    """By state, the present one up to now; they add up to the age of the resource."""
+    """Seconds by state, the present one up to now; they add up to the age of the resource."""
 
 
 class EventRecord(Struct, gc=False, frozen=True, array_like=True):
@@ -71,13 +71,13 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """starting, ready, or what the actor says of itself."""
     loop_lag_s: float = 0.0
     awaiting: str = ""
-    """Whom or what the state waits for."""
+    """Actor or thing that the state waits for."""
     state_s: float = 0.0
     """Seconds in the present state."""
     oldest_await: str = ""
-    """What it has awaited longest without being idle, as PEER TYPE SECONDS; empty if nothing."""
+    """Longest open wait that is not idleness, as PEER TYPE SECONDS; empty if there is none."""
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
-    """What it waits for, the oldest first."""
+    """Open waits, the oldest first."""
     counters: dict[str, float] = {}
     """Counters and gauges; names, kinds and units are in monitor/catalogue_table.py."""
     histograms: dict[str, Histogram] = {}
@@ -91,13 +91,13 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     cpu: float = 0.0
     """Processors used by the process and its children over the last interval; 1 is one core."""
     rss_bytes: Count = 0
-    """Of the process and its children."""
+    """Memory (RSS) of the process and its children."""
     gpus: list[Gpu] = []
     """The GPUs that it may use, where they can be asked."""
     events: list[EventRecord] = []
-    """Of the last few beats, the oldest first."""
+    """Events of the last few beats, the oldest first."""
     unreached: Annotated[list[UnreachedRecord], Meta(max_length=MOST_UNREACHED)] = []
-    """Whom it cannot reach, longest first; all of them in each beat, as far as there is room."""
+    """Actors that it cannot reach, longest first; all of them in each beat, as far as there is room."""
 
 
 class MetricsLine(Message, frozen=True, kw_only=True):
@@ -131,14 +131,14 @@ class RequestTrace(Request, frozen=True, kw_only=True):
 
 
 class TraceWritten(Message, frozen=True, kw_only=True):
-    """``path`` is on the controller's host; empty, with the reason in ``error``, when there is none."""
+    """The trace: ``path`` is on the controller's host; empty, with the reason in ``error``, when there is none."""
 
     path: str
     error: str = ""
     actors: list[str] = []
-    """Whose spans are in it."""
+    """Actors whose spans are in it."""
     missing: list[str] = []
-    """Who did not hand theirs in in time."""
+    """Actors that did not hand theirs in in time."""
 
 
 RequestTrace.reply = TraceWritten
@@ -154,7 +154,7 @@ class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
     began: float
     """Unix time (s)."""
     seconds: float
-    """Negative while it goes on."""
+    """Length of the span; negative while it goes on."""
     facts: dict[str, str | int | float | bool] = {}
 
 

@@ -1,4 +1,4 @@
-"""What rollouters ask of the reward pool."""
+"""Requests of rollouters to the reward pool."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from asyncrl.messages import Count, FinishReason, Message, Request, Uid
 TIMED_OUT_COMPONENT = "timed_out"
 """The one component of a reward that the function did not give: that of reward.on_timeout."""
 PENALTY_COMPONENT = "overlong_penalty"
-"""What ``reward.truncated = "penalty"`` has added to a reward, 0 or less."""
+"""Component that ``reward.truncated = "penalty"`` has added to a reward, 0 or less."""
 
 
 class Completion(Struct, gc=False, frozen=True, kw_only=True):
-    """What a reward function sees of a trajectory."""
+    """A trajectory as a reward function sees it."""
 
     text: str
     finish_reason: FinishReason
     tokens: Count
-    """That the policy sampled."""
+    """Number of tokens that the policy sampled."""
     messages: list[dict[str, Any]] = []
     """The conversation of an episode, from its first message to the answer given last, as in OpenAI's chat completions;
     empty where a prompt has one response."""

@@ -1,4 +1,4 @@
-"""What the dataloader asks of a rollouter after a restart."""
+"""Requests of the dataloader to a rollouter after a restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class HeldTicket(Struct, gc=False, frozen=True, array_like=True):
     attempt: Count
     requeues: Count = 0
     served_version: int = -1
-    """As in its Ticket."""
+    """Ticket.served_version of the ticket."""
 
 
 class OpenTickets(Request, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class OpenTickets(Request, frozen=True, kw_only=True):
 
 
 class TicketsHeld(Message, frozen=True, kw_only=True):
-    """All that are not acknowledged by that learner, finished ones included."""
+    """All tickets that are not acknowledged by that learner, finished ones included."""
 
     seen: Count
     """The highest grant received."""

@@ -1,8 +1,8 @@
-"""Who may send what: for every message that is sent unasked, the roles whose actors may. Pure.
+"""Senders of messages: for every message that is sent unasked, the roles whose actors may send it. Pure.
 
-A role is what stands before the slash in a name: those of the run's actors, ``agent``, ``launcher`` and ``viewer``.
-Invariant: what is not in the table nobody may send. An actor refuses to serve a message without an entry (LookupError),
-so that none is forgotten.
+A role is the part of a name before the slash: those of the run's actors, ``agent``, ``launcher`` and ``viewer``.
+Invariant: nobody may send a message that is not in the table. An actor refuses to serve one without an entry
+(LookupError), so that none is forgotten.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from asyncrl.messages.weights import (
 )
 
 ANYBODY = frozenset({"*"})
-"""For messages that are none of a run's."""
+"""Senders of messages that are none of a run's."""
 ACTORS = frozenset({"controller", "dataloader", "learner", "rollouter", "reward", "episodes", "parameter_server"})
 MEMBERS = ACTORS | {"agent"}
 """All that live in a run from its start, and register."""

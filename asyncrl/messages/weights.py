@@ -27,7 +27,7 @@ class Delta(Struct, gc=False, frozen=True, kw_only=True):
 
     base: Count
     path: str
-    """As Bucket.path."""
+    """Path as Bucket.path."""
     size: Count
 
 
@@ -42,11 +42,11 @@ class Bucket(Struct, gc=False, frozen=True, kw_only=True):
     """xxh3_64 over the whole bucket."""
     tensors: list[TensorSpec]
     delta: Delta | None = None
-    """The same bytes in fewer, for whoever holds the base."""
+    """The same bytes in fewer, for a replica that holds the base."""
 
 
 class Probe(Struct, gc=False, frozen=True, kw_only=True):
-    """What the learner's weights of a version make of a few sequences; an engine that serves them agrees.
+    """Log-probs of a few sequences under the learner's weights of a version; an engine that serves them agrees.
 
     S sequences of T tokens together, and in them C places at each of which the K likeliest next tokens are told.
     """
@@ -58,7 +58,7 @@ class Probe(Struct, gc=False, frozen=True, kw_only=True):
     logprobs: np.ndarray
     """float32 [T - S]: of each token but a sequence's first, given those before it, at temperature 1 (nats)."""
     places: np.ndarray
-    """int32 [C, 2]: a sequence, and how many of its tokens come before the place."""
+    """int32 [C, 2]: a sequence, and the number of its tokens before the place."""
     likeliest: np.ndarray
     """int32 [C, K]."""
     likeliest_logprobs: np.ndarray
@@ -85,17 +85,17 @@ Transport = Literal["nccl", "gloo", "shm", "stream"]
 
 
 class CollectiveGroup(Struct, gc=False, frozen=True, kw_only=True):
-    """Who takes part in a broadcast. Rank 0 is the learner; a replica has ``workers`` consecutive ranks."""
+    """The members of a broadcast. Rank 0 is the learner; a replica has ``workers`` consecutive ranks."""
 
     backend: CollectiveBackend
     epoch: Count
     """Number of the membership. A group is used for as long as nobody joins, leaves or fails."""
     world_size: Annotated[int, Meta(ge=2)]
     host: str
-    """Where the learner waits for the members."""
+    """Host on which the learner waits for the members."""
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: str = ""
-    """Whoever calls there shows it."""
+    """Token that a caller shows there."""
 
 
 class Collective(Struct, gc=False, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class Collective(Struct, gc=False, frozen=True, kw_only=True):
 
     group: CollectiveGroup
     first_rank: Annotated[int, Meta(ge=1)]
-    """Of the replica's first worker."""
+    """Rank of the replica's first worker."""
     buckets: list[BucketLayout]
     probe: Probe | None = None
 
@@ -116,14 +116,14 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     manifest: Manifest | None = None
     collective: Collective | None = None
     share: bool = False
-    """Under stream: other replicas of this host wait for it. It is held for them once it is here, and for other hosts
-    while it comes."""
+    """Whether, under stream, other replicas of this host wait for it. It is held for them once it is here, and for
+    other hosts while it comes."""
     sources: list[str] = []
-    """Under stream: actors that have the version, or are about to. They are asked for chunks in this order, each until
+    """Actors that have the version, or are about to, under stream. They are asked for chunks in this order, each until
     it fails, and then the parameter server."""
     more_sources: list[list[str]] = []
-    """Under stream: with n such lists beside ``sources``, which is list 0, chunk c is asked for by list c mod (n + 1).
-    Chunks are numbered from 0 through all buckets."""
+    """Further lists, under stream: with n of them beside ``sources``, which is list 0, chunk c is asked for by list
+    c mod (n + 1). Chunks are numbered from 0 through all buckets."""
 
 
 class Publish(Request, frozen=True, kw_only=True):
@@ -150,7 +150,7 @@ class Published(Message, frozen=True, kw_only=True):
 
     held: bool
     corrupt: bool = False
-    """What is held is no longer what was sealed: its weights are to be published anew, under another number."""
+    """Bytes held are no longer those that were sealed: the weights are to be published anew, under another number."""
 
 
 KeepPublished.reply = Published
@@ -168,11 +168,11 @@ class Announce(Request, frozen=True, kw_only=True):
     backend: CollectiveBackend
     host: str
     port: int
-    """Where the learner waits for the members."""
+    """Port at which the learner waits for the members."""
     buckets: list[BucketLayout]
     probe: Probe | None = None
     token: str = ""
-    """As CollectiveGroup.token."""
+    """Token as CollectiveGroup.token."""
 
 
 class Announced(Message, frozen=True, kw_only=True):
@@ -193,21 +193,21 @@ class BroadcastEnded(Request, frozen=True, kw_only=True):
     epoch: Count
     error: str = ""
     again: bool = False
-    """After an error: the learner announces it anew next."""
+    """Whether the learner announces it anew next, after an error."""
 
 
 class NextUpdate(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server, parked until there is a version above ``serving`` to be had.
 
-    Whoever asks this has nothing staged and nothing paused any more, but for an engine that failed to load.
+    A replica that asks this has nothing staged and nothing paused any more, but for an engine that failed to load.
     """
 
     reply: ClassVar[type[Message]]
     idle = True
     serving: int
     host: str
-    """As by weights/place.py: replicas of one value can open each other's segments, and those of a parameter server of
-    that value."""
+    """Host as by weights/place.py: replicas of one value can open each other's segments, and those of a parameter
+    server of that value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False
@@ -257,7 +257,7 @@ class RequestPause(Request, frozen=True, kw_only=True):
     reply: ClassVar[type[Message]]
     version: Count
     paths: list[str] = []
-    """As Bucket.path, of all buckets: where other replicas of this host find the version, if it is held for them."""
+    """Bucket.path of all buckets, where other replicas of this host find the version, if it is held for them."""
 
 
 class PauseGranted(Message, frozen=True, kw_only=True):
@@ -301,6 +301,6 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     corrupt: bool = False
     """The bytes were not what the manifest says, before anything was loaded."""
     broke_off: bool = False
-    """It was a broadcast, which broke off under this replica; whose fault that was it does not know."""
+    """Whether it was a broadcast that broke off under this replica; whose fault that was it does not know."""
     epoch: int = -1
-    """Of the broadcast, if it was one: a late word on one that broke says nothing on the next one of its version."""
+    """Epoch of the broadcast, if it was one: a late word on one that broke says nothing on the next of its version."""

@@ -20,18 +20,18 @@ from tools.bench.served import EchoTask
 from tools.bench.sides import Ours, Raw, server
 
 ROUND_TRIPS = 200
-"""In one sample, of which the median counts."""
+"""Round trips of one sample, whose median counts."""
 PIPELINED = 2000
 TASKS = 1024
 TASK_BYTES = 8192
 LARGE_BYTES = 64 << 20
 WORKERS = CPUS
 CALL_TIMEOUT_S = 120.0
-"""Nothing is repeated within a measurement."""
+"""Time so long that nothing is repeated within a measurement."""
 
 
 def config() -> Config:
-    """As a run on one host has it, with the reward function and as many workers as Ray has cores."""
+    """The configuration of a run on one host, with the reward function and as many workers as Ray has cores."""
     return Config.model_validate(
         {
             "rollout": {"engine": "sim"},

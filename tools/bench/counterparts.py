@@ -1,4 +1,4 @@
-"""What a rollouter talks to, cut down to what it needs to work: tickets, rewards, thanks and versions of its weights.
+"""A rollouter's peers, cut down to what it needs to work: tickets, rewards, thanks and versions of its weights.
 
 All four are actors on the in-memory transport of this process, so every message passes the codec and the runtime
 as it does between processes.
@@ -22,7 +22,7 @@ from asyncrl.runtime.parking import ParkingLot
 
 @dataclass(slots=True)
 class Exchange:
-    """What goes in and what comes out."""
+    """The exchange with a rollouter: what goes in and what comes out."""
 
     manifest: Manifest
     tickets: list[Ticket] = field(default_factory=list)
@@ -30,14 +30,14 @@ class Exchange:
     serving: int = -1
     """The version that the rollouter serves."""
     updates: list[UpdateTimes] = field(default_factory=list)
-    """What they cost, as they are told."""
+    """Costs of updates, as they are told."""
     changed: ParkingLot = field(default_factory=ParkingLot)
-    """The version that there is, or is served."""
+    """Those who wait for a version to be there, or to be served."""
     parked: ParkingLot = field(default_factory=ParkingLot)
     delivered: ParkingLot = field(default_factory=ParkingLot)
     granted: int = 0
     unseen: list[Ticket] = field(default_factory=list)
-    """Granted, and not known to have reached the rollouter."""
+    """Tickets granted, and not known to have reached the rollouter."""
 
     async def generate(self, tickets: list[Ticket], timeout: float) -> list[Group]:
         """Have these groups generated, scored and delivered. Raises TimeoutError."""
@@ -56,14 +56,14 @@ class Exchange:
         await self.served(timeout)
 
     async def served(self, timeout: float) -> None:
-        """Until the newest version is served. Raises TimeoutError."""
+        """Wait until the newest version is served. Raises TimeoutError."""
         version = self.manifest.version
         if await self.changed.until(lambda: self.serving >= version or None, timeout) is None:
             raise TimeoutError(f"version {version} is not served within {timeout:g} s")
 
 
 class Counterpart(Actor):
-    """One of them."""
+    """One of the peers."""
 
     role = "counterpart"
 
@@ -73,7 +73,7 @@ class Counterpart(Actor):
 
     @handler
     async def lease(self, request: Lease, caller: Caller) -> Leased:
-        """As many tickets as there is room for; those that the rollouter has not seen are granted again first."""
+        """Grant as many tickets as there is room for; those that the rollouter has not seen are granted again first."""
         return await self.exchange.parked.until(lambda: self._grant(request), caller.park_s) or Leased()
 
     def _grant(self, request: Lease) -> Leased | None:
@@ -105,7 +105,7 @@ class Counterpart(Actor):
 
     @handler
     async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
-        """The newest version, to whoever does not serve it."""
+        """The newest version, to a rollouter that does not serve it."""
         return await self.exchange.changed.until(lambda: self._offer(request.serving), caller.park_s) or Update()
 
     def _offer(self, serving: int) -> Update | None:
@@ -116,12 +116,12 @@ class Counterpart(Actor):
 
     @handler
     def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
-        """At once."""
+        """Grant the pause at once."""
         return PauseGranted(granted=True)
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
-        """It serves."""
+        """The rollouter serves a version."""
         assert request.committed, request.error
         self.exchange.serving = request.version
         self.exchange.changed.wake()
@@ -129,10 +129,10 @@ class Counterpart(Actor):
 
     @handler
     def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
-        """At the end."""
+        """Tickets come back at the end."""
         return Done()
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
-        """What updates cost is kept."""
+        """Keep the costs of updates."""
         self.exchange.updates += request.updates

@@ -1,4 +1,4 @@
-"""How small the delta between two consecutive versions is, by learning rate.
+"""The size of the delta between two consecutive versions, by learning rate.
 
 A Qwen2 with random weights is trained on random tokens with the learner's AdamW (fp32 masters, betas 0.9 and 0.95, no
 decay); after each step its weights are cast to bfloat16, as for a publication, and encoded against those before. The
@@ -23,7 +23,7 @@ SEQUENCES, LENGTH = 8, 64
 
 
 def delta_ratio(lrs: Sequence[float] = (1e-6, 1e-5, 1e-4), *, steps: int = 20, width: int = 384) -> dict[str, Any]:
-    """For each learning rate: encoded bytes by bytes after the first and the last step, and the fraction changed.
+    """Figures by learning rate: encoded bytes by bytes after the first and the last step, and the fraction changed.
 
     ``encode_bytes_per_s`` and ``decode_bytes_per_s`` are of bytes of weights, on one thread. A ratio of 1 stands for a
     delta that did not pay. Takes half a second for each step on two cores.

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / ".bench"
 
 
 def environment(name: str, requirements: Sequence[str]) -> Path:
-    """The interpreter that has them; made at the first use. Raises CalledProcessError when one cannot be installed."""
+    """The interpreter with these packages, made at the first use. Raises CalledProcessError if one is not installed."""
     folder = FOLDER / name
     python, mark = folder / "bin" / "python", folder / ".complete"
     wanted = "\n".join(requirements)

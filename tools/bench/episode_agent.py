@@ -21,7 +21,7 @@ NEXT = "Go on, and say what you have found so far in a line or two, then name th
 
 
 async def play(task: Task, client: Client, socket: str) -> float:
-    """Until the benchmark hangs up."""
+    """Call the policy until the benchmark hangs up."""
     reader, writer = await asyncio.open_unix_connection(socket)
     messages: list[dict[str, Any]] = []
     headers = {"Authorization": f"Bearer {client.api_key}"}

@@ -73,7 +73,7 @@ def config(folder: Path, socket: Path) -> Config:
                     "length": "constant",
                     "length_median": ANSWER_TOKENS,
                     "decode_step_s": STEP_S,
-                    # What is in the prefix cache already would favour whoever comes second.
+                    # A context that is in the prefix cache already would favour the side that comes second.
                     "prefill_tokens_per_s": 1e12,
                 },
             },

@@ -33,7 +33,7 @@ READY_S = 300.0
 RUN_S = 1800.0
 SETTLED_S, MEASURED_S = 15.0, 45.0
 OPEN_SHARE = 0.95
-"""Of the episodes that are to be open: with fewer, nothing is measured."""
+"""Share of the episodes that are to be open: with fewer, nothing is measured."""
 TURNS, TOOL_S, TOOL_SIGMA = 4.0, 1.0, 1.0
 ASYNC_STALENESS = 4
 ASYNC_SHARE = 5
@@ -118,7 +118,7 @@ def measure_open(report: Report, *, episodes: int) -> None:
 
 
 async def _measure_lag(late: list[float]) -> None:
-    """As actors do it, of an event loop that has nothing to do."""
+    """Measure the lag of an event loop that has nothing to do, as actors measure theirs."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + PROBE_S
@@ -206,7 +206,7 @@ def _step_times(chosen: dict[str, Any]) -> list[float]:
 
 
 def _ratio_of_means(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
-    """With its percentile bootstrap interval, over steps."""
+    """Ratio of the means with its percentile bootstrap interval, over steps."""
     chance = np.random.default_rng(0)
     means = [
         np.asarray(each)[chance.integers(0, len(each), (RESAMPLES, len(each)))].mean(1) for each in (first, second)

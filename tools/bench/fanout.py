@@ -1,4 +1,4 @@
-"""``python -m tools.bench fanout``: how long a version takes to come to many hosts, against one copy to one host.
+"""``python -m tools.bench fanout``: the time of a version until many hosts have it, against one copy to one host.
 
 Each host is a network namespace whose cable carries so much in each direction and no more (``settings`` say how much);
 a process on each is what a run has there as far as weights are concerned (fanout_host.py), and one more host has the
@@ -31,13 +31,13 @@ SLOWEST = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured."""
+    """The setting of a measurement."""
 
     hosts: int = 16
     bytes_per_s: float = 2e6
-    """Of a cable, in each direction."""
+    """Bytes a second of a cable, in each direction."""
     size: int = 8 << 20
-    """Of a version."""
+    """Bytes of a version."""
     chunk_bytes: int = 64 << 10
     deadline_s: float = 24.0
     """weights.deadline_s: a relay that does not answer in an eighth of it is dead."""
@@ -45,12 +45,12 @@ class Setting:
 
     @property
     def within_s(self) -> float:
-        """Longest for a version."""
+        """Longest time for a version."""
         return SLOWEST * self.size / self.bytes_per_s + 2 * self.deadline_s
 
 
 def config(setting: Setting) -> Config:
-    """Of all hosts."""
+    """The configuration of all hosts."""
     return validate_config(
         {
             "rollout": {"engine": "sim", "replicas": setting.hosts, "sim": {"load_s": 0.0}},

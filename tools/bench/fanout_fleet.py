@@ -1,4 +1,4 @@
-"""The processes on the hosts of the benchmark of fan-out: what they are ordered to do, and what they have told.
+"""The processes on the hosts of the benchmark of fan-out: their orders, and what they have told.
 
 Fails with ActorFailed when a process ends unasked, and with DeadlineExceeded, naming who has not done what, when
 something takes longer than it may.
@@ -33,18 +33,18 @@ ROOT = 0
 
 @dataclass(slots=True)
 class Host:
-    """What is known of one."""
+    """One host, as far as it is known."""
 
     incarnation: int
     pid: int = 0
     orders: asyncio.StreamWriter | None = None
     ready: bool = False
     asks: bool = False
-    """For the next version."""
+    """Whether it asks for the next version."""
     times: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Of each event, by its name and version."""
+    """Time of each event, by its name and version."""
     sources: dict[int, list[list[str]]] = field(default_factory=dict)
-    """By version: the ways up that it was offered."""
+    """Ways up that it was offered, by version."""
     ended: bool = False
 
 
@@ -110,7 +110,7 @@ class Fleet:
         return {host: self._hosts[host].sources[version] for host in takers}
 
     async def half(self, version: int, host: int, within_s: float) -> None:
-        """Wait until it has half of a version."""
+        """Wait until a host has half of a version."""
         what = f"to have half of version {version}"
         await self._until([host], lambda each: ("half", version) in each.times, what, within_s)
 
@@ -120,11 +120,11 @@ class Fleet:
         return max(self._hosts[host].times["serves", version] for host in takers) - self.published_at(version)
 
     def serving(self, version: int, hosts: Iterable[int]) -> list[int]:
-        """Those that serve a version by now."""
+        """Hosts that serve a version by now."""
         return [host for host in hosts if ("serves", version) in self._hosts[host].times]
 
     def published_at(self, version: int) -> float:
-        """On the clock of all processes."""
+        """Time of the publication, on the clock of all processes."""
         return self._hosts[ROOT].times["published", version]
 
     async def kill(self, host: int) -> None:
@@ -218,7 +218,7 @@ async def fleet(network: ShapedNetwork, config: Config) -> AsyncIterator[Fleet]:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """The next one; none where the other side is gone."""
+    """The next line; empty where the other side is gone."""
     try:
         return await reader.readline()
     except ConnectionError:

@@ -6,9 +6,9 @@ found at an address that is told at the start. All are forks of one process, sin
 takes far longer than what is measured.
 
 Each line of standard input describes a host; its process connects to the socket that it names. It reads orders there,
-``publish`` a version, or ``take`` the next one, and a host may sit one out. What happens it tells in lines, each with
-the time of a clock that all processes of this machine share. It ends when that connection does, and whoever forks when
-standard input does.
+``publish`` a version, or ``take`` the next one, and a host may sit one out. It tells events in lines, each with the
+time of a clock that all processes of this machine share. It ends when that connection does, and the process that forks
+when standard input does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from asyncrl.wire.zeromq import ZmqTransport
 RUN_ID = "fanout"
 PORT = 7000
 NOWHERE_S = 1.0
-"""Until whoever looks for another incarnation of a host is told to look again where it was."""
+"""Time until a peer that looks for another incarnation of a host is told to look again where it was."""
 CLONE_NEWNET = 0x40000000
 Tell = Callable[..., None]
 """An event and its facts."""
@@ -59,14 +59,14 @@ def name_of(host: int) -> str:
 
 
 class Root(ParameterServer):
-    """The parameter server, and in place of the learner whoever gives it orders."""
+    """The parameter server, and orders in place of the learner."""
 
     def __init__(self, context: ActorContext, tell: Tell) -> None:
         super().__init__(context)
         self._tell = tell
 
     def obey(self, order: dict[str, Any]) -> None:
-        """``publish``: a version of random bytes."""
+        """Publish a version of random bytes."""
         size: int = order["bytes"]
         specs, _ = layout([("weight", "uint8", (size,))])
         segment = Segment("asyncrl-fanout", size)
@@ -79,7 +79,7 @@ class Root(ParameterServer):
 
 
 class Replica(Actor):
-    """See the module. It takes up one version for each order."""
+    """A rollouter as far as weights are concerned. It takes up one version for each order."""
 
     role = "rollouter"
     kind = "engine"
@@ -89,7 +89,7 @@ class Replica(Actor):
         self._tell, self._records = tell, records
         self._ordered, self._above = asyncio.Event(), -1
         self._half = 0
-        """Bytes of the version under way that are more than a half of it are still to come."""
+        """Bytes still to come until half of the version under way is here."""
         self._host = EngineHost(
             self.config, lambda: make_engine(self.config, self.name), self.clock, self.states, self.awaits
         )
@@ -125,7 +125,7 @@ class Replica(Actor):
 
     @handler
     async def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
-        """As a rollouter does."""
+        """Answer as a rollouter does."""
         return await self._follower.relay.chunk(request, caller.park_s)
 
     async def _ask(self, name: str, request: Request, timeout: float | None) -> Any:
@@ -158,7 +158,7 @@ class Replica(Actor):
 
 
 async def live(first: dict[str, Any]) -> None:
-    """As the actor of a host, until the connection ends."""
+    """Live as the actor of a host, until the connection ends."""
     reader, writer = await asyncio.open_unix_connection(first["socket"])
 
     def tell(event: str, **facts: Any) -> None:
@@ -194,14 +194,14 @@ async def live(first: dict[str, Any]) -> None:
 
 
 async def obey(reader: asyncio.StreamReader, actor: Root | Replica) -> None:
-    """Each order, then the end."""
+    """Carry out each order, and end then."""
     while line := await reader.readline():
         actor.obey(json.loads(line))
     actor.begin_drain()
 
 
 def become(first: dict[str, Any]) -> None:
-    """This process is the host that is described."""
+    """Become the host that is described."""
     namespace = os.open(f"/proc/{first['holder']}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, CLONE_NEWNET):
@@ -213,7 +213,7 @@ def become(first: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Make a process for each line of standard input."""
     configure_logging("warning")
     # Nobody asks how a host has ended but by its connection.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

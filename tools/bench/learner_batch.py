@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 LR, MAX_NORM = 1e-4, 1.0
 LORA_RANK, LORA_ALPHA = 16, 32.0
 CAP = 100.0
-"""No ratio of the batch reaches it, so a loss without a cap is the same."""
+"""Cap that no ratio of the batch reaches, so a loss without a cap is the same."""
 
 
 def make_model(folder: Path) -> None:

@@ -36,7 +36,7 @@ Step = Callable[[list[Group]], float]
 
 
 def learner(config: Config) -> Step:
-    """asyncrl's."""
+    """asyncrl's step."""
     trainer = Trainer(config, rank=0)
     trainer.setup(*trainer.open_store("127.0.0.1"))
 
@@ -55,7 +55,7 @@ def learner(config: Config) -> Step:
 
 
 def padded(config: Config) -> Step:
-    """The plain loop."""
+    """The step of the plain loop."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(config.learner.threads or 1)
@@ -93,7 +93,7 @@ def _rows(group: Group) -> Iterator[Padded]:
 
 
 def _batches(rows: list[Padded], budget: int) -> Iterator[list[Padded]]:
-    """In the order given, as many as fit when padded to the longest of them."""
+    """Rows in the order given, as many as fit when padded to the longest of them."""
     batch: list[Padded] = []
     for row in rows:
         longest = max(len(each[0]) for each in [*batch, row])
@@ -105,7 +105,7 @@ def _batches(rows: list[Padded], budget: int) -> Iterator[list[Padded]]:
 
 
 def _loss(model: Any, batch: list[Padded], cap: float) -> Tensor:
-    """Sum over the tokens of the batch. Padding is on the right, so causal attention needs no mask."""
+    """Loss, summed over the tokens of the batch. Padding is on the right, so causal attention needs no mask."""
     longest = max(len(ids) for ids, *_ in batch)
     shape = len(batch), longest - 1
     tokens = torch.zeros((len(batch), longest), dtype=torch.int64)

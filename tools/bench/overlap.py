@@ -26,7 +26,7 @@ from asyncrl.errors import ActorFailed
 from tools.bench.report import Report, Target
 
 CONCURRENCY = 16
-"""Of each engine: together they hold half a step, so that generation alone makes no token a version old on average."""
+"""Calls in an engine: both hold half a step, so that generation alone makes no token a version old on average."""
 WARM_UP_STEPS = 12
 LAST_STEPS = 4
 RATIOS = (0.5, 1.0, 2.0)
@@ -43,14 +43,14 @@ RUN_S = 1200.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run came to."""
+    """The figures of one run."""
 
     step_s: float
     """Mean seconds of a step."""
     train_s: float
-    """Of these, training."""
+    """Mean seconds of training in a step."""
     wait_for_groups_s: float
-    """Of these, the learner's wait for groups."""
+    """Mean seconds of the learner's wait for groups in a step."""
     token_staleness: float
     """Mean over all trained tokens, in versions."""
     limit: float

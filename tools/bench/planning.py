@@ -1,5 +1,5 @@
-"""``python -m tools.bench planning``: how long the learner stands still between two steps, because one is planned and
-sent to its ranks.
+"""``python -m tools.bench planning``: the time that the learner stands still between two steps, because one is planned
+and sent to its ranks.
 
 The learner's own loop takes groups, plans, trains and counts versions; groups are there before they are needed, and
 what trains is the simulated learner, which only takes time, once the parcels of all ranks are in another process
@@ -42,13 +42,13 @@ from tools.bench.report import Report, Target
 
 GROUPS, SAMPLES = 64, 16
 TOKENS = 1_000_000
-"""Of a step, at the least."""
+"""Tokens of a step, at the least."""
 PROMPT, LONGEST, SIGMA = 128, 8192, 0.9
 RANKS, BUDGET = 8, 16384
-"""For which a step is planned and packed; one process stands for all but the first."""
+"""Ranks that a step is planned and packed for; one process stands for all but the first."""
 TRAIN_S = 1.0
 PAUSE_S = 0.01
-"""Between two looks for groups that are missing."""
+"""Time between two looks for groups that are missing."""
 WARM_UP = 1
 """Gaps that are left out, while no step was trained that another could be planned beside."""
 TARGET = 0.2
@@ -74,7 +74,7 @@ def config(steps: int) -> Config:
 
 
 def make_groups() -> list[Group]:
-    """Those of a step of ``TOKENS`` and a little more, of lognormal lengths."""
+    """Groups of a step of ``TOKENS`` and a little more, of lognormal lengths."""
     random = np.random.default_rng(0)
     drawn = random.lognormal(0.0, SIGMA, (GROUPS, SAMPLES))
     scale = TOKENS / drawn.sum()
@@ -119,20 +119,20 @@ def _group(random: np.random.Generator, index: int, lengths: Sequence[int]) -> G
 
 
 def numbered(groups: Sequence[Group]) -> Iterator[Group]:
-    """Without an end: the same responses again under the next uids."""
+    """Groups without an end: the same responses again under the next uids."""
     for index, group in enumerate(itertools.cycle(groups)):
         ticket = msgspec.structs.replace(group.ticket, uid=f"0-{index}", grant=index + 1, index=index)
         yield msgspec.structs.replace(group, ticket=ticket)
 
 
 class Receiver(Protocol):
-    """What has to have the parcels of a step before it is trained."""
+    """The one that has to have the parcels of a step before it is trained."""
 
     def send(self, plan: StepPlan, sending: Sending) -> None:
-        """As Backend.send."""
+        """Send as Backend.send does."""
 
     def begin(self, plan: StepPlan, ahead: int) -> None:
-        """Of the step that begins; it may have been sent ahead."""
+        """Begin a step, which may have been sent ahead."""
 
 
 class TimedTrainer(SimTrainer):
@@ -143,7 +143,7 @@ class TimedTrainer(SimTrainer):
         self.times: list[tuple[float, float]] = []
         self.plans: list[StepPlan] = []
         self.send_s: list[float] = []
-        """Of each training, until the parcels were there."""
+        """Seconds of each training until the parcels were there."""
         self._receiver = receiver
 
     def send(self, plan: StepPlan, sending: Sending) -> None:
@@ -186,7 +186,7 @@ class Versions:
 
 
 class _Dataloader:
-    """One that never runs out."""
+    """A dataloader that never runs out."""
 
     limit = 1.0
     supply = Supply(number=0, exhausted=False, outstanding=0)
@@ -196,7 +196,7 @@ class _Dataloader:
 
 
 class _Lines:
-    """Lines of metrics that nobody reads but whoever asks for ``lines``."""
+    """Lines of metrics that are read through ``lines`` alone."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -248,11 +248,11 @@ class Loop:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Of its steps."""
+        """Lines of its steps."""
         return self._lines.lines
 
     async def run(self, *, ahead: bool) -> None:
-        """To the last step."""
+        """Run to the last step."""
         # In this order, so that the first step begins before anything is planned.
         works = [self.training.plan_ahead()] if ahead else []
         beside = [asyncio.create_task(work) for work in (*works, self._deliver())]

@@ -1,4 +1,4 @@
-"""Where the parcels of the planning bench go: one process that stands for all other ranks, and trains nothing.
+"""Receiver of the parcels of the planning bench: one process that stands for all other ranks, and trains nothing.
 
 Rank 0's side packs a step for all of them, and sends what it has packed, as one, over the channels of real ranks: ahead
 of the step, or when the step begins.
@@ -44,11 +44,11 @@ class Peer:
         self._ahead = ParcelsAhead(self._ranks)
 
     def send(self, plan: StepPlan, sending: Sending) -> None:
-        """As Backend.send."""
+        """Send as Backend.send does."""
         self._ahead.send(self._parcels(plan), sending)
 
     def begin(self, plan: StepPlan, ahead: int) -> None:
-        """As Backend.train, until the ranks have what they train."""
+        """Begin as Backend.train does, until the ranks have what they train."""
         parcels = None if ahead else self._parcels(plan)
         command = _Train(ahead, len(parcels[1]) if parcels is not None else 0)
         self._ranks.commands.tell(msgspec.msgpack.encode(command))

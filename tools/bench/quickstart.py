@@ -35,7 +35,7 @@ from tools.quickstart.task import DOT
 EVERY = 5
 """Steps between two versions whose accuracy is known."""
 SAMPLES = 4
-"""Of each held-out problem."""
+"""Samples of each held-out problem."""
 RUN_S = 1800.0
 
 
@@ -45,7 +45,7 @@ class Task:
 
     settings: Settings
     keys: Mapping[str, str]
-    """Those in which a run differs from the quickstart."""
+    """Configuration keys in which a run differs from the quickstart."""
     target: float
     """TRL's seconds over ours."""
 
@@ -74,7 +74,7 @@ class Point:
 
 
 def seconds_until(accuracy: float, points: Sequence[Point]) -> float | None:
-    """When the line through the points first is at ``accuracy``; None if it never is."""
+    """Seconds at which the line through the points first is at ``accuracy``; None if it never is."""
     before = None
     for point in points:
         if point.accuracy >= accuracy:

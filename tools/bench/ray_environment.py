@@ -1,6 +1,6 @@
 """Ray in an environment of its own, and a process that runs its side.
 
-Ray is never a dependency of asyncrl and never imported here. What the process starts (raylet, GCS, workers) is gone
+Ray is never a dependency of asyncrl and never imported here. All that the process starts (raylet, GCS, workers) is gone
 when the context ends, by itself or killed; so is its folder.
 """
 

@@ -2,7 +2,7 @@
 """Ray's side of the benchmark of calls; runs in Ray's own environment and imports nothing of asyncrl.
 
 Reads one JSON object a line from stdin, ``{"do": NAME, ...}``, and answers each with ``{"value": FIGURE}`` on the
-stdout that it was started with; whatever Ray prints goes to stderr. It ends, and Ray with it, when stdin does.
+stdout that it was started with; all that Ray prints goes to stderr. It ends, and Ray with it, when stdin does.
 The figures are those of sides.py: a median round trip in s, calls/s, and the seconds of a job.
 """
 
@@ -29,7 +29,7 @@ class EchoActor:
 
 @ray.remote
 def same(completion: str, row: dict[str, str]) -> float:
-    """As tools/bench/reward_function.py."""
+    """The reward of tools/bench/reward_function.py."""
     return float(completion.strip() == row["answer"].strip())
 
 

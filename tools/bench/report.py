@@ -1,4 +1,4 @@
-"""What a benchmark prints: a table for people on stderr, and one JSON object, alone, on stdout."""
+"""The output of a benchmark: a table for people on stderr, and one JSON object, alone, on stdout."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tools.bench.paired import Comparison
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a ratio is to be."""
+    """The bound that a ratio is to keep."""
 
     relation: Literal["<=", ">="]
     value: float
 
     def met(self, ratio: float) -> bool:
-        """Whether the ratio is so."""
+        """Whether the ratio keeps it."""
         return ratio <= self.value if self.relation == "<=" else ratio >= self.value
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def met(self) -> dict[str, bool]:
-        """Which targets are met, by the medians."""
+        """Whether each target is met, by the medians."""
         return {name: target.met(self.ratios[name]) for name, target in self.targets.items()}
 
     def to_json(self) -> str:
@@ -101,7 +101,7 @@ class Report:
 
 @contextmanager
 def for_json_alone() -> Iterator[TextIO]:
-    """Standard output. What anybody else writes there meanwhile, our processes included, goes to standard error."""
+    """Standard output. All that others write there meanwhile, our processes included, goes to standard error."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)
@@ -113,7 +113,7 @@ def for_json_alone() -> Iterator[TextIO]:
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured."""
+    """The machine that measured, and its load."""
     return {
         "cpus": os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2),

@@ -1,4 +1,4 @@
-"""``python -m tools.bench reprefill``: what becomes of the requests in flight at an update, and what that costs.
+"""``python -m tools.bench reprefill``: the ways to treat the requests in flight at an update, and what each costs.
 
 One real vLLM engine on CPU generates the same long responses again and again, under ``abort_resume``, under ``keep``
 with the KV cache recomputed and stale, and without updates, in turn; every second it gets new weights. All lengths are
@@ -37,7 +37,7 @@ from tools.bench.tiny_model import make_model, publish
 CONCURRENCY = 64
 GROUPS, SAMPLES = 24, 4
 MEDIAN, SIGMA, LONGEST = 450, 0.5, 960
-"""Of the lengths of responses, in tokens."""
+"""Lengths of responses: median (tokens), sigma of the lognormal, and longest (tokens)."""
 UPDATE_S = 1.0
 PASS_S = 600.0
 NONE = "no updates"

@@ -135,7 +135,7 @@ class Through:
         return sum(sampled_tokens(t) for group in self.groups for t in group.trajectories) / seconds
 
     def check(self, bare: Bare) -> None:
-        """Both sides have done the same work."""
+        """Assert that both sides have done the same work."""
         mine = {
             (group.ticket.uid, t.sample): (sampled_tokens(t), versions_of(t)[0])
             for group in self.groups
@@ -240,7 +240,7 @@ async def living(settings: Config, folder: Path, exchange: Exchange) -> AsyncIte
 
 
 async def until_ready(actors: Sequence[Actor], lives: list[asyncio.Task[None]]) -> None:
-    """Raises what ended one of them."""
+    """Wait until all are ready. Raises the error that ended one of them."""
     while not all(actor.ready for actor in actors):
         for life in lives:
             if life.done():

@@ -31,7 +31,7 @@ def break_next(run_dir: Path) -> None:
 
 
 def stand_in(run_dir: Path) -> None:
-    """From here on in this process."""
+    """Take the place of the real classes, from here on in this process."""
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     for name, made in (
@@ -48,7 +48,7 @@ def _word(folder: Path, group: CollectiveGroup, version: int) -> Path:
 
 
 class Sender:
-    """See asyncrl.weights.collective.sender."""
+    """The sending side, with the interface of asyncrl.weights.collective.sender."""
 
     host, port, token = "127.0.0.1", 1, ""
 
@@ -62,7 +62,7 @@ class Sender:
         layouts: Sequence[BucketLayout],
         buckets: Iterator[tuple[Bucket, int]],
     ) -> None:
-        """Once everything is there. Raises BroadcastFailed."""
+        """Say how it ended, once everything is there. Raises BroadcastFailed."""
         for _ in buckets:
             pass
         wanted = self._folder / "break"
@@ -82,7 +82,7 @@ class Sender:
 
 
 class Receiver:
-    """See asyncrl.weights.collective.receiver."""
+    """A receiving side, with the interface of asyncrl.weights.collective.receiver."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,9 +1,9 @@
 """A host of simulated rollouters: ``python -m tools.bench.scale_host RUN CONTROLLER HOST FIRST COUNT``.
 
 Each rollouter is the actor that it is in a process of its own, with its own server, its own connections and heartbeats;
-they share an event loop and an interpreter. Beside them is what a node agent does as far as the control plane sees it:
-it tells who is on this host and what the process takes, ends who is condemned and starts again who has ended, under the
-next incarnation. SIGTERM has it ask for the end of the run.
+they share an event loop and an interpreter. Beside them is a node agent as far as the control plane sees it: it tells
+the actors of this host and what the process takes, ends those that are condemned and starts those again that have
+ended, under the next incarnation. SIGTERM has it ask for the end of the run.
 
 They would be on other hosts, so they have the least share of the processors that Linux gives: SCHED_IDLE, and where it
 shares them among sessions first (sched_autogroup_enabled), the least for this session, which must be our own. In that
@@ -40,17 +40,17 @@ from tools.bench import scale_collective
 from tools.bench.scale_heart import Heart
 
 AUTOGROUP_S = 60.0
-"""To get our turn where many sessions ask for less at a time."""
+"""Time to get our turn where many sessions ask for less at a time."""
 LEAST_NICE = "19"
 STARTS_AT_ONCE = 4
-"""So that those that are up are not kept from beating by all the others that start."""
+"""Rollouters that start at a time, so that those that are up are not kept from beating."""
 REPORT_S = 5.0
 """Longest that the end of a rollouter is reported."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
 class StartedRollouter(Rollouter):
-    """Says when it is up."""
+    """A rollouter that says when it is up."""
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
@@ -62,7 +62,7 @@ class StartedRollouter(Rollouter):
 
 
 class Host:
-    """See the module."""
+    """The rollouters of one host, and their node agent."""
 
     def __init__(self, run_dir: Path, controller: str, index: int, names: Sequence[str]) -> None:
         self._run_dir, self._controller, self._names = run_dir, controller, names
@@ -81,7 +81,7 @@ class Host:
         self._heart = Heart(self._config.supervision.heartbeat_s)
 
     async def run(self) -> None:
-        """Until all have ended in good order."""
+        """Run until all have ended in good order."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             link = tasks.create_task(self._live(self._link))
@@ -125,7 +125,7 @@ class Host:
             finally:
                 life.cancel()
             reason = "killed" if life.cancelled() else life.result()
-            # Of a run that ends the controller may be gone before.
+            # The controller of a run that ends may be gone before.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._link.report_end(
@@ -138,7 +138,7 @@ class Host:
             await asyncio.sleep(self._config.supervision.backoff_s)
 
     async def _rollouter(self, name: str, incarnation: int) -> str:
-        """Why it has ended; empty in good order."""
+        """Run one life of a rollouter; gives the reason of its end, empty in good order."""
         async with asyncio.TaskGroup() as tasks:
             async with self._starting:
                 actor = StartedRollouter(self._context(name, incarnation))
@@ -169,7 +169,7 @@ class Host:
 
 
 def yield_processors() -> None:
-    """See the module. Raises OSError."""
+    """Take the least share of the processors. Raises OSError."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if _AUTOGROUP.exists():
         until = time.monotonic() + AUTOGROUP_S

@@ -1,6 +1,6 @@
 """The learner, whose broadcasts send no bytes: ``python -m tools.bench.scale_learner RUN`` and the words of an actor.
 
-See scale_collective.py.
+The stand-in for them is scale_collective.py's.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tools.bench import scale_collective
 
 STEADY, FROZEN, BROKEN = "steady", "frozen", "broken"
 SHORTEST_S = 20.0
-"""Of a phase: a lag every 0.1 s makes two hundred samples, of which two are above the 99th percentile."""
+"""Shortest phase: a lag every 0.1 s makes two hundred samples, of which two are above the 99th percentile."""
 RECOVERY_S = 300.0
 """Longest that a run may take to be as before after something was done to it."""
 STEP_S = 120.0
@@ -25,12 +25,12 @@ STEP_S = 120.0
 
 
 def nothing() -> None:
-    """Is done at the beginning of a phase in which nothing happens."""
+    """The beginning of a phase in which nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What is done at the beginning, and when it is over: by the first snapshot, this one, and the seconds between."""
+    """A phase: ``begin`` starts it, ``is_over`` judges by its first snapshot, this one, and the seconds between."""
 
     name: str
     longest_s: float
@@ -57,7 +57,7 @@ def frozen(host: subprocess.Popen[bytes], seconds: float) -> Phase:
         asyncio.get_running_loop().call_later(seconds, host.send_signal, signal.SIGCONT)
 
     def is_over(first: Snapshot, now: Snapshot, passed: float) -> bool:
-        # Whoever is heard of again may be no more than not yet known to be dead.
+        # An actor that is heard of again may be no more than not yet known to be dead.
         return passed >= seconds + SHORTEST_S and is_whole(now) and now.run.step > first.run.step
 
     return Phase(FROZEN, seconds + RECOVERY_S, is_over, begin, of_the_dead=True)

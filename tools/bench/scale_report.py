@@ -1,4 +1,4 @@
-"""What ``scale`` saw, in figures: lag, losses, traffic, and what the facts and asyncrl-top cost."""
+"""The figures of ``scale``: lag, losses, traffic, and what the facts and asyncrl-top cost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tools.bench.scale_watch import Seen, Watched, total
 LAG = "loop/lag_s"
 FACTS_TARGET = 0.01
 OBSERVED_S = 3e-6
-"""What it costs, at most, to count a value and to measure it, the timer of the event loop's lag included."""
+"""Cost, at most, to count a value and to measure it, the timer of the event loop's lag included."""
 COUNTED_AT_ONCE = frozenset({"staleness/tokens"})
-"""Many values by one call."""
+"""Histograms of which one call counts many values."""
 TIMED = 20_000
 LAG_TARGET_S = 0.05
 TOP_TARGET = 0.10
 CONTROL_PLANE = ("controller/0", "dataloader/0", "learner/0", "parameter_server/0", "reward/0")
-"""Whose lag is aimed at."""
+"""Actors whose lag is aimed at."""
 FAULTS = (
     "wire/strangers",
     "wire/refused",
@@ -39,7 +39,7 @@ FAULTS = (
     "records/lost",
 )
 OF_THE_DEAD = ("wire/strangers", "wire/refused", "heartbeats/ignored")
-"""What is also counted when somebody who is known to be dead is heard of again, and turned away."""
+"""Faults that are also counted when an actor that is known to be dead is heard of again, and turned away."""
 
 
 def _of(snapshot: Snapshot, name: str) -> ActorView:
@@ -47,9 +47,9 @@ def _of(snapshot: Snapshot, name: str) -> ActorView:
 
 
 def lost(first: Snapshot, snapshot: Snapshot, *, of_the_dead: bool = False) -> dict[str, float]:
-    """What went wrong between two snapshots, by what it is; empty if nothing did. ``of_the_dead``: some have died."""
+    """Losses between two snapshots, by their kind; empty if there are none. ``of_the_dead``: some have died."""
     faults = [name for name in FAULTS if not (of_the_dead and name in OF_THE_DEAD)]
-    # Whoever was started again counts anew.
+    # An actor that was started again counts anew.
     found = {name: count for name in faults if (count := max(0.0, total(snapshot, name) - total(first, name)))}
     tickets = _of(snapshot, "dataloader/0").figures
     kinds = ("trained", "filtered", "quarantined", "returned", "recovered")
@@ -98,7 +98,7 @@ def report_phase(report: Report, seen: Seen) -> None:
 
 
 def report_traffic(report: Report, seen: Seen, recorded: int) -> None:
-    """What facts and their watching cost."""
+    """The cost of facts and of their watching."""
     first, last, figures = seen.first, seen.last, report.figures
     seconds, meanwhile = last.wall - first.wall, Interval(first, last)
     sent = {side: total(s, "heartbeats/sent_bytes") for side, s in (("first", first), ("last", last))}
@@ -139,7 +139,7 @@ def _spread(meanwhile: Interval, last: Snapshot, name: str) -> dict[str, float |
 
 
 def _report_cost(report: Report, meanwhile: Interval, last: Snapshot) -> None:
-    """Of an actor's time: its heartbeats, and a second's worth of what its event loop does for the facts."""
+    """Share of an actor's time: its heartbeats, and a second's worth of what its event loop does for the facts."""
     shares = {}
     for actor in last.actors:
         beating = meanwhile.rate(actor, "facts/cpu_s")
@@ -177,7 +177,7 @@ def _time_of(work: Callable[[], object]) -> float:
 
 
 def report_lag(report: Report, phase: str, now: ActorView, meanwhile: Interval) -> dict[str, float | None]:
-    """Of the event loop of an actor."""
+    """The lag of the event loop of an actor."""
     histogram, edges, role = meanwhile.histogram(now, LAG), EDGES[LAG], now.name.partition("/")[0]
     counts = [] if histogram is None else histogram.counts
     found = {f"p{share * 100:g}_s": quantile(counts, edges, share) for share in (0.5, 0.9, 0.99, 0.999)}

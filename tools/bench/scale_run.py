@@ -25,9 +25,9 @@ CONCURRENCY = 64
 MOST_IN_FLIGHT = 1 << 14
 """Trajectories in flight in the whole run: simulating more engines is to take no more processors."""
 GROUPS_SHARE = 0.25
-"""Of all groups in flight that a step trains."""
+"""Share of all groups in flight that a step trains."""
 STEPS = 1 << 20
-"""Of the run, which is ended when everything is measured."""
+"""Steps of the run, which is ended when everything is measured."""
 STALENESS_MAX = 11
 READY_S = 600.0
 END_S = 60.0
@@ -81,20 +81,20 @@ def config(folder: Path, rollouters: int, *, broadcast: bool) -> Config:
 
 
 def per_process(rollouters: int) -> int:
-    """How many share a process here, so that there are no more than PROCESSES_PER_CPU of them for each processor."""
+    """Rollouters that share a process here, so that there are at most PROCESSES_PER_CPU of them for each processor."""
     processes = PROCESSES_PER_CPU * len(os.sched_getaffinity(0))
     return max(1, -(-rollouters // processes))
 
 
 @dataclass(slots=True)
 class Processes:
-    """What was started, each with its log."""
+    """The processes that were started, each with its log."""
 
     folder: RunFolder
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, words: Sequence[str], *, session: bool = False) -> None:
-        """``python WORDS``, in a session of its own or in ours: see scale_host.py."""
+        """Start ``python WORDS``, in a session of its own or in ours: see scale_host.py."""
         with (self.folder.logs / f"{name.replace('/', '-')}.log").open("ab") as log:
             self.started[name] = subprocess.Popen(
                 [sys.executable, *words],
@@ -106,7 +106,7 @@ class Processes:
             )
 
     def actor(self, name: str, controller: str = "") -> None:
-        """An actor, as its agent would start it; the learner with a stand-in for the process groups of broadcasts."""
+        """Start an actor as its agent would; the learner with a stand-in for the process groups of broadcasts."""
         stand_in = ["-m", "tools.bench.scale_learner", str(self.folder.path)]
         words = stand_in if name == "learner/0" else ["-m", "asyncrl.cli.actor"]
         words += [name, "--run", str(self.folder.path), "--attempt", "0", "--incarnation", "1"]

@@ -34,7 +34,7 @@ class Terminal:
         os.set_blocking(self._times.fileno(), False)
 
     def read(self) -> list[float]:
-        """When something came since the last call."""
+        """Times at which something came since the last call."""
         found: list[float] = []
         with contextlib.suppress(BlockingIOError):
             # Whole times: each is written at once.
@@ -43,16 +43,16 @@ class Terminal:
         return found
 
     def close(self) -> None:
-        """To be called when the other end is closed."""
+        """End the reader, once the other end is closed."""
         self._process.kill()
         self._process.wait()
         self._times.close()
 
 
 def main() -> None:
-    """See above."""
+    """Read until the terminal ends."""
     descriptor = int(sys.argv[1])
-    # The other end is gone, or whoever reads the times.
+    # The other end is gone, or the reader of the times.
     with contextlib.suppress(OSError):
         while os.read(descriptor, 1 << 16):
             os.write(sys.stdout.fileno(), _TIME.pack(time.monotonic()))

@@ -20,19 +20,19 @@ from tools.bench.scale_terminal import Terminal
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """From one picture on."""
+    """The figures of drawing, from one picture on."""
 
     cores: float
     """Processors that it took."""
     seconds_share: float
-    """Of all seconds, those in which it drew."""
+    """Share of all seconds in which it drew."""
     longest_s: float
-    """Without drawing."""
+    """Longest time without drawing."""
     measured_s: float
 
 
 def drawing(drawn: Sequence[float], now: float, cpu_s: float) -> Drawing | None:
-    """Of what was drawn at these times up to ``now``; None without a picture that is a second old."""
+    """Figures of what was drawn at these times up to ``now``; None without a picture that is a second old."""
     if not drawn or (whole := int(now - drawn[0])) < 1:
         return None
     seconds = {int(at - drawn[0]) for at in drawn} & set(range(whole))
@@ -56,11 +56,11 @@ class Top:
         os.close(theirs)
         self._terminal = Terminal(ours)
         self._drawn: list[float] = []
-        """When it drew, by time.monotonic."""
+        """Times at which it drew, by time.monotonic."""
         self._start_cpu_s = 0.0
 
     def drawing(self) -> Drawing | None:
-        """What it did from the last picture before the first call on; None before, and in the second after that. Raises
+        """Figures from the last picture before the first call on; None before, and in the second after that. Raises
         ActorFailed.
         """
         if (exit_code := self._process.poll()) is not None:
@@ -72,7 +72,7 @@ class Top:
         return drawing(self._drawn, now, cpu_s - self._start_cpu_s)
 
     def close(self) -> None:
-        """End it."""
+        """End asyncrl-top."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

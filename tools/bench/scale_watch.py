@@ -20,42 +20,42 @@ from tools.bench.scale_run import END_S, READY_S, Processes
 from tools.bench.scale_top import Drawing, Top
 
 IN_FLIGHT_SHARE = 0.95
-"""Of the trajectories that are to be in flight: with so many the measured time begins."""
+"""Share of the trajectories that are to be in flight: with so many the measured time begins."""
 FULL_S = 300.0
-"""Longest from when all are ready to when the trajectories are in flight."""
+"""Longest time from when all are ready to when the trajectories are in flight."""
 SAY_S = 5.0
-"""How often it is said how far the run is."""
+"""Interval at which it is said how far the run is."""
 NAMES_SHOWN = 4
 
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of a phase."""
+    """The record of a phase."""
 
     phase: Phase
     first: Snapshot
     last: Snapshot
     snapshots: int = 0
     largest_gap_s: float = 0.0
-    """Between two snapshots."""
+    """Longest time between two snapshots."""
     in_flight: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen of the run."""
+    """The record of the run."""
 
     phases: list[Seen] = field(default_factory=list)
     ready_s: float = 0.0
-    """From the start of the first process until everybody was ready."""
+    """Seconds from the start of the first process until everybody was ready."""
     first_step_s: float = 0.0
-    """From there until a step was trained."""
+    """Seconds from that start until a step was trained."""
     drawing: Drawing | None = None
-    """In the first phase."""
+    """Figures of asyncrl-top in the first phase."""
 
 
 class Follower:
-    """See the module. To be made when the first process is started."""
+    """The follower of one run, to be made when the first process is started."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Follower:
         """
         self._actors, self._wanted, self._left, self._say, self._over = actors, wanted, list(phases), say, over
         self._began = self._since = self._at = time.monotonic()
-        """When the first process was started; when what is waited for now began; when the last snapshot came."""
+        """Times at which the first process was started, the present wait began, and the last snapshot came."""
         self._said = self._began
         self.watched = Watched()
 
@@ -129,7 +129,7 @@ class Follower:
 
 
 async def follow(target: Target, processes: Processes, follower: Follower, *, top: bool) -> Watched:
-    """Until everything is measured and the run is over. Raises ActorFailed."""
+    """Follow the run until everything is measured and it is over. Raises ActorFailed."""
     watched, screen, ends_by = follower.watched, None, math.inf
     with Viewer(target) as viewer:
         try:
@@ -165,7 +165,7 @@ async def _snapshots(viewer: Viewer, processes: Processes) -> AsyncIterator[Snap
 
 
 def total(snapshot: Snapshot, figure: str) -> float:
-    """Of all actors."""
+    """Sum of a figure over all actors."""
     return sum(actor.figures.get(figure, 0.0) for actor in snapshot.actors)
 
 

@@ -72,12 +72,12 @@ class EchoActor(Actor):
 
     @handler
     def echo(self, request: Echo, caller: Caller) -> Echoed:
-        """As most calls between actors are served."""
+        """Answer as most calls between actors are served."""
         return Echoed(n=request.n)
 
     @handler
     async def echo_task(self, request: EchoTask, caller: Caller) -> Echoed:
-        """As calls are served that may have to wait."""
+        """Answer as calls are served that may have to wait."""
         return Echoed(n=request.n)
 
     @handler
@@ -146,7 +146,7 @@ def _at_end_of_stdin(end: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Serve by the first line of stdin."""
     # Without a buffer, so that the end of stdin is left for the loop to see.
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         first = json.loads(stdin.readline())

@@ -49,7 +49,7 @@ async def measure(report: Report, size: int, pairs: int) -> None:
 
 
 def _map(bucket: Bucket) -> mmap.mmap:
-    """As an engine does: seals and size, checksum, mapping."""
+    """Map a bucket as an engine does: seals and size, checksum, mapping."""
     descriptor = open_segment(bucket, version=0, index=0)
     try:
         for _ in verify_segment(descriptor, bucket, version=0, index=0):
@@ -74,12 +74,12 @@ def through_segment(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def one_copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Between arrays that exist already."""
+    """Copy between arrays that exist already."""
     np.copyto(target, source)
 
 
 def through_mapping(source: np.ndarray, target: np.ndarray) -> None:
-    """In and out of memory that another process could share."""
+    """Copy in and out of memory that another process could share."""
     with mmap.mmap(-1, source.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as mapping:
         place = np.frombuffer(mapping, np.uint8)
         np.copyto(place, source)

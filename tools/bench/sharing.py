@@ -1,5 +1,5 @@
-"""``python -m tools.bench sharing``: CPU time of a training step in which what the samples of a group begin with is
-computed once, against the same step with each sequence whole.
+"""``python -m tools.bench sharing``: CPU time of a training step in which the common beginning of the samples of a
+group is computed once, against the same step with each sequence whole.
 
 Both sides are the same trainer with the quickstart's model in one process and one thread, planning included; they train
 the same groups in turn, and their losses are equal, or the measurement is an error. One batch is like the quickstart's,
@@ -33,13 +33,13 @@ SAME_LOSS = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Of a step."""
+    """The batch of a step."""
 
     groups: int
     prompt: int
-    """Tokens."""
+    """Tokens of a prompt."""
     responses: tuple[int, int]
-    """Least and most tokens."""
+    """Least and most tokens of a response."""
     wanted: float
     """Largest ratio of the CPU times."""
 
@@ -95,7 +95,7 @@ def config(model: Path, batch: Batch) -> Config:
 
 
 def plan(groups: list[Group], chosen: Config, *, shared: bool) -> StepPlan:
-    """Of a step."""
+    """The plan of a step."""
     return build_step(groups, version=0, config=chosen, world_size=1, packed=True, shared=shared)
 
 

@@ -85,7 +85,7 @@ class Ours:
 
     @property
     def call(self) -> Callable[..., asyncio.Future[Any]]:
-        """Of the peer."""
+        """The call of the peer."""
         return self._peer.call
 
     async def round_trip(self, calls: int, kind: type[Echo | EchoTask] = Echo) -> float:
@@ -149,7 +149,7 @@ class Raw:
         self._context.destroy(linger=0)
 
     async def round_trip(self, calls: int) -> float:
-        """See Ours."""
+        """Median of ``calls`` round trips, one after the other (s)."""
         socket, clock, times = self._sockets["raw"], time.perf_counter, []
         frames = [self.HEADER, self.BODY]
         for _ in range(calls):
@@ -160,7 +160,7 @@ class Raw:
         return statistics.median(times)
 
     async def large(self, data: np.ndarray) -> float:
-        """See Ours."""
+        """Bytes a second of a call with ``data``."""
         socket = self._sockets["raw_views"]
         began = time.perf_counter()
         await socket.send_multipart([self.HEADER, self.BODY, data], copy=False)

@@ -33,7 +33,7 @@ class Steps(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """And rests while weights are written."""
+        """The clock rests while weights are written."""
         self.seconds.append(time.perf_counter() - self._began)
         if len(self.seconds) % self._every == 0:
             model.save_pretrained(self._out / f"v{len(self.seconds)}")

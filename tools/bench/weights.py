@@ -33,11 +33,11 @@ from tools.bench.weights_layouts import LAYOUTS
 
 PAIRS = {"1M": 30, "10M": 30, "100M": 10, "630M": 4, "2B": 3}
 LARGE = ("630M", "2B")
-"""Of a gigabyte and more: what the target for shared memory speaks of."""
+"""Layouts of a gigabyte and more, which the target for shared memory speaks of."""
 
 
 def config() -> Config:
-    """Of the parameter server."""
+    """The configuration of the parameter server."""
     return validate_config(
         {
             "rollout": {"engine": "sim"},
@@ -61,7 +61,7 @@ class Sender:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What came of it."""
+        """The answer to an order."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -85,7 +85,7 @@ def bare_group(port: int, rank: int, store: Any = None) -> Any:
 
 
 def broadcast(group: Any, tensor: Any) -> None:
-    """From rank 0."""
+    """Broadcast from rank 0."""
     dist = _distributed()
 
     options = dist.BroadcastOptions()

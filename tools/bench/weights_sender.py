@@ -54,7 +54,7 @@ class Sent:
 
 
 class Sending:
-    """What can be asked of this process."""
+    """The orders that this process takes."""
 
     def __init__(self) -> None:
         from asyncrl.weights.collective.sender import Sender
@@ -79,7 +79,7 @@ class Sending:
         }
 
     def tcp(self, order: dict[str, Any]) -> dict[str, Any]:
-        """All bytes to the next that connects."""
+        """Send all bytes to the next that connects."""
         connection, _ = self.listening.accept()
         with connection:
             for view in self.views:
@@ -87,7 +87,7 @@ class Sending:
         return {}
 
     def gloo(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Our broadcast."""
+        """Send by our broadcast."""
         assert self.sent is not None
         group = msgspec.convert(order["group"], CollectiveGroup)
         layouts = msgspec.convert(order["layouts"], list[BucketLayout])
@@ -95,7 +95,7 @@ class Sending:
         return {}
 
     def bare_gloo(self, order: dict[str, Any]) -> dict[str, Any]:
-        """A bare broadcast of the same bytes; the first time with the other side's store."""
+        """Send the same bytes by a bare broadcast; the first time with the other side's store."""
         import torch
 
         from tools.bench.weights_receiver import bare_group, broadcast
@@ -109,7 +109,7 @@ class Sending:
 
 
 def main() -> None:
-    """See the module."""
+    """Carry out each order until stdin ends."""
     import warnings
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -58,7 +58,7 @@ PATIENCE_S = {"sim": 90.0, "vllm": 300.0}
 END_S = 30.0
 """Longest that anything may take to be gone after the run."""
 VLLM_STEPS = 50
-"""At least: over so many the reward of the quickstart rises."""
+"""Least steps: over so many the reward of the quickstart rises."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def go(
     world: World,
     out: TextIO,
 ) -> dict[str, Any]:
-    """One round; what became of it, in the words of the JSON object."""
+    """One round; its outcome in the words of the JSON object."""
     silence_s = SIM_SILENCE_S if engine == "sim" else VLLM_SILENCE_S
     sim = engine == "sim"
     struck_at = victims(REPLICAS if sim else 1, RANKS, cores=not sim, episodes=episodes)
@@ -202,7 +202,7 @@ def _configuration(
 
 
 def _left(run: LiveRun, world: World) -> list[str]:
-    """What is still there some time after the end."""
+    """Things that are still there some time after the end."""
     until = time.monotonic() + END_S
     while (found := [*run.left(), *world.left()]) and time.monotonic() < until:
         time.sleep(0.1)
@@ -218,7 +218,7 @@ def _last_words(run: LiveRun) -> str:
 
 
 def _rewards(run: LiveRun) -> dict[str, float]:
-    """Of the trained groups, over the first and the last tenth of the steps; and what was evaluated."""
+    """Rewards of the trained groups, over the first and the last tenth of the steps; and those of evaluations."""
     lines, _ = read_lines(run.run_dir / "metrics.jsonl")
     of_step = {
         line["step"]: line["reward/mean"] for line in lines if line.get("kind") == "train" and "reward/mean" in line

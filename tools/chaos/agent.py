@@ -12,11 +12,11 @@ from typing import Any
 
 TURNS = 3
 TOOL_S = 0.05
-"""So that an agent that is struck is now with the policy, now with its tool."""
+"""Time of a tool, so that an agent that is struck is now with the policy, now with its tool."""
 
 
 async def play(task: Any, client: Any) -> None:
-    """Through the client."""
+    """Play through the client."""
     messages = [_user(task.prompt)]
     for turn in range(TURNS):
         reply = await client.chat(messages)
@@ -25,7 +25,7 @@ async def play(task: Any, client: Any) -> None:
 
 
 def main() -> None:
-    """Over HTTP, with what a program's environment says."""
+    """Play over HTTP, with what a program's environment says."""
     messages = [_user(json.loads(os.environ["ASYNCRL_TASK"])["prompt"])]
     for turn in range(TURNS):
         request = urllib.request.Request(

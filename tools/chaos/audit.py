@@ -1,8 +1,8 @@
-"""What a finished run has written, held against what it should have: nothing lost, nothing repeated. Pure over files.
+"""Files of a finished run, held against what they should say: nothing lost, nothing repeated. Pure over files.
 
 The truth is the ledger: that of the newest complete checkpoint, and behind it what samples/ says of later steps. It
 says which prompts have an outcome and how many each; samples/ and quarantine.jsonl say which one a prompt has, and
-where these are complete, whatever is in neither was filtered. The history from which the final weights come is, for
+where these are complete, one that is in neither was filtered. The history from which the final weights come is, for
 each step, what the last start of the learner that trained it wrote. Since the gate grants no more than the run needs,
 in the order of the data, the prompts with an outcome are the first of that order, without a gap: a gap is a prompt
 that was lost. Every disagreement between the witnesses (metrics, samples, quarantine, ledger) is a problem of its own.
@@ -28,20 +28,20 @@ from asyncrl.ledger import KINDS, Ledger, position_of
 from asyncrl.order import EpochOrder
 
 LISTED = 5
-"""Of many examples of one problem."""
+"""Examples that are listed of many of one problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the configuration promises."""
+    """The promises of the configuration."""
 
     steps: int
     groups_per_step: int
     prompts: int
-    """In the data."""
+    """Number of prompts in the data."""
     shuffle: bool = True
     outcome: Callable[[int], str] | None = None
-    """Of the prompt at an index of the data, where that is known beforehand."""
+    """Outcome of the prompt at an index of the data, where that is known beforehand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Findings:
-    """``unrecorded`` alone says that a record is missing, not that anything was done wrongly."""
+    """Problems and figures. ``unrecorded`` alone says that a record is missing, not that anything was done wrongly."""
 
     problems: list[Problem] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def _history(findings: Findings, lines: list[dict[str, Any]], expected: Expected
     findings.say_any("history", "steps follow one that a later start of the learner trained", back)
     falling = [b["step"] for a, b in pairwise(ordered) if b["weights/version"] < a["weights/version"]]
     findings.say_any("version", "steps have an older version than the one before", falling)
-    # What a start takes over from a checkpoint it publishes anew, so no number ever has two of them.
+    # A start publishes anew the version that it takes over from a checkpoint, so no number ever has two starts.
     reused = [version for version, starts in starts_of_version.items() if len(starts) > 1]
     findings.say_any("version", "numbers of versions were used by two starts of the learner", reused)
     size = expected.groups_per_step
@@ -214,7 +214,7 @@ def _outcomes(
     quarantined: set[str],
     expected: Expected,
 ) -> dict[str, str]:
-    """What became of every prompt: the ledger of step ``step``, and the steps trained since.
+    """The outcome of every prompt: the ledger of step ``step``, and the steps trained since.
 
     ``unknown`` where records are missing that would tell; ``quarantined`` are those that anybody wrote of as such.
     """

@@ -1,7 +1,7 @@
 """The state of hosts, links and clocks under the faults that go on just now. Pure.
 
-Invariant: it follows from the set of the faults alone, so that in whatever order they come and end, nothing is wrong
-once all are over. Of two that make one link slow the later counts; clocks are ahead by the sum.
+Invariant: it follows from the set of the faults alone, so that in any order in which they come and end, nothing is
+wrong once all are over. The later of two that make one link slow counts; clocks are ahead by the sum.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from tools.chaos.plan import BOTH, ONE_WAY, Fault, Link
 QUEUE_MS = 50.0
 """Longest wait in the queue of a slow link, beside its delay."""
 BURST_KBIT = 256
-"""Sent at once, whatever the rate; it has to hold the largest packet."""
+"""Kilobits sent at once at any rate; they have to hold the largest packet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """By default nothing is wrong."""
+    """The state of hosts, links and clocks; by default nothing is wrong."""
 
     deaf: frozenset[tuple[str, str]] = frozenset()
     """(sender, receiver): nothing of what the one sends arrives at the other."""
     slow: Mapping[str, Link] = field(default_factory=dict)
-    """By host; others are as fast as they are."""
+    """Slow links by host; others are as fast as they are."""
     ahead_s: Mapping[str, float] = field(default_factory=dict)
-    """By host; others are right."""
+    """Seconds that clocks are ahead, by host; others are right."""
 
 
 def conditions(faults: Sequence[Fault]) -> Conditions:
-    """Those under these faults, in the order in which they came."""
+    """The conditions under these faults, in the order in which they came."""
     ahead: dict[str, float] = {}
     for fault in faults:
         if fault.kind == "clock":
@@ -50,7 +50,7 @@ def directions(victim: str) -> list[tuple[str, str]]:
 
 
 def queue(link: Link, *, netem: bool) -> str:
-    """What tc calls a queue that lets packets through as ``link`` does; without netem, no faster than its rate alone,
+    """tc's words for a queue that lets packets through as ``link`` does; without netem, no faster than its rate alone,
     packets being lost that would wait for longer than its delay."""
     rate = f"rate {link.rate_mbit:.3f}mbit"
     if netem:

@@ -21,7 +21,7 @@ from tools.chaos.world import World
 from tools.live_run import LiveRun, UpdatePhases
 
 TITLES = {"reward_worker": "asyncrl reward worker", "episode_worker": "asyncrl episodes worker", "agent": PROGRAM}
-"""Of the processes of which there are several."""
+"""Titles of the processes of which there are several."""
 CHECKPOINT_WAIT_S = 20.0
 """Longest wait for a checkpoint to be under way."""
 
@@ -32,21 +32,21 @@ class Struck:
 
     fault: Fault
     at_s: float
-    """Since the round's start."""
+    """Seconds since the round's start."""
     struck_at: float
-    """On the clock of ``time.monotonic``."""
+    """Time at which it came, on the clock of ``time.monotonic``."""
     phase: str
     step: int
     """Steps trained before."""
     pids: list[int] = field(default_factory=list)
     lifts_at: float = 0.0
-    """On the same clock; until then it goes on."""
+    """Time until which it goes on, on the same clock."""
     recovered_s: float | None = None
-    """From its coming until training went on and the victim was there again."""
+    """Seconds from its coming until training went on and the victim was there again."""
 
 
 class Striker:
-    """Of one run."""
+    """The striker of one run."""
 
     def __init__(self, run: LiveRun, world: World, seed: int) -> None:
         self._run, self._world = run, world
@@ -54,13 +54,13 @@ class Striker:
         self._began = time.monotonic()
         self._phases = UpdatePhases(run)
         self._over: list[tuple[float, Callable[[], None]]] = []
-        """What is to be taken back, and when."""
+        """Actions that take something back, each with its time."""
         self._full_until = 0.0
         self._on_hosts: list[Fault] = []
-        """Those that go on."""
+        """Faults of hosts that go on."""
 
     def strike(self, fault: Fault, best: int) -> Struck | None:
-        """Carry it out, ``best`` being the last step ever trained; None when its victim is not there just now."""
+        """Carry a fault out, ``best`` being the last step ever trained; None when its victim is not there just now."""
         if fault.in_checkpoint:
             self._await_checkpoint()
         now = time.monotonic()
@@ -129,7 +129,7 @@ class Striker:
         return time.monotonic() + (fault.lasts_s or 0.0)
 
     def _phase(self, fault: Fault) -> str:
-        """What the run is doing: writing a checkpoint, or the phase of a weight update."""
+        """The run's present work: writing a checkpoint, or the phase of a weight update."""
         return "checkpoint" if self._writes_checkpoint() else self._phases.of(fault.victim)
 
     def _writes_checkpoint(self) -> bool:

@@ -1,6 +1,6 @@
 """The hosts of a round: links between them that are cut and slowed, and wall clocks that differ and step.
 
-Invariant: whatever was wrong is mended by ``become`` with conditions in which it is not. Without a cluster there is one
+Invariant: all that was wrong is mended by ``become`` with conditions in which it is not. Without a cluster there is one
 host, this machine, which has a clock and no links. Fails with AssertionError, naming the command and what it said.
 """
 
@@ -21,7 +21,7 @@ THIS = ""
 
 
 class Hosts:
-    """``cluster`` sees the folder of ``clocks``, and is closed by its maker."""
+    """The hosts of one round. ``cluster`` sees the folder of ``clocks``, and is closed by its maker."""
 
     def __init__(self, clocks: WallClocks, cluster: Cluster | None) -> None:
         self.clocks, self.cluster = clocks, cluster
@@ -47,7 +47,7 @@ class Hosts:
                 self._queue(self.cluster, name, now.slow.get(name))
 
     def launch_arguments(self, folder: Path) -> list[str]:
-        """What asyncrl-launch is told of the hosts; their list is written to ``folder``."""
+        """Arguments that tell asyncrl-launch of the hosts; their list is written to ``folder``."""
         if self.cluster is None:
             return []
         listed = folder / "hosts"
@@ -55,7 +55,7 @@ class Hosts:
         return ["--hosts", str(listed), "--ssh-args", f"-F {self.cluster.ssh_config}"]
 
     def _queue(self, cluster: Cluster, name: str, link: Link | None) -> None:
-        """What the host sends, and what is sent to it, goes through a queue like ``link``."""
+        """Have all that the host sends, and all that is sent to it, go through a queue like ``link``."""
         host = cluster[name]
         change = f"replace dev {{}} root {queue(link, netem=self.netem)}" if link else "del dev {} root"
         host.run(["tc", "qdisc", *change.format("eth0").split()])

@@ -1,4 +1,4 @@
-"""What is broken and when: faults drawn from a seed. Pure.
+"""Faults drawn from a seed: what is broken, and when. Pure.
 
 Invariant: the same seed, count and machine give the same faults. They are dealt from a deck that holds every kind for
 every victim, shuffled anew when it is used up, so that a long round meets each combination about equally often.
@@ -22,15 +22,15 @@ ON_HOSTS: tuple[Kind, ...] = ("partition", "slow", "clock")
 whose wall clock is ahead or behind for a while, and then steps back."""
 KINDS: tuple[Kind, ...] = (*ON_PROCESSES, *ON_MACHINE, *ON_HOSTS)
 Episodes = Literal["function", "command"] | None
-"""How a run's episodes are played; None: a prompt has one response."""
+"""Player of a run's episodes; None: a prompt has one response."""
 MACHINE_CARDS = 3
-"""Of each kind that strikes the machine, for one of each kind and victim."""
+"""Cards of each kind that strikes the machine, for one of each kind and victim."""
 HOST_CARDS = 2
-"""Likewise for each host, of those that strike one."""
+"""Cards of each kind that strikes a host, for each host."""
 BOTH, ONE_WAY = "-", ">"
-"""Between the names of two hosts: neither hears the other; the second does not hear the first."""
+"""Signs between the names of two hosts: neither hears the other; the second does not hear the first."""
 MOST_AHEAD_S = 10.0
-"""By which a clock differs, either way."""
+"""Most by which a clock differs, either way."""
 STEPS_PER_FAULT = 6
 """Training between two faults, so that it does not only ever recover."""
 TOGETHER = 0.2
@@ -39,7 +39,7 @@ TOGETHER = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Of a host to all others, in either direction."""
+    """The link of a host to all others, in either direction."""
 
     delay_ms: float
     rate_mbit: float
@@ -60,17 +60,17 @@ class Fault:
     (episode_worker), a program that plays an episode (agent), a host, two hosts (a-b, or a>b where only what a sends
     to b is lost), or empty: the machine, or the only host."""
     after_step: int
-    """It comes once this many steps were trained"""
+    """Steps that are trained before it comes."""
     after_s: float
-    """and so many seconds have gone by since."""
+    """Seconds that go by after these before it comes."""
     lasts_s: float | None = None
-    """How long; None where it is over at once, or never ends by itself."""
+    """Seconds that it lasts; None where it is over at once, or never ends by itself."""
     in_checkpoint: bool = False
-    """Of everything: wait until a checkpoint is being written."""
+    """Whether the end of everything waits until a checkpoint is being written."""
     link: Link | None = None
-    """Of slow."""
+    """Link of the host, where the kind is slow."""
     ahead_s: float = 0.0
-    """Of clock: by how much; behind, where it is negative."""
+    """Seconds that the host's clock is ahead, where the kind is clock; behind, where negative."""
 
     def __str__(self) -> str:
         how = f" ({self.link})" if self.link else f" {self.ahead_s:+.1f} s" if self.ahead_s else ""

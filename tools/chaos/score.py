@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 KINDS = {"good": "trained", "equal": "filtered", "bad": "quarantined"}
-"""What becomes of a prompt of each kind."""
+"""Outcome of a prompt of each kind."""
 RUN_S = 0.003
-"""So that a worker that is struck has something to lose."""
+"""Time of a call, so that a worker that is struck has something to lose."""
 
 
 def rows(count: int) -> Iterator[dict[str, Any]]:
-    """Of the training prompts: mostly good, some of the others."""
+    """Rows of the training prompts: mostly good, some of the others."""
     for index in range(count):
         kind = "bad" if index % 53 == 7 else "equal" if index % 17 == 3 else "good"
         yield {"prompt": f"prompt {index}", "kind": kind}
 
 
 def score(*, prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """Different for each response to a good prompt."""
+    """A reward that is different for each response to a good prompt."""
     time.sleep(RUN_S)
     if row["kind"] == "bad":
         raise ValueError("this prompt cannot be judged")

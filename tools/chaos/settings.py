@@ -128,7 +128,7 @@ def vllm_tree(seed: int, steps: int, assets: Assets) -> dict[str, Any]:
 
 
 def expected(tree: dict[str, Any], prompts: int, kinds: list[str] | None = None) -> Expected:
-    """What a run of ``tree`` on so many prompts promises; ``kinds`` of score.py, by index."""
+    """The promises of a run of ``tree`` on so many prompts; ``kinds`` of score.py, by index."""
     return Expected(
         steps=tree["learner"]["steps"],
         groups_per_step=tree["learner"]["groups_per_step"],

@@ -48,18 +48,18 @@ PHASE_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round does."""
+    """The strike of one round."""
 
     victim: str
     core: bool
     """The engine core of the victim instead of its own process."""
     signal: signal.Signals
     frozen_s: float | None
-    """Until a frozen victim goes on; None leaves it frozen."""
+    """Seconds until a frozen victim goes on; None leaves it frozen."""
     after_s: float
-    """From the round's start."""
+    """Seconds from the round's start."""
     phase: str
-    """Of an update, in which the victim (where it is no rollouter: any replica) is to be; waited for a while."""
+    """Phase of an update that the victim (where it is no rollouter: any replica) is to be in; waited for a while."""
 
     def __str__(self) -> str:
         what = f"{self.signal.name} to {'the engine core of ' if self.core else ''}{self.victim}"
@@ -145,7 +145,7 @@ class Torment:
         self._run = run
         self._replicas = [f"rollouter/{index}" for index in range(REPLICAS if engine == "sim" else 2)]
         self.phases: Counter[str] = Counter()
-        """How often a victim was struck in each."""
+        """Times that a victim was struck in each phase."""
         self._update_phases = UpdatePhases(run)
 
     def all_serve(self, version: int) -> bool:
@@ -189,7 +189,7 @@ class Torment:
         return max((line["version"] for line in lines if line.get("event") == "published"), default=-1)
 
     def _await_phase(self, round: Round) -> None:
-        """Until the phase has come; a short one may be over again before the signal arrives."""
+        """Wait until the phase has come; a short one may be over again before the signal arrives."""
         until = time.monotonic() + PHASE_S
         while (found := self._update_phases.of(round.victim)) != round.phase and time.monotonic() < until:
             time.sleep(0.002)

@@ -31,7 +31,7 @@ _INSIDE = "ASYNCRL_CHAOS_WORLD"
 _MIB = 1 << 20
 SHM = Path("/dev/shm")
 LISTENS = "0A"
-"""In the kernel's tables of TCP."""
+"""State of a listening socket in the kernel's tables of TCP."""
 NOT_ALONE = "no machine of its own here (root, or users that may make namespaces; iproute2)"
 
 
@@ -58,10 +58,10 @@ def _unshare() -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a host may have something left."""
+    """A place where a host may have something left."""
 
     of: str
-    """In words, behind what was found."""
+    """Words behind what was found."""
     net: Path
     shm: Path
     temporary: Path
@@ -101,7 +101,7 @@ class World:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of the run."""
+        """Environment variables of the run."""
         return {"TMPDIR": str(self.temporary), "PYTHONPATH": self.hosts.clocks.path}
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -150,7 +150,7 @@ class World:
         self._everywhere("ip", "link", "set", "lo", "down")
 
     def mend(self) -> None:
-        """They do again."""
+        """Packets arrive again."""
         self._everywhere("ip", "link", "set", "lo", "up")
         for host in self._cluster_hosts():
             host.reconnect()
@@ -216,7 +216,7 @@ class World:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All below it, but not what is seen there of other disks."""
+    """Files below a folder, but not those of other disks that are seen there."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from () if path.is_mount() else _files(path)

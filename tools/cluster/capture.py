@@ -1,4 +1,4 @@
-"""What crosses the bridge of a test cluster: every frame, and the bytes of each TCP conversation in order.
+"""Traffic over the bridge of a test cluster: every frame, and the bytes of each TCP conversation in order.
 
     python capture.py INTERFACE FILE   write frames to FILE, "recording" to stdout, until standard input ends;
                                        then the number of frames that were lost
@@ -61,7 +61,7 @@ def read_frames(file: Path) -> Iterator[bytes]:
 
 
 def conversations(frames: Iterator[bytes]) -> dict[tuple[End, End], bytes]:
-    """What was sent over TCP from one end to the other, put in order, repeats taken out.
+    """Bytes that were sent over TCP from one end to the other, put in order, repeats taken out.
 
     One that goes through the same ports again is joined to the one before.
     """

@@ -1,4 +1,4 @@
-"""What runs within a host of a test cluster: its init process, and the way into it. Standard library only.
+"""Programs within a host of a test cluster: its init process, and the way into it. Standard library only.
 
     python inside.py init TAG          become a host: started by unshare as process 1 of fresh namespaces
     python inside.py enter PID ARGV    run ARGV within the host whose init process is PID
@@ -34,7 +34,7 @@ def init() -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     spec = json.loads(sys.stdin.readline())
     socket.sethostname(spec["name"])
-    # What must be seen although a private folder covers it is held open, and put back on top.
+    # Paths that must be seen although a private folder covers them are held open, and put back on top.
     exposed = {path: os.open(path, os.O_PATH) for path in spec["exposed"] if Path(path).exists()}
     _mount("proc", "/proc", "proc")
     _mount("sysfs", "/sys", "sysfs")
@@ -69,7 +69,7 @@ def enter(pid: int, argv: list[str]) -> int:
     host = os.pidfd_open(pid)
     folder = os.getcwd()
     _setns(host, CLONE_NEWPID)
-    # One that comes before it can be forwarded waits.
+    # A signal that comes before it can be forwarded waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     child = os.fork()
     if child == 0:

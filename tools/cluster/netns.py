@@ -5,10 +5,9 @@ real sshd on its address that lets root in by key. The rest of the file system i
 for where the user sits: it sees this machine's /tmp and /root, so what a test writes is there. ``shared`` folders are
 seen by all.
 
-Everything hangs on pipes held by the process that made the cluster: when they close, in whatever way that process
-ends, the kernel takes hosts, network and folders away. What is left on disk then is one folder of key files, which
-the next cluster removes. Clusters may stand beside each other: their hosts have the same addresses in networks of
-their own.
+Everything hangs on pipes held by the process that made the cluster: when they close, in any way in which that process
+ends, the kernel takes hosts, network and folders away. One folder of key files is left on disk then, which the next
+cluster removes. Clusters may stand beside each other: their hosts have the same addresses in networks of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tools.cluster.network import Switch
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 PREFIX = f"asyncrl-cluster-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}-"
-"""Of the folders of key files: tests that run at the same time remove only what their own worker's clusters left."""
+"""Prefix of the folders of key files: tests that run at once remove only what their own worker's clusters left."""
 HEAD = "head"
 NETWORK = "10.77.0"
 NOWHERE = "02:00:00:00:00:01"
@@ -63,7 +62,7 @@ Subsystem sftp internal-sftp
 
 
 def why_not() -> str | None:
-    """Why no cluster can be made here; None where one can."""
+    """Reason that no cluster can be made here; None where one can."""
     tools = (*network.TOOLS, "ssh", "ssh-keygen", "sshd")
     packages = "iproute2 util-linux openssh-client openssh-server"
     trial = "mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && "
@@ -90,7 +89,7 @@ class Host:
         self.port = f"port{number}"
         """The end of its cable at the bridge."""
         self.cores: Sequence[int] = ()
-        """Those of this machine that it has; all, if none is named."""
+        """Cores of this machine that it has; all, if none is named."""
         self._holder: subprocess.Popen[str] | None = None
         self._sshd: subprocess.Popen[Any] | None = None
         self._init = 0
@@ -124,7 +123,7 @@ class Host:
         assert sshd.poll() is None, f"sshd of {self.name}: {log.read_text()}"
 
     def power_off(self) -> None:
-        """Gone from one moment to the next: nobody gets so much as a FIN."""
+        """Take it away from one moment to the next: nobody gets so much as a FIN."""
         if self._holder is None:
             return
         if self.is_on:
@@ -143,7 +142,7 @@ class Host:
         self._children.clear()
 
     def cut_off(self) -> None:
-        """Pull its cable. What is on the host goes on."""
+        """Pull its cable. Everything on the host goes on."""
         self.cluster.switch.run(f"ip link set dev {self.port} down")
 
     def reconnect(self) -> None:
@@ -201,11 +200,11 @@ class Host:
         return [*ENTER, str(self._init), *argv]
 
     def kernel(self, name: str) -> Path:
-        """What the host calls /proc/NAME, while it is on."""
+        """Path that the host calls /proc/NAME, while it is on."""
         return Path(f"/proc/{self._init}/{name}")
 
     def path(self, inside: str | Path) -> Path:
-        """Where this machine sees the path that the host calls ``inside``, while the host is on."""
+        """Path at which this machine sees the one that the host calls ``inside``, while the host is on."""
         return Path(f"/proc/{self._init}/root") / str(inside).lstrip("/")
 
     def processes(self) -> dict[int, str]:
@@ -277,7 +276,7 @@ class Cluster:
 
     @property
     def switch(self) -> Switch:
-        """What all cables lead to."""
+        """The bridge that all cables lead to."""
         assert self._switch is not None
         return self._switch
 
@@ -286,7 +285,7 @@ class Cluster:
         return [self.head, *self.hosts.values()]
 
     def ssh(self, name: str, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """From the head; ``options`` as for Host.run."""
+        """Run a command over ssh from the head; ``options`` as for Host.run."""
         return self.head.run(["ssh", "-F", str(self.ssh_config), name, *command], **options)
 
     @contextlib.contextmanager
@@ -311,7 +310,7 @@ class Cluster:
                 ending.callback(capture.stop)
 
     def describe(self, host: Host) -> dict[str, Any]:
-        """What the host's init process is to make of it."""
+        """The description by which the host's init process makes it."""
         names = "".join(f"{other.address} {other.name}\n" for other in self.all_hosts)
         public = (self.folder / "user_key.pub").read_text()
         is_head = host is self.head
@@ -389,7 +388,7 @@ class Capture:
         assert lost == "0\n", f"frames lost by the capture: {lost or 'it broke off'}"
 
     def conversations(self) -> dict[tuple[tuple[str, int], tuple[str, int]], bytes]:
-        """By ((address, port) of the sender, of the receiver): the bytes sent over TCP, in order."""
+        """Bytes sent over TCP, in order, by ((address, port) of the sender, of the receiver)."""
         from tools.cluster.capture import conversations, read_frames
 
         assert self._recorder is None, "the record still runs"

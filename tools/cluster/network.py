@@ -1,7 +1,7 @@
 """Networks that stand on this machine alone: network namespaces, joined by a bridge with cables of a chosen width.
 
-A namespace lives as long as its holder, a process that waits at the end of a pipe of whoever made it: when that closes,
-in whatever way its owner ends, the kernel takes the namespace and its cable away. Nothing is left on disk or in the
+A namespace lives as long as its holder, a process that waits at the end of a pipe of its owner: when that closes, in
+any way in which the owner ends, the kernel takes the namespace and its cable away. Nothing is left on disk or in the
 network of this machine.
 
 Fails with OSError, saying which command was refused and why.
@@ -22,16 +22,16 @@ TOOLS = ("ip", "unshare", "nsenter")
 BRIDGE_TRIAL = "ip link add name trial type bridge && ip link add name one type veth peer name other"
 SHAPED_TRIAL = f"{BRIDGE_TRIAL} && tc qdisc add dev one root tbf rate 1mbit burst 16kb latency 50ms"
 QUEUE_S = 0.5
-"""How long a byte waits at most for a cable; what comes on top is dropped. Long enough for the chunks in flight: where
+"""Longest wait of a byte for a cable; what comes on top is dropped. Long enough for the chunks in flight: where
 narrow cables drop what is sent, TCP waits for longer than the copy of a small version takes."""
 BURST_BYTES = 16 << 10
-"""What a cable that was idle lets pass at once."""
+"""Bytes that a cable that was idle lets pass at once."""
 
 
 def why_not(
     tools: Sequence[str], packages: str, trial: str, *, unshare: Sequence[str] = ("unshare", "--net")
 ) -> str | None:
-    """Why no network can be made here; None where one can.
+    """Reason that no network can be made here; None where one can.
 
     ``trial`` is a shell command that is tried in fresh namespaces, ``packages`` those of Debian that bring ``tools``.
     """
@@ -50,7 +50,7 @@ def why_not(
 
 
 def why_no_shaped_network() -> str | None:
-    """Why there can be no cables of a chosen width here; None where there can."""
+    """Reason that there can be no cables of a chosen width here; None where there can."""
     return why_not((*TOOLS, "tc"), "iproute2 util-linux", SHAPED_TRIAL)
 
 
@@ -80,7 +80,7 @@ class Namespace:
 
     @property
     def pid(self) -> int:
-        """Of its holder."""
+        """Process number of its holder."""
         return self._holder.pid
 
     def within(self, argv: Sequence[str]) -> list[str]:

@@ -25,12 +25,12 @@ RESULT, OUTPUT = "result.json", "output.txt"
 INTERRUPTED = (PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, -signal.SIGTERM, -signal.SIGKILL)
 """Exit codes of a run that somebody ended, which is no result of its variant."""
 LAST_LINES = 5
-"""Of the output of a run that failed, told."""
+"""Last lines that are told of the output of a run that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run has brought. All but the first four are 0 where it failed."""
+    """The figures of a run. All but the first four are 0 where it failed."""
 
     variant: str
     group: str
@@ -40,11 +40,11 @@ class Result:
     before: float = 0.0
     """Mean held-out reward of the first version."""
     after: float = 0.0
-    """And of the last."""
+    """Mean held-out reward of the last version."""
     greedy: float = 0.0
-    """Of the last, decoded greedily."""
+    """Mean held-out reward of the last version, decoded greedily."""
     staleness: float = 0.0
-    """Mean of the trained tokens, versions."""
+    """Mean staleness of the trained tokens, versions."""
     behaviour_kl: float = 0.0
     """Mean over the steps, nats."""
 
@@ -62,7 +62,7 @@ class Plan:
 def plan_runs(
     variants: Sequence[Variant], seeds: Sequence[int], assets: Assets, folder: Path, further: Sequence[str]
 ) -> list[Plan]:
-    """One for each variant and seed; those with a teacher last."""
+    """A plan for each variant and seed; those with a teacher last."""
     found = []
     for variant in sorted(variants, key=lambda each: each.taught):
         for seed in seeds:
@@ -77,13 +77,13 @@ def plan_runs(
 
 
 def run_folder(folder: Path, group: str, name: str, seed: int) -> Path:
-    """Of one run."""
+    """The folder of one run."""
     words = "".join(c if c.isalnum() else "-" for c in f"{group}-{name}")
     return folder / f"{words}-{seed}"
 
 
 def run_all(plans: Sequence[Plan], *, jobs: int, tell: Callable[[Result], None]) -> list[Result]:
-    """Make the runs, ``jobs`` at a time, in order; what has a teacher begins when all others have ended."""
+    """Make the runs, ``jobs`` at a time, in order; those with a teacher begin when all others have ended."""
     results: list[Result] = []
     for taught in (False, True):
         with ThreadPoolExecutor(jobs) as pool:

@@ -12,7 +12,7 @@ from statistics import fmean
 from tools.compare.runs import Result
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 760, 240, 20, 24, 14, 34
-"""Of the figure, pixels."""
+"""Measures of the figure, pixels."""
 
 
 def markdown(results: Sequence[Result]) -> str:

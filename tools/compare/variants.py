@@ -1,4 +1,4 @@
-"""What is compared: for each variant the keys in which its run differs from the quickstart.
+"""The variants of a comparison: for each the keys in which its run differs from the quickstart.
 
 Pure. A variant with a teacher learns from the run of the same seed that ``TAUGHT_BY`` names.
 """
@@ -14,7 +14,7 @@ BASE: Mapping[str, str] = {
     "learner.dynamic_sampling": "true",
     "eval.heldout_greedy.at_start": "false",
 }
-"""Of every run: it ends where curves are still apart, half-way through the quickstart. Trained groups have a signal."""
+"""Keys of every run: it ends where curves are apart, half-way through the quickstart. Trained groups have a signal."""
 STALE: Mapping[str, str] = {"staleness.max": "4", "staleness.adapt": "false"}
 """The gate lets generation run four versions ahead, and stays there."""
 TAUGHT_BY = "decoupled"

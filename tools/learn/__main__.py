@@ -31,7 +31,7 @@ RECIPES = {
 SAMPLES = 4
 """Prompts of a step that are shown."""
 RUN_FOLDER = "run folder"
-"""Begins the line of the launcher's summary that names it."""
+"""Beginning of the line of the launcher's summary that names it."""
 
 
 def launch_command(name: str, assets: Assets, further: Sequence[str]) -> list[str]:
@@ -46,7 +46,7 @@ def launch_command(name: str, assets: Assets, further: Sequence[str]) -> list[st
 
 
 def findings(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the lines of a metrics.jsonl: held-out return at the first and the last version, versions and steps."""
+    """Figures of a metrics.jsonl: held-out return at the first and the last version, versions and steps."""
     evals = sorted(
         (line["weights/version"], line["eval/heldout/mean"]) for line in lines if "eval/heldout/mean" in line
     )

@@ -18,7 +18,7 @@ from tools.learn.recipe import Recipe, Row
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """Where they are."""
+    """The folder of a recipe's assets."""
 
     folder: Path
 
@@ -34,7 +34,7 @@ class Assets:
 
     @property
     def heldout(self) -> Path:
-        """As train; no row is in both."""
+        """JSONL as of train; no row is in both."""
         return self.folder / "heldout.jsonl"
 
 

@@ -17,7 +17,7 @@ CALL = ("<tool_call>", "</tool_call>")
 CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
 """Printable ASCII, so that any template's words have tokens."""
 INITIAL_STD = 0.05
-"""Of the initial weights: with transformers' 0.02 a model this narrow is slow to start learning."""
+"""Standard deviation of the initial weights: with transformers' 0.02 a model this narrow is slow to start learning."""
 TEMPLATE = """
 {%- if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}
 {%- for message in messages -%}
@@ -70,7 +70,7 @@ def make_model(settings: Settings, vocabulary: int) -> Qwen2ForCausalLM:
 
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """In the layout of a Hugging Face model folder."""
+    """Write both in the layout of a Hugging Face model folder."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

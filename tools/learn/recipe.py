@@ -14,10 +14,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """Of data, model and warm-up."""
+    """Settings of data, model and warm-up."""
 
     seed: int = 0
-    """Of rows, initial weights and demonstrations."""
+    """Seed of rows, initial weights and demonstrations."""
     heldout: int = 256
     """Rows that neither the warm-up nor reinforcement learning sees."""
     train: int = 1024
@@ -31,7 +31,7 @@ class Settings:
     positions: int = 512
 
     steps: int = 400
-    """Of the warm-up."""
+    """Steps of the warm-up."""
     batch: int = 32
     """Demonstrations of a step, drawn anew for each."""
     lr: float = 1e-3
@@ -44,7 +44,7 @@ class Recipe:
     """One task."""
 
     name: str
-    """Also of its configuration: configs/NAME.toml."""
+    """Name of the task and of its configuration: configs/NAME.toml."""
     rows: Callable[[random.Random], Iterator[Row]]
     """Distinct rows with the column ``prompt``, as many as there are."""
     demonstrate: Callable[[Row, random.Random], Sequence[Message]] | None = None
@@ -52,5 +52,5 @@ class Recipe:
     pretrained: Callable[[], Path] | None = None
     """The folder of a model to begin with, in the place of a new one."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """As in the requests of the episode."""
+    """Tools as in the requests of the episode."""
     settings: Settings = field(default_factory=Settings)

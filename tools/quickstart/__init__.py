@@ -1,1 +1,1 @@
-"""The quickstart: what `make quickstart` trains, and how it is made."""
+"""The quickstart: the model and task that `make quickstart` trains, and how they are made."""

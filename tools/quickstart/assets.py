@@ -22,7 +22,7 @@ from tools.quickstart.task import Problem, draw_problems
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """Where the assets of one hash are."""
+    """The folder of the assets of one hash."""
 
     folder: Path
 
@@ -38,7 +38,7 @@ class Assets:
 
     @property
     def heldout(self) -> Path:
-        """As train; no sum is in both."""
+        """JSONL as of train; no sum is in both."""
         return self.folder / "heldout.jsonl"
 
 
@@ -49,7 +49,7 @@ class Splits:
     heldout: list[Problem]
     train: list[Problem]
     demonstrated: Iterator[Problem]
-    """Endless."""
+    """Problems to demonstrate, without end."""
 
 
 def draw_splits(settings: Settings) -> Splits:

@@ -14,7 +14,7 @@ from tools.quickstart.task import CHARACTERS
 
 END = "<end>"
 INITIAL_STD = 0.05
-"""Of the initial weights: with transformers' 0.02 a model this narrow is slow to start learning."""
+"""Standard deviation of the initial weights: with transformers' 0.02 a model this narrow is slow to start learning."""
 
 
 def make_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:

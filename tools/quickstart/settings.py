@@ -16,10 +16,10 @@ from tools.quickstart.task import CHARACTERS, DOT
 
 @dataclass(frozen=True)
 class Settings:
-    """Of data, model and warm-up."""
+    """Settings of data, model and warm-up."""
 
     seed: int = 0
-    """Of problems, initial weights and demonstrations."""
+    """Seed of problems, initial weights and demonstrations."""
     digits: tuple[int, int] = (3, 4)
     """Least and most digits of a number."""
     heldout: int = 512
@@ -27,12 +27,12 @@ class Settings:
     train: int = 8192
     """Problems of reinforcement learning."""
     probes: int = 256
-    """Of the training problems, those on which the warm-up looks for a signal."""
+    """Training problems on which the warm-up looks for a signal."""
 
     dots: float = 0.0
     """Median number of dots behind a demonstrated solution; 0 has none."""
     dots_sigma: float = 1.0
-    """Of their lognormal distribution."""
+    """Sigma of their lognormal distribution."""
     most_dots: int = 256
 
     layers: int = 3
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def characters(self) -> str:
-        """Each is a token."""
+        """Characters that are a token each."""
         return CHARACTERS + DOT if self.dots else CHARACTERS
 
 

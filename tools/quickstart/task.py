@@ -25,7 +25,7 @@ from dataclasses import dataclass
 CHARACTERS = "0123456789+=;"
 """Every character that prompts and solutions are made of."""
 DOT = "."
-"""Behind a solution, where lengths are to differ."""
+"""Sign behind a solution, where lengths are to differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the model is given."""
+        """Text that the model is given."""
         return f"{self.left}+{self.right}="
 
     @property

@@ -73,7 +73,7 @@ def solved_share(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pr
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        # What follows the answer is not looked at.
+        # Text behind the answer is not looked at.
         eos_token_id=[i for i in (tokenizer.eos_token_id, tokenizer.get_vocab().get(DOT)) if i is not None],
         max_new_tokens=LONGEST,
     )
