@@ -1,8 +1,8 @@
 """Sealed memory segments: large immutable data for other processes of this host.
 
-A segment is a memfd: written once, checksummed (xxh3_64), then sealed, so that nobody can change or shrink what
-others have mapped. It is reached as /proc/PID/fd/N by processes of the same user, and lives as long as somebody
-holds it open; the kernel frees it whoever dies.
+A segment is a memfd: written once, checksummed (xxh3_64), then sealed, so that nobody can change or shrink the pages
+that others have mapped. It is reached as /proc/PID/fd/N by processes of the same user, and lives as long as a process
+holds it open; the kernel frees it, also when processes die.
 
 Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment is not what its description says.
 """
@@ -46,10 +46,10 @@ ITEM_BYTES = {
     "bool": 1,
 }
 CHUNK_BYTES = 16 << 20
-"""Checksummed at once; a few milliseconds."""
+"""Bytes that are checksummed at once; a few milliseconds."""
 
 MADV_POPULATE_READ = 22
-"""Of Linux 5.14; an older kernel refuses it, which does no harm."""
+"""Advice of Linux 5.14; an older kernel refuses it, which does no harm."""
 
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
@@ -57,7 +57,7 @@ _PATH = re.compile(r"/proc/\d+/fd/\d+")
 class Segment:
     """A segment being written. ``memory`` is its content; ``seal`` ends the writing.
 
-    Whoever has taken a view of ``memory`` (a tensor, an array) drops it before ``seal``.
+    All views of ``memory`` (tensors, arrays) are to be dropped before ``seal``.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -93,8 +93,8 @@ class Segment:
         )
 
     def discard(self) -> None:
-        """Give up: the segment is gone. Only instead of ``seal``, or when that failed."""
-        # Whoever still has a view of it keeps its pages until the view is dropped.
+        """Give the segment up, which is gone. Only instead of ``seal``, or when that failed."""
+        # A view that is left keeps the pages until it is dropped.
         with suppress(BufferError):
             self.memory.close()
         os.close(self.fd)
@@ -120,7 +120,7 @@ def open_segment(bucket: Bucket, *, version: int, index: int) -> int:
     if not _PATH.fullmatch(bucket.path):
         raise WeightsCorrupt(f"{bucket.path!r} is no /proc/PID/fd/N", version=version, bucket=index)
     try:
-        # O_NONBLOCK: whatever else may hide behind the path must not make the opening wait.
+        # O_NONBLOCK: a file of another kind behind the path must not make the opening wait.
         descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise WeightsCorrupt(
