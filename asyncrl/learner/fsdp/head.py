@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK_BYTES = 256 << 20
-"""Size of the float32 logits of one chunk."""
+"""Bytes of the float32 logits of one chunk."""
 
 
 def chunk_size(vocabulary: int) -> int:
