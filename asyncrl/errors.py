@@ -11,12 +11,12 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── ActorFailed (RuntimeError)        an actor ended the run
     ├── HostFailed (ConnectionError)      a host cannot take part in the run
     ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
-    ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not what was published
+    ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not as it was published
     ├── VersionGone (LookupError)         a version of the weights is no longer held
     ├── NotHere (LookupError)             a chunk of the weights has not come so far
-    ├── VersionReused (ValueError)        a version of the weights is older than what is there
+    ├── VersionReused (ValueError)        a version of the weights is older than the newest there
     ├── InvalidRequest (ValueError)       a call asks for something that does not exist
-    ├── NotKept (OSError)                 what is asked is begun, and not on disk so far
+    ├── NotKept (OSError)                 a request is begun, and not on disk so far
     ├── RestoreNeeded (RuntimeError)      the dataloader has to hear from the learner where the run stands
     ├── RunChanged (ValueError)           a run is resumed with other data, seed or batches, exit code 78
     ├── CheckpointError (OSError)         a checkpoint cannot be written or read
@@ -138,7 +138,7 @@ class EngineDied(AsyncRLError, RuntimeError):
 
 
 class WeightsCorrupt(AsyncRLError, ValueError):
-    """A published version does not hold what its manifest says. ``version`` and ``bucket`` (index) name it."""
+    """A published version has other bytes than its manifest says. ``version`` and ``bucket`` (index) name it."""
 
     def __init__(self, what: str, *, version: int, bucket: int | None = None) -> None:
         self.version, self.bucket = version, bucket
@@ -240,7 +240,7 @@ class CheckpointError(AsyncRLError, OSError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is not there, or not what was written: the checkpoint before it may be whole."""
+    """A file of a checkpoint is not there, or not as it was written: the checkpoint before it may be whole."""
 
 
 class BroadcastFailed(AsyncRLError, ConnectionError):

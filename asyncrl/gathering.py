@@ -34,7 +34,7 @@ class TrajectoryGroup(Generic[T]):
     failures: list[Exception] = field(default_factory=list)
     """Errors of the trajectories that did not come to their end."""
     index: int = 0
-    """Place of the group among those that were given."""
+    """Place of the group among the given groups."""
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.trajectories)
@@ -74,8 +74,8 @@ async def finish_group(
     """Run all members at once and, when the last has ended, go on with those that did not fail: score them.
 
     ``failure`` is the error by which a member fails; any other ends its siblings and comes as ExceptionGroup. Raises
-    GroupFailed where fewer than ``needed`` are left, or any has failed and none may be dropped; and what ``then``
-    raises.
+    GroupFailed where fewer than ``needed`` are left, or any has failed and none may be dropped; and the errors of
+    ``then``.
     """
 
     async def outcome(member: Callable[[], Awaitable[T]]) -> tuple[list[T], list[Exception]]:

@@ -1,7 +1,7 @@
 """Files of scored groups, one record after the other, as in a checkpoint.
 
 A record is one MessagePack value, an array of two: the xxh3_64 of the body, and the body as a byte string. The body is
-the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. What comes before the body has a
+the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. The bytes before the body have a
 fixed size, so a file is read record by record, and any streaming reader of MessagePack can read it too.
 
 Invariants: a record is read whole and as it was written, or not at all; a reader holds one record at a time;
@@ -48,9 +48,9 @@ def pack_group(group: Group) -> bytes:
 
 
 def read_groups(file: BinaryIO) -> Iterator[Group]:
-    """The groups of a file (seekable), read one by one from where it stands. Raises DataError.
+    """Groups of a file (seekable), read one by one from where it stands. Raises DataError.
 
-    What follows a damaged record is not read.
+    Records behind a damaged one are not read.
     """
     decoder = msgspec.msgpack.Decoder(Group, dec_hook=_decode_array)
     at = file.tell()

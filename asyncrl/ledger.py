@@ -120,7 +120,7 @@ class Ledger:
         self.requeues: dict[str, int] = {}
         """Times that an open prompt came back too stale to be trained, by uid; absent where it never did."""
         self.first_epoch = 0
-        """The prompts of earlier epochs were others: what was left of these epochs is left for good."""
+        """First epoch of the present prompts; earlier epochs had others, and their open prompts are left for good."""
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:

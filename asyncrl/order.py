@@ -2,7 +2,7 @@
 
 Position 0, 1, 2, … runs through epoch 0, then epoch 1, and so on without a seam. Invariant: within an epoch every
 index occurs exactly once, and the result depends on nothing else, neither on a library's random generator nor on
-what was looked up before, so that a restarted dataloader continues where the lost one was.
+earlier look-ups, so that a restarted dataloader continues where the lost one was.
 
 The permutation is the swap-or-not shuffle (Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle",
 CRYPTO 2012): O(log n) time and no memory for a lookup, for any n. Each of its rounds is its own inverse, so that the

@@ -2,7 +2,7 @@
 
 The client asks ``/completions`` of a server like OpenAI's that gives log-probs of a prompt given as ids, as vLLM's
 does (``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). These are
-of the model as it stands, at temperature 1. Invariant: what comes back is one finite number of at most 0 for each token
+of the model as it stands, at temperature 1. Invariant: the answer is one finite number of at most 0 for each token
 asked for, of that very id; anything else is an error that names the URL. No redirect is followed, so that the key goes
 nowhere else, and no answer is read beyond MOST_BYTES.
 

@@ -111,7 +111,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a model folder, or bytes when there is none. Raises ConfigError.
 
-    ``date``, as YYYY-MM-DD, is what chat templates are told the day is, today's by default; ``template_options`` are
+    ``date``, as YYYY-MM-DD, is the day that chat templates are told, today's by default; ``template_options`` are
     further arguments of the template.
     """
     if path is None:

@@ -52,7 +52,7 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in place of what is there; a reader sees either the old or the new one. Durable."""
+    """Write a file in place of the one that is there; a reader sees either the old or the new one. Durable."""
     aside = path.with_name(path.name + ".new")
     aside.unlink(missing_ok=True)
     try:

@@ -7,7 +7,7 @@
             COMPLETE                         {"version", "step", "files"}: the checksums of the files beside it
             state.json  groups.msgpack  trainer/
         v00000012.1/                         version 12 written once more, with groups that came in since
-        abandoned-v00000031/                 newer than what the run was resumed from
+        abandoned-v00000031/                 newer than the one that the run was resumed from
         damaged-v00000012/                   was the newest and is not whole: the run went on from the one before
         .v00000013.partial-INCARNATION/      being written
         .dead-...                            being removed
@@ -232,7 +232,7 @@ class CheckpointFolder:
 
         ``files`` are the names of those whose checksums are to be noted, flushed like everything in folders inside
         ``partial``. Raises CheckpointError: it is not committed then, and to be discarded. So it is if a complete one
-        is of a higher version or step, which is what the run goes on from.
+        is of a higher version or step: the run goes on from that one.
         """
         self._refuse_if_below(partial, version, step)
         with _telling(partial):

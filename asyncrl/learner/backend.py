@@ -25,7 +25,7 @@ Order of calls, every other rank::
 
     backend = create(config, rank=rank)
     backend.setup(host, port)                   # host and port as rank 0 had them from open_store
-    backend.follow()                            # does what rank 0 does until its stop, or until interrupt()
+    backend.follow()                            # takes part with rank 0 until its stop, or until interrupt()
     backend.stop()
 
 Fails: an exception from any method but ``export``, ``sees`` and ``load`` leaves the ranks out of step;
@@ -129,7 +129,7 @@ class Backend(Protocol):
         """Rank 0: the current weights, or the adapters alone where a version is those, as sealed segments of shared
         memory; the caller releases them.
 
-        Returns once every rank has copied its own, after what was published before has been written; training that
+        Returns once every rank has copied its own, after the version before has been written; training that
         follows changes nothing of it. ``probe`` goes along. The future ends with OSError when they cannot be written,
         which leaves the ranks in step, as no other error does.
         """
@@ -150,7 +150,7 @@ class Backend(Protocol):
     def save(self, folder: Path) -> Future[None]:
         """Rank 0: write weights, optimizer, steps and generators of random numbers of all ranks into a new ``folder``.
 
-        Returns once they are copied; training that follows changes nothing of what is written. The future ends when
+        Returns once they are copied; training that follows changes nothing of the files. The future ends when
         everything is flushed, ``contents.json`` last, or with CheckpointError when any rank could not write its part.
         The one before must have ended.
         """
@@ -159,7 +159,7 @@ class Backend(Protocol):
         """Rank 0: put back on all ranks the state that ``save`` wrote, by however many ranks.
 
         Comes after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike; when
-        a file is not what was written it is DamagedCheckpoint, and nothing was changed.
+        a file is not as it was written it is DamagedCheckpoint, and nothing was changed.
         """
 
     def follow(self) -> None:

@@ -245,7 +245,7 @@ class ParameterServer(Actor):
         return None if found is None else found[0]
 
     def _changed(self) -> None:
-        """Do what follows from a change in the conductor."""
+        """Do the work that follows from a change in the conductor."""
         effects = self._conductor.take_effects()
         for note in effects.notes:
             getattr(self.log, note.level)(note.event, **note.facts)

@@ -39,7 +39,7 @@ class Conductor:
         self.publications = Publications(weights, self._fleet, self._sharing)
         self._last_seniority = 0
 
-    # --- what replicas say and ask ---
+    # --- words and questions of replicas ---
 
     def next_update(
         self,
@@ -61,7 +61,7 @@ class Conductor:
         if serving >= 0 and (
             serving == replica.target or (replica.phase in FAILED_PHASES and serving > replica.serving)
         ):
-            # Its report was lost.
+            # The replica's report was lost.
             self._commit(replica, now)
         replaced, changed = serving < replica.serving, serving != replica.serving
         replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
@@ -200,7 +200,7 @@ class Conductor:
         self._settle(now)
         return counted
 
-    # --- what the learner says and asks ---
+    # --- words and questions of the learner ---
 
     def announce(self, name: str, incarnation: int, announcement: Announce, now: float) -> int:
         """Take the learner's offer to broadcast a version: see ``decided``. Returns the question's number."""
@@ -288,7 +288,7 @@ class Conductor:
         self._broadcasts.pass_time(now)
         self._settle(now)
 
-    # --- what the shell shows and does ---
+    # --- figures and effects for the shell ---
 
     @property
     def max_paused(self) -> int:
@@ -345,7 +345,7 @@ class Conductor:
         return True
 
     def _settle(self, now: float) -> None:
-        """Do what has become possible by a word, or by its absence."""
+        """Take the steps that have become possible by a word, or by its absence."""
         self._broadcasts.advance(now)
         self._sharing.settle()
         self._grant(now)

@@ -65,7 +65,7 @@ class Sharing:
     def join_tree(self, replica: Replica) -> list[list[str]]:
         """Replicas to ask for chunks, before the parameter server, for each stripe of the replica's target."""
         if self._weights.delta:
-            # Deltas are small, and against what this replica alone is known to have.
+            # Deltas are small, and against a base that this replica alone is known to have.
             return [[]]
         # Each stripe has requests of its own.
         stripes = min(STRIPES, self._weights.chunks_in_flight)

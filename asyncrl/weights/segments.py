@@ -4,7 +4,7 @@ A segment is a memfd: written once, checksummed (xxh3_64), then sealed, so that 
 that others have mapped. It is reached as /proc/PID/fd/N by processes of the same user, and lives as long as a process
 holds it open; the kernel frees it, also when processes die.
 
-Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment is not what its description says.
+Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment is not as its description says.
 """
 
 from __future__ import annotations
@@ -157,14 +157,14 @@ def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int)
     """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
     with map_segment(descriptor, bucket.size) as mapping, memoryview(mapping) as view:
         for start in verify_bytes(view, bucket, version=version, index=index):
-            # All pages of a step at once: faults of a few pages each would take a sixth of the time.
+            # All pages of a step are read at once: faults of a few pages each would take a sixth of the time.
             with contextlib.suppress(OSError):
                 mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, bucket.size - start))
             yield
 
 
 def verify_bytes(view: memoryview, bucket: Bucket, *, version: int, index: int) -> Iterator[int]:
-    """As verify_segment, of what is mapped already; gives the offset of each step before it is read."""
+    """Compare as verify_segment does, mapped bytes; gives the offset of each step before it is read."""
     digest = xxhash.xxh3_64()
     for start in range(0, bucket.size, CHUNK_BYTES):
         yield start

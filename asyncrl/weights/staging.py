@@ -139,7 +139,7 @@ class Staged:
 
 
 def delta_against(base: Staged | None, bucket: Bucket, index: int) -> Delta | None:
-    """The bucket's delta, if it can be applied to what is held here."""
+    """The bucket's delta, if it can be applied to the version that is held here."""
     delta = bucket.delta
     if base is None or delta is None or delta.base != base.version or index >= len(base.manifest.buckets):
         return None
@@ -149,7 +149,7 @@ def delta_against(base: Staged | None, bucket: Bucket, index: int) -> Delta | No
 
 
 def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int) -> int:
-    """Seal what was written, compare it with the manifest, and return the descriptor. Raises WeightsCorrupt.
+    """Seal the written segment, compare it with the manifest, and return the descriptor. Raises WeightsCorrupt.
 
     The segment is the descriptor's from here on, or gone.
     """

@@ -265,7 +265,7 @@ class Checkpoints:
         buffered: list[Group],
         filtered: list[Group],
     ) -> Path:
-        # Both to their end: nothing is removed under the hands of those who still write.
+        # Both run to their end: nothing is removed under the hands of those who still write.
         ended = await asyncio.gather(
             asyncio.to_thread(write_contents, partial, state, buffered, filtered),
             asyncio.wrap_future(saving),

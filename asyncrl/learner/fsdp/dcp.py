@@ -6,8 +6,8 @@
         rank_RRRRR.msgpack        random number generators of rank R
 
 The weights are those that are trained: adapters, where there are some, without the frozen model. Each rank writes its
-own shards (where the model has replicas, each of them its share of the tensors) and reads what it needs, whatever the
-number of ranks and replicas was. DCP plans, writes and reads; messages of the ranks to one another go through
+own shards (where the model has replicas, each of them its share of the tensors) and reads those that it needs, for any
+number of ranks and replicas that wrote. DCP plans, writes and reads; messages of the ranks to one another go through
 ``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading needs no exchange at all.
 
 It keeps: the files hold the state when ``Staged`` was made, though training goes on (every tensor is copied);

@@ -49,7 +49,7 @@ def export(
     *,
     adapter: dict[str, Any] | None = None,
 ) -> None:
-    """Rank 0: write the buckets of gather_buckets to ``folder``, in place of what is there. Raises OSError.
+    """Rank 0: write the buckets of gather_buckets to ``folder``, in place of the files there. Raises OSError.
 
     ``source`` is the folder that the model was loaded from. Adapters that are gathered beside the model go to the
     folder ADAPTER in it; ``adapter`` is their adapter_config.json.
@@ -72,7 +72,7 @@ def export(
 
 
 def export_adapter(units: Iterator[dict[str, Tensor]], source: Path, folder: Path, settings: dict[str, Any]) -> None:
-    """Write adapters alone to ``folder``, in place of what is there, in PEFT's layout. Raises OSError.
+    """Write adapters alone to ``folder``, in place of the files there, in PEFT's layout. Raises OSError.
 
     ``source`` is the folder that the model was loaded from, ``settings`` adapter_config.json.
     """

@@ -228,7 +228,7 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
-    """All ranks together: leave each its rows of rank 0's model, tensor by tensor. Without memory on the others."""
+    """All ranks together: leave each its rows of rank 0's model, tensor by tensor; the others' is without memory."""
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())
     places: dict[int, list[str]] = {id(parameter): [] for parameter in parameters.values()}

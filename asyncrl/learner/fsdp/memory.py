@@ -1,13 +1,13 @@
 """Memory that a rank of the learner needs, estimated before anything is computed, and the key to change. Pure.
 
-Counted are the shards of weights, gradients and optimizer states (the last two of what is trained alone), the layers
+Counted are the shards of weights, gradients and optimizer states (the last two of trained parameters alone), the layers
 that FSDP gathers, the activations of one micro-batch, and the head's logits. It is an estimate: allocators lose some to
 fragments, libraries have workspaces.
 Nothing is refused because of it.
 
 Bytes of a token's activations in a decoder layer, for a width of h, queries of q and keys and values of k numbers each,
 and an MLP of i, in a type of b bytes: two norms that compute in float32, 2 (4 h + 2 b h); attention, b (3 q + 2 k); the
-gated MLP, 4 b i. It is what autograd keeps for transformers' Llama and its kin.
+gated MLP, 4 b i. autograd keeps so many for transformers' Llama and its kin.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ PAST = 2 * STRETCH
 BEFORE = 2
 """Short sequences before the long one."""
 BEHIND = 8
-"""Positions of the other one behind what it has in common with the long one, half of that."""
+"""Positions of the other one behind its common beginning with the long one, half of that."""
 LONG = 2048
 """Length of the long sequence of a model without a window, where there is room and time for it."""
 

@@ -271,7 +271,7 @@ def shape_of(policy: Policy) -> ModelShape:
 
 
 def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
-    """Log what a rank on a GPU is going to need, and the keys to change where its device has no room."""
+    """Log the memory that a rank on a GPU is going to need, and the keys to change where its device has no room."""
     shape = shape_of(policy)
     load = Load(
         shards=ranks.shards,

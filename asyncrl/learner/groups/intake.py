@@ -287,7 +287,7 @@ def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: st
 
 
 def _counted(rewards: Counter[float]) -> str:
-    """Rewards with how often each was given, the most frequent first."""
+    """Rewards with the number of times that each was given, the most frequent first."""
     named = [f"{reward:g} ({times} times)" for reward, times in rewards.most_common(REWARDS_SHOWN)]
     more = len(rewards) - len(named)
     return f"reward {', '.join(named)}" + (f" and {more} other rewards" if more > 0 else "")

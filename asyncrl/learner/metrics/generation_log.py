@@ -50,8 +50,8 @@ class _Report:
 class GenerationLog:
     """Statistics of all rollouters. Times are wall clock, in seconds.
 
-    ``succeeds``: an earlier learner had reports too, so that of a rollouter that is new here it is not known what it
-    sampled since the last of them.
+    ``succeeds``: an earlier learner had reports too, so that the tokens of a rollouter that is new here are not known
+    since the last of them.
     """
 
     succeeds: bool = False

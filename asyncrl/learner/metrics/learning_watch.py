@@ -1,7 +1,7 @@
 """Notices that nothing can be learnt, and says why, once each: no learning rate, no gradient, no signal in the rewards.
 Pure.
 
-A run with such a fault goes on as any other, and its reward stays where it is. Invariant: what is told holds exactly
+A run with such a fault goes on as any other, and its reward stays where it is. Invariant: a notice holds exactly
 and for some time (STEPS steps, or as many groups), so a run that learns is told nothing; a figure that a line does not
 have tells nothing either way.
 """

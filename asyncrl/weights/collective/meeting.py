@@ -61,7 +61,7 @@ class Meeting:
         return [found[rank] for rank in sorted(found)]
 
     def _admit(self, group: CollectiveGroup, found: dict[int, Link]) -> bool:
-        """Take in new callers; whether that changed whom to wait on."""
+        """Take in new callers; whether that changed the links to wait on."""
         before = len(self._strangers), len(found)
         while (link := self._listener.accept()) is not None:
             if len(self._strangers) >= MAX_WAITING:

@@ -105,7 +105,7 @@ class Sender:
         """Broadcast ``version`` to ``group``: every bucket with the descriptor of its sealed memory, as they come.
 
         Blocks until every member has verified what it received. The descriptors stay the caller's; the members wait
-        for each bucket as long as for one another. What ``buckets`` raises ends the epoch, too.
+        for each bucket as long as for one another. An error of ``buckets`` ends the epoch, too.
         """
         epoch = self._enter(group, version)
         problem = ""
