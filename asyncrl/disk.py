@@ -1,6 +1,6 @@
 """Disks without room: recognised in the errors that they cause, and told in words.
 
-A full disk comes as ENOSPC or EDQUOT of the call that met it, and as the errors of callers of that call: libraries in
+A full disk comes as ENOSPC or EDQUOT of the call that met it, and as errors of libraries above that call: those in
 Rust keep its number in their text, and torch's writer of archives complains of its own position instead. The words for
 people name the disk, the bytes that are free there and the bytes that are needed.
 

@@ -303,7 +303,7 @@ class RewardBroken(AsyncRLError, RuntimeError):
 
     code = "reward_broken"
     retryable = True
-    """Sign for the actor that asked for the reward that no trajectory is to blame. The run ends by it."""
+    """Retryable for the actor that asks for a reward: no trajectory is to blame. The run ends by the error."""
     restartable = False
 
     def __init__(self, function: str, reason: str) -> None:

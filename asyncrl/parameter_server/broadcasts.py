@@ -32,7 +32,7 @@ from asyncrl.parameter_server.offers import may_broadcast
 from asyncrl.parameter_server.replicas import ELIGIBLE_PHASES, GATHERING_PHASES, Event, Phase, Replica
 
 AWAY_S = 5.0
-"""Longest wait for the next question of a replica, which comes at once if it is there; then it is not counted on."""
+"""Seconds for which a replica with no question open is counted on; one that is there comes back at once."""
 ATTEMPTS = 2
 """Attempts at broadcasting one version."""
 LEFT_OUT_MAX = 15

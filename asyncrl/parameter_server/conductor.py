@@ -53,7 +53,7 @@ class Conductor:
         workers: int = 1,
         on_gpu: bool = False,
     ) -> int:
-        """Take a replica's question for more than ``serving``: see ``offer``. Returns the question's number."""
+        """Take a replica's question for versions above ``serving``: see ``offer``. Returns the question's number."""
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE

@@ -168,7 +168,7 @@ class Replica:
     staging_since: float = 0.0
     """Time at which the replica was offered the version that it stages."""
     seniority: int = 0
-    """Rank among the replicas that try to come to a newer version: lower for longer tries; 0 for none."""
+    """Place among the replicas that try to come to a newer version: lower for longer tries; 0 without a try."""
     outrun: bool = False
     """Whether the version that the replica stages is no longer held here."""
     paused_since: float = 0.0

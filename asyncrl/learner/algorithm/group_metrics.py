@@ -125,7 +125,7 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, config: Stalene
 def requeue_metrics(trained: Sequence[Group], requeued: Sequence[Group]) -> dict[str, float]:
     """Groups that were requeued since the last step, and the mean lengths of their responses and of the trained ones.
 
-    The responses that take longest are the latest: a larger first mean is the size of that bias.
+    The longest responses are the latest: a first mean above the second shows the size of that bias.
     """
     found = {"staleness/requeued_groups": float(len(requeued))}
     means = (("staleness/requeued_length_mean", requeued), ("staleness/trained_length_mean", trained))

@@ -89,7 +89,7 @@ def pack(
     while True:
         units = [unit for family in families for unit in _split(family, sizes, budget, parts)]
         costs = np.array([sizes.cost(unit) for unit in units])
-        # The whole work on ranks that never wait is reached; cut up further it only grows.
+        # Ranks that never wait would take as long for this work; cut up further it only grows.
         if costs.sum() >= least * world_size:
             return best
         ranks, time = _deal(_fit(units, costs, sizes, budget, world_size), sizes, world_size)

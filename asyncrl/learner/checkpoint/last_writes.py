@@ -71,7 +71,7 @@ class LastWrites:
         self._room_until = math.inf
 
     def make_way(self) -> None:
-        """Wait for room only as long as a run may that is to end soon."""
+        """Shorten the wait for room: the run is to end soon."""
         self._room_until = min(self._room_until, self._clock.now() + GRACE_SHARE * self._config.preempt.grace_s)
 
     async def begin(self, *, preempted: bool) -> None:

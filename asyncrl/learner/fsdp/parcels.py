@@ -22,7 +22,7 @@ Parcels = list[np.ndarray]
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
-    """Type and shape of an array in a parcel."""
+    """Type, shape and place of an array in a parcel."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -27,8 +27,8 @@ PEAK_FLOPS = (
 )
 """Dense bfloat16 operations a second by a part of the device's name, as its maker states them; the first counts."""
 OPERATIONS, OF_TRAINED = 4, 2
-"""Operations of each parameter for each token, 2 forward and 2 for the gradient of the layer's input; and those more
-of a trained one, for its own gradient."""
+"""Operations of each parameter for each token, 2 forward and 2 for the gradient of the layer's input; and those that a
+trained one adds, for its own gradient."""
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -1,9 +1,8 @@
 """Broadcasts new versions to the engines, bucket after bucket as they are sealed, off the training path.
 
 A version is announced to the parameter server when its first bucket is sealed: engines go on until then. Once every
-member of the group is paused the
-sender's thread sends the buckets sealed so far and then the rest, so that gathering a bucket overlaps sending the
-one before. The training thread hands its buckets over and waits for nobody.
+member of the group is paused the sender's thread sends the buckets sealed so far and then the rest, so that gathering a
+bucket overlaps sending the one before. The training thread hands its buckets over and waits for nobody.
 
 Invariants: one version at a time is announced or sent, and one that comes meanwhile is left to the rolling transports;
 a descriptor is this module's own and stays open until the send is over, apart from the fate of the publication; the

@@ -2,8 +2,7 @@
 
 A version names one set of weights everywhere: in tickets, cache salts, engine labels, segments and bases of deltas.
 So a number is made durable in the run's folder before anybody hears of it, and is never given again, also after a death
-between the two and a new start in the same folder. A number that was marked and never published is
-left out.
+between the two and a new start in the same folder. A number that was marked and never published is left out.
 
 The mark may get lost, as when a run is copied, come from a backup, or be damaged. So it is never taken alone: other
 durable files bear version numbers too (``find_used``), and the mark begins above all of them.
