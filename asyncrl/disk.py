@@ -1,10 +1,10 @@
-"""Disks without room: recognised in whatever they make others raise, and told in words.
+"""Disks without room: recognised in the errors that they cause, and told in words.
 
-A full disk comes as ENOSPC or EDQUOT of the call that met it, and as the errors of those who met that one: libraries in
-Rust keep its number in their text, and torch's writer of archives complains of its own position instead. Whoever tells
-people names the disk, what is free there and what is needed.
+A full disk comes as ENOSPC or EDQUOT of the call that met it, and as errors of libraries above that call: those in
+Rust keep its number in their text, and torch's writer of archives complains of its own position instead. The words for
+people name the disk, the bytes that are free there and the bytes that are needed.
 
-Fails with nothing: where the operating system does not say how much is free, that is None.
+Fails with nothing: where the operating system does not say how much is free, the number is None.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FULL = {errno.ENOSPC: "no space left on", errno.EDQUOT: "the disk quota is used 
 _NUMBERED = re.compile(rf"\bos error ({'|'.join(map(str, FULL))})\b")
 _TORCH_WRITER = re.compile(r"inline_container|PytorchStreamWriter failed writing")
 _A_BLOCK = 1 << 16
-"""Less than this is free on a disk that has torn what torch wrote."""
+"""Bytes; fewer are free on a disk that has torn a file of torch's writer."""
 
 
 def full_errno(error: BaseException, path: Path | None = None) -> int:
     """ENOSPC or EDQUOT if that is why ``error`` was raised, else 0.
 
-    ``path`` is where was written: it decides where the error does not say what led to it.
+    ``path`` is the place of the write: it decides where the error does not say what led to it.
     """
     torn = False
     for link in _chain(error):
@@ -42,7 +42,7 @@ def full_errno(error: BaseException, path: Path | None = None) -> int:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and all that led to it."""
+    """The error and all errors that led to it."""
     waiting, seen = [error], set[int]()
     while waiting:
         link = waiting.pop()
@@ -64,7 +64,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Room for this user where ``path`` is or would be; None where nobody knows."""
+    """Bytes that this user may still write where ``path`` is or would be; None where nobody knows."""
     try:
         room = os.statvfs(nearest_folder(path))
     except OSError:

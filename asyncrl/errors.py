@@ -11,12 +11,12 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── ActorFailed (RuntimeError)        an actor ended the run
     ├── HostFailed (ConnectionError)      a host cannot take part in the run
     ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
-    ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not what was published
+    ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not as it was published
     ├── VersionGone (LookupError)         a version of the weights is no longer held
     ├── NotHere (LookupError)             a chunk of the weights has not come so far
-    ├── VersionReused (ValueError)        a version of the weights is older than what is there
-    ├── InvalidRequest (ValueError)       a call asks for what there is not
-    ├── NotKept (OSError)                 what is asked is begun, and not on disk so far
+    ├── VersionReused (ValueError)        a version of the weights is older than the newest there
+    ├── InvalidRequest (ValueError)       a call asks for something that does not exist
+    ├── NotKept (OSError)                 a request is begun, and not on disk so far
     ├── RestoreNeeded (RuntimeError)      the dataloader has to hear from the learner where the run stands
     ├── RunChanged (ValueError)           a run is resumed with other data, seed or batches, exit code 78
     ├── CheckpointError (OSError)         a checkpoint cannot be written or read
@@ -25,7 +25,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
     │   └── RewardPoolEnded               the pool that runs it has ended; no trajectory is to blame
     ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
-    ├── TooManyFailures (RuntimeError)    of the groups that a script gathers
+    ├── TooManyFailures (RuntimeError)    too many trajectories of a script's groups failed
     ├── EpisodeWorkersEnded (RuntimeError) no process can be had that plays episodes
     ├── EpisodeHostFull (RuntimeError)    an episode host plays as many episodes as it may
     ├── EpisodeOver (RuntimeError)        a call to the policy after the episode that it belongs to has ended
@@ -44,9 +44,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STOPPED_EXIT_CODE = 143
-"""A run was asked to end, and left no checkpoint; 128 + SIGTERM, unless the launcher had another signal."""
+"""Exit code of a run that was asked to end and left no checkpoint; 128 + SIGTERM, or the launcher's other signal."""
 PREEMPTED_EXIT_CODE = 75
-"""A run was asked to end, whoever asked, and left a complete checkpoint from which it can be resumed."""
+"""Exit code of a run that was asked to end, by anybody, and left a complete checkpoint from which it can be resumed."""
 
 
 class AsyncRLError(Exception):
@@ -138,7 +138,7 @@ class EngineDied(AsyncRLError, RuntimeError):
 
 
 class WeightsCorrupt(AsyncRLError, ValueError):
-    """A published version does not hold what its manifest says. ``version`` and ``bucket`` (index) name it."""
+    """A published version has other bytes than its manifest says. ``version`` and ``bucket`` (index) name it."""
 
     def __init__(self, what: str, *, version: int, bucket: int | None = None) -> None:
         self.version, self.bucket = version, bucket
@@ -147,7 +147,7 @@ class WeightsCorrupt(AsyncRLError, ValueError):
 
 
 class VersionGone(AsyncRLError, LookupError):
-    """The weights of ``version`` are no longer held; whoever wants weights asks which there are."""
+    """The weights of ``version`` are no longer held; a caller that wants weights asks which versions there are."""
 
     code = "version_gone"
 
@@ -174,13 +174,13 @@ class VersionReused(AsyncRLError, ValueError):
 
 
 class InvalidRequest(AsyncRLError, ValueError):
-    """A call that was read asks for what there is not, as for bytes past the end."""
+    """A call that was read asks for something that does not exist, as for bytes past the end."""
 
     code = "invalid"
 
 
 class NotGranted(AsyncRLError, PermissionError):
-    """A rollouter delivers what was not granted to it, or not as it delivers it."""
+    """A rollouter delivers a group that was not granted to it, or not as it delivers it."""
 
     code = "forbidden"
 
@@ -190,7 +190,7 @@ class NotGranted(AsyncRLError, PermissionError):
 
 
 class NotKept(AsyncRLError, OSError):
-    """What is asked is begun, but not on disk so far: asked again it is answered once it is. ``file`` names it."""
+    """A request is begun, but not on disk so far: asked again it is answered once it is. ``file`` names the file."""
 
     code = "not_kept"
     retryable = True
@@ -240,7 +240,7 @@ class CheckpointError(AsyncRLError, OSError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is not there, or not what was written: the checkpoint before it may be whole."""
+    """A file of a checkpoint is not there, or not as it was written: the checkpoint before it may be whole."""
 
 
 class BroadcastFailed(AsyncRLError, ConnectionError):
@@ -299,11 +299,11 @@ class RewardPoolEnded(RewardFailed):
 
 
 class RewardBroken(AsyncRLError, RuntimeError):
-    """A reward function fails whatever it is given, so that nothing can be learnt. ``function`` names it."""
+    """A reward function fails in nearly every call, so that nothing can be learnt. ``function`` names it."""
 
     code = "reward_broken"
     retryable = True
-    """By who asks for a reward: no trajectory is to blame. The run ends by it."""
+    """Retryable for the actor that asks for a reward: no trajectory is to blame. The run ends by the error."""
     restartable = False
 
     def __init__(self, function: str, reason: str) -> None:
@@ -352,7 +352,7 @@ class EpisodeOver(AsyncRLError, RuntimeError):
 
 
 class ChatRefused(AsyncRLError, ValueError):
-    """The policy cannot be asked so. ``field`` names what of the request is wrong."""
+    """A request that the policy cannot answer. ``field`` names the part that is wrong."""
 
     code = "chat_refused"
 
@@ -394,7 +394,7 @@ class DeadlineExceeded(WireError, TimeoutError):
 
 
 class RemoteError(WireError):
-    """The handler on the other side failed. ``code`` is stable; ``retryable`` is the handler's own word."""
+    """Failure of the handler on the other side. ``code`` is stable; ``retryable`` is the handler's own word."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """Groups of trajectories: the members end, the failure rule decides, the whole group is scored.
 
-``finish_group`` is that, for one group: the rollouter plays a ticket with it, and ``gather_groups`` a script's groups.
+``finish_group`` does that for one group: the rollouter plays a ticket with it, ``gather_groups`` a script's groups.
 ``gather_groups`` hands each group over as soon as it is finished; there is no barrier over all of them.
 
 Invariant: an error is never a trajectory and never a group. It is counted, and past ``max_failures`` it ends the
-gathering with TooManyFailures. Cancellation passes through, and whatever way ``gather_groups`` is left, nothing that it
-was given goes on.
+gathering with TooManyFailures. Cancellation passes through, and once ``gather_groups`` is left nothing that it was
+given goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MIN_SURVIVORS = 2
-"""A baseline over the group needs two."""
+"""Trajectories that a group's baseline needs."""
 
 
 @dataclass(slots=True)
@@ -32,9 +32,9 @@ class TrajectoryGroup(Generic[T]):
 
     trajectories: list[T]
     failures: list[Exception] = field(default_factory=list)
-    """Of those that did not."""
+    """Errors of the trajectories that did not come to their end."""
     index: int = 0
-    """Place of the group among those that were given."""
+    """Place of the group among the given groups."""
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.trajectories)
@@ -54,7 +54,7 @@ def may_go_on(survivors: int, failures: int, *, needed: int, may_drop: bool) -> 
 
 
 class GroupFailed(Exception):
-    """Too few members of a group came to their end. ``failures`` are those of the others, in order."""
+    """Too few members of a group came to their end. ``failures`` are the errors of the others, in order."""
 
     def __init__(self, survivors: int, failures: list[Exception]) -> None:
         self.survivors, self.failures = survivors, failures
@@ -74,8 +74,8 @@ async def finish_group(
     """Run all members at once and, when the last has ended, go on with those that did not fail: score them.
 
     ``failure`` is the error by which a member fails; any other ends its siblings and comes as ExceptionGroup. Raises
-    GroupFailed where fewer than ``needed`` are left, or any has failed and none may be dropped; and what ``then``
-    raises.
+    GroupFailed where fewer than ``needed`` are left, or any has failed and none may be dropped; and the errors of
+    ``then``.
     """
 
     async def outcome(member: Callable[[], Awaitable[T]]) -> tuple[list[T], list[Exception]]:
@@ -142,7 +142,7 @@ class _Gathering(Generic[T]):
         self.running = {asyncio.ensure_future(self._run(index)) for index in range(len(self._given))}
 
     async def next_finished(self) -> list[TrajectoryGroup[T]]:
-        """What the groups that finish next come to. Raises TooManyFailures."""
+        """The groups that the next tasks to finish leave, after ``after_each``. Raises TooManyFailures."""
         watched: list[asyncio.Future[Any]] = [*self.running, self._broken]
         ended, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if self._broken.done():
@@ -152,7 +152,7 @@ class _Gathering(Generic[T]):
         return [group for task in finished for group in task.result()]
 
     async def end(self) -> None:
-        """Cancel what runs and wait for its end; what has not begun is closed."""
+        """Cancel the running tasks and wait for their end; close the coroutines that have not begun."""
         for task in self.running:
             task.cancel()
         if self.running:
@@ -179,12 +179,12 @@ class _Gathering(Generic[T]):
                 may_drop=True,
             )
         except GroupFailed as error:
-            # Those that failed are counted already.
+            # Failed members are counted already.
             self._lose(error.survivors)
             return []
 
     async def _member(self, member: Member[T]) -> T:
-        """A member, whose error is counted the moment it comes."""
+        """The trajectory of a member, whose error is counted the moment it comes."""
         if not inspect.isawaitable(member):
             return member
         try:
@@ -197,7 +197,7 @@ class _Gathering(Generic[T]):
         group.index, group.failures = index, [_cause(error) for error in group.failures]
         if self._after_each is None:
             return [group]
-        # It may change the group that it is given.
+        # ``after_each`` may change the group that it is given.
         size = len(group)
         try:
             kept = self._after_each(group)
@@ -223,7 +223,7 @@ class _Gathering(Generic[T]):
 
 
 class _MemberFailed(Exception):
-    """Its cause is what a member raised."""
+    """Failure of a member; the cause is the error that the member raised."""
 
 
 def _cause(error: Exception) -> Exception:
@@ -232,7 +232,7 @@ def _cause(error: Exception) -> Exception:
 
 
 def _drop(given: object) -> None:
-    """A coroutine that nobody has awaited says so when it goes; a task is the script's own, and was cancelled."""
+    """Close a coroutine, which would complain that nobody awaited it; a task is the script's own, and was cancelled."""
     if inspect.iscoroutine(given):
         given.close()
     elif isinstance(given, asyncio.Future):

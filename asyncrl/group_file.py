@@ -1,11 +1,11 @@
 """Files of scored groups, one record after the other, as in a checkpoint.
 
 A record is one MessagePack value, an array of two: the xxh3_64 of the body, and the body as a byte string. The body is
-the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. What comes before the body has a
+the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. The bytes before the body have a
 fixed size, so a file is read record by record, and any streaming reader of MessagePack can read it too.
 
-Invariants: a record is read whole and as it was written, or not at all; whoever reads holds one record at a time;
-nothing is unpickled. A record of asyncrl 0.1, whose trajectories had no sequences, is read as what it means now.
+Invariants: a record is read whole and as it was written, or not at all; a reader holds one record at a time;
+nothing is unpickled. A record of asyncrl 0.1, whose trajectories had no sequences, is read in today's form.
 
 Fails with DataError, which names the file and the number of the record, counted from 1.
 """
@@ -29,7 +29,7 @@ from asyncrl.messages.groups import Group
 assert sys.byteorder == "little", "arrays are stored in little-endian order"
 
 HEAD = struct.Struct(">BBQBI")
-"""Array of two, uint64, its value; bin32, its length."""
+"""Head of a record: array of two, uint64, its value; bin32, its length."""
 ARRAY_OF_2, UINT64, BIN32 = 0x92, 0xCF, 0xC6
 MAX_BODY_BYTES = 2**32 - 1
 DTYPES = frozenset({"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}) | {
@@ -48,13 +48,13 @@ def pack_group(group: Group) -> bytes:
 
 
 def read_groups(file: BinaryIO) -> Iterator[Group]:
-    """The groups of a file (seekable), read one by one from where it stands. Raises DataError.
+    """Groups of a file (seekable), read one by one from where it stands. Raises DataError.
 
-    What follows a damaged record is not read.
+    Records behind a damaged one are not read.
     """
     decoder = msgspec.msgpack.Decoder(Group, dec_hook=_decode_array)
     at = file.tell()
-    # A damaged length is not believed beyond it.
+    # A damaged length is not believed beyond the end of the file.
     end = file.seek(0, io.SEEK_END)
     file.seek(at)
     number = 0
@@ -84,7 +84,7 @@ def read_groups(file: BinaryIO) -> Iterator[Group]:
 
 
 def _in_sequences(body: bytes) -> dict[str, Any] | None:
-    """What is in a body of asyncrl 0.1, where a trajectory was one response, all of it sampled, as it is written now;
+    """The body of asyncrl 0.1, where a trajectory was one response, all of it sampled, in the form of today;
     None where it is no such body.
     """
     group = msgspec.msgpack.decode(body)

@@ -1,6 +1,6 @@
 """Rows of JSON lines, read as a stream, so that no file is held in memory whole.
 
-A file that cannot be read at all is a DataError; a single row that cannot be is left to whoever checks the rows.
+A file that cannot be read at all is a DataError; a single row that cannot be is left to the check of the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row that a source found at ``path``:``line`` (1-based), or why there is none."""
+    """A row that a source found at ``path``:``line`` (1-based), or the problem with it."""
 
     path: str
     line: int

@@ -28,7 +28,7 @@ from asyncrl.messages.groups import ConcludedEpochs, EpochIntervals, LedgerState
 Kind = Literal["trained", "filtered", "quarantined"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_PROMPTS = 1 << 32
-"""Of an epoch: what a ledger takes is bounded, whoever names an index."""
+"""Prompts of an epoch, at most: the memory of a ledger is bounded for any index that is named."""
 _FULL = b"\xff" * 256
 
 
@@ -37,7 +37,7 @@ class IndexSet:
     """A set of integers from 0 on: all below ``below``, and of the others those whose bit is set.
 
     Bit k of byte j is that of below + 8 * j + k. ``below`` is the largest such multiple of 8, and the last byte is not
-    0, so that equal sets are equal here, in whatever order they came about.
+    0, so that equal sets are equal here, in any order of their making.
     """
 
     below: int = 0
@@ -45,7 +45,7 @@ class IndexSet:
 
     @classmethod
     def of(cls, bits: bytes) -> IndexSet:
-        """Those whose bits are set, counted from 0."""
+        """The set of the numbers whose bits are set, counted from 0."""
         found = cls(0, bytearray(bits.rstrip(b"\0")))
         found._advance()
         return found
@@ -58,7 +58,7 @@ class IndexSet:
         return self.below + int.from_bytes(self.bits, "little").bit_count()
 
     def among(self, values: np.ndarray) -> np.ndarray:
-        """Which of these values are in the set: int64 [N] to bool [N]."""
+        """Whether each of these values is in the set: int64 [N] to bool [N]."""
         at = (values - self.below) >> 3
         found: np.ndarray = at < 0
         marked = ~found & (at < len(self.bits))
@@ -77,11 +77,11 @@ class IndexSet:
         self._advance()
 
     def copy(self) -> IndexSet:
-        """One of its own."""
+        """A copy that changes by itself."""
         return IndexSet(self.below, bytearray(self.bits))
 
     def _advance(self) -> None:
-        """Leave out what is full at the beginning: each byte once, and none of the others is moved."""
+        """Leave out full bytes at the beginning: each byte once, and none of the others is moved."""
         full, bits = 0, self.bits
         while bits.startswith(_FULL, full):
             full += len(_FULL)
@@ -96,7 +96,7 @@ class IndexSet:
 class _Run:
     """Epochs from ``first`` to before ``end`` in which the same prompts have an outcome.
 
-    Only sets of at most one byte are compared: an epoch that is over is such a set, whatever its size.
+    Only sets of at most one byte are compared: an epoch that is over is such a set, in any size.
     """
 
     first: int
@@ -104,7 +104,7 @@ class _Run:
     concluded: IndexSet
 
     def joins(self, other: _Run) -> bool:
-        """Whether the other one goes on where this one ends, alike."""
+        """Whether the other run begins where this one ends, and has the same prompts."""
         return self.end == other.first and len(self.concluded.bits) <= 1 and self.concluded == other.concluded
 
 
@@ -113,18 +113,18 @@ class Ledger:
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
-        """Ascending; as few as there can be."""
+        """Ascending runs; as few as there can be."""
         self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
         """Deaths that an open prompt has been held in, by uid (of an eval prompt too); absent where there was none."""
         self.requeues: dict[str, int] = {}
-        """How often an open prompt came back too stale to be trained, by uid; absent where it never did."""
+        """Times that an open prompt came back too stale to be trained, by uid; absent where it never did."""
         self.first_epoch = 0
-        """The prompts of earlier epochs were others: what was left of these epochs is left for good."""
+        """First epoch of the present prompts; earlier epochs had others, and their open prompts are left for good."""
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
-        """From what ``state`` gave, or that of asyncrl 0.1. Raises ValueError."""
+        """The ledger of a ``state``, also one of asyncrl 0.1. Raises ValueError."""
         ledger = cls()
         if state.outcomes:
             ledger._take_over(state.outcomes)
@@ -144,7 +144,7 @@ class Ledger:
 
     @property
     def state(self) -> LedgerState:
-        """All of it, to be written or sent; independent of what is recorded afterwards."""
+        """All of the ledger, to be written or sent; independent of later records."""
         return LedgerState(
             concluded=[
                 ConcludedEpochs(
@@ -178,7 +178,7 @@ class Ledger:
         return concluded is None or index not in concluded
 
     def concluded_among(self, epoch: int, indices: np.ndarray) -> np.ndarray:
-        """Which of these prompts have an outcome: int64 [N] to bool [N]."""
+        """Whether each of these prompts has an outcome: int64 [N] to bool [N]."""
         concluded = self._of_epoch(epoch)
         return np.zeros(len(indices), bool) if concluded is None else concluded.among(indices)
 
@@ -197,7 +197,7 @@ class Ledger:
         return 0 if concluded is None else len(concluded)
 
     def _at(self, epoch: int) -> int:
-        """Where the run of this epoch is, or the last one before it; -1 where there is neither."""
+        """Index of the run of this epoch, or of the last one before it; -1 where there is neither."""
         return bisect_right(self._runs, epoch, key=lambda run: run.first) - 1
 
     def _of_epoch(self, epoch: int) -> IndexSet | None:
@@ -205,7 +205,7 @@ class Ledger:
         return self._runs[at].concluded if at >= 0 and epoch < self._runs[at].end else None
 
     def _alone(self, epoch: int) -> int:
-        """Where the run is that is of this epoch alone, from here on."""
+        """Index of a run that is of this epoch alone, from here on."""
         at = self._at(epoch)
         if at < 0 or epoch >= self._runs[at].end:
             self._runs.insert(at + 1, _Run(epoch, epoch + 1, IndexSet()))
@@ -223,7 +223,7 @@ class Ledger:
             self._runs[at].end = self._runs.pop(at + 1).end
 
     def _take_over(self, outcomes: Iterable[EpochIntervals]) -> None:
-        """From the form of asyncrl 0.1: intervals by kind and epoch. Raises ValueError."""
+        """Take outcomes in the form of asyncrl 0.1: intervals by kind and epoch. Raises ValueError."""
         spans: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
         for item in outcomes:
             if item.kind not in KINDS or item.epoch < 0 or len(item.bounds) % 2:
@@ -248,7 +248,7 @@ class Ledger:
 
 
 def _times(intervals: Sequence[np.ndarray]) -> np.ndarray:
-    """int8 [up to the last end]: in how many of these lists of intervals (start, end, start, ...) each index is."""
+    """Number of these lists of intervals (start, end, start, ...) that hold each index: int8 [up to the last end]."""
     steps = np.zeros(max(int(bounds.max(initial=0)) for bounds in intervals) + 1, np.int8)
     for bounds in intervals:
         steps[bounds[::2]] += 1

@@ -2,7 +2,7 @@
 
 Position 0, 1, 2, … runs through epoch 0, then epoch 1, and so on without a seam. Invariant: within an epoch every
 index occurs exactly once, and the result depends on nothing else, neither on a library's random generator nor on
-what was looked up before, so that a restarted dataloader continues where the lost one was.
+earlier look-ups, so that a restarted dataloader continues where the lost one was.
 
 The permutation is the swap-or-not shuffle (Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle",
 CRYPTO 2012): O(log n) time and no memory for a lookup, for any n. Each of its rounds is its own inverse, so that the
@@ -20,7 +20,7 @@ import numpy as np
 
 _MASK = (1 << 64) - 1
 _MIN_ROUNDS = 32
-"""Enough for a small n too, where the bound of the paper says little."""
+"""Rounds that are enough for a small n too, where the bound of the paper says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class EpochOrder:
         return epoch, self._swap_or_not(offset, self._rounds(epoch))
 
     def position(self, epoch: int, index: int) -> int:
-        """Where ``at`` gives this prompt."""
+        """Position at which ``at`` gives this prompt."""
         assert 0 <= index < self.size
         offset = self._swap_or_not(index, reversed(self._rounds(epoch))) if self.shuffle else index
         return epoch * self.size + offset
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """int64 [stop - start]: the indices at these offsets of an epoch, for a small part of what ``at`` costs."""
+        """Indices at these offsets of an epoch, int64 [stop - start], for a small part of the cost of ``at``."""
         index = np.arange(start, min(stop, self.size), dtype=np.int64)
         if not self.shuffle:
             return index

@@ -1,6 +1,6 @@
 """Values that a reward function or an episode may return as rewards.
 
-Invariant: whatever passes is a float of a magnitude that can be learnt from, with such components, one for each
+Invariant: a value that passes is a float of a magnitude that can be learnt from, with such components, one for each
 completion. The rest raises BadOutcome, whose text names the value: an error is never turned into a reward.
 """
 

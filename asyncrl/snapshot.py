@@ -1,11 +1,11 @@
-"""What is known of a run at one moment: what asyncrl-top shows, --json prints and a replay reads.
+"""State of a run at one moment, as far as it is known: asyncrl-top shows it, --json prints it and a replay reads it.
 
-Built by the controller from heartbeats, kept in the run folder, sent to whoever watches. All times are durations in
+Built by the controller from heartbeats, kept in the run folder, sent to every viewer. All times are durations in
 seconds, except ``wall`` (Unix time, s). Counters and the seconds of a state are cumulative since the start of an
 actor's incarnation; a rate divides by the time between the heartbeats that brought its figures (``heard_s``), not
 by that between two ``wall`` (rates.py of the monitor). Names of figures are those of docs/metrics.md.
 
-Invariant: fields are added, never given another meaning; whatever breaks a reader of an older snapshot raises SCHEMA.
+Invariant: fields are added, never given another meaning; a change that breaks a reader of older ones raises SCHEMA.
 None of it is ever part of a cycle, so the garbage collector need not follow it (``gc=False``).
 """
 
@@ -41,18 +41,18 @@ class Resource(Struct, gc=False, frozen=True, kw_only=True):
     state: str
     """One of the closed set of its kind; see monitor/states.py."""
     awaiting: str = ""
-    """Whom or what the state waits for."""
+    """Name of the actor or thing that the state waits for."""
     state_s: float = 0.0
     """Seconds in the present state."""
     seconds: dict[str, float]
-    """By state, as it has told them itself: none shrinks while it lives. With ``since_s`` in the present state they add
-    up to its age at the last heartbeat of its actor."""
+    """Seconds by state, as the resource has told them itself: none shrinks while it lives. With ``since_s`` in the
+    present state they add up to its age at the last heartbeat of its actor."""
     since_s: float = 0.0
-    """Seconds in the present state since it told them, up to that heartbeat. What it has done since nobody knows."""
+    """Seconds in the present state since the resource told ``seconds``, up to that heartbeat; none after it."""
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds by state up to the last heartbeat of its actor."""
+        """Seconds by state up to the last heartbeat of the resource's actor."""
         return {**self.seconds, self.state: self.seconds.get(self.state, 0.0) + self.since_s}
 
 
@@ -70,7 +70,7 @@ class Histogram(Struct, gc=False, frozen=True, array_like=True):
     """Counts by fixed buckets; the edges are in the catalogue of metrics."""
 
     counts: list[Count]
-    """One more than there are edges: the last bucket is open above."""
+    """Counts by bucket, one more than there are edges: the last bucket is open above."""
     sum: float
 
 
@@ -85,14 +85,14 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     condition: str
     """absent, starting, ready, silent, condemned, dead, lost (with its host), aside."""
     state: str = ""
-    """What it says of itself."""
+    """State of the actor by its own word."""
     awaiting: str = ""
     state_s: float = 0.0
     heard_s: float = 0.0
-    """Age of its last heartbeat."""
+    """Age of the actor's last heartbeat."""
     restarts: Count = 0
     version: int = -1
-    """Newest weights it knows of."""
+    """Newest version of the weights that the actor knows of."""
     loop_lag_s: float = 0.0
     """Largest lag of its event loop since the last heartbeat."""
     loop_busy: float = 0.0
@@ -100,9 +100,9 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     cpu: float = 0.0
     """Processors used by the process and its children over the last interval; 1 is one core."""
     rss_bytes: Count = 0
-    """Of the process and its children."""
+    """Resident memory of the process and its children."""
     waits: list[Wait] = []
-    """The oldest first."""
+    """Open waits, the oldest first."""
     resources: list[Resource] = []
     figures: dict[str, float] = {}
     """Counters and gauges by their names."""
@@ -130,7 +130,7 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     """RunPhase."""
     attempt: Count
     age_s: float
-    """Since its first controller started in this attempt."""
+    """Seconds since the run's first controller started in this attempt."""
     step: Count
     steps: Count
     version: int
@@ -143,19 +143,19 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     staleness_max: Count = 0
     groups_per_step: Count = 0
     disk_free_bytes: Count = 0
-    """Of the run folder."""
+    """Bytes free on the disk of the run folder."""
     aside: dict[str, str] = {}
     """The replicas that are set aside, with the reasons."""
 
 
 class Snapshot(Struct, gc=False, frozen=True, kw_only=True):
-    """See the module."""
+    """A whole run at one moment."""
 
     schema: int = SCHEMA
     wall: float
     run: RunView
     actors: list[ActorView]
-    """Sorted by role, then number."""
+    """Actors, sorted by role, then number."""
     train: list[dict[str, Any]] = []
     """The newest lines of kind train of metrics.jsonl, oldest first (at most TRAIN_LINES)."""
     updates: list[dict[str, Any]] = []
@@ -163,7 +163,7 @@ class Snapshot(Struct, gc=False, frozen=True, kw_only=True):
     evals: list[dict[str, Any]] = []
     """The newest line of each evaluation."""
     events: list[Event] = []
-    """The newest, oldest first (at most EVENTS)."""
+    """The newest events, oldest first (at most EVENTS)."""
 
 
 TRAIN_LINES = 64

@@ -1,4 +1,4 @@
-"""Which tokens and strings end a response, beside the model's own end-of-sequence token.
+"""Tokens and strings that end a response, beside the model's own end-of-sequence token.
 
 A special token never shows in the text of a response, so a string of ``rollout.stop`` that is one is looked for by its
 id, as those of ``rollout.stop_token_ids`` are: engines end at them as at the end-of-sequence token, which is sampled,
@@ -22,9 +22,9 @@ class Stops:
     """The ends of a response, beside its longest length."""
 
     token_ids: tuple[int, ...] = ()
-    """Ascending."""
+    """Ids of the tokens, ascending."""
     strings: tuple[str, ...] = ()
-    """Looked for in the text."""
+    """Strings that are looked for in the text."""
 
 
 def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
@@ -38,7 +38,7 @@ def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
 
 
 def with_strings(stops: Stops, strings: Sequence[str], tokenizer: Tokenizer) -> Stops:
-    """The same, and ``strings`` end a response, too."""
+    """``stops``, and ``strings`` end a response, too."""
     special = tokenizer.special_ids
     ids = {*stops.token_ids, *(special[text] for text in strings if text in special)}
     return Stops(tuple(sorted(ids)), (*stops.strings, *(text for text in strings if text not in special)))

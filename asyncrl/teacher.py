@@ -1,8 +1,8 @@
 """A teacher on a server: one request, the log-probs of the tokens of a sequence.
 
-Asked is ``/completions`` of an OpenAI-compatible server that returns the log-probs of a prompt given as ids, as vLLM's
+The client asks ``/completions`` of a server like OpenAI's that gives log-probs of a prompt given as ids, as vLLM's
 does (``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). These are
-of the model as it stands, at temperature 1. Invariant: what comes back is one finite number of at most 0 for each token
+of the model as it stands, at temperature 1. Invariant: the answer is one finite number of at most 0 for each token
 asked for, of that very id; anything else is an error that names the URL. No redirect is followed, so that the key goes
 nowhere else, and no answer is read beyond MOST_BYTES.
 
@@ -67,7 +67,7 @@ class _Text(msgspec.Struct):
 
 
 class TeacherClient:
-    """Asks one server. Made and used in one event loop; ``close`` ends it."""
+    """A client of one server. Made and used in one event loop; ``close`` ends it."""
 
     def __init__(self, url: str, config: TeacherServerConfig) -> None:
         import aiohttp
@@ -122,7 +122,7 @@ class TeacherClient:
         return np.array([self._value(url, ids, found, int(place)) for place in places], np.float64)
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -161,7 +161,7 @@ class TeacherClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = self._http.ClientSession(
-                # How many there are at once is decided by who asks.
+                # The caller decides on the number of connections at once.
                 connector=self._http.TCPConnector(limit=0),
                 timeout=self._http.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 cookie_jar=self._http.DummyCookieJar(),

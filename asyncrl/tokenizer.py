@@ -46,18 +46,18 @@ TOKENIZER_FILES = (
     "sentencepiece*",
     "tokenization_*.py",
 )
-"""One of these is in every folder that holds a tokenizer."""
+"""Patterns of file names, one of which is in every folder that holds a tokenizer."""
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer can do. Its methods may be called from several threads at a time."""
+    """A tokenizer of any kind. Its methods may be called from several threads at a time."""
 
     eos_ids: set[int]
     """Ids that end a response; may be empty."""
     special_ids: dict[str, int]
     """Ids of the special tokens, which ``decode`` leaves out, by their text."""
     vocabulary: int
-    """Ids are below it; those of the model, which may have more than its tokenizer."""
+    """Number that all ids are below; that of the model, which may have more than its tokenizer."""
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
         """The ids of a prompt and its text as the model sees it.
@@ -92,7 +92,7 @@ class Tokenizer(Protocol):
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer of a run, whose chat template is told what the run says. Raises ConfigError."""
+    """The tokenizer of a run, whose chat template is told the run's options. Raises ConfigError."""
     model, chat = config.model, config.chat
     return load_tokenizer(
         model.path,
@@ -111,7 +111,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a model folder, or bytes when there is none. Raises ConfigError.
 
-    ``date``, as YYYY-MM-DD, is what chat templates are told the day is, today's by default; ``template_options`` are
+    ``date``, as YYYY-MM-DD, is the day that chat templates are told, today's by default; ``template_options`` are
     further arguments of the template.
     """
     if path is None:
@@ -129,7 +129,7 @@ def load_tokenizer(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What every chat template of a run is told, beside the conversation."""
+    """Values that every chat template of a run is told, beside the conversation."""
 
     date: Date
     options: Mapping[str, Any]
@@ -149,7 +149,6 @@ class ByteTokenizer:
         self.eos_ids, self.special_ids = {_BYTES}, {BYTES_END: _BYTES}
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        """See Tokenizer."""
         text = self.render_chat(_messages(prompt, system)) if template == "chat" else _plain(prompt)
         return self.encode(text), text
 
@@ -161,7 +160,7 @@ class ByteTokenizer:
         *,
         generate: bool = True,
     ) -> str:
-        """See Tokenizer. A call of a tool is written as Hermes does it."""
+        """Text of a conversation; a call of a tool is written as Hermes does it."""
         lines = [f"tools: {json.dumps(list(tools), ensure_ascii=False)}"] if tools else []
         for message in messages:
             content = message.get("content") or ""
@@ -173,11 +172,10 @@ class ByteTokenizer:
         return "\n".join([*lines, "assistant:"] if generate else [*lines, ""])
 
     def template_text(self, *, with_tools: bool) -> str | None:
-        """See Tokenizer. Only what shows how calls are written."""
+        """A text that shows only how calls are written."""
         return BYTES_CALL
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         ids: list[int] = []
         for number, part in enumerate(text.split(BYTES_END)):
             ids += [_BYTES] * (number > 0)
@@ -185,7 +183,7 @@ class ByteTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """See Tokenizer. Bytes that are no UTF-8 become U+FFFD."""
+        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
         if not keep_special:
             return bytes(id for id in ids if 0 <= id < _BYTES).decode(errors="replace")
         end = BYTES_END.encode()
@@ -195,7 +193,7 @@ class ByteTokenizer:
 
 
 class _HuggingFace:
-    """What the two ways to a Hugging Face tokenizer have in common."""
+    """The common part of the two ways to a Hugging Face tokenizer."""
 
     def __init__(self, folder: Path, told: Told) -> None:
         self._folder = folder
@@ -225,24 +223,22 @@ class _HuggingFace:
         *,
         generate: bool = True,
     ) -> str:
-        """See Tokenizer."""
         given = {**self._special_tokens, **self._told.options, **(options or {})}
         given |= {"messages": messages, "tools": tools or None, "add_generation_prompt": generate}
         template = self._templates[bool(tools)]
         try:
             return str(template.render(given))
         except Exception as error:
-            # A template is a program: what it is given may make it fail in any way, as where it adds text to none.
+            # A template is a program: its arguments may make it fail in any way, as where it adds text to none.
             raise ValueError(f"the chat template refuses the prompt: {error}") from None
 
     def template_text(self, *, with_tools: bool) -> str | None:
-        """See Tokenizer."""
         named = self._named_templates
         return (named.get("tool_use") if with_tools else None) or named.get("default")
 
     @cached_property
     def _named_templates(self) -> dict[str, str]:
-        """Sources by name. The only one, and the one of a file, is the default."""
+        """Sources of chat templates by name. The only one, and the one of a file, is the default."""
         source = self._config.get("chat_template")
         named: dict[str, Any] = {"default": source}
         if isinstance(source, list):
@@ -257,7 +253,7 @@ class _HuggingFace:
 
     @cached_property
     def _templates(self) -> tuple[Any, Any]:
-        """That without tools and that with them, compiled."""
+        """The template without tools and the one with them, compiled."""
         plain, with_tools = (self.template_text(with_tools=tools) for tools in (False, True))
         if plain is None:
             raise ConfigError([f'data.template: {self._folder} has no chat template; set data.template = "plain"'])
@@ -267,7 +263,7 @@ class _HuggingFace:
 
 
 class _FileTokenizer(_HuggingFace):
-    """Through tokenizer.json."""
+    """A tokenizer read through tokenizer.json."""
 
     def __init__(self, folder: Path, told: Told) -> None:
         super().__init__(folder, told)
@@ -289,21 +285,19 @@ class _FileTokenizer(_HuggingFace):
         self.vocabulary = self.vocabulary or self._backend.get_vocab_size()
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        """See Tokenizer."""
         if template == "chat":
             text = self.render_chat(_messages(prompt, system))
             return self.encode(text), text
         text = _plain(prompt)
         encoding = self._encode(text, add_special_tokens=True)
         ids: list[int] = encoding.ids
-        # What a post-processor puts behind the text, an end-of-sequence token say, would end the prompt. What goes in
-        # front is its word alone: transformers too ignores add_bos_token where there is a tokenizer.json.
+        # A token that a post-processor puts behind the text, end-of-sequence say, would end the prompt. The tokens in
+        # front are its word alone: transformers too ignores add_bos_token where there is a tokenizer.json.
         while ids and encoding.special_tokens_mask[len(ids) - 1]:
             ids.pop()
         return ids, text
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return ids
 
@@ -320,7 +314,7 @@ class _FileTokenizer(_HuggingFace):
             raise ValueError(told) from None
 
     def _piece_refused(self, text: str) -> str:
-        """The first part of a text that cannot be encoded by itself; all of it where there is none."""
+        """The first part of a text that cannot be encoded by itself; all of the text where there is none."""
         backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
         for part in re.split(special, text) if special else [text]:
             normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
@@ -333,16 +327,15 @@ class _FileTokenizer(_HuggingFace):
         return text
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """See Tokenizer."""
         return str(self._backend.decode(list(ids), skip_special_tokens=not keep_special))
 
 
 class _TransformersTokenizer(_HuggingFace):
-    """Through transformers, for formats that only it can read."""
+    """A tokenizer of transformers, for formats that only it can read."""
 
     def __init__(self, folder: Path, told: Told, trust_remote_code: bool) -> None:
         super().__init__(folder, told)
-        # Those of transformers change their backend's settings at each call.
+        # Tokenizers of transformers change their backend's settings at each call.
         self._one_at_a_time = threading.Lock()
         try:
             from transformers import AutoTokenizer
@@ -353,7 +346,7 @@ class _TransformersTokenizer(_HuggingFace):
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ConfigError([f"model.path: {folder} holds no tokenizer: {error}"]) from None
         if len(self._backend) <= len(set(self._backend.all_special_ids)):
-            # Some classes of transformers make an empty one where their files are missing.
+            # Some classes of transformers make an empty tokenizer where their files are missing.
             raise ConfigError([f"model.path: the tokenizer in {folder} has no tokens; its vocabulary is missing"])
         if self._backend.eos_token_id is not None:
             self.eos_ids.add(self._backend.eos_token_id)
@@ -361,7 +354,6 @@ class _TransformersTokenizer(_HuggingFace):
         self.vocabulary = self.vocabulary or len(self._backend)
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        """See Tokenizer."""
         if template == "chat":
             text = self.render_chat(_messages(prompt, system))
             return self.encode(text), text
@@ -372,13 +364,11 @@ class _TransformersTokenizer(_HuggingFace):
         return (ids[:-1] if ids[-1:] == [eos] and self.encode(text)[-1:] != [eos] else ids), text
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         with self._one_at_a_time:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False)
         return ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """See Tokenizer."""
         with self._one_at_a_time:
             return str(
                 self._backend.decode(
@@ -388,7 +378,7 @@ class _TransformersTokenizer(_HuggingFace):
 
 
 def _in_context(piece: str, text: str) -> str:
-    """Short literals of a piece of text and of what is around it."""
+    """Short literals of a piece of text and of the text around it."""
     around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
     shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
     return " in ".join(map(repr, dict.fromkeys(shown)))
@@ -446,7 +436,7 @@ def _compile(source: str, date: Date) -> Any:
 
 
 def _text(token: Any) -> str | None:
-    """A special token is text, or a table that holds it."""
+    """Text of a special token, which is text or a table that holds it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,7 +1,7 @@
 """Figures of a trajectory, or a group of them, that follow from its sequences alone. Pure.
 
-They speak of sampled tokens, in the order of ``Sequence.logprobs``: what is context, or repeated from an earlier
-sequence, is in none of them. They rely on what learner/algorithm/group_check.py checks, and fail in no other way.
+They speak of sampled tokens, in the order of ``Sequence.logprobs``: context, and tokens repeated from an earlier
+sequence, are in none of them. They rely on the checks of learner/algorithm/group_check.py, and fail in no other way.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ TRUNCATED: frozenset[FinishReason] = frozenset({"length", "turns", "time"})
 
 
 def is_truncated(trajectory: Trajectory) -> bool:
-    """Whether a limit ended it."""
+    """Whether a limit ended the trajectory."""
     return trajectory.finish_reason in TRUNCATED
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
-    """Its length: so many tokens of it the policy sampled."""
+    """Length of the trajectory: the tokens of it that the policy sampled."""
     return sum(len(sequence.logprobs) for sequence in trajectory.sequences)
 
 
@@ -33,7 +33,7 @@ def sampled_spans(sequence: Sequence) -> Iterator[VersionSpan]:
 
 
 def sampled_positions(sequence: Sequence) -> np.ndarray:
-    """int64 [S]: where in ``tokens`` the sampled ones are."""
+    """Positions of the sampled tokens in ``tokens``: int64 [S]."""
     if len(sequence.logprobs) == len(sequence.tokens):
         return np.arange(len(sequence.tokens))
     return np.concatenate([np.arange(0), *(np.arange(span.start, span.end) for span in sampled_spans(sequence))])
@@ -45,18 +45,18 @@ def versions_of(trajectory: Trajectory) -> list[int]:
 
 
 def oldest_version(group: Group) -> int | None:
-    """That of its oldest sampled token; None where it has none."""
+    """Version of the group's oldest sampled token; None where it has none."""
     return min((version for trajectory in group.trajectories for version in versions_of(trajectory)), default=None)
 
 
 def is_late(group: Group, version: int, limit: int) -> bool:
-    """Whether a token of it is staler than ``limit`` when it is trained at ``version``."""
+    """Whether a token of the group is staler than ``limit`` when it is trained at ``version``."""
     oldest = oldest_version(group)
     return oldest is not None and version - oldest > limit
 
 
 def past_rewards(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [answers] and int64 [answers], sums to S: ``Turn.past_reward`` and length of each answer in it."""
+    """``Turn.past_reward`` and length of each answer in it: float64 [answers] and int64 [answers], which sums to S."""
     if not sequence.turns:
         sampled = len(sequence.logprobs)
         answers = 1 if sampled else 0

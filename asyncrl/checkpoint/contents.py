@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the trainer's own files: where the run stands, and groups that were scored.
+"""Contents of a checkpoint beside the trainer's own files: the state of the run, and groups that were scored.
 
 ``state.json`` is CheckpointState (state.py); ``groups.msgpack`` are the groups of the buffer, then those filtered since
 the last step, each a record of group_file.py. Both are read back as they were written, or not at all.
@@ -23,12 +23,12 @@ from asyncrl.group_file import pack_group, read_groups
 from asyncrl.messages.groups import Group
 
 STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
-"""Names inside a checkpoint; TRAINER is the folder of what ``Backend.save`` writes."""
+"""Names inside a checkpoint; TRAINER is the folder of the files that ``Backend.save`` writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What was read from a checkpoint."""
+    """Contents that were read from a checkpoint."""
 
     path: Path
     state: CheckpointState
@@ -51,7 +51,7 @@ def write_contents(folder: Path, state: CheckpointState, buffered: Sequence[Grou
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Where the run stood. Raises CheckpointError."""
+    """State of the run in a checkpoint. Raises CheckpointError."""
     path = folder / STATE
     with reading(path):
         state = msgspec.json.decode(path.read_bytes(), type=CheckpointState)
@@ -63,7 +63,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Both files. Raises CheckpointError."""
+    """Contents of both files. Raises CheckpointError."""
     state = read_state(folder)
     path = folder / GROUPS
     with reading(path), path.open("rb") as file:

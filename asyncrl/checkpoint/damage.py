@@ -18,12 +18,12 @@ from asyncrl.checkpoint.durable import Digest, difference
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, DataError
 
 DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
-"""Errors of reading that are of the file itself."""
+"""Numbers of reading errors that are of the file itself."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Around reading a file of a checkpoint. Raises DamagedCheckpoint or CheckpointError, naming it."""
+    """Context around reading a file of a checkpoint. Raises DamagedCheckpoint or CheckpointError, naming the file."""
     try:
         yield
     except CheckpointError:
@@ -32,7 +32,7 @@ def reading(path: Path) -> Iterator[None]:
         kind = DamagedCheckpoint if error.errno in DAMAGE else CheckpointError
         raise kind(str(path), f"cannot be read: {error.strerror or error}") from error
     except msgspec.ValidationError as error:
-        # Not what a damaged file looks like: its checksum was right before anybody decodes it.
+        # A damaged file looks otherwise: its checksum was right before anybody decodes it.
         reason = f"cannot be read, as if another version of asyncrl had written it: {error}"
         raise CheckpointError(str(path), reason) from error
     except (msgspec.DecodeError, DataError) as error:

@@ -21,17 +21,17 @@ CHUNK_BYTES = 4 << 20
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
-    """The error of a checkpoint that the operating system refuses, of the file that it names, or of ``path``."""
+    """Error of a checkpoint that the operating system refuses, naming the file of ``error``, or ``path``."""
     where = error.filename if isinstance(error.filename, str) else str(path)
     return CheckpointError(where, error.strerror or str(error), full=full_errno(error))
 
 
 class Digest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file held when it was written."""
+    """Size and checksum of a file when it was written."""
 
     bytes: int
     xxh3_128: str
-    """Of all its bytes, in hexadecimal."""
+    """Checksum of all bytes, in hexadecimal."""
 
 
 def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
@@ -52,7 +52,7 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in place of what is there; a reader sees either the old or the new one. Durable."""
+    """Write a file in place of the one that is there; a reader sees either the old or the new one. Durable."""
     aside = path.with_name(path.name + ".new")
     aside.unlink(missing_ok=True)
     try:
@@ -65,7 +65,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush which names a folder holds."""
+    """Flush the names that a folder holds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -74,7 +74,7 @@ def sync_folder(path: Path) -> None:
 
 
 def digest_file(path: Path) -> Digest:
-    """Read a whole file."""
+    """Digest of a whole file, which is read."""
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -84,7 +84,7 @@ def digest_file(path: Path) -> Digest:
 
 
 def difference(path: Path, written: Digest) -> str | None:
-    """How a file differs from what was written; None if it does not. Raises OSError."""
+    """Difference of a file from the one that was written; None if there is none. Raises OSError."""
     found = digest_file(path)
     if found == written:
         return None

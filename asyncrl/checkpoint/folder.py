@@ -7,21 +7,21 @@
             COMPLETE                         {"version", "step", "files"}: the checksums of the files beside it
             state.json  groups.msgpack  trainer/
         v00000012.1/                         version 12 written once more, with groups that came in since
-        abandoned-v00000031/                 newer than what the run was resumed from
+        abandoned-v00000031/                 newer than the one that the run was resumed from
         damaged-v00000012/                   was the newest and is not whole: the run went on from the one before
         .v00000013.partial-INCARNATION/      being written
         .dead-...                            being removed
 
-It keeps: whatever dies at whatever moment, ``newest`` gives the checkpoint of the last ``commit`` that returned, or the
+Invariant: after any death at any moment, ``newest`` gives the checkpoint of the last ``commit`` that returned, or the
 one being committed, whole. A checkpoint is written aside, flushed, marked COMPLETE, flushed, and appears by one
 rename; a complete one is never written to, and removed only once it has been renamed away and a newer one is there.
-Nothing is committed below the newest, neither by its version nor by its step: the newest is always the one that the
-most was trained for.
+Nothing is committed below the newest, neither by its version nor by its step: the newest is always the one with the
+most training.
 
-An older learner that wakes up does no harm: it finds a newer incarnation in writer.json, and what it was writing has
+An older learner that wakes up does no harm: it finds a newer incarnation in writer.json, and its unfinished folder has
 been renamed away by the newer one's ``claim``, so that its own last rename fails.
 
-Fails with CheckpointError, which names the file; what was complete stays.
+Fails with CheckpointError, which names the file; complete checkpoints stay.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LOOKS = 10
 """Times that a folder in which somebody removes checkpoints is looked at."""
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
 _ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
-"""In the name of a folder of any kind, unfinished, set aside and half removed ones among them."""
+"""Version in the name of a folder of any kind, unfinished, set aside and half removed ones among them."""
 _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
 
@@ -80,13 +80,13 @@ class _Stand(msgspec.Struct, frozen=True):
 def is_leftover(name: str) -> bool:
     """Whether a folder of this name holds a checkpoint that is not finished, or half removed.
 
-    Nobody needs it once its learner is gone.
+    Nobody needs such a folder once its learner is gone.
     """
     return _LEFTOVER.match(name) is not None
 
 
 def checkpoint_dir(config: Config, run_dir: Path) -> Path:
-    """Where the checkpoints of a run are."""
+    """Folder of the checkpoints of a run."""
     if config.checkpoint.dir is None:
         return run_dir / "checkpoints"
     return Path(config.checkpoint.dir) / run_dir.name
@@ -139,14 +139,14 @@ class CheckpointFolder:
         return [name for *_, name in sorted(self._complete_names())][:-1]
 
     def candidates(self) -> list[Path]:
-        """The checkpoints, the newest first, damaged ones among them: whatever has the name of one and holds a file.
+        """The checkpoints, the newest first, damaged ones too: everything that has the name of one and holds a file.
 
         Raises CheckpointError.
         """
         return [self.folder / name for *_, name in sorted(self._named(_holds_a_file), reverse=True)]
 
     def highest_version(self) -> int:
-        """The highest version that anything here is named for, also what is unfinished or was set aside; -1 for none.
+        """The highest version in any name here, also of unfinished and of set-aside checkpoints; -1 for none.
 
         Raises CheckpointError.
         """
@@ -158,8 +158,8 @@ class CheckpointFolder:
         check_files(found.path, _read_complete(found.path / COMPLETE).files, None)
 
     def verify_all(self, found: Found, limit_bytes: int | None) -> None:
-        """The same, and the trainer's files too: each against its size, and its checksum as far as ``limit_bytes`` of
-        reading go, from the smallest file on (None: all of them). Raises CheckpointError naming one.
+        """Do as ``verify``, and for the trainer's files too: each against its size, and its checksum as far as
+        ``limit_bytes`` of reading go, from the smallest file on (None: all). Raises CheckpointError naming a file.
         """
         self.verify(found)
         state = read_state(found.path)
@@ -170,11 +170,11 @@ class CheckpointFolder:
             check_files(trainer, read_trainer_contents(trainer).files, limit_bytes)
 
     def _complete_names(self) -> list[tuple[int, int, str]]:
-        """(version, serial, name) of the complete ones, in no order."""
+        """(version, serial, name) of the complete checkpoints, in no order."""
         return self._named(lambda path: (path / COMPLETE).exists())
 
     def _named(self, counts: Callable[[Path], bool]) -> list[tuple[int, int, str]]:
-        """(version, serial, name) of what has the name of a checkpoint, and counts."""
+        """(version, serial, name) of each folder that has the name of a checkpoint, and counts."""
         with _telling(self.folder):
             found = [match for match in map(_NAME.match, self._names()) if match]
             return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if counts(self.folder / name[0])]
@@ -187,7 +187,7 @@ class CheckpointFolder:
                 return []
 
     def newest_writer(self) -> int:
-        """The newest learner that was let write here; 0 for none. Raises CheckpointError."""
+        """Incarnation of the newest learner that was let write here; 0 for none. Raises CheckpointError."""
         path = self.folder / WRITER
         try:
             return msgspec.json.decode(path.read_bytes(), type=_Writer).incarnation
@@ -200,7 +200,7 @@ class CheckpointFolder:
     # --- writing ---
 
     def claim(self, incarnation: int) -> None:
-        """Become the writer, and remove what dead ones left unfinished. Raises CheckpointError, also when a newer
+        """Become the writer, and remove the unfinished work of dead ones. Raises CheckpointError, also when a newer
         learner has claimed the folder.
         """
         with _telling(self.folder):
@@ -213,7 +213,7 @@ class CheckpointFolder:
         with _telling(self.folder):
             for name in sorted(os.listdir(self.folder)):
                 path = self.folder / name
-                # One that holds files is damaged: those who look for the newest set it aside.
+                # A checkpoint that holds files is damaged: a search for the newest (step_back.py) sets it aside.
                 if is_leftover(name) or (_NAME.match(name) and not _holds_a_file(path)):
                     self._bury(path)
 
@@ -228,11 +228,11 @@ class CheckpointFolder:
         return partial
 
     def commit(self, partial: Path, *, version: int, step: int, files: Sequence[str]) -> Path:
-        """Make what is in ``partial`` the newest checkpoint. Returns where it is.
+        """Make ``partial`` the newest checkpoint. Returns its new path.
 
         ``files`` are the names of those whose checksums are to be noted, flushed like everything in folders inside
         ``partial``. Raises CheckpointError: it is not committed then, and to be discarded. So it is if a complete one
-        is of a higher version or step, which is what the run goes on from.
+        is of a higher version or step: the run goes on from that one.
         """
         self._refuse_if_below(partial, version, step)
         with _telling(partial):
@@ -261,11 +261,11 @@ class CheckpointFolder:
         return target
 
     def discard(self, partial: Path) -> None:
-        """Remove what could not be finished, as far as that is possible."""
+        """Remove a checkpoint that could not be finished, as far as that is possible."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside_above(self, kept: Found) -> list[Path]:
-        """Rename every checkpoint newer than ``kept``: the run goes on from ``kept``, and what came after it is
+        """Rename every checkpoint newer than ``kept``: the run goes on from ``kept``, and the newer ones are of
         another history. Returns their new paths. Raises CheckpointError.
         """
         candidates = self.candidates()
@@ -287,10 +287,10 @@ class CheckpointFolder:
         return target
 
     def retain(self, *, keep: int, keep_every_steps: int) -> list[Path]:
-        """Remove what need not be kept; see retention.py. Returns what was removed. Raises CheckpointError."""
+        """Remove checkpoints that need not be kept; see retention.py. Returns their paths. Raises CheckpointError."""
         complete = []
         for *_, name in self._complete_names():
-            # One that cannot be read is left for people to look at.
+            # A checkpoint that cannot be read is left for people to look at.
             with contextlib.suppress(CheckpointError):
                 complete.append(self.at(self.folder / name))
         removed = [found.path for found in superfluous(complete, keep=keep, keep_every_steps=keep_every_steps)]
@@ -316,7 +316,7 @@ class CheckpointFolder:
         if not names:
             return
         newest, _, name = max(names)
-        # One that cannot be read says nothing but its name.
+        # A checkpoint that cannot be read says nothing but its name.
         newest_step = step_of(self.folder / name)
         if version < newest or (newest_step is not None and step < newest_step):
             of = "" if newest_step is None else f" of step {newest_step}"
@@ -339,7 +339,7 @@ def _holds_a_file(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint, damaged or not; None if that cannot be read."""
+    """The step of a checkpoint, damaged or not; None if it cannot be read."""
     for name in (COMPLETE, STATE):
         with contextlib.suppress(OSError, msgspec.DecodeError):
             return msgspec.json.decode((path / name).read_bytes(), type=_Stand).step
@@ -357,7 +357,7 @@ def _read_complete(mark: Path) -> _Complete:
 
 @contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """Around work on ``path``: what the operating system refuses becomes CheckpointError naming the file."""
+    """Context around work on ``path``: a refusal of the operating system becomes CheckpointError naming the file."""
     try:
         yield
     except CheckpointError:

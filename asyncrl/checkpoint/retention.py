@@ -1,4 +1,4 @@
-"""Which checkpoints are kept. Pure.
+"""The choice of the checkpoints that are kept. Pure.
 
 Kept are the newest, and for good those of steps that are multiples of a number. The newest one is never given up, and
 neither is the one of the highest step, should versions and steps ever disagree on which that is.
@@ -23,8 +23,8 @@ class Found:
 
 
 def superfluous(complete: Iterable[Found], *, keep: int, keep_every_steps: int) -> list[Found]:
-    """Those that may go, oldest first: all but the ``keep`` newest versions (at least one) and the steps above 0
-    that are multiples of ``keep_every_steps`` (0: none are). Of a version that is there twice the older one goes.
+    """Checkpoints that may go, oldest first: all but the ``keep`` newest versions (at least one) and the steps above 0
+    that are multiples of ``keep_every_steps`` (0: none are). The older one goes where a version is there twice.
     """
     ordered = sorted(complete)
     last = {found.version: found for found in ordered}

@@ -1,4 +1,4 @@
-"""Where a run stands: what a learner has to know, beside weights and groups, to lose nothing and repeat nothing."""
+"""State of a run: all that a learner has to know, beside weights and groups, to lose nothing and repeat nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from asyncrl.messages import Count
 from asyncrl.messages.groups import LedgerState
 
 FORMAT = 3
-"""Format 1 has groups without sequences; the ledger of 1 and 2 is one of intervals."""
+"""Format of a state. Format 1 has groups without sequences; the ledger of 1 and 2 is one of intervals."""
 READABLE = (1, 2, FORMAT)
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """How prompts become steps and versions; a ledger and a schedule of steps only make sense with theirs."""
+    """Sizes by which prompts become steps and versions; a ledger and a schedule of steps only make sense with them."""
 
     groups_per_step: Count
     steps_per_version: Count
@@ -22,7 +22,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Config) -> Geometry:
-        """That of a configuration."""
+        """Geometry of a configuration."""
         return cls(
             groups_per_step=config.learner.groups_per_step,
             steps_per_version=config.learner.steps_per_version,
@@ -39,7 +39,7 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Config) -> Adapters:
-        """Those of a configuration."""
+        """Adapters of a configuration."""
         lora = config.lora
         if not lora.is_on:
             return cls()
@@ -48,7 +48,7 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run stands at a version boundary. Fields are only ever added, with a default."""
+    """State of the run at a version boundary. Fields are only ever added, with a default."""
 
     format: int = FORMAT
     version: Count
@@ -60,15 +60,15 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     start: Count
     """Number of the learner's start in this run; lines of append-only files carry it."""
     incarnation: Count
-    """Of the learner that wrote it."""
+    """Incarnation of the learner that wrote the checkpoint."""
     ledger: LedgerState
     fingerprint: str
-    """Of the prompts that the ledger speaks of."""
+    """Fingerprint of the prompts that the ledger speaks of."""
     seed: int
-    """Of their order."""
+    """Seed of the prompts' order."""
     geometry: Geometry
     world_size: Count
-    """Ranks that wrote it."""
+    """Ranks that wrote the checkpoint."""
     limit: float = 0.0
     """Working limit eta_t, in versions."""
     rounds_closed: list[str] = []
@@ -82,9 +82,9 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     buffered: Count = 0
     """Groups in the buffer; they are in groups.msgpack, first."""
     filtered: Count = 0
-    """Groups filtered since the last step; they follow."""
+    """Groups filtered since the last step; they follow in groups.msgpack."""
     prompts: Count = 0
-    """How many the ledger speaks of; 0 where that is not known."""
+    """Number of prompts that the ledger speaks of; 0 where it is not known."""
     adapters: Adapters = Adapters()
     conversations: str = ""
-    """Fingerprint of those of sft.data; empty without."""
+    """Fingerprint of the conversations of sft.data; empty without."""

@@ -1,6 +1,6 @@
 """Stepping back: from a damaged newest checkpoint to the newest that is whole, never in silence and never to nothing.
 
-Whoever looks takes one candidate after the other, the newest first, until one is whole; the damaged ones are renamed
+The search takes one candidate after the other, the newest first, until one is whole; the damaged ones are renamed
 only then. Where none is whole nothing is renamed and CheckpointError says so: to begin anew is for people to decide.
 """
 
@@ -21,11 +21,11 @@ class Damaged:
     path: Path
     problem: DamagedCheckpoint
     step: int | None
-    """None if that cannot be read any more."""
+    """Step of the checkpoint; None if it cannot be read any more."""
 
     def describe(self, taken: Path, step: int, now_at: Path | None = None) -> str:
-        """For people: what is damaged, what is taken instead, and what that costs. ``now_at`` is where the damaged one
-        was renamed to."""
+        """Words for people: the damage, the checkpoint taken instead, and the cost. ``now_at`` is the new path of the
+        damaged one."""
         if self.step is None:
             cost = f"what was trained after step {step} is trained again"
         elif self.step == step:
@@ -43,14 +43,14 @@ class StepBack:
     """The checkpoints of a folder, from the newest on, while they turn out to be damaged."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
-        """Raises CheckpointError."""
+        """Look for the candidates. Raises CheckpointError."""
         self._folder = folder
         self._left = folder.candidates()
         self.damaged: list[Damaged] = []
-        """Newest first."""
+        """Damaged checkpoints, newest first."""
 
     def next(self) -> Path | None:
-        """The newest that was not passed over; None if there is none at all.
+        """The newest checkpoint that was not passed over; None if there is none at all.
 
         Raises CheckpointError when all have been passed over.
         """
@@ -67,17 +67,17 @@ class StepBack:
         raise CheckpointError(str(self._folder.folder), reason)
 
     def pass_over(self, problem: DamagedCheckpoint) -> None:
-        """The one that ``next`` gave is damaged."""
+        """Note that the checkpoint that ``next`` gave is damaged."""
         path = self._left.pop(0)
         self.damaged.append(Damaged(path, problem, step_of(path)))
 
     def set_aside(self) -> list[Path]:
-        """Rename the damaged ones, whose new paths come in their order. Raises CheckpointError."""
+        """Rename the damaged checkpoints; their new paths, in their order. Raises CheckpointError."""
         return [self._folder.set_aside_damaged(damaged.path) for damaged in self.damaged]
 
 
 def newest_whole(folder: CheckpointFolder, limit_bytes: int | None) -> tuple[Found | None, StepBack]:
-    """The newest that ``verify_all`` finds whole, and what was passed over; nothing is renamed.
+    """The newest checkpoint that ``verify_all`` finds whole, and the search with those passed over; nothing is renamed.
 
     Raises CheckpointError.
     """

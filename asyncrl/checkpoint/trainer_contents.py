@@ -16,20 +16,20 @@ CONTENTS = "contents.json"
 
 
 class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields are only ever added, with a default."""
+    """Files of a trainer's folder. Fields are only ever added, with a default."""
 
     steps: int
     """Optimizer steps of the run taken."""
     world_size: int
-    """Ranks that wrote."""
+    """Ranks that wrote the files."""
     files: dict[str, Digest] = {}
-    """All other files of the folder."""
+    """Digests of all other files of the folder."""
     warm_steps: int = 0
-    """Supervised steps taken before them."""
+    """Supervised steps taken before the optimizer steps of the run."""
 
 
 def read_trainer_contents(folder: Path) -> TrainerContents:
-    """Raises CheckpointError."""
+    """The trainer's contents in ``folder``. Raises CheckpointError."""
     path = folder / CONTENTS
     with reading(path):
         return msgspec.json.decode(path.read_bytes(), type=TrainerContents)

@@ -1,12 +1,12 @@
 """The learner's shell: sockets on the event loop, training on a thread of its own.
 
-Rank 0 alone is on the data paths. It takes delivered groups (each uid once), decides what they are (trained,
-filtered, quarantined), trains a step whenever there are enough, gathers a new version, and reports every outcome. What
-was gathered is handed to the publisher and the broadcaster, which have their own tasks. The other ranks follow its
+Rank 0 alone is on the data paths. It takes delivered groups (each uid once), decides on each (trained, filtered,
+quarantined), trains a step whenever there are enough, gathers a new version, and reports every outcome. A gathered
+version is handed to the publisher and the broadcaster, which have their own tasks. The other ranks follow its
 collectives and keep only their control channel.
 
-At every start it goes on from the newest whole checkpoint, or from the initial weights, publishes what it has under a
-new number, and tells the dataloader where the run stands. When a rank dies all ranks start again: whoever survives
+At every start it goes on from the newest whole checkpoint, or from the initial weights, publishes the weights under a
+new number, and tells the dataloader where the run stands. When a rank dies all ranks start again: a rank that survives
 fails in the next collective, or is ended before.
 """
 
@@ -56,13 +56,13 @@ from asyncrl.sft.conversations import Conversations, load_conversations
 PARAMETER_SERVER = "parameter_server/0"
 
 PHASE_STATES = {"copy": "publishing", "probe": "publishing"}
-"""In which state a rank above 0 is at a part of the work; it trains at all others."""
+"""State of a rank above 0 during a part of the work; it trains at all others."""
 
 T = TypeVar("T")
 
 
 class Learner(Actor):
-    """See the module."""
+    """The actor of one rank of the learner."""
 
     role = "learner"
     kind = "rank"
@@ -72,16 +72,16 @@ class Learner(Actor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._backend: Backend
         self._start = 0
-        """How often a learner has begun in this run folder."""
+        """Number of learners that have begun in this run folder."""
         self._intake = Intake(self.config.learner)
         self._evals = EvalCollector()
         self._watch = LearningWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
-        """Of the controller, about checkpoints."""
+        """Messages under way to the controller, about checkpoints."""
         self._checkpoints_failed = 0
-        """In a row."""
+        """Checkpoints in a row that failed."""
         self._is_trained = False
-        """Nothing more is trained: what cannot be written now is told by the end of the run."""
+        """Whether nothing more is trained: a write that fails now is told by the end of the run."""
         self._rounds_written: set[str] = set()
         """Rounds of evaluation whose line is written, as NAME@ROUND."""
         self._rounds_changed = asyncio.Event()
@@ -115,7 +115,7 @@ class Learner(Actor):
             host, port = await self._find_store()
             await self._on_thread(lambda: self._backend.setup(host, port))
             return
-        # Before anything slow: without it nothing can be published.
+        # Before anything slow: without the mark nothing can be published.
         mark = await self._on_thread(self._read_mark)
         start = await self._on_thread(mark.begin)
         if mark.problem:
@@ -132,7 +132,7 @@ class Learner(Actor):
         await self._versions.start()
 
     async def _load_conversations(self) -> Conversations | None:
-        """Those of sft.data; None without. Raises DataError."""
+        """Conversations of sft.data; None without. Raises DataError."""
         if self.config.sft.data is None:
             return None
         self.states.enter("starting", "conversations")
@@ -145,7 +145,7 @@ class Learner(Actor):
         return found
 
     def _phase(self, track: Track, name: str) -> None:
-        """This rank begins a part of the work, or, without a name, ends one. Called by the training thread."""
+        """Note that this rank begins a part of the work, or ends one, without a name. Called by the training thread."""
         if name:
             track.enter(name)
         else:
@@ -185,7 +185,7 @@ class Learner(Actor):
         for name, text in damaged.items():
             self.notify(f"damaged {name}", text)
         if damaged:
-            # It may have found the damaged one.
+            # The controller may have found the damaged one.
             self._tell_of_checkpoint(state.version, state.step, contents.path)
         self._intake = Intake(
             self.config.learner,
@@ -382,7 +382,7 @@ class Learner(Actor):
         self.states.enter("done")
 
     def figures(self) -> dict[str, float]:
-        """Nothing is known before rank 0 has found where the run stands."""
+        """Figures of this rank; of the run only once rank 0 has found where it stands."""
         if not hasattr(self, "_training"):
             return super().figures()
         counts = self._intake.ledger
@@ -458,12 +458,12 @@ class Learner(Actor):
 
     @handler
     def holds(self, request: Holds, caller: Caller) -> Held:
-        """Which of these groups must not be granted again."""
+        """Uids among the request's that must not be granted again."""
         return Held(uids=[uid for uid in request.uids if self._has(uid)])
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
-        """What a rollouter did since its last report."""
+        """Take a rollouter's statistics since its last report."""
         if self._is_rank_0:
             self._lines.stats(caller.name, caller.incarnation, request)
 
@@ -482,7 +482,7 @@ class Learner(Actor):
         for notice in notices:
             self.notify(notice.key, notice.text)
 
-    # --- what is written ---
+    # --- writes ---
 
     def _tell_line(self, line: dict[str, Any]) -> None:
         self.peer(CONTROLLER).cast(MetricsLine(line=line))
@@ -490,7 +490,7 @@ class Learner(Actor):
             self._notify_all(self._watch.after_step(line))
 
     async def _checkpoint(self, *, final: bool = False) -> None:
-        """Begin to write one, of a version boundary. A ``final`` one waits for one that is being written."""
+        """Begin to write a checkpoint, of a version boundary. A ``final`` one waits for one that is being written."""
         snapshot, training = self._intake.snapshot(), self._training
         state = CheckpointState(
             version=training.version,
@@ -537,7 +537,7 @@ class Learner(Actor):
         self._tell_of_checkpoint(written.version, written.step, written.path)
 
     def _tell_of_checkpoint(self, version: int, step: int, path: Path) -> None:
-        """Let the controller know which one is the newest."""
+        """Tell the controller the newest checkpoint."""
         told = CheckpointWritten(version=version, step=step, path=str(path))
         telling = self.tasks.create_task(self._until_answered(told))
         self._telling.add(telling)

@@ -1,4 +1,4 @@
-"""The interface between the learner's shell and whatever trains, and its two backends.
+"""The interface between the learner's shell and the backend that trains, and its two backends.
 
 ``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both
 are blocking and not thread-safe: a rank calls every method that does not say otherwise from **one** thread of its own,
@@ -15,7 +15,7 @@ Order of calls, rank 0::
     scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed,
                       shared=backend.shares_prefixes)
-    backend.send(plan, sending)                 # by any thread, beside whatever goes on; need not be
+    backend.send(plan, sending)                 # by any thread, beside all other calls; need not be
     metrics = backend.train(plan, sending.number)  # one optimizer step; then plan.metrics and these are one line
     saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
     backend.export(folder)
@@ -25,14 +25,14 @@ Order of calls, every other rank::
 
     backend = create(config, rank=rank)
     backend.setup(host, port)                   # host and port as rank 0 had them from open_store
-    backend.follow()                            # does what rank 0 does until its stop, or until interrupt()
+    backend.follow()                            # takes part with rank 0 until its stop, or until interrupt()
     backend.stop()
 
 Fails: an exception from any method but ``export``, ``sees`` and ``load`` leaves the ranks out of step;
 the only thing left to do is to end the process. The three raise after all ranks have finished their part, on rank 0
 alone but for ``load``, so that training may go on. After a failed ``load`` that is from the beginning, in new
 processes; but DamagedCheckpoint comes before anything is changed, and another checkpoint may be loaded.
-What goes wrong while a checkpoint or a version is written is the result of its future alone.
+An error while a checkpoint or a version is written is the result of its future alone.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ that grow, and warns of its name up to 2.11."""
 
 
 class Backend(Protocol):
-    """One rank of whatever trains."""
+    """One rank of a backend that trains."""
 
     packed: bool
     """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
     shares_prefixes: bool
-    """Whether rows may compute once what several of their sequences begin with; settled by ``setup``, alike on all
+    """Whether rows may compute the common beginning of several sequences once; settled by ``setup``, alike on all
     ranks."""
     skips_zero_advantages: bool
     """Whether sequences whose advantages are all 0 need not be computed; settled by ``setup``, alike on all ranks."""
@@ -73,8 +73,8 @@ class Backend(Protocol):
     warm_steps: int
     """Supervised steps taken before the first of the run; ``load`` puts it back."""
     on_phase: Callable[[str], None]
-    """Told, by the thread that calls, of each part of the work that this rank begins, and with an empty name of the end
-    of the last; to be set before ``setup``."""
+    """Function that the calling thread calls with the name of each part of the work that this rank begins, and with an
+    empty one at the end of the last; to be set before ``setup``."""
 
     def open_store(self, host: str) -> tuple[str, int]:
         """Rank 0: bind the rendezvous of the ranks to ``host`` and one of network.ports. Returns (host, port)."""
@@ -89,8 +89,8 @@ class Backend(Protocol):
     def send(self, plan: StepPlan, sending: Sending) -> None:
         """From any thread of rank 0, after the sending before: pack ``plan`` for the other ranks, and send it ahead.
 
-        Returns once they all hold it, each one plan at most; what was void of ``sending`` they let go of before. Where
-        ranks have yet to train the plan that was taken they do so first.
+        Returns once all of them hold it, each one plan at most, after they let go of void ones. Ranks that have yet to
+        train the plan that was taken do so first.
         """
 
     def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
@@ -118,7 +118,7 @@ class Backend(Protocol):
         """
 
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
-        """Rank 0: what the current weights make of these sequences; None if there are none, or no model to ask.
+        """Rank 0: log-probs of these sequences by the current weights; None if there are none, or no model to ask.
 
         Training is not disturbed.
         """
@@ -129,7 +129,7 @@ class Backend(Protocol):
         """Rank 0: the current weights, or the adapters alone where a version is those, as sealed segments of shared
         memory; the caller releases them.
 
-        Returns once every rank has copied its own, after what was published before has been written; training that
+        Returns once every rank has copied its own, after the version before has been written; training that
         follows changes nothing of it. ``probe`` goes along. The future ends with OSError when they cannot be written,
         which leaves the ranks in step, as no other error does.
         """
@@ -145,25 +145,25 @@ class Backend(Protocol):
         """From any thread: about how much an ``export`` writes."""
 
     def sees(self, folder: Path) -> None:
-        """Rank 0: make sure that every rank finds what rank 0 puts into ``folder``. Raises CheckpointError."""
+        """Rank 0: make sure that every rank finds files that rank 0 puts into ``folder``. Raises CheckpointError."""
 
     def save(self, folder: Path) -> Future[None]:
         """Rank 0: write weights, optimizer, steps and generators of random numbers of all ranks into a new ``folder``.
 
-        Returns once they are copied; training that follows changes nothing of what is written. The future ends when
+        Returns once they are copied; training that follows changes nothing of the files. The future ends when
         everything is flushed, ``contents.json`` last, or with CheckpointError when any rank could not write its part.
         The one before must have ended.
         """
 
     def load(self, folder: Path) -> None:
-        """Rank 0: put back on all ranks what ``save`` wrote, by however many ranks.
+        """Rank 0: put back on all ranks the state that ``save`` wrote, by however many ranks.
 
         Comes after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike; when
-        a file is not what was written it is DamagedCheckpoint, and nothing was changed.
+        a file is not as it was written it is DamagedCheckpoint, and nothing was changed.
         """
 
     def follow(self) -> None:
-        """The other ranks: take part in whatever rank 0 does until it stops or ``interrupt`` is called.
+        """The other ranks: take part in all that rank 0 does until it stops or ``interrupt`` is called.
 
         Waiting for the next command has no limit (rank 0 may wait for groups for as long as it takes) but
         ends at once with an error when rank 0 is gone.
@@ -173,7 +173,7 @@ class Backend(Protocol):
         """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds."""
 
     def stop(self) -> None:
-        """End. On rank 0 the followers are told."""
+        """End this rank's part. On rank 0 the followers are told."""
 
 
 def create(config: Config, rank: int) -> Backend:

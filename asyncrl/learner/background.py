@@ -1,7 +1,7 @@
 """One piece of work at a time, on a thread beside the one that trains.
 
-It keeps: a piece begins only after the one before has ended, and whoever began it has its result or its error by the
-future alone. The thread is a daemon: memory or a disk that hangs must not keep the process from ending.
+It keeps: a piece begins only after the one before has ended, and its result or its error comes by the future alone.
+The thread is a daemon: memory or a disk that hangs must not keep the process from ending.
 
 Fails with DeadlineExceeded where the piece before does not end in time.
 """
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class Background:
-    """``name`` is that of the thread; ``who`` waits for what it does. One thread alone calls its methods."""
+    """The thread called ``name``; ``who`` waits for its work. One thread alone calls its methods."""
 
     def __init__(self, name: str, who: str) -> None:
         self._name, self._who = name, who
         self._thread: threading.Thread | None = None
 
     def wait(self, timeout_s: float) -> None:
-        """Until the piece before has ended. Raises DeadlineExceeded."""
+        """Wait until the piece before has ended. Raises DeadlineExceeded."""
         if self._thread is None:
             return
         self._thread.join(timeout_s)
@@ -35,7 +35,7 @@ class Background:
         self._thread = None
 
     def start(self, work: Callable[[], T]) -> Future[T]:
-        """Begin; the piece before has ended."""
+        """Begin a piece of work; the piece before has ended."""
         assert self._thread is None or not self._thread.is_alive()
         done: Future[T] = Future()
         # Nobody may cancel it: the thread will set its result.

@@ -8,7 +8,7 @@ the last one admits, and the run ends with the reason only when those are used u
 ``checkpoint.room_wait_s``. A checkpoint that cannot be written is told, and owed where its disk is full: it is tried
 again at the first boundary with room; the last complete one stays.
 
-Preempted, it takes what the rollouters still deliver, comes to a version boundary, and writes a checkpoint.
+Preempted, it takes the groups that rollouters still deliver, comes to a version boundary, and writes a checkpoint.
 
 A step in which every trajectory is masked is none: optimizer, step number and version stay as they are, its groups are
 filtered, and others take their places.
@@ -58,7 +58,7 @@ from asyncrl.trajectories import is_truncated, oldest_version, versions_of
 OWED_RETRY_S = 5.0
 """Pause before a version that could not be published is tried again."""
 LAST_GROUPS_SHARE = 0.3
-"""Of preempt.grace_s: longest wait for what the rollouters still deliver."""
+"""Share of preempt.grace_s: longest wait for the last groups of the rollouters."""
 
 UNPUBLISHED = "publish"
 """Key of the notice of versions that cannot be published."""
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class Training:
-    """See the module. ``step`` is what has been trained already."""
+    """The loop of rank 0. ``step`` is the number of steps trained already."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Training:
         self.step = step
         """Steps trained so far."""
         self.version = -1
-        """The newest one."""
+        """The newest version."""
         self.supply: DataloaderLink
         self.preempted = False
         self._config = config
@@ -136,18 +136,18 @@ class Training:
         self._waited = False
         """Whether the step under way had to wait for groups."""
         self._not_published = ""
-        """Why the last attempt to publish failed."""
+        """Reason that the last attempt to publish failed."""
         self._publish_error: OSError | None = None
-        """Of the last version that failed."""
+        """Error of the last version that failed."""
         self._probed: list[ProbeSequence] = []
-        """What engines and learner are held against each other by."""
+        """Sequences by which engines are held against the learner."""
         self._stragglers: Stragglers | None = None
-        """Under staleness.late = wait; of groups that may be of several versions."""
+        """Choice of steps under staleness.late = wait; of groups that may be of several versions."""
         self._step_uids: tuple[str, ...] = ()
-        """Groups of the next step; empty for the oldest."""
+        """Uids of the groups of the next step; empty for the oldest."""
 
     def tell_news(self) -> None:
-        """Groups, supply or preemption: whoever waits looks again."""
+        """Let all waits look again: there are new groups, there is new supply, or the run makes way."""
         self._news.set()
         self._planner.ahead.look_again()
 
@@ -156,12 +156,12 @@ class Training:
         await self._planner.ahead.run()
 
     def close(self) -> None:
-        """The tasks have ended."""
+        """End the planning; the tasks have ended."""
         self._planner.ahead.close()
 
     @property
     def stand(self) -> Stand:
-        """Where the training is."""
+        """State of the training."""
         learner = self._config.learner
         return Stand(
             version=self.version,
@@ -174,7 +174,7 @@ class Training:
         """Take the supervised steps before the first version, those that no checkpoint holds; whether there were any.
 
         A run that makes way stops between two of them, and goes on there when it is resumed. One that has trained a
-        step takes no more, whatever its configuration says now.
+        step takes no more, even if its configuration asks for more now.
         """
         steps, first = self._config.sft.warm_steps if not self.step else 0, self._backend.warm_steps
         while self._backend.warm_steps < steps and not self.preempted:
@@ -250,7 +250,7 @@ class Training:
         return bool(every and self.step % every == 0) or self._checkpoint_owed()
 
     async def finish(self) -> None:
-        """The last step is trained: what is left are the last evaluations and what the user keeps.
+        """Do the work after the last step: the last evaluations, and the writing of files that the user keeps.
 
         A round at the end is granted only to engines that serve the last version, so it is the one that waits for
         the parameter server to have it. A run that is to make way does without.
@@ -270,7 +270,7 @@ class Training:
                     await self._news.wait()
 
     async def _train_step(self, began: float) -> TrainedStep | None:
-        """One step; None when it was not taken, and its groups are filtered or the bad ones quarantined."""
+        """Train one step; None when it was not taken, and its groups are filtered or the bad ones quarantined."""
         learner, staleness, intake = self._config.learner, self._config.staleness, self._intake
         version = self.version
         groups, filtered = intake.begin_step(self._step_uids)
@@ -365,13 +365,13 @@ class Training:
         return buffer.look_up(oldest_groups(buffer, requeues, step, self._config))
 
     def _count_late(self, metrics: dict[str, float]) -> None:
-        """Groups with late tokens, trained or masked."""
+        """Count groups with late tokens, trained or masked."""
         hard = self._config.staleness.hard
         name = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
         self._counters.add(name, metrics["staleness/late_groups"])
 
     def _filter_step(self, groups: list[Group]) -> None:
-        """A step without a token to train: momentum alone would move the weights."""
+        """Filter the groups of a step without a token to train: momentum alone would move the weights."""
         self._track.leave()
         self._intake.filter_step()
         self._counters.add("learner/empty_steps")
@@ -385,7 +385,7 @@ class Training:
         self._progress()
 
     async def _groups_are_there(self) -> bool:
-        """Until a step's groups are there, or all that are ever to come are; False when the run makes way instead.
+        """Wait until a step's groups are there, or all that are ever to come are; False when the run makes way instead.
 
         Raises ActorFailed when the run cannot go on.
         """
@@ -447,7 +447,7 @@ class Training:
         return "" if self._stragglers is None else self._stragglers.waits_for
 
     def _requeue_late(self) -> None:
-        """Give back what is too stale and may be generated again."""
+        """Give groups back that are too stale and may be generated again."""
         staleness, intake = self._config.staleness, self._intake
         if staleness.late != "requeue":
             return
@@ -461,7 +461,7 @@ class Training:
             self._counters.add("staleness/requeued_groups")
         if late:
             if self._teacher is not None:
-                # What comes under these uids next is another response.
+                # The next group under these uids is another response.
                 self._teacher.keep(intake.claims)
             self.supply.changed()
 
@@ -472,7 +472,7 @@ class Training:
         return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.ticket.uid in uids])
 
     async def _take_the_last(self) -> None:
-        """Until the rollouters have delivered or returned what they hold, or for as long as that may take."""
+        """Wait until the rollouters have delivered or returned their groups, or for as long as that may take."""
         self._states.enter("waiting", "last groups")
         within = LAST_GROUPS_SHARE * self._config.preempt.grace_s
         try:
@@ -522,7 +522,7 @@ class Training:
             version = await self._versions.make(self._probed)
         except OSError as error:
             if isinstance(error, AsyncRLError):
-                # Not a disk or memory that is full: the ranks are out of step.
+                # The error is not of a full disk or memory: the ranks are out of step.
                 raise
             self.publish_failed(error)
             return False
@@ -561,7 +561,7 @@ class Training:
 
 
 def _masked(groups: list[Group], step: int, version: int, config: Config) -> str:
-    """Why a step has no token to train, and what to do, for the user."""
+    """Words for the user: the reason that a step has no token to train, and the way to mend it."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     told = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
     cut = sum(map(is_truncated, trajectories)) if config.reward.truncated == "mask" else 0
@@ -580,12 +580,12 @@ def _masked(groups: list[Group], step: int, version: int, config: Config) -> str
 
 
 def _taken(plan: StepPlan, uids: Sequence[str]) -> StepPlan:
-    """What was trained of a plan: the updates of these groups."""
+    """The trained part of a plan: the updates of these groups."""
     updates = [update for update in plan.updates if set(uids).issuperset(update.uids)]
     return replace(plan, updates=updates, metrics={})
 
 
 def _sampled(groups: list[Group]) -> dict[str, int]:
-    """The oldest and the newest version that sampled tokens of these groups; nothing where there are none."""
+    """Oldest and newest version that sampled tokens of these groups; nothing where there are none."""
     versions = [version for group in groups for trajectory in group.trajectories for version in versions_of(trajectory)]
     return {"sampled_oldest": min(versions), "sampled_newest": max(versions)} if versions else {}

@@ -1,13 +1,13 @@
 """The plan of the next step, made and sent to the ranks while the present one is trained.
 
-    Outlook   which step comes next and under which version, unless that version cannot be made
+    Outlook   the step that comes next and its version, unless that version cannot be made
     Basis     all that a plan is made of: the step, its version, its groups
 
-The groups of a step are chosen when it begins, so what is planned early is a guess: of the groups that would be chosen
+The groups of a step are chosen when it begins, so an early plan is a guess: of the groups that would be chosen
 now. It is made anew when older ones have come meanwhile, but takes no more than half of the time.
 
-It keeps: an early plan is used only where it was made of what the step has when it begins, the very same groups under
-the same version. A plan is a function of these, so a step is what it would be without. One that no step can take any
+It keeps: an early plan is used only where it was made of the basis with which the step begins, the very same groups
+under the same version. A plan is a function of these, so a step is the same as without. One that no step can take any
 more is not sent, or void where it was (sent_ahead.py). Nothing of it is durable.
 
 Fails with nothing of its own: an error of an early plan is raised to the step that takes it. If no step does, its
@@ -36,11 +36,11 @@ class Outlook:
     """A step to come."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     version: int
-    """The newest one when it begins."""
+    """The newest version when the step begins."""
     unpublished: int
-    """Steps trained since that one."""
+    """Steps trained since that version."""
 
     def after(self, steps_per_version: int, next_version: int) -> Outlook:
         """The step behind it, if ``next_version`` is the number of the next version and that can be made."""
@@ -50,7 +50,7 @@ class Outlook:
         return Outlook(self.step + 1, next_version, 0)
 
     def basis(self, groups: Sequence[Group]) -> Basis:
-        """Of what it is planned if it trains these."""
+        """Basis of the step's plan if it trains these groups."""
         return Basis(self.step, self.version, self.unpublished == 0, tuple(groups))
 
 
@@ -63,7 +63,7 @@ class Basis:
     fresh: bool
     """Whether no step was trained since the version."""
     groups: tuple[Group, ...]
-    """In the order in which they are trained."""
+    """Groups in the order in which they are trained."""
 
     def is_that_of(self, other: Basis) -> bool:
         """Whether the same plan is made of both. A group that came anew under the uid of another is not the same."""
@@ -79,12 +79,12 @@ def groups_wanted(step: Outlook, config: Config) -> int:
     learner = config.learner
     if config.staleness.max:
         return learner.groups_per_step
-    # All of a version's, or which of them make up a step would be a matter of who came first.
+    # All of a version's, or the choice of a step's groups would be a matter of their arrival.
     return learner.groups_per_step * max(1, learner.steps_per_version - step.unpublished)
 
 
 def oldest_groups(buffer: GroupBuffer, requeues: Mapping[str, int], step: Outlook, config: Config) -> tuple[str, ...]:
-    """Uids of the groups of the step, of those that are here; none where these are too few.
+    """Uids of the step's groups, of those that are here; none where these are too few.
 
     ``requeues`` is the ledger's.
     """
@@ -107,8 +107,8 @@ class _Early:
 
 
 class PlanAhead:
-    """``expected`` is the basis of the next step as far as is known, None where that is too little; ``plan`` makes a
-    plan of it and ``send`` takes it to the ranks, on a thread of their own.
+    """Early plans. ``expected`` is the basis of the next step as far as is known, None where that is too little;
+    ``plan`` makes a plan of it and ``send`` takes it to the ranks, on a thread of their own.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class PlanAhead:
         self._early: _Early | None = None
 
     def look_again(self) -> None:
-        """What is expected may have changed."""
+        """Note that the expected basis may have changed."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Plan whatever is expected, until cancelled."""
+        """Plan each expected basis, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             await self._changed.wait()
@@ -141,9 +141,9 @@ class PlanAhead:
             await asyncio.sleep(clock() - began)
 
     async def take(self, basis: Basis) -> tuple[StepPlan, int] | None:
-        """The plan of the step that begins with this, and under which number the ranks hold it, if it was made early.
+        """The plan of the step that begins with this basis, and its number on the ranks, if it was made early.
 
-        Raises what making or sending it raised.
+        Raises the error of making or sending it.
         """
         if self._early is None or not self._early.basis.is_that_of(basis):
             self._discard()
@@ -162,7 +162,7 @@ class PlanAhead:
 
     def _begin(self, basis: Basis) -> asyncio.Future[StepPlan]:
         plan = asyncio.get_running_loop().run_in_executor(self._thread, self._make, basis, self._sendings.begin())
-        # One that nobody takes fails nothing.
+        # A plan that nobody takes fails nothing.
         plan.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._early = _Early(basis, plan)
         return plan

@@ -1,4 +1,4 @@
-"""How the plan of a step comes about: what has to be scored first, its updates, and the conversations beside them.
+"""Making the plan of a step: the scores that come first, its updates, and the conversations beside them.
 
 Runs on the thread of the backend where that has to score first (``needs_scores``), else on any. Fails as build_step and
 kl_reward.py say.

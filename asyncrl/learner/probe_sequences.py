@@ -1,7 +1,7 @@
-"""What engines and learner are held against each other by: real prompts, and from the first step on responses to them.
+"""Sequences by which engines are held against the learner: real prompts, and from the first step on responses to them.
 
 Invariant: the same step chooses the same sequences; each fits into the smallest context that an engine may have, with a
-token to spare for what it samples. Pure.
+token to spare for the one that it samples. Pure.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from asyncrl.messages.groups import Group, Trajectory
 
 SEQUENCES = 8
 LENGTH = 128
-"""Longest sequence, in tokens."""
+"""Tokens of the longest sequence."""
 
 
 class ProbeSequence(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens, one or more, and after how many of them at the earliest an engine is asked to sample the next."""
+    """Tokens, one or more, and the least number of them after which an engine is asked to sample the next."""
 
     tokens: list[int]
     begin: int
-    """1 or more, at most their number."""
+    """Least number of tokens before a sampled one: 1 or more, at most all."""
 
 
 def probe_length(config: Config) -> int:
-    """LENGTH, or what the engines' context has room for beside the token that they sample."""
+    """LENGTH, or the number of tokens that the engines' context has room for beside the token that they sample."""
     return min(LENGTH, config.data.max_prompt_tokens + config.rollout.max_tokens - 1)
 
 
 def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequence]:
-    """Of each prompt its end, at most ``length`` tokens, of which the second half counts as a response."""
+    """End of each prompt, at most ``length`` tokens, of which the second half counts as a response."""
     found = []
     for prompt in prompts:
         tokens = prompt[-length:].tolist()
@@ -44,9 +44,9 @@ def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequen
 def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:
     """One response of each of SEQUENCES groups, or several of fewer groups, after the end of its prompt.
 
-    Its beginning where it does not fit.
+    The response's beginning where it does not fit.
     """
-    # Of each group another sample, and of fewer groups several.
+    # Another sample of each group, and several of fewer groups.
     chosen = {(i * len(groups) // SEQUENCES, i) for i in range(SEQUENCES if groups else 0)}
     picked = {(g, i % len(groups[g].trajectories)) for g, i in chosen if groups[g].trajectories}
     return [_response(groups[g], groups[g].trajectories[sample], length) for g, sample in sorted(picked)]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from asyncrl.messages.weights import Bucket, Manifest
 
 OnSealed = Callable[[Bucket, int], None]
-"""Told of each bucket, in order, with the descriptor of its segment, as soon as it is sealed. Called on the thread that
-assembles: it must neither wait nor raise, and duplicates the descriptor to keep it."""
+"""Function that is told of each bucket, in order, with the descriptor of its segment, as soon as it is sealed. It runs
+on the thread that assembles: it must neither wait nor raise, and duplicates the descriptor to keep it."""
 
 
 @dataclass
@@ -24,11 +24,11 @@ class Publication:
 
     @property
     def bytes(self) -> int:
-        """Size of all buckets."""
+        """Bytes of all buckets."""
         return sum(bucket.size for bucket in self.manifest.buckets)
 
     def release(self) -> None:
-        """Close the segments; those who opened them keep them. Idempotent."""
+        """Close the segments; processes that opened them keep them. Idempotent."""
         while self.fds:
             os.close(self.fds.pop())
 

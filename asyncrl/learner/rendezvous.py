@@ -1,6 +1,6 @@
-"""Where the ranks of one generation of the learner meet: at the store of its rank 0.
+"""The meeting point of the ranks of one generation of the learner: the store of its rank 0.
 
-Invariant: no rank goes to the store of another generation than its own, whatever the controller knows of either. Fails
+Invariant: no rank goes to the store of another generation than its own, even if the controller knows others. Fails
 with Refused where rank 0 is of a newer one already: then this rank is to be started again.
 """
 

@@ -1,6 +1,6 @@
 """A learner that trains nothing: it takes as long as it is told to and publishes bytes of the right number.
 
-The same interface as the real one (backend.py), for rehearsing a system without a model. torch is not
+Its interface is that of the real one (backend.py), for rehearsing a system without a model. torch is not
 imported. Ranks above 0 have nothing to follow.
 """
 
@@ -29,7 +29,7 @@ from asyncrl.weights.segments import Segment, layout
 
 
 class SimTrainer:
-    """See Backend."""
+    """One rank of the ``sim`` backend."""
 
     packed = True
     shares_prefixes = False
@@ -48,10 +48,10 @@ class SimTrainer:
         return host, 0
 
     def setup(self, host: str, port: int) -> None:
-        """Nothing to meet for and nothing to load."""
+        """Do nothing: there is nobody to meet and nothing to load."""
 
     def send(self, plan: StepPlan, sending: Sending) -> None:
-        """There is nobody to send it to."""
+        """Do nothing: there is nobody to send it to."""
 
     def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
         if not plan.sequences:
@@ -64,7 +64,7 @@ class SimTrainer:
         raise AssertionError("there is no reference")
 
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
-        """Nothing could be asked."""
+        """None: there is no model to ask."""
         return None
 
     def publish(
@@ -98,7 +98,7 @@ class SimTrainer:
         return publication
 
     def export(self, folder: Path) -> None:
-        """There are no weights to write."""
+        """Do nothing: there are no weights to write."""
 
     def checkpoint_bytes(self) -> int:
         return 0
@@ -107,7 +107,7 @@ class SimTrainer:
         return 0
 
     def sees(self, folder: Path) -> None:
-        """Rank 0 writes alone."""
+        """Do nothing: rank 0 writes alone."""
 
     def save(self, folder: Path) -> Future[None]:
         done: Future[None] = Future()
@@ -126,10 +126,10 @@ class SimTrainer:
         self._steps = read_trainer_contents(folder).steps
 
     def follow(self) -> None:
-        """Rank 0 needs nobody."""
+        """Return at once: rank 0 needs nobody."""
 
     def interrupt(self) -> None:
-        """Nobody waits."""
+        """Do nothing: nobody waits."""
 
     def stop(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""

@@ -1,4 +1,4 @@
-"""Where the plan of each step comes from: made early, beside the training, or when the step begins.
+"""The source of each step's plan: one made early, beside the training, or one made when the step begins.
 
 It keeps: either way it is the plan of the groups and the version with which the step begins. Where a model has to score
 them first, nothing is planned early.
@@ -24,8 +24,8 @@ from asyncrl.monitor.metrics import Figures
 
 
 class StepPlanner:
-    """``thread`` is that of ``backend``; ``chosen`` are the groups that a step would have if it began now, as far as is
-    known, or none.
+    """The planner of steps. ``thread`` is that of ``backend``; ``chosen`` are the groups that a step would have if it
+    began now, as far as is known, or none.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The parameter server: takes publications, holds the newest versions, and conducts how replicas take them over.
 
-The learner waits for nothing here but that its segments are held. Replicas ask; their calls are parked and answered
-by events, never polled. What is decided is decided by the conductor: here are its sockets, clock, segments and log.
+The learner waits here only until its segments are held. Replicas ask; their calls are parked and answered
+by events, never polled. All decisions are the conductor's: here are its sockets, clock, segments and log.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class ParameterServer(Actor):
-    """See the module."""
+    """The actor of the parameter server; its conductor decides."""
 
     role = "parameter_server"
 
@@ -53,17 +53,17 @@ class ParameterServer(Actor):
         self._conductor = Conductor(self.config.weights, first_epoch=context.incarnation)
         self._held = HeldVersions()
         self._lots: dict[str, ParkingLot] = {}
-        """Each caller's parked question."""
+        """Parked question of each caller."""
         self._engines = (-1, "")
         """A version, and the checksum of the first engine that took it over."""
         self._condemned = ParkingLot()
-        """The learner, for as long as what it has published is whole."""
+        """The learner's parked call, for as long as all that it has published is whole."""
         self._suspect = asyncio.Event()
-        """A replica has found the newest version corrupt."""
+        """Set when a replica has found the newest version corrupt."""
         self._accepted = asyncio.Event()
-        """A version waits for its deltas."""
+        """Set when a version waits for its deltas."""
         self._sooner = asyncio.Event()
-        """The conductor's deadline is before the one waited for."""
+        """Set when the conductor's deadline is before the one waited for."""
         self._timer: float | None = None
 
     async def run(self) -> None:
@@ -77,7 +77,7 @@ class ParameterServer(Actor):
         await self._held.close()
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """What is dead stages nothing, pauses for nothing, and takes part in nothing."""
+        """Take a dead actor out: it stages nothing, pauses for nothing, and takes part in nothing."""
         self._conductor.left(name, incarnation, self._now())
         self._changed()
 
@@ -85,7 +85,7 @@ class ParameterServer(Actor):
 
     @handler
     def publish(self, request: Publish, caller: Caller) -> Done:
-        """A new version; repeated with the same number it is acknowledged again. Raises VersionReused."""
+        """Take a new version; repeated with the same number it is acknowledged again. Raises VersionReused."""
         version = request.manifest.version
         if not self._conductor.publications.is_new(version):
             return Done()
@@ -103,7 +103,7 @@ class ParameterServer(Actor):
 
     @handler
     async def keep_published(self, request: KeepPublished, caller: Caller) -> Published:
-        """Parked while the version, or a newer one, is held and whole."""
+        """Park the call while the version, or a newer one, is held and whole."""
 
         def lost() -> Published | None:
             corrupt = request.version <= self._conductor.publications.condemned
@@ -114,14 +114,14 @@ class ParameterServer(Actor):
 
     @handler
     async def announce(self, request: Announce, caller: Caller) -> Announced:
-        """Parked until the members are paused, or there will be no broadcast."""
+        """Park the call until the members are paused, or there will be no broadcast."""
         number = self._conductor.announce(caller.name, caller.incarnation, request, self._now())
         found = await self._parked(caller, number, lambda: self._conductor.decided(request.version))
         return found or Announced(decided=False)
 
     @handler
     def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
-        """With an error it is over for all who have not committed."""
+        """End the broadcast; with an error it is over for all who have not committed."""
         self.log.info("broadcast sent", version=request.version, epoch=request.epoch, error=request.error)
         self._conductor.broadcast_ended(request.version, request.epoch, request.error, self._now(), again=request.again)
         self._changed()
@@ -131,7 +131,7 @@ class ParameterServer(Actor):
 
     @handler
     async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
-        """Parked until there is something newer than what the replica serves."""
+        """Park the call until there is a newer version than the one that the replica serves."""
         number = self._conductor.next_update(
             caller.name,
             caller.incarnation,
@@ -161,7 +161,7 @@ class ParameterServer(Actor):
 
     @handler
     async def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
-        """Parked until the replica may pause."""
+        """Park the call until the replica may pause."""
         version = request.version
         number = self._conductor.request_pause(
             caller.name, caller.incarnation, version, self._now(), paths=request.paths
@@ -171,7 +171,7 @@ class ParameterServer(Actor):
 
     @handler
     async def join_broadcast(self, request: JoinBroadcast, caller: Caller) -> BroadcastBegins:
-        """Parked until all members are paused, or the broadcast is called off."""
+        """Park the call until all members are paused, or the broadcast is called off."""
         version, epoch = request.version, request.epoch
         number = self._conductor.join(caller.name, caller.incarnation, version, epoch, self._now())
         begins = await self._parked(caller, number, lambda: self._conductor.begins(caller.name, version, epoch))
@@ -179,7 +179,7 @@ class ParameterServer(Actor):
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
-        """The end of an update frees its pause for the next replica."""
+        """Take the end of an update, which frees its pause for the next replica."""
         counted = self._conductor.report(
             caller.name,
             caller.incarnation,
@@ -197,7 +197,7 @@ class ParameterServer(Actor):
             if request.committed:
                 self.log.info("committed", stall_s=request.times.stall_s, **facts)
             else:
-                # That a broadcast broke is one warning, and not one for each of its members.
+                # A broken broadcast is one warning, and not one for each of its members.
                 tell = self.log.info if request.broke_off else self.log.warning
                 tell("update failed", error=request.error, **facts)
         if (
@@ -210,7 +210,7 @@ class ParameterServer(Actor):
         return Done()
 
     def _compare(self, name: str, request: ReportUpdate) -> None:
-        """All engines hold the same weights after the same update."""
+        """Compare checksums: all engines hold the same weights after the same update."""
         if request.version != self._engines[0]:
             self._engines = (request.version, request.times.checksum)
         elif request.times.checksum != self._engines[1]:
@@ -245,14 +245,14 @@ class ParameterServer(Actor):
         return None if found is None else found[0]
 
     def _changed(self) -> None:
-        """Do what follows from a change in the conductor."""
+        """Do the work that follows from a change in the conductor."""
         effects = self._conductor.take_effects()
         for note in effects.notes:
             getattr(self.log, note.level)(note.event, **note.facts)
         self._wake(list(effects.wake))
         publications = self._conductor.publications
         if not publications.kept().issuperset(self._held.versions):
-            # Only then is it worth asking all that fetch.
+            # Only then is it worth a look at all replicas that fetch.
             self._held.keep(publications.needed())
         self.counters.update({f"weights/{name}": value for name, value in self._conductor.figures().items()})
         deadline = self._conductor.next_deadline()
@@ -260,7 +260,7 @@ class ParameterServer(Actor):
             self._sooner.set()
 
     def _wake(self, names: list[str]) -> None:
-        """These ask again, no more in a turn of the event loop than of one lot: a broadcast is for all at once."""
+        """Let callers ask again, in each turn of the event loop those of one lot: a broadcast is for all at once."""
         for name in names[:AT_ONCE]:
             if name in self._lots:
                 self._lots[name].wake()
@@ -280,7 +280,7 @@ class ParameterServer(Actor):
                 self._changed()
 
     async def _verify_suspects(self) -> None:
-        """A reader may err; but what is no longer what was sealed can only be published anew."""
+        """Verify suspected versions: a reader may err, but a version that is not as it was sealed is published anew."""
         while True:
             await self._suspect.wait()
             self._suspect.clear()
@@ -297,7 +297,7 @@ class ParameterServer(Actor):
                 self.log.info("suspect version is gone", version=version)
 
     async def _encode_deltas(self) -> None:
-        """Replicas are told of a version once it has its deltas; one that cannot have them goes without."""
+        """Encode a version's deltas before replicas are told of it; one that cannot have them goes without."""
         while True:
             await self._accepted.wait()
             self._accepted.clear()

@@ -1,19 +1,19 @@
-"""Broadcasts: who takes part, when one begins, and what ends it. Pure.
+"""Broadcasts: their members, their beginning and their end. Pure.
 
     announced ──all members paused, the learner waits──► begun ──all have committed──► over
       ▲  └── called off                                    └── broken ──► given up
       └── all who survived have asked ── regrouping ◄── announced anew ──┘
 
 At most one is under way. Its members have an epoch, the number of one exact set of engines and one learner: an epoch
-is never used for another set, nor again once its process group broke, since nobody could tell what the old group's
-members have still on the wire. Rank 0 is the learner; the members' workers have the ranks from 1 on, in the order of
-the members' names.
+is never used for another set, nor again once its process group broke, since nobody could tell which bytes the old
+group's members have still on the wire. Rank 0 is the learner; the members' workers have the ranks from 1 on, in the
+order of the members' names.
 
 A member that dies, fails or does not come ends the broadcast for all. Before the begin that costs the others their
-pause alone; they go on and stay members. After it nobody knows who holds what: those that have not committed, and are
-not to blame, stay paused for a moment and are members of the next broadcast. Mostly that is the same version again,
-which the learner announces anew, ATTEMPTS times in all; then, or where it does not announce it in time, the rolling
-transports have it. Whoever is to blame is no member before it has committed by itself.
+pause alone; they go on and stay members. After it nobody knows which bytes each holds: those that have not committed,
+and are not to blame, stay paused for a moment and are members of the next broadcast. Mostly that is the same version
+again, which the learner announces anew, ATTEMPTS times in all; then, or where it does not announce it in time, the
+rolling transports have it. A replica that is to blame is no member before it has committed by itself.
 
 Where versions are given up and nobody is to blame, as where no group can be formed at all, versions are left out in
 between, since each attempt holds up all of its members.
@@ -32,18 +32,18 @@ from asyncrl.parameter_server.offers import may_broadcast
 from asyncrl.parameter_server.replicas import ELIGIBLE_PHASES, GATHERING_PHASES, Event, Phase, Replica
 
 AWAY_S = 5.0
-"""A replica with no question open comes back with one at once; after this it is not counted on."""
+"""Seconds for which a replica with no question open is counted on; one that is there comes back at once."""
 ATTEMPTS = 2
-"""At broadcasting one version."""
+"""Attempts at broadcasting one version."""
 LEFT_OUT_MAX = 15
 """Versions left out between two that are announced, at most."""
 
 
 class Stage(StrEnum):
-    """Where a broadcast stands."""
+    """Stage of a broadcast."""
 
     REGROUPING = "regrouping"
-    """It is announced anew, and those that survived are waited for."""
+    """The broadcast is announced anew, and the replicas that survived are waited for."""
     ANNOUNCED = "announced"
     BEGUN = "begun"
     OVER = "over"
@@ -51,7 +51,7 @@ class Stage(StrEnum):
     BROKEN = "broken"
     """The learner may announce it anew."""
     GIVEN_UP = "given_up"
-    """It broke, and is left to the rolling transports."""
+    """The broadcast broke, and is left to the rolling transports."""
 
 
 @dataclass(slots=True)
@@ -63,22 +63,22 @@ class Broadcast:
     """Name and incarnation."""
     group: CollectiveGroup
     first_ranks: dict[str, int]
-    """Of each member's workers."""
+    """First rank of each member's workers."""
     since: float
-    """When its stage began."""
+    """Time at which the stage began."""
     stage: Stage = Stage.ANNOUNCED
     attempt: int = 1
     blamed: bool = False
-    """Whether it is known who broke it."""
+    """Whether it is known which member broke the broadcast."""
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """Version of the weights."""
         return self.announcement.version
 
     @property
     def under_way(self) -> bool:
-        """Whether anything can still become of it."""
+        """Whether the broadcast can still succeed."""
         return self.stage in (Stage.REGROUPING, Stage.ANNOUNCED, Stage.BEGUN)
 
 
@@ -90,13 +90,13 @@ class Epochs:
         self._members: object = None
 
     def of(self, members: object) -> int:
-        """The present epoch if its members are exactly these and its group is whole, else a new one."""
+        """The present epoch if it is of exactly these members and its group is whole, else a new one."""
         if members != self._members:
             self._epoch, self._members = self._epoch + 1, members
         return self._epoch
 
     def broke(self, epoch: int) -> None:
-        """The group of this epoch is not used again."""
+        """Note that the group of this epoch broke: it is not used again."""
         if epoch == self._epoch:
             self._members = None
 
@@ -119,7 +119,7 @@ class Broadcasts:
     # --- the learner's words ---
 
     def announce(self, learner: tuple[str, int], announcement: Announce, newest: int, now: float) -> None:
-        """The learner's question for a group is open. ``newest`` is the newest version published."""
+        """Take the learner's question for a group. ``newest`` is the newest version published."""
         current, version = self._current, announcement.version
         if current is not None and current.version == version:
             if current.stage is Stage.BROKEN:
@@ -142,12 +142,12 @@ class Broadcasts:
         self._fleet.note("no broadcast", version=version)
 
     def _members(self, announcement: Announce, now: float) -> list[Replica]:
-        """Who can take part, in the order of ranks."""
+        """Replicas that can take part, in the order of ranks."""
         found = [replica for replica in self._fleet.of(*ELIGIBLE_PHASES) if self._eligible(replica, announcement, now)]
         return sorted(found, key=lambda replica: replica.name)
 
     def _eligible(self, replica: Replica, announcement: Announce, now: float) -> bool:
-        # Whoever was in a broken broadcast is known to be alive, and rid of it, only once it asks.
+        # A member of a broken broadcast is known to be alive, and rid of it, only once it asks.
         away_s = 0.0 if replica.phase is Phase.REGROUPING else AWAY_S
         return (
             0 <= replica.serving < announcement.version
@@ -197,7 +197,7 @@ class Broadcasts:
                 self._give_up("the learner does not announce it anew")
 
     def left(self, name: str, incarnation: int, now: float) -> None:
-        """This incarnation of an actor is dead; it may be the learner's."""
+        """Note the death of this incarnation of an actor, which may be the learner."""
         current = self._current
         if current is not None and current.learner[0] == name and current.learner[1] <= incarnation:
             current.blamed = True
@@ -206,7 +206,7 @@ class Broadcasts:
             self._current = None
 
     def withdrew(self, name: str, now: float) -> None:
-        """A caller no longer waits for an answer; it may be the learner, for its group."""
+        """Note that a caller no longer waits for an answer; it may be the learner, for its group."""
         current = self._current
         if current is None or current.learner[0] != name:
             return
@@ -218,7 +218,7 @@ class Broadcasts:
     # --- the members ---
 
     def collective(self, replica: Replica) -> Collective:
-        """What an announced member is told."""
+        """Group of the broadcast, as an announced member is told of it."""
         current = self._current
         assert current is not None
         return Collective(
@@ -241,7 +241,7 @@ class Broadcasts:
             if all(self._fleet.asks(replica.name) for replica in self._fleet.of(Phase.REGROUPING)):
                 self._regroup(now)
             return
-        # At most one is under way, so that all in its phases are its members; one that leaves them ends it.
+        # At most one is under way, so that all replicas in its phases are members; one that leaves them ends it.
         if current.stage is Stage.BEGUN:
             if not self._fleet.count(Phase.RECEIVING):
                 current.stage, self._fruitless = Stage.OVER, 0
@@ -256,7 +256,7 @@ class Broadcasts:
             self._fleet.note("broadcast begins", version=current.version, epoch=current.group.epoch)
 
     def holds_back(self, replica: Replica) -> bool:
-        """Whether nothing is to be offered to it by itself, since another broadcast is about to come."""
+        """Whether a replica is offered no version by itself, since another broadcast is about to come."""
         current = self._current
         return (
             replica.phase is Phase.REGROUPING
@@ -265,14 +265,14 @@ class Broadcasts:
         )
 
     def member_lost(self, replica: Replica, before: Phase, why: str, now: float) -> None:
-        """A replica has left the phase ``before`` without a commit: it is to blame, unless it regroups."""
+        """Note that a replica has left phase ``before`` without a commit: it is to blame, unless it regroups."""
         if self._current is not None and before in (Phase.RECEIVING, Phase.REGROUPING):
             self._current.blamed |= replica.phase is not Phase.REGROUPING
         if before in GATHERING_PHASES or before is Phase.RECEIVING:
             self._end(f"{replica.name} {why}", now)
 
     def _regroup(self, now: float) -> None:
-        """The same version again, with those that are there."""
+        """Announce the same version again, with the members that are there."""
         before = self._current
         assert before is not None
         members = self._members(before.announcement, now)
@@ -283,7 +283,7 @@ class Broadcasts:
         self._current.attempt = before.attempt + 1
 
     def _give_up(self, why: str) -> None:
-        """A broken one is not announced anew."""
+        """Leave a broken broadcast to the rolling transports: it is not announced anew."""
         current = self._current
         assert current is not None
         if current.stage not in (Stage.BROKEN, Stage.REGROUPING):
@@ -300,7 +300,7 @@ class Broadcasts:
     # --- time ---
 
     def deadline(self) -> float | None:
-        """When the stage of the broadcast under way runs out."""
+        """Time at which the stage of the broadcast under way runs out."""
         current = self._current
         if current is None or not (current.under_way or current.stage is Stage.BROKEN):
             return None
@@ -318,7 +318,7 @@ class Broadcasts:
             self._give_up(f"{current.learner[0]} did not announce it anew {waited}")
             return
         if current.stage is Stage.REGROUPING:
-            # Whoever has not come back by now is away.
+            # A replica that has not come back by now is away.
             self._regroup(now)
             return
         if current.stage is Stage.BEGUN:
@@ -332,7 +332,7 @@ class Broadcasts:
         self._end(f"{names} did not come {within}", now)
 
     def _end(self, why: str, now: float) -> None:
-        """Before its time. Whoever is to blame has left the broadcast's phases by now."""
+        """End the broadcast before its time. The member to blame has left the broadcast's phases by now."""
         current = self._current
         assert current is not None
         if current.stage not in (Stage.ANNOUNCED, Stage.BEGUN):
@@ -357,5 +357,5 @@ class Broadcasts:
         if current.stage is Stage.BROKEN and current.attempt == ATTEMPTS:
             self._give_up(f"it broke {ATTEMPTS} times")
         elif current.stage is Stage.BROKEN and self._fleet.asks(current.learner[0]):
-            # It has not even heard that this one began.
+            # The learner has not even heard that this broadcast began.
             current.stage = Stage.REGROUPING

@@ -2,7 +2,7 @@
 
 Callers' words come in as methods and change phases by the table in replicas.py; their questions are opened with the
 word and answered by ``offer``, ``may_pause``, ``begins`` and ``decided``, which give None for as long as there is
-nothing to say. Times are given, in seconds on any monotonic clock; ``pass_time`` is due at ``next_deadline``.
+no answer. Times are given, in seconds on any monotonic clock; ``pass_time`` is due at ``next_deadline``.
 
 Invariants: no pause is granted past ``max_paused``, and in the order of asking among those that wait just then; a
 replica is given a newer version only while no update is under way there. A replica that holds a pause past its
@@ -29,7 +29,7 @@ from asyncrl.parameter_server.sharing import Sharing
 
 
 class Conductor:
-    """See the module. ``first_epoch`` is above every epoch of an earlier parameter server of this run."""
+    """The decisions of a parameter server. ``first_epoch`` is above every epoch of an earlier one of this run."""
 
     def __init__(self, weights: WeightsConfig, *, first_epoch: int = 1) -> None:
         self._weights = weights
@@ -39,7 +39,7 @@ class Conductor:
         self.publications = Publications(weights, self._fleet, self._sharing)
         self._last_seniority = 0
 
-    # --- what replicas say and ask ---
+    # --- words and questions of replicas ---
 
     def next_update(
         self,
@@ -53,7 +53,7 @@ class Conductor:
         workers: int = 1,
         on_gpu: bool = False,
     ) -> int:
-        """It serves ``serving`` and asks for more: see ``offer``. Returns the question's number."""
+        """Take a replica's question for versions above ``serving``: see ``offer``. Returns the question's number."""
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
@@ -61,7 +61,7 @@ class Conductor:
         if serving >= 0 and (
             serving == replica.target or (replica.phase in FAILED_PHASES and serving > replica.serving)
         ):
-            # Its report was lost.
+            # The replica's report was lost.
             self._commit(replica, now)
         replaced, changed = serving < replica.serving, serving != replica.serving
         replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
@@ -69,7 +69,7 @@ class Conductor:
         if replaced:
             replica.engine += 1
         if replica.phase is Phase.ANNOUNCED and (changed or workers != replica.workers):
-            # Not the engine that was made a member.
+            # This is not the engine that was made a member.
             self._word(replica, Event.FAILED, "has another engine", now)
         elif replica.phase is Phase.REGROUPING and replaced:
             self._word(replica, Event.FAILED, "has another engine", now)
@@ -82,7 +82,7 @@ class Conductor:
         return number
 
     def offer(self, name: str, now: float) -> Offer | None:
-        """What the asking replica is to take over next; the manifest is to be filled in under shm and stream."""
+        """Version for the asking replica to take over next; the manifest is to be filled in under shm and stream."""
         replica = self._fleet.replicas[name]
         if replica.phase is Phase.ANNOUNCED:
             collective = self._broadcasts.collective(replica)
@@ -92,7 +92,7 @@ class Conductor:
             return None
         if self._broadcasts.holds_back(replica):
             return None
-        # Whoever cannot read this host's memory, for whatever reason, is served over the wire.
+        # A replica that cannot read this host's memory, for any reason, is served over the wire.
         same_host = replica.same_host and replica.failed_attempts < self._weights.max_attempts
         transport = rolling_transport(self._weights.transport, same_host=same_host)
         replica.source_paths = ()
@@ -120,15 +120,13 @@ class Conductor:
         return Offer(version=version, transport=transport)
 
     def source_paths(self, name: str) -> tuple[str, ...]:
-        """Where on its host a replica finds the segments that it was offered; empty for those that are held here."""
+        """Paths, on the replica's host, of the segments that it was offered; empty for those that are held here."""
         return self._fleet.replicas[name].source_paths
 
     def request_pause(self, name: str, incarnation: int, version: int, now: float, *, paths: Sequence[str] = ()) -> int:
-        """It has ``version`` staged, and asks to pause: see ``may_pause``. Returns the question's number.
-
-        ``paths`` are those of the segments that it holds for others of its host, if it does.
-        Asking again keeps a place in the line, and a pause: under ``drain`` it may take long before there is anything
-        to load.
+        """Take a replica's request to pause for ``version``, staged: see ``may_pause``. Returns the question's number.
+        ``paths`` are those of the segments that it holds for others of its host, if it does. Asking again keeps a place
+        in the line, and a pause: under ``drain`` it may take long before there is anything to load.
         """
         replica = self._hear(name, incarnation, now)
         if replica is None:
@@ -150,7 +148,7 @@ class Conductor:
         return (replica.phase is Phase.LOADING and replica.target == version) or None
 
     def join(self, name: str, incarnation: int, version: int, epoch: int, now: float) -> int:
-        """It is paused for a broadcast: see ``begins``. Returns the question's number."""
+        """Take a replica's word that it is paused for a broadcast: see ``begins``. Returns the question's number."""
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
@@ -179,7 +177,7 @@ class Conductor:
         broke_off: bool = False,
         epoch: int = -1,
     ) -> bool:
-        """An update ended there; False for a repeated or late word on one, which changes nothing.
+        """Take the end of an update; False for a repeated or late word on one, which changes nothing.
 
         ``broke_off``: as a broadcast that broke under it, which says nothing against the replica. ``epoch``: of the
         broadcast, if it was one.
@@ -197,25 +195,25 @@ class Conductor:
         elif counted := self._commit(replica, now):
             replica.serving = version
             if version > replica.held_version:
-                # It came another way, and what was held before is let go.
+                # The version came another way, and the one held before is let go.
                 replica.held_version, replica.held_paths = -1, ()
         self._settle(now)
         return counted
 
-    # --- what the learner says and asks ---
+    # --- words and questions of the learner ---
 
     def announce(self, name: str, incarnation: int, announcement: Announce, now: float) -> int:
-        """It could broadcast a version: see ``decided``. Returns the question's number."""
+        """Take the learner's offer to broadcast a version: see ``decided``. Returns the question's number."""
         number = self._fleet.ask(name)
         self._broadcasts.announce((name, incarnation), announcement, self.publications.accepted, now)
         return number
 
     def decided(self, version: int) -> Announced | None:
-        """Whether ``version`` is broadcast, and to whom; None while that is open."""
+        """Members of the broadcast of ``version``, or that there is none; None while that is open."""
         return self._broadcasts.decided(version)
 
     def broadcast_ended(self, version: int, epoch: int, error: str, now: float, *, again: bool = False) -> None:
-        """It has sent everything, or failed to; ``again``: it announces it anew next."""
+        """Take the learner's word that it has sent everything, or failed to; ``again``: it announces it anew next."""
         self._broadcasts.ended(version, epoch, error, now, again=again)
         self._settle(now)
 
@@ -226,14 +224,14 @@ class Conductor:
         return self._fleet.asks(name, number)
 
     def answered(self, name: str, number: int, now: float) -> None:
-        """The question is answered, be it with the request to ask again."""
+        """Note that a question is answered, be it with the request to ask again."""
         if self._fleet.asks(name, number):
             self._fleet.close(name)
             if (replica := self._fleet.replicas.get(name)) is not None:
                 replica.heard = now
 
     def withdrew(self, name: str, number: int, now: float) -> None:
-        """The caller has cancelled its question, so whatever it was about is over there: its engine died, say."""
+        """Note that a caller has cancelled its question, so that its work is over there: its engine died, say."""
         if not self._fleet.asks(name, number):
             return
         self._fleet.close(name)
@@ -247,7 +245,7 @@ class Conductor:
         self._settle(now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
-        """This incarnation of a replica, or of the learner, is dead."""
+        """Note that this incarnation of a replica, or of the learner, is dead."""
         replica = self._fleet.replicas.get(name)
         if replica is None or replica.incarnation <= incarnation:
             self._fleet.close(name)
@@ -259,7 +257,7 @@ class Conductor:
         self._settle(now)
 
     def next_deadline(self) -> float | None:
-        """When time alone will change something."""
+        """Time at which time alone will change something."""
         weights = self._weights
         deadlines = []
         if (loading := self._fleet.first(Phase.LOADING)) is not None:
@@ -290,23 +288,23 @@ class Conductor:
         self._broadcasts.pass_time(now)
         self._settle(now)
 
-    # --- what the shell shows and does ---
+    # --- figures and effects for the shell ---
 
     @property
     def max_paused(self) -> int:
-        """How many replicas may load by a rolling transport at once."""
+        """Largest number of replicas that may load by a rolling transport at once."""
         return max(1, math.floor(self._weights.max_paused_fraction * len(self._fleet.replicas)))
 
     def replicas(self) -> dict[str, Replica]:
-        """All of them, to be looked at."""
+        """All replicas, to be looked at."""
         return self._fleet.replicas
 
     def take_effects(self) -> Effects:
-        """Whom to wake and what to log, since the last call."""
+        """Callers to wake and notes to log, since the last call."""
         return self._fleet.take_effects()
 
     def figures(self) -> dict[str, float]:
-        """What has happened since the start, and how things stand."""
+        """Counts since the start, and the present numbers of replicas by state."""
         return {
             **{name: self._fleet.counts[name] for name in COUNTED},
             "replicas": len(self._fleet.replicas),
@@ -318,7 +316,7 @@ class Conductor:
     # --- the inside ---
 
     def _hear(self, name: str, incarnation: int, now: float) -> Replica | None:
-        """The replica that speaks; None if it has been replaced."""
+        """The replica that speaks; None if a newer incarnation has replaced it."""
         replica = self._fleet.replicas.get(name)
         if replica is not None and replica.incarnation < incarnation:
             self.left(name, replica.incarnation, now)
@@ -338,7 +336,7 @@ class Conductor:
         return True
 
     def _word(self, replica: Replica, event: Event, why: str, now: float) -> bool:
-        """A replica's own word; a broadcast that it leaves with it is over for all."""
+        """Take a replica's own word; a broadcast that the replica leaves with it is over for all."""
         before = replica.phase
         if not self._fleet.move(replica, event):
             return False
@@ -347,7 +345,7 @@ class Conductor:
         return True
 
     def _settle(self, now: float) -> None:
-        """Do what has become possible by a word, or by its absence."""
+        """Take the steps that have become possible by a word, or by its absence."""
         self._broadcasts.advance(now)
         self._sharing.settle()
         self._grant(now)
@@ -356,7 +354,7 @@ class Conductor:
         free = self.max_paused - self._fleet.count(Phase.LOADING)
         if free <= 0:
             return
-        # Whoever is between two questions keeps its place, but nobody waits for it.
+        # A replica between two questions keeps its place, but nobody waits for it.
         asking = (replica for replica in self._fleet.of(Phase.WAITING) if self._fleet.asks(replica.name))
         for replica in list(islice(asking, free)):
             self._fleet.move(replica, Event.GRANTED)

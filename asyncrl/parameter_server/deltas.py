@@ -1,6 +1,6 @@
 """Deltas of a held version against another one, encoded once for all replicas that have the other.
 
-A bucket gets one where its layout is that of the same bucket of the base and the encoding pays (weights/delta.py).
+A bucket gets a delta where its layout is that of the same bucket of the base and the encoding pays (weights/delta.py).
 The segments are read and written here, the buckets in parallel; that blocks for a second per GiB and core, so it is
 run in a thread.
 
@@ -66,7 +66,7 @@ def _encode(base: int, old: memoryview, new: memoryview, item_bytes: int) -> tup
 
 
 def item_bytes(bucket: Bucket) -> int:
-    """Size of the numbers that take up most of the bucket."""
+    """Bytes of each of the numbers that take up most of the bucket."""
     sizes: Counter[int] = Counter({1: 0})
     for spec in bucket.tensors:
         sizes[ITEM_BYTES[spec.dtype]] += size_of(spec)

@@ -1,6 +1,6 @@
-"""All replicas and the questions that are parked here, and what the shell is to do about a change. Pure.
+"""All replicas, the questions that are parked here, and the effects of a change for the shell. Pure.
 
-A caller has one question open at a time: whoever asks anew no longer waits for the answer to what it asked before.
+A caller has one question open at a time: one that asks anew no longer waits for the answer to its earlier question.
 
 Invariant: replicas are found by their phase, their host and whom they wait for without a look at the others, so that a
 word of one of a thousand costs what it costs of ten; those of a phase come in the order in which they entered it.
@@ -20,7 +20,7 @@ from asyncrl.parameter_server.replicas import FAILED_PHASES, WORDS, Event, Phase
 STALE = 0
 """The number of a question whose asker has been replaced; it is never open."""
 SILENT = float("-inf")
-"""As the time when a replica was last heard: it will not be back soon."""
+"""Time at which a replica was last heard that will not be back soon."""
 COUNTED = (
     "updates_committed",
     "updates_failed",
@@ -29,12 +29,12 @@ COUNTED = (
     "broadcasts_called_off",
     "broadcasts_broken",
 )
-"""What is counted from the start on."""
+"""Names of the counts that are kept from the start on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something for the log."""
+    """A line for the log."""
 
     event: str
     facts: dict[str, Any]
@@ -43,7 +43,7 @@ class Note:
 
 @dataclass(slots=True)
 class Effects:
-    """What has changed since the shell last looked."""
+    """Changes since the shell last looked."""
 
     wake: set[str] = field(default_factory=set)
     """Callers whose open question may have an answer now."""
@@ -51,25 +51,25 @@ class Effects:
 
 
 class Fleet:
-    """See the module."""
+    """The replicas and their open questions."""
 
     def __init__(self) -> None:
         self.replicas: dict[str, Replica] = {}
         self._in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
         self._on_host: dict[str, dict[str, Replica]] = {}
         self._waiting_for: dict[str, dict[str, Replica]] = {}
-        """By whom they wait for."""
+        """Waiting replicas, by the name of the replica that they wait for."""
         self._failing: dict[str, Replica] = {}
-        """Those with failed attempts since their last commit."""
+        """Replicas with failed attempts since their last commit."""
         self.counts: Counter[str] = Counter()
-        """See COUNTED."""
+        """Counts from the start on, by the names in COUNTED."""
         self._effects = Effects()
         self._open: dict[str, int] = {}
-        """Caller to the number of its open question."""
+        """Number of each caller's open question."""
         self._last_question = STALE
 
     def take_effects(self) -> Effects:
-        """What has changed since the last call."""
+        """Changes since the last call."""
         effects, self._effects = self._effects, Effects()
         return effects
 
@@ -88,23 +88,23 @@ class Fleet:
         return found is not None and number in (None, found)
 
     def close(self, name: str) -> None:
-        """Its question is answered, or nobody waits for the answer any more."""
+        """Close a caller's question: it is answered, or nobody waits for the answer any more."""
         self._open.pop(name, None)
 
     def wake(self, name: str) -> None:
-        """The caller's question may have another answer now."""
+        """Note that the caller's question may have another answer now."""
         if name in self._open:
             self._effects.wake.add(name)
 
     # --- replicas ---
 
     def add(self, replica: Replica) -> None:
-        """One that was not known."""
+        """Add a replica that was not known."""
         self.replicas[replica.name] = self._in_phase[replica.phase][replica.name] = replica
         self._on_host.setdefault(replica.host, {})[replica.name] = replica
 
     def remove(self, replica: Replica) -> None:
-        """It is dead, and in no phase any more."""
+        """Remove a dead replica, also from its phase."""
         name = replica.name
         self.await_other(replica, "")
         del self.replicas[name], self._in_phase[replica.phase][name]
@@ -113,7 +113,7 @@ class Fleet:
         replica.phase = Phase.BEHIND
 
     def settle_in(self, replica: Replica, host: str) -> None:
-        """It is on this host."""
+        """Note the host of a replica."""
         if host != replica.host:
             self._leave_host(replica)
             replica.host = host
@@ -126,7 +126,7 @@ class Fleet:
             del self._on_host[replica.host]
 
     def await_other(self, replica: Replica, name: str) -> None:
-        """It waits for what this one fetches; for nobody with an empty name."""
+        """Let a replica wait for the one of this name, which fetches; for nobody with an empty name."""
         if replica.waits_for:
             waiting = self._waiting_for[replica.waits_for]
             del waiting[replica.name]
@@ -137,34 +137,34 @@ class Fleet:
             self._waiting_for.setdefault(name, {})[replica.name] = replica
 
     def of(self, *phases: Phase) -> Iterator[Replica]:
-        """Those in one of these phases."""
+        """Replicas in one of these phases."""
         return chain.from_iterable(self._in_phase[phase].values() for phase in phases)
 
     def count(self, phase: Phase) -> int:
-        """How many are in it."""
+        """Number of replicas in a phase."""
         return len(self._in_phase[phase])
 
     def first(self, phase: Phase) -> Replica | None:
-        """Who has been in a phase for longest, or since ``begin_anew``."""
+        """The replica that has been in a phase for longest, or since ``begin_anew``."""
         return next(iter(self._in_phase[phase].values()), None)
 
     def begin_anew(self, replica: Replica) -> None:
-        """It is in its phase as if it had entered it now."""
+        """Count a replica as if it had entered its phase now."""
         of_phase = self._in_phase[replica.phase]
         del of_phase[replica.name]
         of_phase[replica.name] = replica
 
     def beside(self, replica: Replica) -> Iterator[Replica]:
-        """Those of its host, itself included."""
+        """Replicas of a replica's host, itself included."""
         return iter(self._on_host[replica.host].values())
 
     def waits(self) -> Iterator[tuple[str, Mapping[str, Replica]]]:
-        """Whom some wait for, and these."""
+        """Names of replicas that are waited for, each with those that wait."""
         return iter(self._waiting_for.items())
 
     @property
     def failed_attempts(self) -> int:
-        """The most of any replica."""
+        """Largest number of failed attempts of any replica."""
         return max((replica.failed_attempts for replica in self._failing.values()), default=0)
 
     def move(self, replica: Replica, event: Event) -> bool:
@@ -186,7 +186,7 @@ class Fleet:
         elif replica.phase in FAILED_PHASES and before not in FAILED_PHASES:
             self.counts["updates_failed"] += 1
         if event not in WORDS or before is Phase.REGROUPING:
-            # Who does not regroup any more need not wait for the others.
+            # A replica that does not regroup any more need not wait for the others.
             self.wake(replica.name)
         if replica.phase is not before:
             self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))

@@ -1,7 +1,7 @@
 """The versions at hand: their snapshots, chunks of them, and their deltas, which are encoded beside the event loop.
 
-Whatever is in here is released exactly once: when it is no longer to be kept, or at the end, also what a thread was
-still encoding then.
+Each snapshot in here is released exactly once: when it is no longer to be kept, or at the end, also one that a thread
+was still encoding then.
 
 Fails with VersionGone for a version that is not here.
 """
@@ -20,7 +20,7 @@ from asyncrl.parameter_server.snapshots import Snapshot
 
 
 class HeldVersions:
-    """See the module. Used from the event loop."""
+    """The held versions. Used from the event loop."""
 
     def __init__(self) -> None:
         self._snapshots: dict[int, Snapshot] = {}
@@ -29,24 +29,24 @@ class HeldVersions:
         self._encoding: tuple[int, Future[Snapshot]] | None = None
 
     def add(self, snapshot: Snapshot) -> None:
-        """Take it over."""
+        """Take a snapshot over."""
         self._snapshots[snapshot.manifest.version] = snapshot
 
     @property
     def versions(self) -> Collection[int]:
-        """Those at hand."""
+        """Versions at hand."""
         return self._snapshots.keys()
 
     def manifest(self, version: int) -> Manifest:
-        """Of a version. Raises VersionGone."""
+        """Manifest of a version. Raises VersionGone."""
         return self._find(version).manifest
 
     def chunk(self, request: FetchChunk) -> Chunk:
-        """Bytes of a version. Raises VersionGone, or InvalidRequest for bytes that there are not."""
+        """Bytes of a version. Raises VersionGone, or InvalidRequest for bytes past the end."""
         return self._chunks.chunk(self._find(request.version), request)
 
     def keep(self, versions: Collection[int]) -> None:
-        """Release all others, but for what is being encoded."""
+        """Release all other versions, but for the one that is being encoded."""
         encoding = self._encoding[0] if self._encoding is not None else None
         for version in [v for v in self._snapshots if v not in versions and v != encoding]:
             self._chunks.forget(version)
@@ -58,7 +58,7 @@ class HeldVersions:
         await asyncio.wrap_future(self._workers.submit(self._find(version).verify))
 
     async def encode(self, version: int, base: int) -> None:
-        """Give a version its deltas against another one. Raises OSError; it is then as it was."""
+        """Give a version its deltas against another one. Raises OSError; the version is then as it was."""
         assert self._encoding is None, "one at a time"
         future = self._workers.submit(encode_deltas, self._find(base), self._find(version))
         self._encoding = version, future
@@ -67,7 +67,7 @@ class HeldVersions:
         except Exception:
             self._encoding = None
             raise
-        # Not when this is cancelled: the thread goes on, and ``close`` waits for what it makes.
+        # Not when this is cancelled: the thread goes on, and ``close`` waits for its snapshot.
         self._encoding = None
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""By which transport a version goes to a replica, and what it is told of it. Pure."""
+"""The transport by which a version goes to a replica, and the manifest that the replica gets. Pure."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def may_broadcast(configured: str, backend: CollectiveBackend, *, on_gpu: bool) 
 
 
 def rolling_transport(configured: str, *, same_host: bool) -> Transport:
-    """The way to a replica that is served by itself."""
+    """Transport to a replica that is served by itself."""
     return "shm" if same_host and configured in ("auto", "shm") else "stream"
 
 
 def manifest_for(manifest: Manifest, transport: Transport, base: int) -> Manifest:
-    """What a replica that keeps the bytes of version ``base`` (-1 for none) is told of a held version.
+    """Manifest of a held version for a replica that keeps the bytes of version ``base`` (-1 for none).
 
-    Paths lead it to nothing but under shm; a delta helps it only against what it has.
+    Paths lead the replica to the segments under shm alone; a delta helps it only against its base.
     """
     return msgspec.structs.replace(manifest, buckets=[_bucket_for(b, transport, base) for b in manifest.buckets])
 
 
 def shared_manifest(manifest: Manifest, paths: Sequence[str]) -> Manifest:
-    """What a replica is told that finds the version on its own host, which is not this one."""
+    """Manifest for a replica that finds the version on its own host, which is not this one."""
     buckets = [
         msgspec.structs.replace(bucket, path=path, delta=None)
         for bucket, path in zip(manifest.buckets, paths, strict=True)

@@ -1,12 +1,12 @@
 """The versions: which are published, and which stay held for the replicas that fetch them. Pure.
 
 Invariants: versions only grow; never more than ``weights.versions_held`` are needed. A version is needed while it is
-the newest or waits for its deltas, with deltas while it is the base of the newest, and while somebody stages it, or
-waits for who does, and it has not made way for newer ones: whoever staged it stages the newest then.
+the newest or waits for its deltas, with deltas while it is the base of the newest, and while a replica stages it, or
+waits for one that does, and it has not made way for newer ones: a replica that staged it stages the newest then.
 
 Where more are staged than may be held, the one that the most senior replica stages stays. A staging ends, by its
-deadline at the latest, and whoever is outrun keeps its seniority: so each replica is the most senior one in time, and
-comes to a newer version however slow it is.
+deadline at the latest, and a replica that is outrun keeps its seniority: so each replica is the most senior one in
+time, and comes to a newer version, be it ever so slow.
 
 Fails with VersionReused.
 """
@@ -23,7 +23,7 @@ from asyncrl.parameter_server.sharing import HOLDING_PHASES, Sharing
 
 
 class Publications:
-    """See the module. Looks at the replicas of ``fleet``."""
+    """The versions by their numbers. Looks at the replicas of ``fleet``."""
 
     def __init__(self, weights: WeightsConfig, fleet: Fleet, sharing: Sharing) -> None:
         self._weights = weights
@@ -36,7 +36,7 @@ class Publications:
         self.condemned = -1
         """The newest version whose bytes went bad here."""
         self._before = -1
-        """The one before ``newest``."""
+        """The version that was published before ``newest``."""
 
     def is_new(self, version: int) -> bool:
         """Whether a publication is to be taken; False if it is there already. Raises VersionReused."""
@@ -45,7 +45,7 @@ class Publications:
         return version > self.accepted
 
     def accept(self, version: int) -> None:
-        """It is held. Raises VersionReused."""
+        """Note that a version is held. Raises VersionReused."""
         if not self.is_new(version):
             raise VersionReused(version, self.accepted)
         self.accepted = version
@@ -62,15 +62,15 @@ class Publications:
                 self._fleet.wake(replica.name)
 
     def condemn(self, version: int) -> None:
-        """What is held of it is not what was published: it is offered to nobody any more."""
+        """Offer a version to nobody any more, since the bytes held of it are not those that were published."""
         self.condemned = max(self.condemned, version)
 
     def needed(self) -> set[int]:
-        """Versions that must stay held. What waits for its pause is in the replica's own hands."""
+        """Versions that must stay held. A version that waits for its pause is in the replica's own hands."""
         return self.kept() | {replica.target for replica in self._pinning()}
 
     def _pinning(self) -> list[Replica]:
-        """Those for which a version is held: they stage it, or others of their host wait to."""
+        """Replicas for which a version is held: they stage it, or others of their host wait to."""
         awaited = self._sharing.awaited()
         return [
             replica
@@ -79,7 +79,7 @@ class Publications:
         ]
 
     def kept(self) -> set[int]:
-        """Held whatever the replicas do."""
+        """Versions that are held independently of the replicas."""
         versions = {self.newest, self.accepted, self._before if self._weights.delta else -1}
         return {version for version in versions if version >= 0}
 

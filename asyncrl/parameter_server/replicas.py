@@ -12,57 +12,57 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Where a replica stands."""
+    """Phase of a replica."""
 
     SERVING = "serving"
-    """Nothing under way; it serves a version, or none yet."""
+    """Nothing is under way; the replica serves a version, or none yet."""
     STAGING = "staging"
-    """It fetches and verifies a version while it generates."""
+    """The replica fetches and verifies a version while it generates."""
     WAITING = "waiting"
-    """Everything is there; it waits for its turn to pause."""
+    """The version is all there; the replica waits for its turn to pause."""
     LOADING = "loading"
-    """Its pause is granted; it pauses, loads, and resumes."""
+    """The replica's pause is granted; it pauses, loads, and resumes."""
     BEHIND = "behind"
-    """Its last update did not end in a commit. It takes part in no broadcast until one does."""
+    """The replica's last update did not end in a commit. It takes part in no broadcast until one does."""
     ANNOUNCED = "announced"
-    """It is a member of a broadcast, and has not paused for it yet."""
+    """The replica is a member of a broadcast, and has not paused for it yet."""
     PAUSED = "paused"
-    """It has paused for the broadcast, and waits for the other members."""
+    """The replica has paused for the broadcast, and waits for the other members."""
     RECEIVING = "receiving"
-    """The broadcast has begun; it receives, verifies, loads, and resumes."""
+    """The broadcast has begun; the replica receives, verifies, loads, and resumes."""
     REGROUPING = "regrouping"
-    """Its broadcast broke by no fault of its own: it is a member of the next one. Its engine stays paused meanwhile."""
+    """The broadcast broke by no fault of the replica, a member of the next one. Its engine stays paused meanwhile."""
 
 
 class Event(StrEnum):
-    """What moves a replica from phase to phase."""
+    """Events that move a replica from phase to phase."""
 
     IDLE = "idle"
-    """NextUpdate: it has nothing staged and nothing paused any more."""
+    """NextUpdate: the replica has nothing staged and nothing paused any more."""
     ASKED = "asked"
     """RequestPause."""
     JOINED = "joined"
     """JoinBroadcast."""
     COMMITTED = "committed"
-    """ReportUpdate: it serves the version."""
+    """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
-    """ReportUpdate: it does not; or it gave up what it was waiting for."""
+    """ReportUpdate: the replica does not serve it; or it gave up its wait."""
     LOST = "lost"
-    """ReportUpdate: the broadcast broke off under it."""
+    """ReportUpdate: the broadcast broke off under the replica."""
     OFFERED = "offered"
-    """A version was offered to it by a rolling transport."""
+    """A version was offered to the replica by a rolling transport."""
     GRANTED = "granted"
-    """It may pause."""
+    """The replica may pause."""
     INVITED = "invited"
-    """It was made a member of a broadcast."""
+    """The replica was made a member of a broadcast."""
     BEGUN = "begun"
     """All members are paused."""
     CALLED_OFF = "called_off"
-    """The broadcast does not begin; whose fault it was, it was not this replica's."""
+    """The broadcast does not begin, by no fault of this replica."""
     BROKEN = "broken"
     """The broadcast broke off, or took too long."""
     OVERDUE = "overdue"
-    """It did not come to the others, or staged or held its pause for too long."""
+    """The replica did not come to the others, or staged or held its pause for too long."""
 
 
 WORDS = frozenset({Event.IDLE, Event.ASKED, Event.JOINED, Event.COMMITTED, Event.FAILED, Event.LOST})
@@ -73,7 +73,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (_P.SERVING, _E.IDLE): _P.SERVING,
     (_P.SERVING, _E.OFFERED): _P.STAGING,
     (_P.SERVING, _E.INVITED): _P.ANNOUNCED,
-    # What it took up with an earlier parameter server is ended with this one.
+    # An update that was begun with an earlier parameter server is ended with this one.
     (_P.SERVING, _E.ASKED): _P.WAITING,
     (_P.SERVING, _E.COMMITTED): _P.SERVING,
     (_P.SERVING, _E.FAILED): _P.BEHIND,
@@ -93,7 +93,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (_P.LOADING, _E.OVERDUE): _P.BEHIND,
     (_P.BEHIND, _E.IDLE): _P.BEHIND,
     (_P.BEHIND, _E.OFFERED): _P.STAGING,
-    # It went on with an update that was given up here.
+    # The replica went on with an update that was given up here.
     (_P.BEHIND, _E.ASKED): _P.WAITING,
     (_P.BEHIND, _E.COMMITTED): _P.SERVING,
     (_P.BEHIND, _E.FAILED): _P.BEHIND,
@@ -117,23 +117,23 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (_P.REGROUPING, _E.IDLE): _P.REGROUPING,
     (_P.REGROUPING, _E.LOST): _P.REGROUPING,
     (_P.REGROUPING, _E.INVITED): _P.ANNOUNCED,
-    # There will be no next one, or not soon.
+    # There will be no next broadcast, or not soon.
     (_P.REGROUPING, _E.OFFERED): _P.STAGING,
-    # It had received everything before the break.
+    # The replica had received everything before the break.
     (_P.REGROUPING, _E.COMMITTED): _P.SERVING,
     (_P.REGROUPING, _E.FAILED): _P.BEHIND,
 }
 
 IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND, Phase.REGROUPING})
-"""No update is under way."""
+"""Phases in which no update is under way."""
 FAILED_PHASES = frozenset({Phase.BEHIND, Phase.REGROUPING})
-"""The last update did not end in a commit."""
+"""Phases in which the last update did not end in a commit."""
 ELIGIBLE_PHASES = frozenset({Phase.SERVING, Phase.REGROUPING})
-"""It can be made a member of a broadcast."""
+"""Phases in which a replica can be made a member of a broadcast."""
 GATHERING_PHASES = frozenset({Phase.ANNOUNCED, Phase.PAUSED})
-"""A member of a broadcast that has not begun."""
+"""Phases of the members of a broadcast that has not begun."""
 BROADCAST_PHASES = GATHERING_PHASES | {Phase.RECEIVING}
-"""A member of a broadcast."""
+"""Phases of the members of a broadcast."""
 
 
 @dataclass(slots=True)
@@ -143,44 +143,44 @@ class Replica:
     name: str
     incarnation: int
     serving: int = -1
-    """By its own last word; it may be above any version known here."""
+    """Version that the replica serves, by its own last word; it may be above any version known here."""
     engine: int = 0
-    """Counts the engines it has had: a new one is in no process group."""
+    """Number of engines that the replica has had: a new one is in no process group."""
     workers: int = 1
     on_gpu: bool = False
     same_host: bool = False
-    """Whether it can open the segments that are held here."""
+    """Whether the replica can open the segments that are held here."""
     host: str = ""
-    """Replicas of the same value can open each other's segments; empty where that is not known."""
+    """Host of the replica: replicas of the same one can open each other's segments; empty where that is not known."""
     fetches: bool = False
-    """What it stages it brings to its host over the network."""
+    """Whether the replica brings the version that it stages to its host over the network."""
     held_version: int = -1
-    """What it has brought to its host, and holds for the others there; -1 for nothing."""
+    """Version that the replica has brought to its host, and holds for the others there; -1 for none."""
     held_paths: tuple[str, ...] = ()
-    """Of that version's segments."""
+    """Paths of that version's segments."""
     waits_for: str = ""
-    """Who of its host fetches what it is to take over."""
+    """Name of the replica on the same host that fetches the version that this one is to take over."""
     source_paths: tuple[str, ...] = ()
-    """Of the segments on its host that it was offered."""
+    """Paths of the segments on its host that the replica was offered."""
     phase: Phase = Phase.SERVING
     target: int = -1
     """The version being taken over; -1 in an idle phase."""
     staging_since: float = 0.0
-    """When it was offered what it stages."""
+    """Time at which the replica was offered the version that it stages."""
     seniority: int = 0
-    """Lower for who tries for longer to come to a newer version; 0 for who does not try."""
+    """Place among the replicas that try to come to a newer version: lower for longer tries; 0 without a try."""
     outrun: bool = False
-    """What it stages is no longer held here."""
+    """Whether the version that the replica stages is no longer held here."""
     paused_since: float = 0.0
-    """When its pause was granted, or last asked for again."""
+    """Time at which the replica's pause was granted, or last asked for again."""
     heard: float = 0.0
-    """When it last said something, or was last answered."""
+    """Time at which the replica last said something, or was last answered."""
     failed_version: int = -1
     failed_attempts: int = 0
-    """At ``failed_version``, without a commit since."""
+    """Failed attempts at ``failed_version``, without a commit since."""
 
     def follow(self, event: Event) -> bool:
-        """Go where the table leads; False for a word that has no place in this phase."""
+        """Go to the phase that the table gives; False for a word that has no place in this phase."""
         phase = TRANSITIONS.get((self.phase, event))
         if phase is None:
             assert event in WORDS, f"{self.name} is {self.phase}: {event}"

@@ -1,6 +1,6 @@
 """The versions that the parameter server holds: sealed memory segments, kept open here.
 
-A publisher may close its segments, or die, once its publication is answered: what is held here stays readable
+A publisher may close its segments, or die, once its publication is answered: segments held here stay readable
 through this process until it is released. The kernel frees a segment when the last process lets go of it.
 
 A view of a segment keeps its mapping, and with it the pages, for as long as it lives: ZeroMQ may still be sending
@@ -23,7 +23,7 @@ from asyncrl.messages.weights import Delta, Manifest
 from asyncrl.weights.segments import map_segment, open_segment, verify_bytes
 
 WHOLE = -1
-"""In place of a delta's base: the bucket itself."""
+"""Base that stands for no delta: the bucket itself."""
 
 
 class Snapshot:
@@ -32,13 +32,13 @@ class Snapshot:
     def __init__(self, manifest: Manifest, descriptors: Mapping[tuple[int, int], int]) -> None:
         self.manifest = manifest
         self._descriptors = dict(descriptors)
-        """(bucket, base of its delta or WHOLE): the segment."""
+        """Descriptor of each segment, by bucket and base of its delta, or WHOLE."""
         self._views: dict[tuple[int, int], memoryview] = {}
         self._lock = threading.Lock()
         self._released = False
 
     def bytes_of(self, bucket: int, base: int = WHOLE) -> memoryview:
-        """A bucket, or its delta against version ``base``: read-only, not copied.
+        """Bytes of a bucket, or of its delta against version ``base``: read-only, not copied.
 
         Raises InvalidRequest where there is no such thing, VersionGone once the snapshot has been released.
         """
@@ -65,7 +65,7 @@ class Snapshot:
                 pass
 
     def with_deltas(self, deltas: Mapping[int, tuple[Delta, int]]) -> Snapshot:
-        """The same version with a delta (and the descriptor of its segment) for these buckets.
+        """This version with a delta (and the descriptor of its segment) for these buckets.
 
         The descriptors of both go over to the result; this object is as released. Raises VersionGone if it was before.
         """

@@ -1,4 +1,4 @@
-"""The trees by which one version reaches its hosts: whom each of them asks for which chunks. Pure.
+"""The trees by which one version reaches its hosts: which nodes each of them asks for which chunks. Pure.
 
 The root is the parameter server; a node is the replica that brings the version to its host. The chunks are dealt out
 into stripes, and each stripe has a tree of its own over all nodes. A node hands on the chunks of one stripe, its home,
@@ -6,7 +6,7 @@ and is a leaf in the other trees, so that it sends little more than it receives 
 tree alone a node that has two below it sends twice what it receives, and with one below each the way is as long as
 there are hosts.
 
-Invariants: whoever joins finds a place below a node that has fewer than ``stripes`` + 1 below it over all trees, the
+Invariants: a new node finds a place below a node that has fewer than ``stripes`` + 1 below it over all trees, the
 root included: so nobody sends more than that, at 1 / ``stripes`` of the version each. In the tree of its home it is as
 near to the root as can be, in the others as far, so that the near places are left to those that hand on: two trees of
 n hosts are some log2(n) + 1 deep if nobody leaves. When a node leaves, those below it are below its parent; there are
@@ -34,10 +34,10 @@ class Tree:
         """Each node's parent, by stripe."""
         self._depth = [{ROOT: 0} for _ in range(stripes)]
         self._below: Counter[str] = Counter()
-        """How many are below each, over all stripes."""
+        """Number of nodes below each node, over all stripes."""
 
     def join(self, name: str) -> list[list[str]]:
-        """Take a place in each tree, new ones for who has them; returns the ways up, as ``ways_up``."""
+        """Take a place in each tree, a new one for a node that has one; returns the ways up, as ``ways_up``."""
         self.leave(name)
         homes = Counter(self._home.values())
         home = min(range(len(self._above)), key=homes.__getitem__)
@@ -50,11 +50,11 @@ class Tree:
         return self.ways_up(name)
 
     def ways_up(self, name: str) -> list[list[str]]:
-        """For each stripe the nodes between one and the root, its parent first."""
+        """Nodes between a node and the root, its parent first, for each stripe."""
         return [_way_up(above, name) for above in self._above]
 
     def leave(self, name: str) -> None:
-        """It has nothing to hand on. May be repeated."""
+        """Take a node out that has nothing to hand on. May be repeated."""
         if self._home.pop(name, None) is None:
             return
         for stripe, above in enumerate(self._above):
@@ -66,13 +66,13 @@ class Tree:
 
     @property
     def nodes(self) -> list[str]:
-        """All of them."""
+        """All nodes of the trees."""
         return list(self._home)
 
     def _place(self, stripe: int, *, near: bool) -> str:
-        """Below whom the next node is to be."""
+        """Node below which the next node is to be."""
         depth = self._depth[stripe]
-        # There always are some: n nodes are below others n times for each stripe, and one stripe more would have room.
+        # Some always are: n nodes are below others n times for each stripe, and one stripe more would have room.
         free = [each for each in depth if self._below[each] < self._fan_out]
         at_home = [each for each in free if each == ROOT or self._home[each] == stripe]
         return (min if near else max)(at_home or free, key=depth.__getitem__)

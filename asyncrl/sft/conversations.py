@@ -1,7 +1,7 @@
 """The conversations of ``sft.data``: read, checked, made into tokens, and dealt out to steps.
 
 Invariant: which conversations a supervised step has is a pure function of (the conversations, run.seed, its number), so
-that a run which goes on from a checkpoint goes on with the next of them. Each epoch has every conversation once.
+that a run which goes on from a checkpoint goes on with the next conversations. Each epoch has every conversation once.
 
 Fails with DataError, which names file and line of the first row that cannot be used, and with ConfigError where the
 model's chat template cannot be used.
@@ -38,27 +38,27 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """All of a run."""
+    """All conversations of a run."""
 
     rows: list[Conversation]
     fingerprint: str
-    """Hex digest of the tokens and of what of them is trained."""
+    """Hex digest of the tokens and of the positions that are trained."""
     seed: int
     batch: int
-    """Of each step."""
+    """Conversations of each step."""
     skipped: int = 0
     """Rows left out under sft.on_bad_row = "skip"."""
     first_skipped: str = ""
     """The first of them: FILE:LINE and its problem."""
 
     def of_step(self, number: int) -> list[Conversation]:
-        """Those of supervised step ``number``, counted from 1 over warm steps and then those of the run."""
+        """Conversations of supervised step ``number``, counted from 1 over warm steps and then those of the run."""
         order = EpochOrder(self.fingerprint, self.seed, len(self.rows))
         first = (number - 1) * self.batch
         return [self.rows[order.at(position)[1]] for position in range(first, first + self.batch)]
 
     def epochs(self, number: int) -> float:
-        """How often all have been trained after supervised step ``number``."""
+        """Times that all conversations have been trained after supervised step ``number``."""
         return number * self.batch / len(self.rows)
 
 
@@ -73,7 +73,7 @@ def make_encoder(config: Config, tokenizer: Tokenizer) -> Encoder:
 def load_conversations(
     config: Config, tokenizer: Tokenizer | None = None, *, goes_on: Callable[[], bool] = lambda: True
 ) -> Conversations:
-    """Read and encode every row, or those that come before ``goes_on`` says no. Raises DataError or ConfigError."""
+    """Read and encode every row, or the rows before ``goes_on`` says no. Raises DataError or ConfigError."""
     sft = config.sft
     assert sft.data is not None
     tokenizer = tokenizer_of(config) if tokenizer is None else tokenizer

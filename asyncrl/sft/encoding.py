@@ -45,7 +45,7 @@ class Encoded:
 
 
 class Encoder:
-    """Rows of a run. ``renderer`` is None where the model has no chat template."""
+    """Encoder of a run's rows. ``renderer`` is None where the model has no chat template."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer
@@ -80,7 +80,7 @@ class Encoder:
         ids, text = self._tokenizer.encode_prompt(prompt, "plain", None)
         if not ids:
             raise BadConversation("prompt: has no tokens")
-        # Those that a tokenizer puts in front are no part of the text.
+        # Tokens that a tokenizer puts in front are no part of the text.
         bare = self._tokenizer.encode(text)
         answer = continuation(self._tokenizer, bare, text, completion)
         ends = self._tokenizer.eos_ids

@@ -9,7 +9,7 @@ from asyncrl.messages.weights import Collective
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """What an engine needs to take its part: every one of its workers receives every bucket, in order."""
+    """A broadcast as an engine takes part in it: every one of its workers receives every bucket, in order."""
 
     version: int
     collective: Collective

@@ -4,13 +4,13 @@
        ▲                  │
        └── lost, corrupt ─┘
 
-The chunks are dealt out into stripes in turn; whoever takes one says of which stripe, and is given one of another when
-that has none left.
+The chunks are dealt out into stripes in turn; a taker says of which stripe it wants one, and is given one of another
+when that has none left.
 
-Invariants: never more than ``credit`` chunks are in flight; each chunk is accepted once; whatever the order of
+Invariants: never more than ``credit`` chunks are in flight; each chunk is accepted once; in any order of
 arrivals and failures, all that was not dropped is arrived in the end, as long as each chunk comes intact before it
-was corrupt ATTEMPTS times in a row. What was lost with its connection may be asked for again without end: the caller
-has a deadline for that.
+was corrupt ATTEMPTS times in a row. A chunk that was lost with its connection may be asked for again without end: the
+caller has a deadline for that.
 
 Fails with WeightsCorrupt, naming version, bucket and chunk.
 """
@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from asyncrl.errors import WeightsCorrupt
 
 ATTEMPTS = 3
-"""How often in a row a chunk may arrive corrupt."""
+"""Times in a row that a chunk may arrive corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [offset, offset + size) of what is fetched of a bucket."""
+    """Bytes [offset, offset + size) of the bytes to be fetched of a bucket."""
 
     bucket: int
     offset: int
@@ -37,7 +37,7 @@ class Piece:
 
 
 class ChunkPlan:
-    """One fetch. ``sizes`` maps bucket indices to the bytes to be fetched of each: its own, or its delta's."""
+    """Plan of one fetch. ``sizes`` maps bucket indices to the bytes to be fetched of each: its own, or its delta's."""
 
     def __init__(
         self, version: int, sizes: Mapping[int, int], *, chunk_bytes: int, credit: int, stripes: int = 1
@@ -55,7 +55,7 @@ class ChunkPlan:
             self._waiting[stripe].append(piece)
         self._in_flight: set[Piece] = set()
         self._corrupt: dict[Piece, int] = {}
-        """How often in a row."""
+        """Times in a row that each chunk arrived corrupt."""
         self._missing = dict(sizes)
         """Bytes of each bucket that have not arrived."""
         self.chunks = len(self._stripes)
@@ -75,7 +75,7 @@ class ChunkPlan:
         return self._stripes[piece]
 
     def accept(self, piece: Piece) -> bool:
-        """It is here, intact. False if nobody waits for it any more."""
+        """Note that a chunk is here, intact. False if nobody waits for it any more."""
         if piece not in self._in_flight:
             return False
         self._in_flight.remove(piece)
@@ -84,13 +84,13 @@ class ChunkPlan:
         return True
 
     def lost(self, piece: Piece) -> None:
-        """Its call has failed; it is the next to be asked for again."""
+        """Note that the call for a chunk has failed; the chunk is the next to be asked for again."""
         if piece in self._in_flight:
             self._in_flight.remove(piece)
             self._waiting[self._stripes[piece]].appendleft(piece)
 
     def corrupt(self, piece: Piece, what: str) -> None:
-        """It came, but is not what was sent. Raises WeightsCorrupt when that has happened too often."""
+        """Note that a chunk came otherwise than it was sent. Raises WeightsCorrupt when that has happened too often."""
         if piece not in self._in_flight:
             return
         times = self._corrupt[piece] = self._corrupt.get(piece, 0) + 1
@@ -103,7 +103,7 @@ class ChunkPlan:
         self.lost(piece)
 
     def drop(self, bucket: int) -> None:
-        """What is still missing of this bucket is no longer wanted."""
+        """Ask no more for the missing chunks of this bucket, which are no longer wanted."""
         self._waiting = [deque(piece for piece in waiting if piece.bucket != bucket) for waiting in self._waiting]
         self._in_flight = {piece for piece in self._in_flight if piece.bucket != bucket}
         self._missing.pop(bucket, None)

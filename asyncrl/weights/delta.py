@@ -1,15 +1,15 @@
 """Deltas: the bytes of one version of a bucket, encoded against those of an earlier one. Exact to the bit.
 
 Between two versions most parameters change in their last bits, if at all. The two are combined by exclusive or, and
-the bytes of the items are taken apart into planes (all first bytes, then all second ones): what changes rarely (sign,
-exponent, high bits) becomes long runs of zeros, which zstandard makes small at the speed of a disk.
+the bytes of the items are taken apart into planes (all first bytes, then all second ones): bytes that change rarely
+(sign, exponent, high bits) become long runs of zeros, which zstandard makes small at the speed of a disk.
 
     header   magic, bytes of an item, bytes of the bucket
     block*   encoded size, zstandard frame; a size of 0 is a block in which nothing has changed
 
-A block is BLOCK_BYTES of the bucket, the last one what is left, and is encoded by itself: memory stays bounded by it.
+A block is BLOCK_BYTES of the bucket, the last one the rest, and is encoded by itself: memory stays bounded by it.
 Bytes behind the last whole item follow the planes as they are. There is no checksum: a delta applied to another base
-gives other bytes without a word, and whoever decodes compares the bucket's own.
+gives other bytes without a word, and the caller of ``decode`` compares the bucket's own.
 
 Fails with ValueError for bytes that are no delta of a bucket of this size. Both directions block; numpy and zstandard
 release the interpreter's lock for blocks of this size, so they are run in threads.
@@ -32,7 +32,7 @@ PAYS_BELOW = 0.9
 """Share of the bucket's size that a delta must stay under, or it is not worth its decoding."""
 MAX_ITEM_BYTES = 64
 LEVEL = 1
-"""Of zstandard; higher ones take longer and find no more here."""
+"""Level of zstandard; higher ones take longer and find no more here."""
 
 _HEADER = struct.Struct("<4sB3xQ")
 _ENCODED_SIZE = struct.Struct("<I")
@@ -42,7 +42,7 @@ Bytes = NDArray[np.uint8]
 
 
 def encode(base: Buffer, new: Buffer, item_bytes: int) -> bytes | None:
-    """``new`` against ``base``, or None where that is not smaller than PAYS_BELOW of it.
+    """Delta of ``new`` against ``base``, or None where it is not smaller than PAYS_BELOW of ``new``.
 
     ``item_bytes`` is the size of the numbers in the bucket (2 for bfloat16). Raises ValueError where the sizes differ.
     """
@@ -67,7 +67,7 @@ def encode(base: Buffer, new: Buffer, item_bytes: int) -> bytes | None:
 def decode(delta: Buffer, base: Buffer, out: Buffer) -> None:
     """Write the bucket into ``out``, which is as large as ``base``. Raises ValueError; part of ``out`` is then written.
 
-    Needs memory for two blocks, whatever ``delta`` says of itself.
+    Needs memory for two blocks, also for a ``delta`` that claims more.
     """
     encoded, before, after = _bytes(delta), _bytes(base), _bytes(out)
     if before.size != after.size:
@@ -134,7 +134,7 @@ def _out_of_planes(planes: Bytes, item_bytes: int) -> Bytes:
 
 def _decompress(decompressor: zstandard.ZstdDecompressor, frame: Bytes, size: int) -> Bytes:
     try:
-        # zstandard allocates what the frame says of itself: that is looked at first.
+        # zstandard allocates the size that the frame says of itself: it is looked at first.
         stated = zstandard.frame_content_size(frame.data)
         if stated != size:
             raise ValueError(f"a block of {stated} bytes instead of {size}")

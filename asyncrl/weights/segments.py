@@ -1,10 +1,10 @@
 """Sealed memory segments: large immutable data for other processes of this host.
 
-A segment is a memfd: written once, checksummed (xxh3_64), then sealed, so that nobody can change or shrink what
-others have mapped. It is reached as /proc/PID/fd/N by processes of the same user, and lives as long as somebody
-holds it open; the kernel frees it whoever dies.
+A segment is a memfd: written once, checksummed (xxh3_64), then sealed, so that nobody can change or shrink the pages
+that others have mapped. It is reached as /proc/PID/fd/N by processes of the same user, and lives as long as a process
+holds it open; the kernel frees it, also when processes die.
 
-Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment is not what its description says.
+Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment is not as its description says.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ ITEM_BYTES = {
     "bool": 1,
 }
 CHUNK_BYTES = 16 << 20
-"""Checksummed at once; a few milliseconds."""
+"""Bytes that are checksummed at once; a few milliseconds."""
 
 MADV_POPULATE_READ = 22
-"""Of Linux 5.14; an older kernel refuses it, which does no harm."""
+"""Advice of Linux 5.14; an older kernel refuses it, which does no harm."""
 
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
@@ -57,7 +57,7 @@ _PATH = re.compile(r"/proc/\d+/fd/\d+")
 class Segment:
     """A segment being written. ``memory`` is its content; ``seal`` ends the writing.
 
-    Whoever has taken a view of ``memory`` (a tensor, an array) drops it before ``seal``.
+    All views of ``memory`` (tensors, arrays) are to be dropped before ``seal``.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -93,8 +93,8 @@ class Segment:
         )
 
     def discard(self) -> None:
-        """Give up: the segment is gone. Only instead of ``seal``, or when that failed."""
-        # Whoever still has a view of it keeps its pages until the view is dropped.
+        """Give the segment up, which is gone. Only instead of ``seal``, or when that failed."""
+        # A view that is left keeps the pages until it is dropped.
         with suppress(BufferError):
             self.memory.close()
         os.close(self.fd)
@@ -120,7 +120,7 @@ def open_segment(bucket: Bucket, *, version: int, index: int) -> int:
     if not _PATH.fullmatch(bucket.path):
         raise WeightsCorrupt(f"{bucket.path!r} is no /proc/PID/fd/N", version=version, bucket=index)
     try:
-        # O_NONBLOCK: whatever else may hide behind the path must not make the opening wait.
+        # O_NONBLOCK: a file of another kind behind the path must not make the opening wait.
         descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise WeightsCorrupt(
@@ -157,14 +157,14 @@ def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int)
     """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
     with map_segment(descriptor, bucket.size) as mapping, memoryview(mapping) as view:
         for start in verify_bytes(view, bucket, version=version, index=index):
-            # All pages of a step at once: faults of a few pages each would take a sixth of the time.
+            # All pages of a step are read at once: faults of a few pages each would take a sixth of the time.
             with contextlib.suppress(OSError):
                 mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, bucket.size - start))
             yield
 
 
 def verify_bytes(view: memoryview, bucket: Bucket, *, version: int, index: int) -> Iterator[int]:
-    """As verify_segment, of what is mapped already; gives the offset of each step before it is read."""
+    """Compare as verify_segment does, mapped bytes; gives the offset of each step before it is read."""
     digest = xxhash.xxh3_64()
     for start in range(0, bucket.size, CHUNK_BYTES):
         yield start

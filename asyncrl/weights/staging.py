@@ -1,10 +1,10 @@
 """Staging: a published version in sealed memory, verified, and held open until it is loaded.
 
 The bytes that a Staged version names cannot change any more: their memory is sealed, was verified against the
-manifest after the seals were seen, and stays open here, so that the publisher may die without harm. Whoever loads
-it, in whatever process of this user, maps the same pages and need not verify them again.
+manifest after the seals were seen, and stays open here, so that the publisher may die without harm. A process of this
+user that loads it maps the same pages and need not verify them again.
 
-What is not opened but made here, out of chunks or of a delta, is sealed and verified before it counts as well.
+A segment that is made here, out of chunks or of a delta, is sealed and verified before it counts as well.
 
 Fails with WeightsCorrupt, before anything is handed to an engine.
 """
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Parameter name to dtype and shape."""
+"""Dtype and shape of each parameter, by name."""
 
 
 def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What the manifest holds. Raises WeightsCorrupt where it contradicts itself.
+    """Layout that the manifest holds. Raises WeightsCorrupt where it contradicts itself.
 
     Each name occurs once, each tensor lies aligned within its bucket, and none overlaps another.
     """
@@ -130,7 +130,7 @@ class Staged:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """Version of the weights."""
         return self.manifest.version
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Staged:
 
 
 def delta_against(base: Staged | None, bucket: Bucket, index: int) -> Delta | None:
-    """The bucket's delta, if it can be applied to what is held here."""
+    """The bucket's delta, if it can be applied to the version that is held here."""
     delta = bucket.delta
     if base is None or delta is None or delta.base != base.version or index >= len(base.manifest.buckets):
         return None
@@ -149,7 +149,7 @@ def delta_against(base: Staged | None, bucket: Bucket, index: int) -> Delta | No
 
 
 def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int) -> int:
-    """Seal what was written, compare it with the manifest, and return the descriptor. Raises WeightsCorrupt.
+    """Seal the written segment, compare it with the manifest, and return the descriptor. Raises WeightsCorrupt.
 
     The segment is the descriptor's from here on, or gone.
     """
@@ -169,7 +169,7 @@ def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int)
 
 
 def apply_delta(encoded: Buffer, base: Staged, bucket: Bucket, *, version: int, index: int) -> int:
-    """Decode a delta against ``base`` into a segment of this process, and verify that.
+    """Decode a delta against ``base`` into a segment of this process, and verify it.
 
     Returns its descriptor. Raises WeightsCorrupt.
     """

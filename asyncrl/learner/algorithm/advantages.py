@@ -30,21 +30,21 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The n trajectories of a prompt as an advantage sees them."""
+    """The n trajectories of a prompt as an advantage takes them."""
 
     uid: str
     rewards: np.ndarray
-    """float64 [n]."""
+    """Reward of each trajectory: float64 [n]."""
     past: Sequence[np.ndarray]
-    """float64 [turns] for each: what the episode had earned before the turn began."""
+    """Rewards that the episode had earned before each turn began: float64 [turns] for each trajectory."""
     lengths: np.ndarray
-    """int64 [n]: sampled tokens."""
+    """Sampled tokens of each trajectory: int64 [n]."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float64 [n] for each component of the reward; NaN where a trajectory has none."""
 
 
 Advantages = list[list[np.ndarray]]
-"""For each group and trajectory float64 [turns]."""
+"""Advantage of each turn: for each group and trajectory float64 [turns]."""
 Advantage = Callable[[Sequence[ScoredGroup]], Advantages]
 
 

@@ -1,4 +1,4 @@
-"""How token losses become the loss of a step: a weight for each token and one denominator for the whole step.
+"""Weights of token losses in the loss of a step: one for each token, and one denominator for the whole step.
 
 loss = (1 / denominator) * sum over all tokens of the step of weight * token loss. Both are known before
 anything is computed, so the gradient does not depend on how the step is cut into micro-batches and ranks.
@@ -25,7 +25,7 @@ def token_weight(aggregation: Aggregation, loss_tokens: int) -> float:
 
 
 def step_denominator(aggregation: Aggregation, loss_tokens: Sequence[int], max_tokens: int) -> float:
-    """What the step's weighted sum is divided by; ``loss_tokens`` holds one count (>= 1) for each trajectory.
+    """Denominator of the step's weighted sum; ``loss_tokens`` holds one count (>= 1) for each trajectory.
 
     token: all loss tokens (DAPO, arXiv 2503.14476, eq. 12). sequence: trajectories (GRPO, arXiv 2402.03300, eq.
     3). constant: trajectories * max_tokens (Dr. GRPO, arXiv 2503.20783, section 3.2). 1 for a step without

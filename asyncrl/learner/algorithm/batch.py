@@ -1,4 +1,4 @@
-"""From the groups of a step to what each rank computes: advantages, packed micro-batches, and the
+"""The plan of a step, from its groups to the work of each rank: advantages, packed micro-batches, and the
 denominator.
 
 Everything here is a pure function of its arguments, in numpy; torch is not imported. Advantages are taken
@@ -8,10 +8,10 @@ fixed here.
 A sequence is its prompt and its tokens up to the last that is trained, which is left out: position i of it predicts
 token i + 1. The arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the positions
 that predict a loss token, and ``predict`` says where these are. Sequences of a group behind the same prompt may share
-what they begin with (sharing.py); that changes what is computed and nothing else.
+their common beginning (sharing.py); that changes the work and nothing else.
 
-Trained are the sampled tokens, each in the one sequence where that is its role; what is context, or repeated from
-another sequence, is computed and has no loss. A sequence with no loss token is not computed at all; neither is one
+Trained are the sampled tokens, each in the one sequence where that is its role; context, and tokens repeated from
+another sequence, are computed and have no loss. A sequence with no loss token is not computed at all; neither is one
 whose advantages are all 0, where the objective has nothing but multiples of them: its tokens count in the denominator,
 and the gradient is the same without it.
 
@@ -56,12 +56,12 @@ from asyncrl.trajectories import (
 )
 
 GroupScores = list[list[np.ndarray]]
-"""For each trajectory and each of its sequences, float64 [S]: a value for each sampled token."""
+"""A value for each sampled token: for each trajectory and each of its sequences, float64 [S]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceId:
-    """Which trajectory a sequence belongs to, and which of its sequences it is."""
+    """Name of a sequence: its group's uid, its trajectory in that, and its number in the trajectory."""
 
     uid: str
     sample: int
@@ -73,11 +73,11 @@ class SupervisedPlan:
     """The supervised term of an update (supervised.py). Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
-    """[world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""
+    """Micro-batches: [world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""
     denominator: float
     """Tokens with a loss over the whole update."""
     coefficient: float
-    """By which their mean is multiplied."""
+    """Factor of the mean loss of these tokens."""
     places: list[str]
     """FILE:LINE of each sequence."""
     tokens: int
@@ -89,19 +89,19 @@ class UpdatePlan:
     """One update of the weights. Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
-    """[world size][micro-batches]."""
+    """Micro-batches of the policy's loss: [world size][micro-batches]."""
     denominator: float
-    """What the sum of weighted token losses over the whole update is divided by."""
+    """Denominator of the sum of weighted token losses over the whole update."""
     sequences: list[SequenceId]
     """Every sequence that has a loss, in the order of groups and trajectories, those that are left out as 0 included;
     none in a warm step."""
     tokens: int
-    """Tokens computed by all ranks, prompts and conversations included; what sequences of a row share once."""
+    """Tokens computed by all ranks, prompts and conversations included; common beginnings in a row once."""
     supervised: SupervisedPlan | None = None
 
     @property
     def uids(self) -> list[str]:
-        """The prompt groups that have a loss, in order."""
+        """Uids of the prompt groups that have a loss, in order."""
         return list(dict.fromkeys(sequence.uid for sequence in self.sequences))
 
 
@@ -110,24 +110,24 @@ class StepPlan:
     """One step: its updates, in order."""
 
     updates: list[UpdatePlan]
-    """Those with a loss; none where nothing has one."""
+    """Updates with a loss; none where nothing has one."""
     temperature: float
-    """Logits are divided by it."""
+    """Divisor of the logits."""
     fresh: bool
     """Whether the weights being trained are the newest published ones: no step was taken since."""
     metrics: dict[str, float]
-    """Those of the penalties and of the supervised term; step_metrics has those of its groups."""
+    """Metrics of the penalties and of the supervised term; step_metrics has those of its groups."""
     warm: bool = False
-    """A supervised step before the first of the run."""
+    """Whether this is a supervised step before the first of the run."""
 
     @property
     def tokens(self) -> int:
-        """Tokens computed, as those of its updates."""
+        """Tokens computed by all updates."""
         return sum(update.tokens for update in self.updates)
 
     @property
     def sequences(self) -> list[SequenceId]:
-        """Those of all updates."""
+        """Sequences of all updates."""
         return [sequence for update in self.updates for sequence in update.sequences]
 
 
@@ -149,8 +149,8 @@ def build_step(
     ``groups`` are trained, in the order given (the caller orders them by (epoch, index)).
     ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
     of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
-    taken since it was. ``packed`` False puts each sequence in a row of its own; ``shared`` has rows compute once what
-    sequences of a group begin with. ``skip_zero_advantages``: a token of
+    taken since it was. ``packed`` False puts each sequence in a row of its own; ``shared`` has rows compute the common
+    beginning of a group's sequences once. ``skip_zero_advantages``: a token of
     advantage 0 has no gradient (objective.py), so that a sequence of such tokens alone is not computed, unless the
     update has no other.
     """
@@ -220,7 +220,7 @@ def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: i
 
 
 def scored_group(group: Group) -> ScoredGroup:
-    """A group as an advantage sees it."""
+    """The trajectories of a group as an advantage takes them."""
     trajectories = group.trajectories
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
     return ScoredGroup(
@@ -251,7 +251,7 @@ def _advantages(groups: Sequence[Group], penalties: Penalties | None, config: Co
 
 
 def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
-    """With the penalties subtracted: what a turn had lost before it began is past, as what it had earned."""
+    """The group with the penalties subtracted: those of earlier turns are past, as the rewards of these are."""
     turns = [earned - lost for earned, lost in zip(group.past, past, strict=True)]
     return replace(group, rewards=group.rewards - total, past=turns)
 
@@ -264,7 +264,7 @@ def _trained_sequences(
     oldest: int | None,
     teacher: Sequence[np.ndarray] | None,
 ) -> list[SampledSequence]:
-    """Those that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
+    """Sequences that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
     found, turn = [], 0
     values = advantages.astype(np.float32)
     for number, sequence in enumerate(trajectory.sequences):
@@ -293,14 +293,14 @@ def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
 
 
 def _kept(spans: Sequence[VersionSpan], oldest: int | None) -> np.ndarray | None:
-    """Which sampled tokens of these spans are not of a version before ``oldest``; None for all."""
+    """Indices of the sampled tokens of these spans that are not of a version before ``oldest``; None for all."""
     if oldest is None or all(span.version >= oldest for span in spans):
         return None
     return np.flatnonzero(np.repeat([span.version >= oldest for span in spans], _lengths(spans)))
 
 
 def _staleness(spans: Sequence[VersionSpan], version: int) -> np.ndarray:
-    """As in MicroBatch, of each sampled token."""
+    """Staleness of each sampled token, as in MicroBatch."""
     stale = np.array([-1 if span.mixed_kv else version - span.version for span in spans], np.int32)
     return np.repeat(stale, _lengths(spans))
 
@@ -348,7 +348,7 @@ class SampledSequence:
 
     @classmethod
     def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
-        """With all that was sampled, to be scored and not to be trained."""
+        """The sequence with all of its sampled tokens, to be scored and not to be trained."""
         nothing = np.zeros(len(sequence.logprobs), np.float32)
         name = SequenceId(group.ticket.uid, -1, -1)
         return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing.astype(np.int32), None)
@@ -360,7 +360,7 @@ def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 
 
 def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> Sharing:
-    """The common beginnings, group by group and prompt by prompt; none unless ``shared``."""
+    """Common beginnings of sequences, group by group and prompt by prompt; none unless ``shared``."""
     if not shared:
         return nothing_shared(len(sequences))
     return find_sharing([s.input_ids for s in sequences], [s.family for s in sequences])

@@ -29,7 +29,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda r: r.square() / 2,
     "k3": lambda r: r.exp() - 1 - r,
 }
-"""Of the log-ratio r = log(p / q) of a token sampled from q, nats: each has the mean KL(q || p) (k2 nearly)."""
+"""Estimators on the log-ratio r = log(p / q) of a token sampled from q, nats; their mean is KL(q || p) (k2 nearly)."""
 
 
 def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -56,7 +56,7 @@ def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple
 
 
 def rejected(batch: TokenBatch, ratio: Tensor, config: RejectConfig) -> Tensor:
-    """bool [N]: the tokens of sequences that are out of bounds; ``ratio`` is log rho, [N]."""
+    """Whether each token is of a sequence that is out of bounds, bool [N]; ``ratio`` is log rho, [N]."""
     values = ESTIMATORS[config.estimator](ratio)
     if config.over == "max":
         # k1 is negative for a token that has become likelier, which is as far from the sampler.

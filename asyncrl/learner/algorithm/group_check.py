@@ -1,4 +1,4 @@
-"""What makes a delivered group one that can be trained: everything that build_step relies on. Pure.
+"""The check that a delivered group can be trained: everything that build_step relies on. Pure.
 
 A group that fails is quarantined with the reason; nothing here raises.
 """
@@ -13,11 +13,11 @@ from asyncrl.messages.groups import Group, Sequence, Trajectory
 from asyncrl.trajectories import sampled_positions, sampled_spans
 
 ABOVE_ZERO = 1e-3
-"""Log-probs exceed 0 by rounding only (nats)."""
+"""Nats by which a log-prob may exceed 0; it does so by rounding only."""
 
 
 def check_group(group: Group) -> str | None:
-    """Why a delivered group cannot be trained (to be quarantined with this reason), or None.
+    """Reason that a delivered group cannot be trained (and is quarantined), or None.
 
     ``failure`` itself comes first.
     """

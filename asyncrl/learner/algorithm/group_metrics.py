@@ -1,7 +1,7 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
 Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered and requeued
-groups included, and ``reward/trained_mean`` and ``staleness/*`` of what is trained. A fraction or mean of nothing is
+groups included, and ``reward/trained_mean`` and ``staleness/*`` of trained groups. A fraction or mean of nothing is
 left out rather than reported as 0.
 """
 
@@ -19,7 +19,7 @@ from asyncrl.trajectories import is_late, is_truncated, oldest_version, sampled_
 
 
 def rewards_of(group: Group) -> np.ndarray:
-    """float64 [n], in the order of the trajectories. Each trajectory is scored."""
+    """Rewards in the order of the trajectories, each of which is scored: float64 [n]."""
     return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64)
 
 
@@ -101,7 +101,7 @@ def observe_staleness(histograms: Histograms, trained: Sequence[Group], version:
 
 
 def staleness_metrics(trained: Sequence[Group], *, version: int, config: StalenessConfig) -> dict[str, float]:
-    """Staleness, in versions, of the sampled tokens of the trained groups, and what of it was late.
+    """Staleness, in versions, of the sampled tokens of the trained groups, and the late part of them.
 
     ``staleness/late_groups`` counts groups with a token that is staler than the limit, ``late_fraction`` is the share
     of such tokens among those sampled. Unless ``staleness.late`` is "train" they are not trained: ``masked_tokens``
@@ -125,7 +125,7 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, config: Stalene
 def requeue_metrics(trained: Sequence[Group], requeued: Sequence[Group]) -> dict[str, float]:
     """Groups that were requeued since the last step, and the mean lengths of their responses and of the trained ones.
 
-    What is generated longest is latest: where the first mean is the larger one, that bias is of such a size.
+    The longest responses are the latest: a first mean above the second shows the size of that bias.
     """
     found = {"staleness/requeued_groups": float(len(requeued))}
     means = (("staleness/requeued_length_mean", requeued), ("staleness/trained_length_mean", trained))

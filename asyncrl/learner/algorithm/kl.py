@@ -18,7 +18,7 @@ from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
 
 
 def kl_losses(batch: TokenBatch, estimator: str, cap: float) -> Tensor:
-    """Token losses, float32 [N] with a gradient, nats."""
+    """Losses of the tokens, float32 [N] with a gradient, nats."""
     assert batch.reference is not None
     importance = log_ratio(batch.logprobs, batch.behaviour).exp().clamp(max=cap)
     if estimator == "k2":
@@ -27,5 +27,5 @@ def kl_losses(batch: TokenBatch, estimator: str, cap: float) -> Tensor:
 
 
 def kl_values(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """The estimator at each token, [N], nats."""
+    """Value of the estimator at each token, [N], nats."""
     return ESTIMATORS[estimator](log_ratio(reference, logprobs))

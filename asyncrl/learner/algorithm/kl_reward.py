@@ -1,4 +1,4 @@
-"""The divergence from a frozen reference, as a part of the reward: what ``learner.kl.place = "reward"`` subtracts.
+"""The divergence from a frozen reference, as a part of the reward: ``learner.kl.place = "reward"`` subtracts it.
 
     penalty of a token = coefficient * k(log(pi_b / pi_ref)),   k = k1 by default
 
@@ -29,13 +29,13 @@ from asyncrl.messages.groups import Group
 from asyncrl.trajectories import past_rewards
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats; as for every log-ratio of a loss."""
+"""Nats at which a log-ratio is clamped, as every log-ratio of a loss is."""
 ESTIMATORS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "k1": lambda r: r,
     "k2": lambda r: r**2 / 2,
     "k3": lambda r: np.exp(-r) - 1 + r,
 }
-"""Of r = log(pi_b / pi_ref)."""
+"""Estimators by name, as functions of r = log(pi_b / pi_ref)."""
 
 
 def kl_penalties(

@@ -5,7 +5,7 @@ appear as ``loss/NAME``, divided by the number of tokens. Token losses are not i
 multiplied by the correction (corrections.py) where the loss does not correct itself, weighted, summed and divided by
 the step's denominator (objective.py).
 
-A loss of the user's own is such a function too, named by MODULE:FUNCTION. ``traits`` says what it needs beyond the
+A loss of the user's own is such a function too, named by MODULE:FUNCTION. ``traits`` tells its needs beyond the
 batch.
 
 pi, pi_prox and pi_b are the probabilities of the sampled token under the weights that are trained, those before the
@@ -45,15 +45,15 @@ class Traits:
     """The needs of a loss, and whether a correction may be added to it."""
 
     corrects: bool = False
-    """It takes its ratio against the engine's own log-probs. A correction on top would correct twice."""
+    """Whether the loss takes its ratio against the engine's own log-probs. A correction on top would correct twice."""
     entropy_gradient: bool = False
-    """Its batch's entropies have a gradient."""
+    """Whether the loss's batch has entropies with a gradient."""
     reference: bool = False
-    """Its batch has the reference's log-probs."""
+    """Whether the loss's batch has the reference's log-probs."""
     teacher: bool = False
-    """Its batch has the teacher's log-probs."""
+    """Whether the loss's batch has the teacher's log-probs."""
     multiple_of_advantage: bool = False
-    """The loss of a token whose advantage is 0 has no gradient: sequences of such tokens alone are not computed."""
+    """Whether a token of advantage 0 has a loss without gradient: sequences of such tokens alone are not computed."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., TokenLosses])
@@ -67,7 +67,7 @@ def traits(
     teacher: bool = False,
     multiple_of_advantage: bool = False,
 ) -> Callable[[_Function], _Function]:
-    """Decorate a loss with what it needs; one without has none of it."""
+    """Decorate a loss with its needs; a loss without the decorator has none."""
 
     def mark(function: _Function) -> _Function:
         function.traits = Traits(  # type: ignore[attr-defined]
@@ -165,14 +165,14 @@ BUILT_IN: dict[str, Loss] = {f.__name__: f for f in (decoupled, bypass, gspo, ci
 
 
 def supervised(logprobs: Tensor) -> Tensor:
-    """Negative log-likelihood, -log pi, nats, of tokens that somebody else wrote: those of ``[sft]``."""
+    """Negative log-likelihood, -log pi, nats, of tokens that the policy did not sample: those of ``[sft]``."""
     return -logprobs
 
 
 def _clipped(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> TokenLosses:
     plain = ratio * batch.advantages
     bounded = ratio.clamp(1.0 - low, 1.0 + high) * batch.advantages
-    # Where both are equal the first: a minimum would halve its gradient between them.
+    # The first is taken where both are equal: a minimum would halve its gradient between them.
     acts = bounded < plain
     return -torch.where(acts, bounded, plain), {"clipped_fraction": _count(batch, acts)}
 

@@ -1,11 +1,11 @@
-"""A packed row as a rank computes it: pieces of sequences, and what the loss needs of each token that has one. Pure.
+"""A packed row as a rank computes it: pieces of sequences, and the loss's arrays at each token that has one. Pure.
 
-A piece is tokens that stand side by side: a whole sequence, what several sequences of the row begin with, or the rest
-of one of these. So a beginning that sequences share is in the row once, and each sequence's tokens are those of the
-piece before its own, where it has one, and its own. Sequences that end with their common beginning have no piece of
-their own.
+A piece is tokens that stand side by side: a whole sequence, the common beginning of several sequences of the row, or
+the rest of one of these. So a beginning that sequences share is in the row once, and each sequence's tokens are those
+of the piece before its own, where it has one, and its own. Sequences that end with their common beginning have no piece
+of their own.
 
-Invariant: what a sequence predicts, and after which of its tokens, does not depend on what shares its row.
+Invariant: the tokens that a sequence predicts, and those before each, do not depend on other sequences of its row.
 
 Fails with nothing.
 """
@@ -27,32 +27,32 @@ class MicroBatch:
     """One packed row of T tokens in P pieces, holding S sequences with N positions that have a loss."""
 
     input_ids: np.ndarray
-    """int32 [T]."""
+    """Token ids of the row: int32 [T]."""
     lengths: np.ndarray
-    """int32 [P], sums to T: the pieces, one after the other."""
+    """Lengths of the pieces, one after the other: int32 [P], sums to T."""
     prefixes: np.ndarray
-    """int32 [P]: the piece whose tokens come before those of this one; -1 for none. It has none itself."""
+    """Piece whose tokens come before those of each piece, which has none itself: int32 [P]; -1 for none."""
     sequences: np.ndarray
-    """int32 [S]: index of each in ``UpdatePlan.sequences``; -1 for a filler."""
+    """Index of each sequence in ``UpdatePlan.sequences``: int32 [S]; -1 for a filler."""
     segments: np.ndarray
-    """int32 [N], ascending from 0: of which of the S each position predicts a token. Each has one or more."""
+    """Sequence (of the S) that has each position's target: int32 [N], ascending from 0. Each has one or more."""
     predict: np.ndarray
-    """int32 [N], ascending in a sequence: positions in the row whose next token has a loss."""
+    """Positions in the row whose next token has a loss: int32 [N], ascending in a sequence."""
     targets: np.ndarray
-    """int32 [N]: the token that each of them predicts."""
+    """Token that each of these positions predicts: int32 [N]."""
     behaviour: np.ndarray
-    """float32 [N], nats: log-prob of the target when it was sampled."""
+    """Log-prob of the target when it was sampled, nats: float32 [N]."""
     advantages: np.ndarray
-    """float32 [N]."""
+    """Advantage of the target: float32 [N]."""
     weights: np.ndarray
-    """float32 [N]: share of each token in the sum that is divided by the denominator; 0 only in a filler."""
+    """Share of each token in the sum that is divided by the denominator: float32 [N]; 0 only in a filler."""
     staleness: np.ndarray
-    """int32 [N]: versions between the newest published weights and those that sampled the target.
+    """Versions between the newest published weights and those that sampled the target: int32 [N].
 
     -1 where the engine's log-prob is of no single version (mixed_kv).
     """
     teacher: np.ndarray
-    """float32 [N], nats: log-prob of the target by a teacher on a server; [0] without one."""
+    """Log-prob of the target by a teacher on a server, nats: float32 [N]; [0] without one."""
 
 
 class Computed(Protocol):
@@ -70,9 +70,9 @@ class Computed(Protocol):
 def make_micro_batches(
     sequences: Sequence[Computed], weights: Sequence[float], ranks: Sequence[Sequence[Sequence[int]]], sharing: Sharing
 ) -> list[list[MicroBatch]]:
-    """The rows of each rank, given by their indices; a filler where there are none.
+    """Rows of each rank, given by the indices of their sequences; a filler where there are none.
 
-    ``weights`` has that of each sequence's tokens.
+    ``weights`` has the weight of each sequence's tokens.
     """
     return [[_row(sequences, weights, row, sharing) if row else _filler() for row in rank] for rank in ranks]
 
@@ -84,16 +84,16 @@ def count_tokens(ranks: Sequence[Sequence[MicroBatch]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A row's tokens, and where those of its sequences are."""
+    """A row's tokens, and the places of those of its sequences."""
 
     input_ids: np.ndarray
-    """int32 [T]."""
+    """Token ids of the row: int32 [T]."""
     lengths: np.ndarray
-    """int32 [P], as in MicroBatch."""
+    """Lengths of the pieces: int32 [P], as in MicroBatch."""
     prefixes: np.ndarray
-    """int32 [P], as in MicroBatch."""
+    """Piece before each piece: int32 [P], as in MicroBatch."""
     places: list[np.ndarray]
-    """For each sequence int64 [L]: where in the row each of its tokens is."""
+    """Place in the row of each token: for each sequence int64 [L]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,11 +102,11 @@ class _Piece:
     before: _Piece | None = None
     number: int = -1
     start: int = 0
-    """In the row."""
+    """Place in the row of the first token."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Tokens before it, and its own."""
+        """Number of tokens before the piece, and of its own."""
         return len(self.before.tokens) if self.before is not None else 0, len(self.tokens)
 
     @property
@@ -117,14 +117,13 @@ class _Piece:
 def lay_out(sequences: Sequence[np.ndarray], sharing: Sharing) -> Layout:
     """A row of these sequences, given by their token ids.
 
-    Where something is shared, pieces of equal lengths behind as much stand side by side, so that attention may take
-    them together.
+    Pieces of equal lengths behind as many shared tokens stand side by side, so that attention may take them together.
     """
     families = sharing.family.tolist()
     together = Counter(families)
     begun: dict[int, _Piece] = {}
     parts = list[list[_Piece]]()
-    """For each sequence."""
+    """Pieces of each sequence."""
     for family, prefix, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
         if not prefix or together[family] == 1:
             parts.append([_Piece(tokens)])

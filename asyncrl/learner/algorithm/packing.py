@@ -1,9 +1,9 @@
-"""Packing: which sequences share a row, and which rank computes which rows.
+"""Packing: the choice of the sequences that share a row, and of the rows that each rank computes.
 
-A pure function of the lengths and of what sequences begin with alike. It keeps: every sequence is in exactly one row; a
-row computes at most ``budget`` tokens unless it is one longer sequence by itself, where what several of a row begin
-with counts once; every rank has the same number of rows, empty ones filled up by the caller. Ranks meet in every layer
-of every micro-batch, so a micro-batch takes as long as its slowest rank: rows of like cost are put side by side.
+A pure function of the lengths and of the common beginnings. It keeps: every sequence is in exactly one row; a
+row computes at most ``budget`` tokens unless it is one longer sequence by itself, where a common beginning of several
+of a row counts once; every rank has the same number of rows, empty ones filled up by the caller. Ranks meet in every
+layer of every micro-batch, so a micro-batch takes as long as its slowest rank: rows of like cost are put side by side.
 
 A family stays together in a row, unless it does not fit into one, or the ranks would wait for one another longer than
 it takes to compute its prefix in several rows.
@@ -22,7 +22,7 @@ LINEAR_TOKENS = 4096
 layer in matrix products against 2 times the length: a model of width 1,300 or so).
 """
 Ranks = list[list[list[int]]]
-"""[rank][micro-batch][sequence index], indices ascending in a row."""
+"""Indices of sequences: [rank][micro-batch][sequence], ascending in a row."""
 
 
 def cost(lengths: np.ndarray) -> np.ndarray:
@@ -33,9 +33,9 @@ def cost(lengths: np.ndarray) -> np.ndarray:
 
 
 class Sizes:
-    """Tokens and cost of sequences in a row, by their indices: what several of them begin with counts once.
+    """Tokens and cost of sequences in a row, by their indices: a common beginning of several counts once.
 
-    With a prefix of P tokens a rest of R more attends to P + R: it costs what a sequence of P + R does, less one of P.
+    With a prefix of P tokens a rest of R more attends to P + R: it costs as a sequence of P + R does, less one of P.
     """
 
     def __init__(self, lengths: Sequence[int], sharing: Sharing) -> None:
@@ -47,17 +47,17 @@ class Sizes:
         self._own_costs = self._alone - self._prefix_costs
 
     def tokens(self, row: Sequence[int]) -> int:
-        """That the row computes."""
+        """Tokens that the row computes."""
         return int(self.own[row].sum() + self._prefix[self._firsts(row)].sum()) if len(row) else 0
 
     def cost(self, row: Sequence[int]) -> float:
-        """Its relative time."""
+        """Relative time of the row."""
         if len(row) == 1:
             return float(self._alone[row[0]])
         return float(self._own_costs[row].sum() + self._prefix_costs[self._firsts(row)].sum()) if len(row) else 0.0
 
     def families(self) -> list[list[int]]:
-        """The members of each, ascending, in the order of their first ones."""
+        """Members of each family, ascending, in the order of their first ones."""
         found: dict[int, list[int]] = {}
         for i, number in enumerate(self._family.tolist()):
             found.setdefault(number, []).append(i)
@@ -89,7 +89,7 @@ def pack(
     while True:
         units = [unit for family in families for unit in _split(family, sizes, budget, parts)]
         costs = np.array([sizes.cost(unit) for unit in units])
-        # The work that there is, on ranks that never wait; cut up further it only grows.
+        # Ranks that never wait would take as long for this work; cut up further it only grows.
         if costs.sum() >= least * world_size:
             return best
         ranks, time = _deal(_fit(units, costs, sizes, budget, world_size), sizes, world_size)

@@ -12,8 +12,8 @@ class Penalties:
     """Amounts to subtract, in units of the reward. ``past`` and ``total`` are of a group's trajectories, in order."""
 
     total: list[np.ndarray]
-    """For each group float64 [n]."""
+    """Penalty of each trajectory: for each group float64 [n]."""
     past: list[list[np.ndarray]]
-    """For each group and trajectory float64 [turns]: the part of it that came before the turn in its sequence."""
+    """Part of the penalty from before each turn in its sequence: for each group and trajectory float64 [turns]."""
     metrics: dict[str, float]
     """``reward/kl_penalty``, the mean of a trajectory, and ``policy/reference_kl``, that of a sampled token, nats."""

@@ -1,7 +1,7 @@
-"""A scoring pass over the groups of a step before its plan is made: all that was sampled, cut up for the ranks as a
+"""A scoring pass over the groups of a step before its plan is made: all sampled tokens, cut up for the ranks as a
 step is. Pure; torch is not imported.
 
-Scored is every sampled token, also of what is masked or late and has no loss: the rewards of all trajectories of a
+Scored is every sampled token, also one that is masked or late and has no loss: the rewards of all trajectories of a
 group are in its baseline. Invariant: the result has one value for each sampled token in the order of
 ``Sequence.logprobs``, however the pass was cut.
 
@@ -28,11 +28,11 @@ class ScoringPlan:
     """A scoring pass. Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
-    """[world size][micro-batches]; ``MicroBatch.sequences`` counts the sequences with a sampled token."""
+    """Micro-batches: [world size][micro-batches]; ``MicroBatch.sequences`` count sequences with a sampled token."""
     lengths: list[int]
-    """Sampled tokens of each of these."""
+    """Number of sampled tokens of each of these sequences."""
     temperature: float
-    """Logits are divided by it."""
+    """Divisor of the logits."""
 
     def in_order(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The values of each sequence, from those of each rank, [tokens of all of its micro-batches], fillers
@@ -51,7 +51,7 @@ class ScoringPlan:
 
 
 def sampled_sequences(groups: Iterable[Group]) -> Iterator[tuple[Group, TokenSequence]]:
-    """Those with a sampled token, in the order of groups, trajectories and sequences."""
+    """Sequences with a sampled token, in the order of groups, trajectories and sequences."""
     for group in groups:
         for trajectory in group.trajectories:
             yield from ((group, sequence) for sequence in trajectory.sequences if len(sequence.logprobs))
@@ -60,7 +60,7 @@ def sampled_sequences(groups: Iterable[Group]) -> Iterator[tuple[Group, TokenSeq
 def build_scoring(
     groups: Sequence[Group], *, config: Config, world_size: int, packed: bool, shared: bool = False
 ) -> ScoringPlan:
-    """The pass over all that was sampled in ``groups``; ``packed`` and ``shared`` as for build_step."""
+    """The pass over all sampled tokens of ``groups``; ``packed`` and ``shared`` as for build_step."""
     sequences = [SampledSequence.whole(group, sequence) for group, sequence in sampled_sequences(groups)]
     lengths = [len(sequence.input_ids) for sequence in sequences]
     sharing, budget = sharing_of(sequences, shared=shared), config.learner.tokens_per_microbatch

@@ -1,8 +1,8 @@
-"""Which sequences of a step begin alike, so that their beginning can be computed once. Pure.
+"""Sequences of a step that begin alike, so that their beginning can be computed once. Pure.
 
-The samples of a group have their prompt in common, and whatever they go on with alike. Sequences of a group behind the
-same prompt are a family; its prefix is the longest beginning that all of them have. That of a causal model is the same
-in each, so it does not matter whether tokens of it are trained.
+The samples of a group have their prompt in common, and all that they go on with alike. Sequences of a group behind the
+same prompt are a family; its prefix is the longest beginning that all of them have. A causal model computes the same
+for it in each, so it does not matter whether tokens of it are trained.
 
 Invariant: a sequence is in one family, and begins with the prefix of it.
 
@@ -22,18 +22,18 @@ class Sharing:
     """Families of the sequences of an update, by their index."""
 
     family: np.ndarray
-    """int64 [n]: which sequences begin alike; counted from 0."""
+    """Family of each sequence, counted from 0: int64 [n]."""
     prefix: np.ndarray
-    """int64 [n]: tokens with which all of its family begin; 0 where it has no other."""
+    """Tokens with which all of the sequence's family begin: int64 [n]; 0 where the family has no other sequence."""
 
     def among(self, chosen: Sequence[int]) -> Sharing:
-        """The same for these sequences alone, in this order."""
+        """Families of these sequences alone, in this order."""
         indices = np.asarray(chosen, np.int64)
         return Sharing(self.family[indices], self.prefix[indices])
 
 
 def nothing_shared(count: int) -> Sharing:
-    """Each of ``count`` sequences is a family of its own."""
+    """A family of its own for each of ``count`` sequences."""
     return Sharing(np.arange(count), np.zeros(count, np.int64))
 
 

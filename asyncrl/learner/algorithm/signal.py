@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups tell anything apart, and are trained.
+"""Dynamic sampling: the choice of the groups that tell anything apart, and are trained.
 
 DAPO (arXiv 2503.14476, section 3.2) leaves out prompts whose answers are all right or all wrong. That is judged by
 ``learner.signal``: by the reward as it was before the overlong penalty, so that one right answer that is a little long
@@ -21,8 +21,8 @@ REWARD = "reward"
 
 
 def has_signal(group: Group, config: LearnerConfig) -> bool:
-    """Whether trajectories of the group differ by more than ``learner.signal_tolerance``, or, where the reward is what
-    counts, the returns of their turns.
+    """Whether trajectories of the group differ by more than ``learner.signal_tolerance``, or, under the signal of the
+    reward, the returns of their turns.
     """
     values = _values(group, config.signal)
     if _spread(values) > config.signal_tolerance:
@@ -37,12 +37,12 @@ def has_signal(group: Group, config: LearnerConfig) -> bool:
 
 
 def turns_past(trajectory: Trajectory) -> np.ndarray:
-    """float64 [turns], over all of its sequences: what was earned before each."""
+    """Rewards earned before each turn: float64 [turns], over all sequences of the trajectory."""
     return np.concatenate([past_rewards(sequence)[0] for sequence in trajectory.sequences])
 
 
 def _values(group: Group, signal: str) -> np.ndarray:
-    """float64 [n]. A trajectory without the component has its reward in its place."""
+    """Signal of each trajectory: float64 [n]. A trajectory without the component has its reward in its place."""
     found = []
     for trajectory in group.trajectories:
         components = trajectory.components

@@ -1,4 +1,4 @@
-"""The statistics of a step's tokens: how far the policy has moved from the one that sampled them.
+"""The statistics of a step's tokens: the distance of the policy from the one that sampled them.
 
 Sums, so that those of micro-batches and ranks add up; ``TokenSums.metrics`` divides at the end. A token of weight 0 (a
 filler) is in none of them.
@@ -22,29 +22,29 @@ class TokenSums:
     ratio: float = 0.0
     ratio_squared: float = 0.0
     kl: float = 0.0
-    """Of r - 1 - log r."""
+    """Sum of r - 1 - log r."""
     clipped: float = 0.0
-    """Tokens with r > C."""
+    """Number of tokens with r > C."""
     entropy: float = 0.0
     fresh_count: float = 0.0
-    """Tokens sampled by the very weights that are being trained."""
+    """Number of tokens sampled by the very weights that are being trained."""
     fresh_kl: float = 0.0
     ratio_max: float = 0.0
     """The largest r, not a sum."""
 
     def add(self, other: TokenSums) -> None:
-        """Put two disjoint sets of tokens together."""
+        """Add the sums of another, disjoint set of tokens."""
         for item in fields(self):
             ours, theirs = getattr(self, item.name), getattr(other, item.name)
             setattr(self, item.name, max(ours, theirs) if item.name == "ratio_max" else ours + theirs)
 
     def metrics(self) -> dict[str, float]:
-        """The means; empty without tokens.
+        """Means of the sums; empty without tokens.
 
         ``policy/behaviour_kl``: KL(behaviour || theta) by the k3 estimator mean(r - 1 - log r)
         (http://joschu.net/blog/kl-approx.html). ``policy/ess``: (sum r)^2 / (n sum r^2), the effective share
         of the sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL on the tokens of equal
-        weights: how far engine and trainer drift apart; with its count, and absent without such tokens.
+        weights: the drift of engine and trainer apart; with its count, and absent without such tokens.
         """
         if not self.count:
             return {}

@@ -2,8 +2,8 @@
 
     term = coefficient * (1 / tokens) * sum over the tokens with a loss of -log pi(token)
 
-Tokens are those of all ranks and micro-batches of the update: the term is the mean over its own tokens, whatever the
-denominator of the policy's loss is. pi is at temperature 1, since somebody else wrote them. The conversations of a step
+Tokens are those of all ranks and micro-batches of the update: the term is the mean over its own tokens, for any
+denominator of the policy's loss. pi is at temperature 1, since somebody else wrote them. The conversations of a step
 with several updates are dealt out over these as its groups are, each share with its own mean.
 
 Fails with nothing: the conversations have been checked.
@@ -77,14 +77,14 @@ class SupervisedSteps:
 
 
 class _Demonstration:
-    """A sequence as the learner computes it: up to its last token with a loss, which is left out."""
+    """A conversation's sequence as the learner computes it: up to its last token with a loss, which is left out."""
 
     def __init__(self, sequence: Encoded) -> None:
         count = len(sequence.trained)
         self.input_ids = sequence.ids[: sequence.trained[-1]]
         self.predict = sequence.trained - np.int32(1)
         self.targets = sequence.ids[sequence.trained]
-        # Nobody has sampled it, and nothing is made of these.
+        # No policy has sampled the sequence, and these are not used.
         self.behaviour = self.advantages = np.zeros(count, np.float32)
         self.staleness = np.full(count, -1, np.int32)
         self.teacher = np.empty(0, np.float32)

@@ -1,9 +1,9 @@
-"""The tokens of a micro-batch as a loss sees them, and sums over each sequence.
+"""The tokens of a micro-batch as a loss takes them, and sums over each sequence.
 
 One entry for each token that has a loss; context is not among them. Tokens of a sequence are side by side. It keeps:
-no tensor but ``logprobs`` and ``entropies`` has a gradient, so that whatever a loss makes of the others is a constant.
+no tensor but ``logprobs`` and ``entropies`` has a gradient, so that a value made of the others alone is a constant.
 
-Fails with nothing: what is not finite stays so, and the step that it reaches is refused.
+Fails with nothing: a number that is not finite stays so, and the step that it reaches is refused.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ class TokenBatch:
     """N tokens of S sequences. Log-probs are in nats, of the sampled token at the temperature of sampling."""
 
     logprobs: Tensor
-    """float32 [N], with a gradient: under the weights that are trained."""
+    """Log-prob under the weights that are trained: float32 [N], with a gradient."""
     entropies: Tensor
-    """float32 [N], nats; with a gradient where the loss says ``entropy_gradient`` or an entropy bonus is set."""
+    """Entropy, nats: float32 [N]; with a gradient under the loss's ``entropy_gradient`` or an entropy bonus."""
     behaviour: Tensor
-    """float32 [N]: as the engine reported it, under the version that sampled the token."""
+    """Log-prob as the engine reported it, under the version that sampled the token: float32 [N]."""
     proximal: Tensor
-    """float32 [N]: under the weights before the first update from this batch; in that update ``logprobs`` itself."""
+    """Log-prob under the weights before the first update from this batch, in which it is ``logprobs``: float32 [N]."""
     advantages: Tensor
-    """float32 [N]."""
+    """Advantage: float32 [N]."""
     weights: Tensor
-    """float32 [N]: share in the sum that is divided by the step's denominator (aggregation.py); 0 in a filler."""
+    """Share in the sum that is divided by the step's denominator (aggregation.py): float32 [N]; 0 in a filler."""
     segments: Tensor
-    """int64 [N], ascending from 0: the sequence of each token."""
+    """Sequence of each token: int64 [N], ascending from 0."""
     sequences: int
-    """S."""
+    """Number of sequences, S."""
     staleness: Tensor
-    """int32 [N], versions; -1 where the engine's log-prob is of no single version."""
+    """Staleness, versions: int32 [N]; -1 where the engine's log-prob is of no single version."""
     reference: Tensor | None = None
-    """float32 [N]: under the frozen reference, where the loss says ``reference`` or a KL is set."""
+    """Log-prob under the frozen reference, where the loss says ``reference`` or a KL is set: float32 [N]."""
     teacher: Tensor | None = None
-    """float32 [N]: under the teacher, where the loss says ``teacher``."""
+    """Log-prob under the teacher, where the loss says ``teacher``: float32 [N]."""
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """[N] -> [N]: at each token the sum of ``values`` over its sequence."""
+        """Sum of ``values`` over each token's sequence: [N] -> [N]."""
         return values.new_zeros(self.sequences).index_add(0, self.segments, values)[self.segments]
 
     def mean_by_sequence(self, values: Tensor) -> Tensor:
-        """[N] -> [N]: at each token the mean of ``values`` over its sequence."""
+        """Mean of ``values`` over each token's sequence: [N] -> [N]."""
         return self.sum_by_sequence(values) / self.sum_by_sequence(values.detach().new_ones(len(values)))
 
     def max_by_sequence(self, values: Tensor) -> Tensor:
-        """[N] -> [N]: at each token the largest of ``values`` in its sequence; without a gradient."""
+        """Largest of ``values`` in each token's sequence, without a gradient: [N] -> [N]."""
         largest = values.detach().new_full((self.sequences,), float("-inf"))
         return largest.scatter_reduce(0, self.segments, values.detach(), "amax")[self.segments]
 

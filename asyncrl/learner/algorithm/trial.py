@@ -1,7 +1,7 @@
 """The advantage and the loss of a run, tried on a few made-up tokens: ``python -m asyncrl.learner.algorithm.trial``.
 
 Reads the section ``learner`` as JSON from standard input and writes a JSON list of problems, each beginning with its
-key, to standard output; what the user's code prints goes to standard error. In a process of its own, since that code
+key, to standard output; prints of the user's code go to standard error. In a process of its own, since that code
 may do anything when it is imported.
 """
 
@@ -23,11 +23,11 @@ from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.runtime.workers.user_code import describe
 
 LENGTHS = (3, 2)
-"""Tokens of the two sequences."""
+"""Tokens of each of the two sequences."""
 
 
 def problems_of(config: LearnerConfig) -> list[str]:
-    """The reasons why they cannot be called, or do not return what they should; none if they can."""
+    """Reasons that the advantage and the loss cannot be called, or return something wrong; none if they work."""
     return [*_of_advantage(config), *_of_loss(config)]
 
 

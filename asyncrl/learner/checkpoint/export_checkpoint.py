@@ -1,9 +1,9 @@
 """A checkpoint as a folder that transformers and vLLM load, made without the run that wrote it.
 
-On the CPU of one host, whatever the learner's ranks were: it needs the memory of the weights in float32, and nothing
-of the optimizer's. The model's layout, its buffers and its tokenizer are those of model.path. What is written is, bit
-for bit, what the learner would have written at that version in that dtype; where adapters are added in, to the rounding
-of a sum in float32.
+On the CPU of one host, for any ranks of the learner: it needs the memory of the weights in float32, and nothing
+of the optimizer's. The model's layout, its buffers and its tokenizer are those of model.path. The files are, bit for
+bit, those that the learner would have written at that version in that dtype; where adapters are added in, to the
+rounding of a sum in float32.
 
 Fails with CheckpointError naming the file that is damaged, ConfigError if model.path is not there or is another model,
 and OSError if the target cannot be written; then there is no target.
@@ -38,10 +38,10 @@ def export_checkpoint(
     *,
     adapter_alone: bool = False,
 ) -> None:
-    """Write ``found`` to ``target``, in place of what is there; ``dtype`` is float32 or bfloat16.
+    """Write ``found`` to ``target``, in place of the files there; ``dtype`` is float32 or bfloat16.
 
-    ``model`` is where the model of ``config``, the run's, is now. ``adapter_alone``: the adapter in PEFT's layout in
-    place of the model that it is added into.
+    ``model`` names the present folder of the model of ``config``, the run's. ``adapter_alone``: the adapter in PEFT's
+    layout in place of the model that it is added into.
     """
     import transformers
 

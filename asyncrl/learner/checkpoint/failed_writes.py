@@ -1,8 +1,8 @@
 """Checkpoints, models and versions that cannot be written: waiting for room, and the words for the user.
 
-A disk that is full may have room again a moment later, and what a run ends with is worth waiting for. Where the disk
-says that there is room and refused all the same (a quota of which it knows nothing, an estimate that was too low),
-another attempt is worth a pause alone.
+A disk that is full may have room again a moment later, and the last writes of a run are worth waiting for. A disk that
+says that there is room and refused all the same (a quota of which it knows nothing, an estimate that was too low)
+is worth another attempt after a pause alone.
 
 Fails with nothing. The words are pure.
 """
@@ -26,7 +26,7 @@ REFUSED_PAUSE_S = 30.0
 
 
 class Words(NamedTuple):
-    """Of a notice to the user; see messages/actors.py."""
+    """Words of a notice to the user; see messages/actors.py."""
 
     text: str
     meanwhile: str = ""
@@ -40,14 +40,14 @@ class Failed:
     version: int
     step: int
     folder: Path
-    """Where it was to be."""
+    """Folder in which it was to be."""
     reason: str
     full: int = 0
     """ENOSPC or EDQUOT where the disk is full, else 0."""
     needed: int = 0
-    """About as many bytes."""
+    """Bytes needed, about."""
     free: int | None = None
-    """Bytes, of a full disk that says so."""
+    """Bytes free on a full disk that says so."""
     older: Sequence[str] = ()
     """Complete checkpoints that are there beside the newest."""
 
@@ -89,7 +89,7 @@ def advice(failed: Failed) -> str:
 
 
 def checkpoint_failed(failed: Failed, kept: Kept | None) -> Words:
-    """While training goes on."""
+    """Notice of a checkpoint that failed while training goes on."""
     if kept is None:
         stays = f"no checkpoint is complete so far: all {failed.step} steps would be lost"
     else:
@@ -101,13 +101,13 @@ def checkpoint_failed(failed: Failed, kept: Kept | None) -> Words:
 
 
 def checkpoint_complete_again(failed: int, kept: Kept) -> str:
-    """After ``failed`` attempts before."""
+    """Notice of a checkpoint that is complete after ``failed`` attempts before."""
     what = "attempt at a checkpoint" if failed == 1 else "attempts at checkpoints"
     return f"{failed} {what} failed; {kept.path} (step {kept.step}) is complete"
 
 
 def waits_for_room(what: str, failed: Failed, seconds: float) -> Words:
-    """At the end of the run."""
+    """Notice, at the end of the run, that it waits for room."""
     return Words(
         f"{what} of version {failed.version} could not be written: {failed.reason}",
         f"It waits for up to {seconds:.0f} s (checkpoint.room_wait_s). To do: {advice(failed)}",
@@ -116,18 +116,18 @@ def waits_for_room(what: str, failed: Failed, seconds: float) -> Words:
 
 
 def why_not_published(error: OSError) -> str:
-    """Why there is no new version. Only a file says its name; memory has none."""
+    """Reason that there is no new version. Only a file says its name; memory has none."""
     if isinstance(error.filename, str):
         return in_words(error, Path(error.filename))
     return f"shared memory for the weights: {error.strerror or error}"
 
 
 def to_publish(error: OSError, version_bytes: float) -> tuple[str, str]:
-    """Advice where no version can be published, and for what the run waits; one takes ``version_bytes`` of memory."""
+    """Advice where no version can be published, and the thing that the run waits for; one takes ``version_bytes``."""
     to_do, waits_for = "mend what is named", ""
     if isinstance(error.filename, str):
         if full_errno(error):
-            # Of the disk a version needs nothing but the file of its number.
+            # A version needs nothing of the disk but the file of its number.
             folder = Path(error.filename).parent
             to_do, waits_for = f"free space in {folder}, of which a few KiB are enough for this", f"room on {folder}"
     elif full_errno(error) or error.errno == errno.ENOMEM:
@@ -137,7 +137,7 @@ def to_publish(error: OSError, version_bytes: float) -> tuple[str, str]:
 
 
 def version_failed(error: OSError, newest: int, version_bytes: float, wait_s: float) -> Words:
-    """No version after ``newest`` can be published so far; one takes about ``version_bytes`` of memory."""
+    """Notice that no version after ``newest`` can be published so far; one takes about ``version_bytes`` of memory."""
     to_do, waits_for = to_publish(error, version_bytes)
     return Words(
         f"no version of the weights after {newest} could be published: {why_not_published(error)}",
@@ -150,7 +150,7 @@ def version_failed(error: OSError, newest: int, version_bytes: float, wait_s: fl
 def end_of_run(
     checkpoint: Failed | None, export: Failed | None, kept: Kept | None, run_dir: Path, *, exported: bool
 ) -> str:
-    """Why a run that was trained ends as failed: what is lost, and what to do. Empty if nothing failed.
+    """Reasons that a run that was trained ends as failed, the loss, and the way to mend it. Empty if nothing failed.
 
     ``exported``: the weights of the last step are in export/.
     """

@@ -1,11 +1,11 @@
 """The last writes of a run: its last checkpoint and the exported model, or the reason why one of them is not there.
 
 A full disk is waited for within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` when the run makes way. A
-model that cannot be exported never ends the learner while it has trained what no checkpoint holds: it would start again
-and train the same steps once more.
+model that cannot be exported never ends the learner while it has trained steps that no checkpoint holds: it would start
+again and train the same steps once more.
 
-Fails with whatever broke an export but a disk, where the last step is in a checkpoint, since a learner that starts
-again then only exports; otherwise with ActorFailed, which ends the run.
+Fails with an export's error of any kind but a disk's, where the last step is in a checkpoint, since a learner that
+starts again then only exports; otherwise with ActorFailed, which ends the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GRACE_SHARE = 0.3
 
 
 class LastWrites:
-    """See the module. ``checkpoint`` begins to write a last checkpoint, ``thread`` is the backend's."""
+    """The writer of the last files. ``checkpoint`` begins to write a last checkpoint, ``thread`` is the backend's."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class LastWrites:
         self._room_until = math.inf
 
     def make_way(self) -> None:
-        """The run is to end soon."""
+        """Shorten the wait for room: the run is to end soon."""
         self._room_until = min(self._room_until, self._clock.now() + GRACE_SHARE * self._config.preempt.grace_s)
 
     async def begin(self, *, preempted: bool) -> None:
@@ -83,7 +83,7 @@ class LastWrites:
             await self._checkpoint()
 
     async def finish(self, *, preempted: bool) -> str:
-        """Until all is written, or cannot be: why, what is lost and what to do. Raises what the module says."""
+        """Wait until all is written, or cannot be: reason, loss and way to mend it. Raises as the module says."""
         self._room_until = min(self._room_until, self._clock.now() + self._config.checkpoint.room_wait_s)
         self._states.enter("checkpointing")
         checkpoint, export = await self._last_checkpoint(), None
@@ -97,7 +97,7 @@ class LastWrites:
     async def _last_checkpoint(self) -> Failed | None:
         async def look() -> Failed | None:
             await self._checkpoints.settle()
-            # An earlier one may hold all that was trained.
+            # An earlier checkpoint may hold all that was trained.
             return None if self._is_kept else self._checkpoints.failed
 
         async def write() -> Failed | None:
@@ -120,7 +120,7 @@ class LastWrites:
     async def _persist(
         self, what: str, failed: Failed | None, write: Callable[[], Awaitable[Failed | None]]
     ) -> Failed | None:
-        """After an attempt that came to ``failed``: others, as long as there is room in time."""
+        """Try again after an attempt that ended in ``failed``, as long as there is room in time."""
         waited = False
         while failed is not None and failed.full and (left := self._room_until - self._clock.now()) > 0:
             waited = True

@@ -1,14 +1,14 @@
 """Writing and restoring checkpoints from an event loop (the learner's rank 0); the disk has threads of its own.
 
-Training waits only until the state is copied. What follows (writing, flushing, committing, removing the old ones) goes
+Training waits only until the state is copied. The rest (writing, flushing, committing, removing the old ones) goes
 on in a task of the caller's. At most one checkpoint is being written: one that comes due meanwhile is skipped and
 counted, but for a final one, which waits.
 
-Where there is not enough room for one it is not begun, so that the disk is not filled to the brim under whatever else
-is written there. While that is so, a task looks for room, and the checkpoint is ``owed`` as soon as there is some.
+A checkpoint without enough room is not begun, so that the disk is not filled to the brim under all else that is written
+there. While that is so, a task looks for room, and the checkpoint is ``owed`` as soon as there is some.
 
 Fails with CheckpointError from ``restore``, which steps back from damaged checkpoints. A checkpoint that cannot be
-written is told to ``on_failed``, what there is of it is removed, and the last complete one stays; training goes on.
+written is told to ``on_failed``, its files are removed, and the last complete one stays; training goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
 
 AROUND_BYTES = 1 << 16
-"""Beside the trainer's files, the groups and the ledger: state, checksums, folders."""
+"""Bytes beside the trainer's files, the groups and the ledger: state, checksums, folders."""
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
 _LOG = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ class Written:
     step: int
     path: Path
     staged_s: float
-    """For which training waited."""
+    """Seconds for which training waited."""
     seconds: float
-    """From the beginning until it was complete."""
+    """Seconds from the beginning until the checkpoint was complete."""
 
 
 class Checkpoints:
-    """See the module. ``thread`` is the one from which all of ``backend`` is called."""
+    """The writer of checkpoints. ``thread`` is the one from which all of ``backend`` is called."""
 
     def __init__(
         self,
@@ -79,18 +79,18 @@ class Checkpoints:
         on_failed: Callable[[Failed], object],
         on_damaged: Callable[[str, str], object],
     ) -> None:
-        """``recorded`` returns once the lines of all that the checkpoint holds are written: whoever goes on from it
-        does not write them again. ``on_damaged`` is told the name of each that was passed over, and what to tell the
-        user.
+        """``recorded`` returns once the lines of all that the checkpoint holds are written: a learner that goes on from
+        it does not write them again. ``on_damaged`` is told the name of each that was passed over, and the words for
+        the user.
         """
         self.skipped = 0
         """Checkpoints that came due while one was being written."""
         self.newest: Kept | None = None
-        """The newest complete one, restored or written."""
+        """The newest complete checkpoint, restored or written."""
         self.failed: Failed | None = None
-        """Why nothing came of the newest attempt; None while one is being written, and once it is complete."""
+        """Failure of the newest attempt; None while one is being written, and once it is complete."""
         self.owed = False
-        """One could not be written for want of room, and now there is some."""
+        """Whether a checkpoint could not be written for want of room, and now there is some."""
         self._looking: asyncio.Task[None] | None = None
         self._folder = CheckpointFolder(folder)
         self._incarnation = incarnation
@@ -106,14 +106,14 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """One is being copied or written."""
+        """Whether a checkpoint is being copied or written."""
         return not self._idle.is_set()
 
     async def restore(self) -> Contents | None:
         """Become the writer of the folder and put the backend where the newest whole checkpoint was; None if there is
         none at all.
 
-        Newer ones that are damaged are renamed and told to ``on_damaged``. Comes after ``Backend.setup``. Raises
+        Damaged newer ones are renamed and told to ``on_damaged``. Comes after ``Backend.setup``. Raises
         CheckpointError.
         """
         loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ class Checkpoints:
         *,
         final: bool = False,
     ) -> bool:
-        """Copy what is to be written, and begin to write it. False when nothing was begun: it was skipped, or failed
+        """Copy the state to be written, and begin to write it. False when nothing was begun: it was skipped, or failed
         at once.
 
         The callbacks say how it ends. A ``final`` one waits for the one before. Groups are not to be changed later.
@@ -180,7 +180,7 @@ class Checkpoints:
         return True
 
     async def settle(self) -> None:
-        """Until none is being written. May be cancelled; the writing goes on then."""
+        """Wait until none is being written. May be cancelled; the writing goes on then."""
         await self._idle.wait()
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Checkpoints:
     async def _fail(self, state: CheckpointState, error: CheckpointError, needed: int) -> None:
         folder, reason, older, free = self._folder.folder, error.reason, list[str](), None
         if error.full:
-            # Told as it is once what was written of it is gone.
+            # The room is told as it is once the files of the attempt are gone.
             reason = await asyncio.to_thread(no_room, folder, error.full, needed=needed)
             free = await asyncio.to_thread(free_bytes, folder)
             with contextlib.suppress(CheckpointError):
@@ -265,7 +265,7 @@ class Checkpoints:
         buffered: list[Group],
         filtered: list[Group],
     ) -> Path:
-        # Both to their end: nothing is removed under the hands of those who still write.
+        # Both run to their end: nothing is removed under the hands of those who still write.
         ended = await asyncio.gather(
             asyncio.to_thread(write_contents, partial, state, buffered, filtered),
             asyncio.wrap_future(saving),
@@ -291,7 +291,7 @@ class Checkpoints:
 
 
 def _group_bytes(group: Group) -> int:
-    """About what a group takes on disk."""
+    """Bytes that a group takes on disk, about."""
     size = len(group.ticket.prompt)
     for trajectory in group.trajectories:
         arrays = sum(

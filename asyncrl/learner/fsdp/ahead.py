@@ -1,13 +1,13 @@
 """Parcels on their way to the ranks beside the training, from a thread of rank 0 to one of each other rank.
 
 Rank 0 announces a parcel by a line of the store; a rank makes room, receives it over a process group that nothing else
-uses, and acknowledges it. What is sent, what is void, and when there is room, sent_ahead.py decides.
+uses, and acknowledges it. sent_ahead.py decides on the parcels to send, those that are void, and the room for them.
 
 It keeps: one parcel at most is held or under way on a rank beside the one that it trains. A sending ends when every
 rank holds its own, so that a rank never waits for a parcel that it is told to train.
 
 Fails with DeadlineExceeded or torch's RuntimeError, as ranks.py says, from ``send``, and from every ``send`` after
-that, for the ranks are out of step. What goes wrong on a rank that receives is logged, and raised by its next ``take``.
+that, for the ranks are out of step. An error on a rank that receives is logged, and raised by its next ``take``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
     number: int
     taken: int
     parcel_bytes: list[int]
-    """For each rank."""
+    """Bytes of each rank's parcel."""
 
 
 _ANNOUNCEMENTS = msgspec.msgpack.Decoder(Announcement)
 
 
 class ParcelsAhead:
-    """One rank's end. Made by all ranks together."""
+    """One rank's end of the sendings. Made by all ranks together."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -64,7 +64,7 @@ class ParcelsAhead:
             self._thread.start()
 
     def send(self, parcels: Sequence[np.ndarray], sending: Sending) -> None:
-        """Rank 0, from any thread: returns once every other rank holds its own. Raises as the module says."""
+        """Rank 0, from any thread: return once every other rank holds its parcel. Raises as the module says."""
         if self._group is None:
             return
         with self._sending:
@@ -95,7 +95,7 @@ class ParcelsAhead:
     def take(self, number: int) -> np.ndarray:
         """Other ranks: the parcel of the step that begins, which this rank holds no longer.
 
-        Raises what receiving raised, and ValueError where another one is held.
+        Raises the error of receiving it, and ValueError where another one is held.
         """
         with self._changed:
             if self._failure is not None:
@@ -105,7 +105,7 @@ class ParcelsAhead:
         return parcel
 
     def close(self) -> None:
-        """Wait for a limited time for what is on its way; nothing is sent or received after it."""
+        """Wait for a limited time for a parcel on its way; nothing is sent or received after it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class ParcelsAhead:
             if arrived:
                 self._sending.release()
         else:
-            # A store that is gone has ended the thread.
+            # A lost store has ended the thread.
             with contextlib.suppress(DistNetworkError):
                 self._line.interrupt()
             self._thread.join(STOP_WAIT_S)
@@ -133,7 +133,7 @@ class ParcelsAhead:
                 self._failure = error
 
     def _receive(self, announced: Announcement) -> bool:
-        """Into the slot, once there is room; False when this rank stops instead."""
+        """Receive a parcel into the slot, once there is room; False when this rank stops instead."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._closed or self._slot.make_room(announced.taken), self._ranks.timeout_s

@@ -8,7 +8,7 @@ one copy bounds the memory. The exchange among the ranks has a process group to 
 collectives of a step.
 
 Fails with DeadlineExceeded, in the training, where the assembly before does not end in time, or with the error in which
-its exchange ended: the ranks are out of step then. What becomes of a result on rank 0 is in its future alone.
+its exchange ended: the ranks are out of step then. The result on rank 0 is in its future alone.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 
 class Assembly:
-    """Made by all ranks together, at most one at a time on each."""
+    """The assemblies of a rank, at most one at a time. Made by all ranks together."""
 
     def __init__(
         self, policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int, adapters_alone: bool
     ) -> None:
-        """``adapters_alone``: what a version is."""
+        """``adapters_alone``: whether a version is the adapters alone."""
         model = ShardCopies(model_units(policy), ranks, dtype)
         adapters = ShardCopies(adapter_units(policy), ranks, dtype)
         self._copies: dict[Purpose, list[ShardCopies]] = {
@@ -55,9 +55,9 @@ class Assembly:
         self._last: Future[Any] | None = None
 
     def begin(self, purpose: Purpose, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
-        """All ranks together: returns once this rank's shards are copied.
+        """All ranks together: begin an assembly; returns once this rank's shards are copied.
 
-        The future is of ``consume``, called with what ``gather_buckets`` gives. Raises as the module says.
+        The future is of ``consume``, called with the buckets of ``gather_buckets``. Raises as the module says.
         """
         self._background.wait(self._ranks.timeout_s)
         self._see_last()
@@ -72,7 +72,7 @@ class Assembly:
         return begun
 
     def close(self) -> None:
-        """Wait for a limited time for what is being assembled."""
+        """Wait for a limited time for the assembly under way."""
         try:
             self._background.wait(STOP_WAIT_S)
         except DeadlineExceeded:
@@ -86,6 +86,6 @@ class Assembly:
 
 
 def take_part(gathered: Iterator[dict[str, Tensor]]) -> None:
-    """Ranks above 0: send what rank 0 gathers."""
+    """Ranks above 0: send the parts that rank 0 gathers."""
     for _ in gathered:
         pass

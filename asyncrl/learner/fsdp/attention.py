@@ -1,10 +1,10 @@
 """Attention over a packed row: each piece attends to itself and to the piece before it, at the cost of the sum of the
 products of their lengths.
 
-transformers' own way with a packed row masks a T x T square, which costs what one sequence of T tokens would.
+transformers' own way with a packed row masks a T x T square, which costs as much as one sequence of T tokens.
 Registered with transformers under NAME; a model that runs with it gets ``sequence_lengths``, ``key_lengths`` and
 ``key_index`` as keyword arguments of its forward and hands them down to every attention layer. Where a piece is a whole
-sequence, its keys are its own; what several sequences begin with is a piece of its own, whose keys and values are
+sequence, its keys are its own; a common beginning of several sequences is a piece of its own, whose keys and values are
 fetched for each of the rests, and collect the gradients of all.
 
 The lengths are tensors: as numbers they would be guards of torch.compile, and each count of sequences one graph
@@ -98,7 +98,7 @@ def _mask(length: int, seen: int, window: int | None, like: Tensor) -> Tensor:
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict[str, Any], lengths: Tensor | None) -> None:
-    """Raise NotImplementedError for attention that is more than causal, or that is not told what is packed."""
+    """Raise NotImplementedError for attention that is more than causal, or that is not told the lengths."""
     if lengths is None:
         raise NotImplementedError(f"{type(module).__name__} is not given the lengths of the packed sequences")
     if kwargs.get("s_aux") is not None:

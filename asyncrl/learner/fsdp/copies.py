@@ -1,7 +1,7 @@
 """The weights that are published or exported, and a copy of this rank's part of them.
 
 Every parameter of the model appears exactly once, under the name and in the shape that transformers'
-``save_pretrained`` would give it: a tied head only under the name of what it is tied to, experts and other
+``save_pretrained`` would give it: a tied head only under the name of the weight that it is tied to, experts and other
 fused weights split again. A weight with an adapter appears with the adapter added in, or the adapters appear alone
 under the names of asyncrl/lora.py.
 
@@ -37,15 +37,15 @@ class Weight:
     name: str
     shape: torch.Size
     sharded: bool
-    """By rows over the ranks of a replica; else every rank has all of it."""
+    """Whether the weight is cut by rows over the ranks of a replica; else every rank has all of it."""
     part: Tensor
-    """[elements of this rank], where the model keeps it or in a copy."""
+    """This rank's elements, where the model keeps them or in a copy."""
     adapter: _Adapter | None = None
-    """What is added to it."""
+    """Adapter that is added to the weight."""
 
     @property
     def size(self) -> int:
-        """Bytes once gathered."""
+        """Bytes of the weight once gathered."""
         return self.shape.numel() * self.part.itemsize
 
 
@@ -64,10 +64,10 @@ class Unit:
 
     weights: list[Weight]
     model: Any = None
-    """Whose names are turned into those of its checkpoint; None where they are final."""
+    """Model whose names are turned into those of its checkpoint; None where they are final."""
 
     def named(self, values: Iterator[Tensor]) -> dict[str, Tensor]:
-        """The next ones of ``values``, which are whole, by the names under which they are published."""
+        """The unit's weights, taken from ``values`` in order, whole, by the names under which they are published."""
         from transformers.core_model_loading import revert_weight_conversion
 
         found = {weight.name: next(values) for weight in self.weights}
@@ -75,7 +75,7 @@ class Unit:
 
 
 class ShardCopies:
-    """This rank's part of all that is published, copied to host memory in the publishing type.
+    """This rank's part of all published weights, copied to host memory in the publishing type.
 
     The memory is taken by the first copy, pinned where the model is on a GPU, and used again by every other. Where the
     model has replicas, the ranks of the first have the copies.
@@ -84,10 +84,10 @@ class ShardCopies:
     def __init__(self, live: list[Unit], ranks: Ranks, dtype: torch.dtype) -> None:
         self._live, self._ranks, self._dtype = live, ranks, dtype
         self.units: list[Unit] = []
-        """The copies."""
+        """Copies of the live units; empty before the first ``take``."""
 
     def take(self) -> None:
-        """All ranks together: copy the weights as they are now. Whoever reads the copy before has ended."""
+        """All ranks together: copy the weights as they are now. The reader of the copy before has ended."""
         live = [weight for unit in self._live for weight in unit.weights]
         whole = _whole_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
@@ -107,7 +107,7 @@ class ShardCopies:
 
 
 def whole_buckets(units: list[Unit], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """What ``gather_buckets`` gives on rank 0, of a model that is whole in this process; a layer at a time."""
+    """Buckets as ``gather_buckets`` gives on rank 0, of a model that is whole in this process; a layer at a time."""
     for unit in units:
         values = (
             (w.part if w.adapter is None else _merged(w, w.adapter, w.adapter.a.part.view(w.adapter.a.shape)))
@@ -163,7 +163,7 @@ def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
 
 
 def _merged(weight: Weight, adapter: _Adapter, whole_a: Tensor) -> Tensor:
-    """[elements of this rank] of the weight with its adapter added in, float32."""
+    """The weight with its adapter added in, float32 [elements of this rank]."""
     rows = weight.part.view(-1, weight.shape[1])
     b = adapter.b.part.view(-1, adapter.b.shape[1])
     return merged(rows, whole_a, b, adapter.scale).reshape(-1)
@@ -195,7 +195,7 @@ def flat(weights: list[Weight], shards: int) -> Tensor:
 
 
 def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
-    """The full weights, from what ``flat`` gave on each rank."""
+    """The full weights, from the buffers that ``flat`` gave on each rank."""
     shards = len(received)
     full, offsets = [], [0] * shards
     for weight in weights if received else []:

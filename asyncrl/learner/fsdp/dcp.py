@@ -6,11 +6,11 @@
         rank_RRRRR.msgpack        random number generators of rank R
 
 The weights are those that are trained: adapters, where there are some, without the frozen model. Each rank writes its
-own shards (where the model has replicas, each of them its share of the tensors) and reads what it needs, whatever the
-number of ranks and replicas was. DCP plans, writes and reads; what the ranks tell one another meanwhile goes through
+own shards (where the model has replicas, each of them its share of the tensors) and reads those that it needs, for any
+number of ranks and replicas that wrote. DCP plans, writes and reads; messages of the ranks to one another go through
 ``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading needs no exchange at all.
 
-It keeps: what is written is the state when ``Staged`` was made, whatever is trained meanwhile (every tensor is copied);
+It keeps: the files hold the state when ``Staged`` was made, though training goes on (every tensor is copied);
 and a file is held against its checksum before anything is made of it.
 
 Fails with CheckpointError naming the file, on all ranks alike when loading and on rank 0 when writing. After a failed
@@ -52,10 +52,10 @@ from asyncrl.learner.fsdp.ranks import Ranks
 
 METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0
-"""Longest that a rank waits for what the slowest one writes; the timeout of the group that is given to ``write``."""
+"""Longest wait of a rank for the slowest one to write; the timeout of the group that is given to ``write``."""
 WEIGHTS = "weights"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter."""
+"""Names of AdamW's state of a parameter."""
 AROUND_TENSOR_BYTES = 2560
 """Bytes that torch writes around a tensor: an archive of its own, and its place in the metadata."""
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class _Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a tensor, and where it was written."""
+    """A piece of a tensor, and its place in a file."""
 
     name: str
     offsets: tuple[int, ...]
@@ -75,10 +75,10 @@ class _Shard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has written."""
+    """Report of the shards and files that a rank has written."""
 
     problem: tuple[str, str, int] | None
-    """(file, reason, errno of a full disk or 0)."""
+    """File, reason, and errno of a full disk or 0; None where all was written."""
     shards: list[_Shard] = []
     files: dict[str, Digest] = {}
 
@@ -98,7 +98,7 @@ class Staged:
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *, steps: int, warm_steps: int
     ) -> None:
-        """No other rank is asked."""
+        """Copy the state; no other rank is asked."""
         live = _tensors(policy, optimizer)
         self.steps, self.warm_steps = steps, warm_steps
         self.generators = msgspec.msgpack.encode(_generators(ranks.device))
@@ -107,7 +107,7 @@ class Staged:
         }
         self.planner = _CopiesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planner.set_up_planner(dict(live), is_coordinator=ranks.rank == 0)
-        # What is no shard is the same on all ranks, and a rank may have none of a small tensor.
+        # A tensor that is no shard is the same on all ranks, and a rank may have none of a small tensor.
         writers = {name: number % ranks.replicas for number, name in enumerate(live)}
         items = [
             item
@@ -116,7 +116,7 @@ class Staged:
             and 0 not in _chunk(item).sizes
         ]
         self.plan = SavePlan(items)
-        # A copy also of what is in host memory already: the next step changes it in place.
+        # Tensors in host memory already are copied, too: the next step changes them in place.
         self.planner.copies = {
             name: _local(live[name]).detach().to("cpu", copy=True)
             for name in dict.fromkeys(item.index.fqn for item in items)
@@ -124,7 +124,7 @@ class Staged:
 
 
 def expected_bytes(policy: nn.Module) -> int:
-    """About what all ranks together write of what is trained and its optimizer."""
+    """Bytes that all ranks together write of the trained weights and their optimizer, about."""
     tensors = [parameter.numel() * parameter.element_size() for parameter in _trained(policy).values()]
     # Weights and two moments; the steps are of no size.
     return 3 * sum(tensors) + 4 * AROUND_TENSOR_BYTES * len(tensors)
@@ -140,10 +140,10 @@ class _CopiesPlanner(DefaultSavePlanner):
 
 
 def write(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, group: Any) -> None:
-    """All ranks together, from any thread: write what was staged, or tell the others why it could not be.
+    """All ranks together, from any thread: write the staged state, or tell the others the reason that it could not be.
 
     ``group`` is from ``Ranks.another_group``. Raises CheckpointError, on all ranks when one could not write; on rank
-    0 also when what others wrote is not to be seen.
+    0 also when the others' files are not to be seen.
     """
     # The copies are in host memory: nothing is to be fetched ahead from a device.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
@@ -194,7 +194,7 @@ def _write_own(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, wri
 
 
 def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSystemWriter) -> None:
-    """Rank 0: say where everything is."""
+    """Rank 0: write the metadata of all shards."""
     files: dict[str, Digest] = {}
     for rank, report in enumerate(reports):
         for name, digest in report.files.items():
@@ -231,7 +231,7 @@ def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSy
 
 
 def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> TrainerContents:
-    """All ranks together: put back what was written, by however many ranks. Returns what its contents say.
+    """All ranks together: put back the written state, by however many ranks it was. Returns its contents.
 
     The generators of a rank that was there are put back too. Raises CheckpointError on all ranks, DamagedCheckpoint
     before anything is changed: each rank reads its share of the files for their checksums first.
@@ -303,7 +303,7 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What is saved, by name: views of the live tensors; without an optimizer the weights alone."""
+    """Tensors that are saved, by name: views of the live tensors; without an optimizer the weights alone."""
     found: dict[str, Tensor] = {}
     for name, parameter in _trained(policy).items():
         found[f"{WEIGHTS}/{name}"] = parameter.detach()
@@ -370,7 +370,7 @@ def _together(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
 
 
 def _guard(path: Path, work: Callable[[], T]) -> T:
-    """``work``, whose failures are all CheckpointError: DCP and torch raise whatever they come across."""
+    """Result of ``work``, whose failures are all CheckpointError: DCP and torch raise errors of any type."""
     try:
         return work()
     except CheckpointError:

@@ -5,7 +5,7 @@ in; the weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several f
 folder of their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the
 tokenizer's files. Written aside, synced, then renamed, so that the folder is either complete or as it was.
 
-Fails with OSError on rank 0, after all ranks have finished the gather; nothing of what was written aside is left then.
+Fails with OSError on rank 0, after all ranks have finished the gather; no file that was written aside is left then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from asyncrl.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
 
 SHARD_BYTES = 4 << 30
-"""Size of a file of weights, past which the next one begins."""
+"""Bytes of a file of weights, past which the next one begins."""
 ADAPTER = "adapter"
 """Folder of the adapters beside a model that they are added into."""
 _TOKENIZER = (
@@ -49,7 +49,7 @@ def export(
     *,
     adapter: dict[str, Any] | None = None,
 ) -> None:
-    """Rank 0: write what gather_buckets gives to ``folder``, in place of what is there. Raises OSError.
+    """Rank 0: write the buckets of gather_buckets to ``folder``, in place of the files there. Raises OSError.
 
     ``source`` is the folder that the model was loaded from. Adapters that are gathered beside the model go to the
     folder ADAPTER in it; ``adapter`` is their adapter_config.json.
@@ -72,7 +72,7 @@ def export(
 
 
 def export_adapter(units: Iterator[dict[str, Tensor]], source: Path, folder: Path, settings: dict[str, Any]) -> None:
-    """Write adapters alone to ``folder``, in place of what is there, in PEFT's layout. Raises OSError.
+    """Write adapters alone to ``folder``, in place of the files there, in PEFT's layout. Raises OSError.
 
     ``source`` is the folder that the model was loaded from, ``settings`` adapter_config.json.
     """
@@ -102,7 +102,7 @@ def _aside(folder: Path) -> Iterator[Path]:
 
 
 def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """All files of a model's folder but its weights; config.json says ``dtype``."""
+    """Copy all files of a model's folder but its weights; config.json says ``dtype``."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, target / file.name)
@@ -113,7 +113,7 @@ def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def _write_adapter(adapters: dict[str, Tensor], settings: dict[str, Any], source: Path, target: Path) -> None:
-    """A new folder with the adapter and the tokenizer of the model in ``source``."""
+    """Fill a new folder with the adapter and the tokenizer of the model in ``source``."""
     target.mkdir(parents=True)
     _save(adapters, target / ADAPTER_FILE)
     (target / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
@@ -129,12 +129,12 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path.parent}: {error}") from error
-    # safetensors leaves it to its owner alone; who serves the model may be somebody else.
+    # safetensors leaves the file to its owner alone; the user that serves the model may be another.
     path.chmod(permissions)
 
 
 class _Writer:
-    """Files of weights, each as large as SHARD_BYTES allows."""
+    """Writer of the files of weights, each as large as SHARD_BYTES allows."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,7 +159,7 @@ class _Writer:
         self._held, self._held_bytes = {}, 0
 
     def finish(self) -> None:
-        """Write what is left, give the files their names, and the index if there are several."""
+        """Write the last file, give the files their names, and write the index if there are several."""
         self._write()
         count = len(self._files)
         if count == 1:

@@ -2,7 +2,7 @@
 
 Every rank first copies its own shards to host memory (copies.py), which is all that training waits for. The copies are
 then gathered, and rank 0 writes one bucket while the next is on its way. Weights go layer by layer; a layer is never
-split over buckets. Whatever becomes of the writing, every rank finishes the gather, and the error is raised afterwards
+split over buckets. Every rank finishes the gather even where the writing fails, and the error is raised afterwards
 on rank 0 alone.
 """
 
@@ -30,7 +30,7 @@ def publish(
     probe: Probe | None = None,
     on_sealed: OnSealed | None = None,
 ) -> Publication:
-    """Rank 0: what gather_buckets gives as sealed segments. Raises OSError when one cannot be written."""
+    """Rank 0: the buckets of gather_buckets as sealed segments. Raises OSError when one cannot be written."""
     began = time.monotonic()
     buckets: list[Bucket] = []
     fds: list[int] = []

@@ -1,7 +1,7 @@
 """Names a hang of the learner's ranks: who waited, for what, on whom.
 
 Under gloo a collective that not all ranks enter raises in time; under NCCL it spins until a signal ends the process. So
-each rank tells the others by the store where it is, a Position every BEAT_S, and in a long wait looks where they are. A
+each rank tells the others its place by the store, a Position every BEAT_S, and in a long wait looks at theirs. A
 wait of the training thread that makes no progress for longer than the limit ends the process, and the error is its last
 words. Progress is the end of a wait, and each ``mark`` once the device has come to it.
 
@@ -31,32 +31,32 @@ from asyncrl.errors import DeadlineExceeded
 from asyncrl.monitor.logging import write_text
 
 BEAT_S = 2.0
-"""Between two words of a rank about itself, and two looks at the clock."""
+"""Seconds between two words of a rank about itself, and two looks at the clock."""
 SILENT_S = 15.0
-"""A rank that has said nothing new for so long has stopped."""
+"""Seconds without anything new from a rank after which it has stopped."""
 AFTER_S = 5.0
-"""Time past the limit in which a collective may still raise by itself."""
+"""Seconds past the limit in which a collective may still raise by itself."""
 ASK_FROM = 0.5
 """Share of its limit that a wait has lasted before the other ranks are looked at."""
 MOST_NAMED = 4
-"""Ranks in an error."""
+"""Most ranks that an error names."""
 _LOG = logging.getLogger(__name__)
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """Where the training thread of a rank is, as the rank says itself."""
+    """Place of a rank's training thread, as the rank says itself."""
 
     beat: int
-    """Grows as long as the process lives."""
+    """Number that grows as long as the process lives."""
     waits: int
-    """Begun so far; ranks begin the same ones."""
+    """Waits begun so far; ranks begin the same ones."""
     what: str
-    """What the last of them is for; empty outside of any."""
+    """Name of the last wait; empty outside of any."""
 
 
 @dataclass
 class Others:
-    """Knows where the other ranks are, and who is to blame for a wait. Pure: the caller brings the time."""
+    """The places of the other ranks, and the blame for a wait. Pure: the caller brings the time."""
 
     rank: int
     world_size: int
@@ -65,7 +65,7 @@ class Others:
     _asked: float | None = None
 
     def ask(self, now: float) -> None:
-        """The store is asked of them."""
+        """Note that the store is asked for the places."""
         self._asked = now if self._asked is None else self._asked
 
     def note(self, positions: dict[int, Position], now: float) -> None:
@@ -78,7 +78,7 @@ class Others:
             self._seen[rank] = position
 
     def blame(self, waits: int, what: str, now: float) -> list[str]:
-        """Those that have stopped or are not where this rank waits, each in words."""
+        """Ranks that have stopped or are not where this rank waits, each in words."""
         if self.rank and self._asked is not None and now - self._asked > SILENT_S:
             return [f"learner/0 (its store has not answered for {now - self._asked:.0f} s)"]
         found = list[str]()
@@ -102,7 +102,7 @@ def _place(position: Position) -> str:
 
 
 def in_words(blamed: list[str]) -> str:
-    """Whom an error names."""
+    """Ranks that an error names."""
     if not blamed:
         return "the other ranks of the learner"
     more = f" and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
@@ -123,7 +123,7 @@ class _Wait:
 
 
 class HangWatch:
-    """Watches one rank. Waits count that the thread which made it is in."""
+    """The watch of one rank. Waits count that the thread which made it is in."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class HangWatch:
 
     @contextmanager
     def wait(self, what: str) -> Iterator[None]:
-        """Around a wait; of another thread it is none of ours."""
+        """Context of a wait; of another thread it is none of ours."""
         if threading.get_ident() != self._watched:
             yield
             return
@@ -170,7 +170,7 @@ class HangWatch:
                     self._waits[-1].began = time.monotonic()
 
     def mark(self) -> None:
-        """Progress within a wait: now, and once the device has done what it was given so far."""
+        """Note progress within a wait: now, and once the device has done its present work."""
         if self._on_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
@@ -179,7 +179,7 @@ class HangWatch:
         self._moved()
 
     def blamed(self) -> list[str]:
-        """Those that this rank waits on just now; nobody, where another thread asks, whose place is not told."""
+        """Ranks that this rank waits on just now; none where another thread asks, whose place is not told."""
         return self._blame() if threading.get_ident() == self._watched else []
 
     def _blame(self) -> list[str]:
@@ -188,7 +188,7 @@ class HangWatch:
             return self._others.blame(self._begun, what, time.monotonic())
 
     def stop(self) -> None:
-        """End both threads; one that the store holds up ends with the process."""
+        """End both threads; a thread that the store holds up ends with the process."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(BEAT_S)

@@ -1,7 +1,7 @@
 """Log-probs and entropies from hidden states, without the logits of all positions at once.
 
 The head is applied to chunks of positions, in the forward pass and again in the backward pass. It keeps: the gradient
-of the head's weights is summed over chunks in float32, whatever the compute type, so that it does not get worse with
+of the head's weights is summed over chunks in float32, for every compute type, so that it does not get worse with
 their number. A frozen head gets none, and no memory for one.
 
 Fails as torch does when a chunk's logits do not fit.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK_BYTES = 256 << 20
-"""Size of the float32 logits of one chunk."""
+"""Bytes of the float32 logits of one chunk."""
 
 
 def chunk_size(vocabulary: int) -> int:

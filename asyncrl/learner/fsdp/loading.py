@@ -2,14 +2,14 @@
 
 Each rank reads its own rows of the files, which are mapped into memory, a layer at a time, and casts them to float32 in
 host memory. So each byte is read from storage once a host (once for all hosts, where a host has a part of the shards),
-and no rank holds more than its shards and a layer. What transformers must convert in a way that does not keep rows
+and no rank holds more than its shards and a layer. A weight that transformers must convert without keeping rows
 apart is read whole by each rank, a layer at a time, from the pages that the first of them has read. transformers itself
 reads, renames, converts, ties, and computes the buffers that no checkpoint has, as in its ``from_pretrained``.
 
 A model that cannot be read so (``shard_plan.obstacle``, on any rank) is read by rank 0 alone, whole, which hands the
 rows out.
 
-It keeps: what a rank gets is in every bit its rows of what ``load_policy`` gives.
+It keeps: a rank gets in every bit its rows of the model that ``load_policy`` gives.
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded on one.
 """
@@ -49,17 +49,17 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Loaded:
-    """This rank's part of a model."""
+    """This rank's part of a model that was read."""
 
     config: ModelConfig
     values: dict[str, Tensor]
-    """By the names of Policy: this rank's rows of each parameter, and the buffers. In host memory; taken from it."""
+    """This rank's rows of each parameter, and the buffers, by the names of Policy. In host memory; taken from it."""
     tied: dict[str, str]
     conversions: Any
-    """How transformers converts names and shapes of the checkpoint into its own."""
+    """Conversions by which transformers turns names and shapes of the checkpoint into its own."""
 
     def empty(self) -> Policy:
-        """A new policy without memory, for what has been read into ``values``."""
+        """A new policy without memory, for the tensors of ``values``."""
         policy = empty_policy(self.config)
         model = policy.model
         for name in model.all_tied_weights_keys.keys() - self.tied.keys():
@@ -126,7 +126,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
-    """Read this rank's rows into a model on meta; what ``from_pretrained`` tells of loading."""
+    """Read this rank's rows into a model on meta; the loading information of ``from_pretrained``."""
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model, dot_natural_key
@@ -158,8 +158,8 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 class _Slice:
-    """A tensor in a file, in the form that transformers reads: what is read is memory of its own, so that it is read
-    from the file once."""
+    """A tensor in a file, in the form that transformers reads: a read has memory of its own, so that the file is read
+    once."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -197,7 +197,7 @@ def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, 
 
 
 def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Let these parameters be shards, of which transformers reads no more."""
+    """Make these parameters shards, of which transformers reads no more."""
     for name in names:
         parameter = model.get_parameter(name)
         rows = len(own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)))
@@ -205,13 +205,13 @@ def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
 
 
 def _cut_whole(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's rows of what has been read whole."""
+    """Keep this rank's rows of the parameters that have been read whole."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, DTensor) or parameter.is_meta:
             continue
         rows = own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
         cut = _shard(parameter.detach()[rows.start : rows.stop].clone(), parameter, mesh)
-        # Where transformers asks what there is left to initialise.
+        # transformers looks here for weights that are left to initialise.
         cut._is_hf_initialized = True  # type: ignore[attr-defined]
         _replace(model, name, cut)
 
@@ -228,7 +228,7 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
-    """All ranks together: leave each its rows of rank 0's model, tensor by tensor. Without memory on the others."""
+    """All ranks together: leave each its rows of rank 0's model, tensor by tensor; the others' is without memory."""
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())
     places: dict[int, list[str]] = {id(parameter): [] for parameter in parameters.values()}

@@ -1,4 +1,4 @@
-"""Low-rank adapters on linear layers of the policy (LoRA, arXiv 2106.09685): what is trained in place of its weights.
+"""Low-rank adapters on linear layers of the policy (LoRA, arXiv 2106.09685): trained in place of its weights.
 
     y = W x + b + (alpha / rank) B A x        W [out, in] frozen, A [rank, in], B [out, rank]
 
@@ -35,12 +35,12 @@ class LoraLinear(nn.Linear):
     """A linear layer with an adapter; takes over the weight and bias of ``linear``."""
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
-        """A is without a value: see ``first_a``."""
+        """Leave A without a value: see ``first_a``."""
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = alpha / rank
         self.enabled = True
-        """False: y = W x + b."""
+        """Whether the adapter counts; False: y = W x + b."""
         device = linear.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
@@ -121,7 +121,7 @@ class WithoutAdapters:
         self._layers = list(adapted_layers(policy.model).values())
 
     def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
-        """As that of Policy."""
+        """Log-probs and entropies as those of Policy."""
         with self._off():
             return self._policy.score(row, temperature)
 
@@ -137,7 +137,7 @@ class WithoutAdapters:
 
 
 def _linear_layers(policy: Policy) -> dict[str, nn.Linear]:
-    """Those of the decoder layers, by name; a subclass may compute something else."""
+    """Linear layers of the decoder layers, by name; a subclass may compute something else."""
     decoder = {id(layer) for layer in policy.decoder_layers()}
     named: list[tuple[str, Any]] = list(policy.model.named_modules())
     prefixes = tuple(f"{name}." for name, module in named if id(module) in decoder)
@@ -145,7 +145,7 @@ def _linear_layers(policy: Policy) -> dict[str, nn.Linear]:
 
 
 def _chosen(names: list[str], lora: LoraConfig) -> list[str]:
-    """Raises ConfigError."""
+    """Names of the layers that ``lora`` chooses. Raises ConfigError."""
     there = ", ".join(sorted({_last(name) for name in names})) or "none"
     if lora.targets == "all-linear":
         if not names:

@@ -1,13 +1,13 @@
 """Memory that a rank of the learner needs, estimated before anything is computed, and the key to change. Pure.
 
-Counted are the shards of weights, gradients and optimizer states (the last two of what is trained alone), the layers
+Counted are the shards of weights, gradients and optimizer states (the last two of trained parameters alone), the layers
 that FSDP gathers, the activations of one micro-batch, and the head's logits. It is an estimate: allocators lose some to
 fragments, libraries have workspaces.
 Nothing is refused because of it.
 
 Bytes of a token's activations in a decoder layer, for a width of h, queries of q and keys and values of k numbers each,
 and an MLP of i, in a type of b bytes: two norms that compute in float32, 2 (4 h + 2 b h); attention, b (3 q + 2 k); the
-gated MLP, 4 b i. It is what autograd keeps for transformers' Llama and its kin.
+gated MLP, 4 b i. autograd keeps so many for transformers' Llama and its kin.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Checkpointing = Literal["off", "selective", "full"]
 FLOAT32 = 4
 ADAM_STATES = 2
 GATHERED_LAYERS = 2
-"""The layer that computes and the one that is fetched for the next."""
+"""Layers that are gathered at once: the one that computes and the one that is fetched for the next."""
 LOGITS_KEPT = 3
 """Arrays of a chunk's logits that are there at once: the logits, their softmax, its gradient."""
 USABLE = 0.9
 """Share of a device's memory that is counted on."""
 TOKENS, FEWEST_TOKENS = "learner.tokens_per_microbatch", 1024
-"""Rows below it leave a GPU idle for most of the time."""
+"""Key of a row's tokens, and the count below which rows leave a GPU idle for most of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class ModelShape:
 
     parameters: int
     trained: int
-    """Those with a gradient: all, or the adapters'."""
+    """Parameters with a gradient: all, or the adapters'."""
     layer_parameters: int
-    """Of the largest decoder layer."""
+    """Parameters of the largest decoder layer."""
     layers: int
     hidden: int
     queries: int
@@ -49,7 +49,7 @@ class ModelShape:
 
     @property
     def other_parameters(self) -> int:
-        """Those outside of the layers: embedding, head, last norm."""
+        """Parameters outside of the layers: embedding, head, last norm."""
         return max(0, self.parameters - self.layers * self.layer_parameters)
 
 
@@ -60,11 +60,11 @@ class Load:
     shards: int
     """Ranks that a copy of the model is cut up over."""
     tokens: int
-    """learner.tokens_per_microbatch."""
+    """Tokens of a row: learner.tokens_per_microbatch."""
     chunk: int
     """Positions whose logits are there at once."""
     compute_bytes: int
-    """Of a number in the compute type."""
+    """Bytes of a number in the compute type."""
     checkpointing: Checkpointing
     offloaded: bool
     """Whether shards and optimizer states are in host memory."""
@@ -74,7 +74,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes of a rank."""
+    """Bytes that a rank needs."""
 
     weights: int
     gradients: int
@@ -86,12 +86,12 @@ class Estimate:
 
     @property
     def device(self) -> int:
-        """On the device that computes."""
+        """Bytes on the device that computes."""
         return self.gathered + self.activations + self.logits + (0 if self.offloaded else self._shards)
 
     @property
     def host(self) -> int:
-        """In host memory, beside it."""
+        """Bytes in host memory beside the device."""
         return self._shards if self.offloaded else 0
 
     @property
@@ -116,7 +116,7 @@ def estimate(shape: ModelShape, load: Load) -> Estimate:
         weights=trained + frozen,
         gradients=trained,
         states=ADAM_STATES * trained,
-        # And the gradient of what is trained of it until it is reduced.
+        # And the gradient of the trained part of it until it is reduced.
         gathered=load.compute_bytes * gathered * (shape.parameters + shape.trained) // shape.parameters,
         activations=load.tokens * _activation_bytes(shape, load),
         logits=LOGITS_KEPT * FLOAT32 * load.chunk * shape.vocabulary,
@@ -125,7 +125,7 @@ def estimate(shape: ModelShape, load: Load) -> Estimate:
 
 
 def _activation_bytes(shape: ModelShape, load: Load) -> int:
-    """Of a token in all layers."""
+    """Bytes of a token's activations in all layers."""
     b = load.compute_bytes
     norms = 2 * (FLOAT32 * shape.hidden * (b != FLOAT32) + 2 * b * shape.hidden)
     attention = b * (3 * shape.queries + 2 * shape.keys)
@@ -135,7 +135,7 @@ def _activation_bytes(shape: ModelShape, load: Load) -> int:
     # One layer at a time is computed again.
     kept = b * shape.hidden
     if load.checkpointing == "selective":
-        # Matrix products and what attention gives stay.
+        # Matrix products and the results of attention stay.
         kept += b * (2 * shape.queries + 2 * shape.keys + 2 * shape.hidden + 2 * shape.intermediate)
     return shape.layers * kept + layer
 
@@ -165,5 +165,5 @@ def advise(shape: ModelShape, load: Load, available: int) -> str | None:
 
 
 def in_gigabytes(size: int) -> str:
-    """With as many digits as an estimate has."""
+    """Size in gigabytes, with as many digits as an estimate has."""
     return f"{size / 1e9:.3g} GB"

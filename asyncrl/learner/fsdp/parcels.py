@@ -1,6 +1,6 @@
 """Micro-batches as bytes, on their way from rank 0 to another rank: a header of MessagePack and raw arrays.
 
-It keeps: what is unpacked are views into the parcel, of the types, shapes and bits that were packed.
+It keeps: unpacked arrays are views into the parcel, of the types, shapes and bits that were packed.
 
 Fails with msgspec's errors for bytes that are no parcel.
 """
@@ -18,11 +18,11 @@ from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.weights.segments import ALIGNMENT
 
 Parcels = list[np.ndarray]
-"""For each rank uint8, its micro-batches packed; that of rank 0, which has them, is empty."""
+"""Packed micro-batches of each rank, uint8; the parcel of rank 0, which has them, is empty."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
-    """An array in a parcel."""
+    """Type, shape and place of an array in a parcel."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class ParcelHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_parcel(body: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """uint8 [size]: 8 bytes length of the header, the header, and each array's bytes from an aligned offset
+    """Parcel, uint8 [size]: 8 bytes length of the header, the header, and each array's bytes from an aligned offset
     on.
     """
     specs, offset = [], 0
@@ -74,7 +74,7 @@ def _aligned(size: int) -> int:
 
 
 def pack(of_ranks: Sequence[Sequence[MicroBatch]]) -> Parcels:
-    """One for the micro-batches of each rank."""
+    """A parcel of the micro-batches of each rank."""
     return [np.empty(0, np.uint8), *(pack_parcel(b"", _arrays(batches)) for batches in of_ranks[1:])]
 
 
@@ -89,7 +89,7 @@ def of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
 
 
 def _of_rank(update: UpdatePlan, rank: int) -> list[MicroBatch]:
-    """In the order of UpdateShape."""
+    """Micro-batches of a rank in the order of UpdateShape."""
     taught = update.supervised.ranks[rank] if update.supervised is not None else []
     return [*update.ranks[rank], *taught]
 
@@ -99,7 +99,7 @@ def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
 
 
 def unpack(parcel: np.ndarray) -> list[MicroBatch]:
-    """Views into a parcel of ``pack``."""
+    """Micro-batches as views into a parcel of ``pack``."""
     _, arrays = unpack_parcel(parcel)
     count = len(fields(MicroBatch))
     return [MicroBatch(*arrays[i : i + count]) for i in range(0, len(arrays), count)]

@@ -1,6 +1,6 @@
 """Keys that each piece of a row attends to, and the positions of its tokens: from lengths and prefixes alone. Pure.
 
-Invariant: a token sees those of its own sequence that come before it, at the positions that they have there.
+Invariant: a token sees the tokens of its own sequence that come before it, at the positions that they have there.
 
 Fails with nothing.
 """
@@ -22,9 +22,9 @@ class Pieces:
     key_lengths: tuple[int, ...]
     """Tokens that each attends to: the piece before it and itself; sums to K."""
     positions: np.ndarray
-    """int64 [T], from 0 in each sequence."""
+    """Position of each token, from 0 in each sequence: int64 [T]."""
     key_index: np.ndarray | None
-    """int64 [K]: where in the row the tokens are that the pieces attend to; None where it is the row as it stands."""
+    """Places in the row of the tokens that the pieces attend to: int64 [K]; None where it is the row as it stands."""
 
 
 def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.ndarray | None = None) -> Pieces:

@@ -6,8 +6,8 @@ backward pass.
 
 A packed row is told to the model by ``position_ids`` that restart at 0, with ``use_cache=False`` and no
 attention mask: with the cache left on, or a mask of ones, transformers takes the row for one long sequence
-without a word. What several sequences of a row begin with may be in it once (micro_batch.py): positions then go on
-behind it, and attention, which has to be ours, fetches its keys and values for each of them.
+without a word. A common beginning of several sequences of a row may be in it once (micro_batch.py): positions then go
+on behind it, and attention, which has to be ours, fetches its keys and values for each of them.
 
 Fails with ConfigError naming model.path when the model cannot be loaded as it stands.
 """
@@ -33,8 +33,8 @@ from asyncrl.learner.fsdp.head import find_likeliest, head_logits, score_hidden,
 from asyncrl.learner.fsdp.pieces import connect
 
 Attention = Literal["varlen", "packed", "loaded", "plain"]
-"""Ours in one kernel (varlen.py) and sequence by sequence (attention.py), what transformers chose when it loaded the
-model, and transformers' own matrix products, which leave out nothing that a model asks for."""
+"""Ways to attend: ours in one kernel (varlen.py) and sequence by sequence (attention.py), the one that transformers
+chose when it loaded the model, and its own matrix products, which leave out nothing that a model asks for."""
 
 UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """Errors that transformers raises where a model cannot be loaded."""
@@ -45,34 +45,34 @@ class Row:
     """A packed row on its device."""
 
     input_ids: Tensor
-    """int64 [1, T]."""
+    """Token ids: int64 [1, T]."""
     position_ids: Tensor
-    """int64 [1, T], restarting at 0 in each sequence."""
+    """Positions: int64 [1, T], restarting at 0 in each sequence."""
     lengths: tuple[int, ...]
     """Lengths of the pieces; they sum to T."""
     key_lengths: tuple[int, ...]
     """Tokens that each piece attends to: the piece before it and itself; sums to K."""
     cu_seqlens: Tensor
-    """int32 [pieces + 1]: where each begins, and T."""
+    """Beginnings of the pieces, and T: int32 [pieces + 1]."""
     cu_seqlens_k: Tensor
-    """int32 [pieces + 1]: where the tokens begin that each attends to, and K."""
+    """Beginnings of the tokens that each piece attends to, and K: int32 [pieces + 1]."""
     key_index: Tensor | None
-    """int64 [K]: where in the row the tokens are that the pieces attend to; None where it is the row as it stands."""
+    """Places in the row of the tokens that the pieces attend to: int64 [K]; None where it is the row as it stands."""
     predict: Tensor
-    """int64 [N]: positions whose next token is scored."""
+    """Positions whose next token is scored: int64 [N]."""
     targets: Tensor
-    """int64 [N]."""
+    """Token that each of these positions predicts: int64 [N]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """Asks for the likeliest next tokens at some of a row's N positions."""
+    """A request for the likeliest next tokens at some of a row's N positions."""
 
     choose: Callable[[Tensor], Tensor]
-    """The entropies there, float32 [N], to the chosen positions, int64 [C] below N."""
+    """Function from the entropies, float32 [N], to the chosen positions, int64 [C] below N."""
     temperature: float
     count: int
-    """Tokens of each position: K."""
+    """Number K of tokens of each position."""
 
     def find(self, entropies: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The tokens, int64 [C, K], and their log-probs, float32 [C, K], nats; ``logits`` of chosen positions, [C, V].
@@ -126,7 +126,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
 
-        Arguments as in Row. Returns two float32 [N], nats, and with ``likeliest`` also what it asks for.
+        Arguments as in Row. Returns two float32 [N], nats, and with ``likeliest`` also its tokens and their log-probs.
         """
         arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
@@ -165,7 +165,7 @@ class Policy(nn.Module):
         return logprobs, entropies
 
     def score_likeliest(self, row: Row, likeliest: Likeliest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``score`` at temperature 1 and what ``likeliest`` asks for, in one forward pass without a gradient."""
+        """``score`` at temperature 1 and the tokens of ``likeliest``, in one forward pass without a gradient."""
         with torch.no_grad():
             logprobs, entropies, tokens, values = self._forward(row, 1.0, likeliest)
         return logprobs, entropies, tokens, values
@@ -187,17 +187,17 @@ class Policy(nn.Module):
         return scores
 
     def reshard(self) -> None:
-        """Cut up again what FSDP keeps whole outside of the layers for a backward pass, where none will come."""
+        """Cut up parameters outside of the layers that FSDP keeps whole for a backward pass, where none will come."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def decoder_layers(self) -> list[nn.Module]:
-        """The repeated blocks: what is sharded, compiled and checkpointed as a unit."""
+        """The repeated blocks, which are sharded, compiled and checkpointed as units."""
         kinds = set(self.model._no_split_modules or ())
         layers: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
-            # Some models name a block and also what is inside it.
+            # Some models name a block and also modules inside it.
             inside = any(name.startswith(outer + ".") for outer in layers)
             if type(module).__name__ in kinds and not inside:
                 layers[name] = module
@@ -256,7 +256,7 @@ def cannot_load(path: Path, error: Exception) -> ConfigError:
 
 
 def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
-    """Raise ConfigError for a model that lacks weights, or a number; ``info`` is what transformers tells of loading."""
+    """Raise ConfigError for a model that lacks weights, or a number; ``info`` is transformers' word on the loading."""
     # transformers would go on with random numbers in their place.
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
@@ -278,7 +278,7 @@ def _is_finite(weights: Tensor) -> bool:
 
 
 def empty_policy(config: ModelConfig) -> Policy:
-    """The same model without memory behind its parameters (device meta). Raises ConfigError."""
+    """The model of ``config`` without memory behind its parameters (device meta). Raises ConfigError."""
     import transformers
 
     path = model_folder(config)
@@ -306,7 +306,7 @@ def parts(policy: Policy) -> dict[str, Tensor]:
 
 def _pick(values: Tensor, places: Tensor) -> Tensor:
     """Rows of ``values`` [T, D] at ``places`` int64 [N], of which some may be the same: [N, D]."""
-    # As an embedding: on several threads the gradient of an index is summed in an order that changes with each call.
+    # An embedding, since on several threads the gradient of an index is summed in an order that changes with each call.
     return nn.functional.embedding(places, values)
 
 

@@ -1,8 +1,8 @@
-"""The probe: what the learner's weights make of a few sequences, scored at each publication.
+"""The probe: log-probs of a few sequences by the learner's weights, scored at each publication.
 
 An engine that serves the same weights gives their tokens the same log-probs within rounding, and samples at the run's
 temperature each next token with the log-prob that is told for it here; one that does not has other weights, or computes
-something else from them. All ranks score alike, so that their collectives stay in step, without a gradient, and leave
+otherwise from them. All ranks score alike, so that their collectives stay in step, without a gradient, and leave
 the weights cut up as they were.
 """
 
@@ -20,15 +20,15 @@ from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Probe
 
 PLACES = 4
-"""Of each sequence, at which an engine samples a token."""
+"""Places of each sequence at which an engine samples a token."""
 LIKELIEST = 128
-"""Tokens that are told for each place: what is sampled there is mostly one of them."""
+"""Number of tokens that are told for each place: an engine mostly samples one of them there."""
 
 
 def score_probe(
     policy: Policy, sequences: Sequence[ProbeSequence], *, temperature: float, packed: bool, device: torch.device
 ) -> Probe:
-    """All ranks together: what the present weights make of it, in the rows that training uses.
+    """All ranks together: log-probs of the probe by the present weights, in the rows that training uses.
 
     Given tokens are scored at temperature 1, as engines score them; the likeliest ones at ``temperature``. Places are
     those of the largest entropy: where one token is certain, no temperature shows.
@@ -65,7 +65,7 @@ def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: to
 
 
 def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
-    """Numbers of tokens, ascending; ``entropies`` are those after 1, 2, ... of them."""
+    """Places of a sequence as numbers of tokens, ascending; ``entropies`` are those after 1, 2, ... of them."""
     candidates = entropies[sequence.begin - 1 : -1]
     if not len(candidates):
         return [len(sequence.tokens)]
@@ -74,7 +74,7 @@ def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
 
 
 def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> Row:
-    """Each token but a sequence's first is a target, and after the last of each any is."""
+    """Row in which each token but a sequence's first is a target, and after the last of each any is."""
     tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
     return make_row(tokens, _lengths(sequences), np.arange(len(tokens)), np.roll(tokens, -1), device)
 

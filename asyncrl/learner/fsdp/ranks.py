@@ -1,4 +1,4 @@
-"""How the learner's ranks meet, obey rank 0, and exchange bytes: torch.distributed without a pickle.
+"""The meeting of the learner's ranks, rank 0's commands, and exchanges of bytes: torch.distributed without a pickle.
 
 Rank 0 opens a TCPStore on a port that it has bound itself; the others are told the port. The store is the rendezvous of
 the process group, and it carries commands (store_line.py). The collective timeout plays no part in waiting for the next
@@ -76,7 +76,7 @@ class Ranks:
         assert (store is not None) == (rank == 0)
         self.rank, self.world_size, self.device = rank, world_size, device
         self.replicas, self.shards = replicas, world_size // replicas
-        """Copies of the model, and ranks that each is cut up over: the first one over the first ranks."""
+        """Number of copies of the model, and of ranks that each is cut up over: the first one over the first ranks."""
         self.timeout_s = timeout_s
         self._address = host, port
         if host in ("127.0.0.1", "localhost", "::1"):
@@ -84,7 +84,7 @@ class Ranks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             self._store = store if store is not None else self._client(host, port)
-            # Clients of their own: one that waits keeps its connection to itself.
+            # Each has a client of its own: one that waits keeps its connection to itself.
             self._told = self._client(host, port)
             self._interrupter = self._client(host, port)
             dist.init_process_group(
@@ -112,7 +112,7 @@ class Ranks:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
 
     def another_line(self, name: str) -> StoreLine:
-        """Words of rank 0 to the others beside its commands, in an order of their own."""
+        """A line for words of rank 0 to the others beside its commands, in an order of their own."""
         client = self._client(*self._address)
         return StoreLine(name, self.rank, self.world_size, client=client, interrupter=self._interrupter)
 
@@ -132,7 +132,7 @@ class Ranks:
             return parcel.numpy()
 
     def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
-        """Rank 0's ``data`` to all."""
+        """Broadcast rank 0's ``data`` to all."""
         with self.waiting(what):
             size = torch.tensor([len(data or b"")])
             dist.broadcast(size, 0)
@@ -143,7 +143,7 @@ class Ranks:
             return bytes(buffer.numpy())
 
     def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
-        """float64 [world size, len(values)]: the numbers of every rank, the same on all."""
+        """Numbers of every rank, the same on all: float64 [world size, len(values)]."""
         with self.waiting(what):
             ours = torch.tensor(values, dtype=torch.float64)
             everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
@@ -151,7 +151,7 @@ class Ranks:
             return torch.stack(everyone).numpy()
 
     def agree(self, problem: str | None, what: str) -> list[str]:
-        """All ranks learn what is wrong at any of them. Returns the problems in order of rank, the same on
+        """Tell all ranks the problem of any of them. Returns the problems in order of rank, the same on
         all.
         """
         if not self.all_gather([float(problem is not None)], what).any():
@@ -207,7 +207,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Around anything with a collective in it: says who waited for whom when one fails.
+        """Context of anything with a collective in it: says who waited for whom when one fails.
 
         ``timeout_s`` where its process group has another limit than learner.collective_timeout_s.
         """
@@ -233,12 +233,12 @@ class Ranks:
             raise
 
     def mark(self) -> None:
-        """Within a wait of many collectives, between two of them: the limit is each one's."""
+        """Note progress between two of many collectives in a wait: the limit is each one's."""
         if self._watch is not None:
             self._watch.mark()
 
     def close(self) -> None:
-        """Leave. Rank 0, which holds the store, lets the others go first but waits for none that is gone."""
+        """Leave the group. Rank 0, which holds the store, lets the others go first but waits for none that is gone."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

@@ -37,11 +37,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._done: Future[None] | None = None
         self.broken = False
-        """The ranks could not speak in the last save: the next one must be told to ``renew``."""
+        """Whether the ranks could not speak in the last save: the next one must be told to ``renew``."""
 
     @property
     def busy(self) -> bool:
-        """One has not ended."""
+        """Whether a save has not ended."""
         return self._done is not None and not self._done.done()
 
     def save(
@@ -54,7 +54,7 @@ class Saver:
         warm_steps: int,
         renew: bool,
     ) -> Future[None]:
-        """All ranks together: returns once this rank's state is copied.
+        """All ranks together: begin a save; returns once this rank's state is copied.
 
         ``renew`` is rank 0's ``broken``. The result of the future is None or CheckpointError.
         """
@@ -83,7 +83,7 @@ class Saver:
         return done
 
     def close(self) -> None:
-        """Wait for a limited time for what is being written."""
+        """Wait for a limited time for the save under way."""
         if self._thread is not None:
             self._thread.join(STOP_WAIT_S)
             if self._thread.is_alive():

@@ -1,9 +1,9 @@
-"""Which bytes of a model's files a rank reads: pure decisions.
+"""Rows of a model's files that each rank reads: pure decisions.
 
 A weight is cut by rows over the ranks of a replica, as FSDP2 cuts dimension 0. It keeps: over the ranks of a replica
 each row belongs to one rank.
 
-A model that cannot be read so is no failure: ``obstacle`` says why.
+A model that cannot be read so is no failure: ``obstacle`` gives the reason.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def read_together(targets: Mapping[str, str]) -> list[list[str]]:
 
 
 def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int) -> bool:
-    """Whether a rank makes its rows of a weight from the same rows of what the checkpoint holds.
+    """Whether a rank makes its rows of a weight from the same rows of the checkpoint's weight.
 
     ``operations`` are those of transformers' conversion: class and dimension, None where it has none. Experts are
-    stacked, each of them a row, and what is stacked may be joined in another dimension. Each rank needs one: an empty
+    stacked, each of them a row, and the stack may be joined in another dimension. Each rank needs one: an empty
     stack cannot be made.
     """
     if not operations:
@@ -51,7 +51,7 @@ def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int)
 
 
 def obstacle(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
-    """Why a model cannot be read in shards, None where it can; by the files of its folder and its config.json."""
+    """Reason that a model cannot be read in shards, None where it can; by its folder's files and its config.json."""
     if settings.get("quantization_config"):
         return "its weights are quantized"
     if settings.get("transformers_weights"):

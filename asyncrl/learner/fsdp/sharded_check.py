@@ -1,4 +1,4 @@
-"""The check at start, second part: does the way of scoring that was chosen hold where it will run?
+"""The check at start, second part: whether the chosen way of scoring holds where it will run.
 
 All ranks score random sequences together once the model is sharded, and compiled if it is to be, in the compute type on
 the learner's device, by the path that training takes: the short ones of the first part, and one that passes the
@@ -56,13 +56,13 @@ STRETCH = 32
 OTHER_MODEL = 1.0
 """Root mean square in nats that no rounding explains."""
 FLOPS = {"cpu": 5e10, "cuda": 1e14}
-"""Operations of one pass over the long sequence: about a second."""
+"""Floating-point operations of one pass over the long sequence, by type of device: about a second."""
 PAST = 2 * STRETCH
 """Positions past the window."""
 BEFORE = 2
 """Short sequences before the long one."""
 BEHIND = 8
-"""Positions of the other one behind what it has in common with the long one, half of that."""
+"""Positions of the other one behind its common beginning with the long one, half of that."""
 LONG = 2048
 """Length of the long sequence of a model without a window, where there is room and time for it."""
 
@@ -94,7 +94,7 @@ def attention_window(model: Any) -> int | None:
 
 
 def head_shape(model: Any) -> varlen.Heads:
-    """Of the layers of a model, by its configuration."""
+    """Attention heads of the layers of a model, by its configuration."""
     heads = model.num_attention_heads
     return varlen.Heads(
         queries=heads,
@@ -179,7 +179,7 @@ class _Check:
         return worst <= self._limit
 
     def _ways(self, warnings: list[str]) -> list[Attention]:
-        """Ways to attend to several sequences a row, the fastest first: what the kernel can do, our own can."""
+        """Ways to attend to several sequences a row, the fastest first: ours does all that the kernel does."""
         ways, device = self._choice.packed, self._ranks.device
         if "packed" not in ways or device.type != varlen.DEVICE:
             return ways
@@ -205,13 +205,13 @@ class _Check:
         return score_rows(self._policy, rows)
 
     def _worst(self, scores: Tensor, truth: Tensor) -> float:
-        """Largest root mean square of a stretch; a position is one of its own where rounding is negligible."""
+        """Largest root mean square of a stretch, nats; a position is one of its own where rounding is negligible."""
         squares = (scores - truth).double().square()
         stretches = len(squares) if self._exact else max(1, len(squares) // STRETCH)
         means = [stretch.mean() for stretch in squares.tensor_split(stretches)]
         return self._everyone(float(torch.stack(means).max().sqrt()))
 
     def _everyone(self, value: float) -> float:
-        """The largest of all ranks; infinite where any is no number."""
+        """Largest ``value`` of all ranks; infinite where any is no number."""
         values = self._ranks.all_gather([value], "the check at start")[:, 0].tolist()
         return max(each if math.isfinite(each) else math.inf for each in values)

@@ -5,8 +5,8 @@ the model as it was loaded, in float32, in which the ways to call it are tried (
 the second, which trains. So no rank holds a whole model, nor a second copy of its shards. Weights that are trained stay
 float32, and those that are frozen below adapters are held in the compute type; a layer is gathered in the compute type
 just before it is used, and gradients are reduced in float32. Each decoder layer is a unit with its adapters, and the
-rest (embedding, last norm, head, tied or not) is one more. All ranks then check that what was found holds of what was
-sharded (sharded_check.py).
+rest (embedding, last norm, head, tied or not) is one more. All ranks then check that the way that was found holds for
+the sharded model (sharded_check.py).
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
 """
@@ -65,14 +65,14 @@ def choose_device(config: LearnerConfig, rank: int) -> torch.device:
 
 
 def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
-    """The type of forward and backward, and of what is published."""
+    """Type of forward and backward, and of the published weights."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
 def prepare_device(device: torch.device, config: LearnerConfig) -> None:
-    """Settings of this process: its CUDA device, or its threads: as learner.threads or OMP_NUM_THREADS says, or its
+    """Set this process's CUDA device, or its threads: as learner.threads or OMP_NUM_THREADS says, or its
     share of the cores.
     """
     if device.type == "cuda":
@@ -84,7 +84,7 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
-    """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
+    """All ranks together: the sharded policy and its way of scoring. Raises ConfigError on all ranks."""
     lora = config.lora if config.lora.is_on else None
     mesh = make_mesh(ranks, ranks.device.type)
     loaded, choice = _load(config.model, config, ranks, mesh, lora)
@@ -93,7 +93,7 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
         add_adapters(policy, lora, seed=config.run.seed)
     for parameter in policy.parameters():
         if not parameter.requires_grad:
-            # No small steps are added to it.
+            # No small steps are added to a frozen weight.
             parameter.data = parameter.data.to(dtype)
     if ranks.rank == 0 and ranks.device.type == "cuda":
         tell_memory(policy, ranks, config.learner, dtype)
@@ -105,7 +105,7 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
 def build_frozen(
     key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool
 ) -> tuple[Policy, Scoring]:
-    """All ranks together: a model that only scores, named by the value ``path`` of ``key``, and how it does.
+    """All ranks together: a model that only scores, named by the value ``path`` of ``key``, and its way of scoring.
 
     Its shards stay in host memory, and a layer is on the device while it computes. ``packed``: whether it must score
     packed rows. Raises ConfigError on all ranks.
@@ -141,11 +141,11 @@ def _offload(ranks: Ranks) -> CPUOffloadPolicy:
 def _load(
     model: ModelConfig, config: Config, ranks: Ranks, mesh: DeviceMesh, lora: LoraConfig | None = None
 ) -> tuple[Loaded, Choice]:
-    """All ranks together: their shards of a model in host memory, with those of ``lora``'s adapters, and how the model
-    may score."""
+    """All ranks together: their shards of a model in host memory, with those of ``lora``'s adapters, and the ways in
+    which the model may score."""
     seed = config.run.seed
     loaded = load(model, ranks, mesh if mesh.device_type == "cpu" else make_mesh(ranks, "cpu"))
-    # Without compilation and checkpointing, and as it was loaded: what is checked is the model.
+    # Without compilation and checkpointing, and as it was loaded: the model is checked.
     policy = loaded.empty()
     if lora is not None:
         add_adapters(policy, lora, seed=seed)
@@ -164,19 +164,19 @@ def _load(
             problem = "\n".join(error.problems)
     if problems := ranks.agree(problem, "the check of the ways of scoring"):
         raise ConfigError(list(dict.fromkeys(problems)))
-    # One that all take, whatever the last bits say on each.
+    # All take one choice, though the last bits may differ on each.
     data = msgspec.msgpack.encode(choice) if ranks.rank == 0 else None
     choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=Choice)
     policy.reshard()
     loaded.values.update(parts(policy))
     del policy
-    # What FSDP has made refers to itself, and would hold the shards beside those of the next model.
+    # FSDP's objects refer to themselves, and would hold the shards beside those of the next model.
     gc.collect()
     return loaded, choice
 
 
 def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> Choice:
-    """All ranks together: how the sharded model may score. Raises ConfigError."""
+    """All ranks together: the ways in which the sharded model may score. Raises ConfigError."""
     seed = config.run.seed
     choice = choose_scoring(policy, config.learner, seed=seed, device=ranks.device, on_pass=ranks.mark)
     if not adapted:
@@ -219,7 +219,7 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, offload: Offload
 
 def fill(policy: Policy, values: dict[str, Tensor], ranks: Ranks, offload: OffloadPolicy) -> None:
     """Give a sharded policy on meta its shards and buffers, which are taken from ``values`` one by one."""
-    # FSDP wants offloaded shards in host memory; buffers are computed with where they are.
+    # FSDP wants offloaded shards in host memory; buffers are used for computing where they are.
     policy.to_empty(device=torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else ranks.device)
     for name, parameter in policy.named_parameters():
         local(parameter).copy_(values.pop(name))
@@ -229,7 +229,7 @@ def fill(policy: Policy, values: dict[str, Tensor], ranks: Ranks, offload: Offlo
 
 
 def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
-    """Of all ranks: by replica and by shard, where there are several replicas."""
+    """Mesh of all ranks: by replica and by shard, where there are several replicas."""
     if ranks.replicas == 1:
         return init_device_mesh(device_type, (ranks.world_size,))
     return init_device_mesh(device_type, (ranks.replicas, ranks.shards), mesh_dim_names=("replicate", "shard"))
@@ -271,7 +271,7 @@ def shape_of(policy: Policy) -> ModelShape:
 
 
 def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
-    """Log what a rank on a GPU is going to need, and the keys to change where its device has no room."""
+    """Log the memory that a rank on a GPU is going to need, and the keys to change where its device has no room."""
     shape = shape_of(policy)
     load = Load(
         shards=ranks.shards,
@@ -289,14 +289,14 @@ def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
 
 
 def checkpointing(config: LearnerConfig, device: torch.device) -> Checkpointing:
-    """Which activations are computed again."""
+    """Kind of activation checkpointing: the activations that are computed again."""
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
     return "full" if device.type == "cuda" else "off"
 
 
 def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
-    """Arguments of torch's checkpoint: a selective one keeps matrix products and what attention gives."""
+    """Arguments of torch's checkpoint: a selective one keeps matrix products and the results of attention."""
     if kind == "full":
         return {}
     named = [name.split("::") for name in KEPT]

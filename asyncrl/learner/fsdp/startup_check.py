@@ -1,16 +1,16 @@
-"""The check at start, first part: is what the learner computes from a packed row what the model says of each sequence
-alone?
+"""The check at start, first part: whether the learner computes from a packed row the same as the model from each
+sequence alone.
 
 Some architectures leak from one packed sequence into the next, some do more to their logits than to apply the head, and
-fast attention leaves out what it does not know (a soft cap); each trains on wrong ratios without a word. So a random
-batch is scored in every way, in float32, by the weights as they were loaded, and held against the slowest: one
+fast attention leaves out features that it does not know (a soft cap); each trains on wrong ratios without a word. So a
+random batch is scored in every way, in float32, by the weights as they were loaded, and held against the slowest: one
 sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
 
-    rows        several sequences a row, else one; what several of a row begin with once, else in each
-    attention   of several: ours (attention.py), else what transformers chose, else the plain one; of one: the last two
+    rows        several sequences a row, else one; a common beginning of several in a row once, else in each
+    attention   of several: ours (attention.py), else transformers' choice, else the plain one; of one: the last two
     logits      in chunks, else the model's own
 
-The second part (sharded_check.py) holds what was chosen here against itself where it will run.
+The second part (sharded_check.py) holds the way chosen here against itself where it will run.
 
 Fails with ConfigError under ``packing = "required"`` when no way of packing agrees.
 """
@@ -34,27 +34,27 @@ from asyncrl.learner.fsdp.policy import Attention, Policy, Row, make_row
 TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats, that still counts as rounding (float32)."""
 LENGTHS = (7, 1, 19, 12, 5)
-"""Of the random sequences: short, so that what leaks in from a neighbour weighs much."""
+"""Lengths of the random sequences: short, so that a leak from a neighbour weighs much."""
 COMMON = 4
-"""Tokens with which all begin that are longer."""
+"""Number of tokens with which all longer sequences begin."""
 _CPU = torch.device("cpu")
 PACKED: tuple[Attention, ...] = ("packed", "loaded", "plain")
 """Ways to attend to several sequences a row, the fastest first."""
 OURS: Attention = "packed"
-"""The one of these that may share what sequences begin with; in one kernel (varlen.py) so may another."""
+"""The one of these that may share common beginnings of sequences; in one kernel (varlen.py) so may another."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
     """The way in which the learner scores, the same on all ranks."""
 
     packed: bool
-    """Several sequences a row."""
+    """Whether a row has several sequences."""
     attention: Attention
     chunked: bool
-    """Logits in chunks."""
+    """Whether logits are computed in chunks."""
     warnings: list[str] = []
     shared: bool = False
-    """A row holds once what several of its sequences begin with."""
+    """Whether a row holds a common beginning of several of its sequences once."""
 
     def apply(self, policy: Policy) -> None:
         """Make ``policy`` score this way."""
@@ -66,9 +66,9 @@ class Choice(msgspec.Struct, frozen=True):
     """The ways that agree in float32."""
 
     packed: list[Attention]
-    """Those of PACKED with which several sequences a row score as they do alone, the fastest first."""
+    """Ways among PACKED with which several sequences a row score as they do alone, the fastest first."""
     single: Attention
-    """The fastest for one sequence a row."""
+    """The fastest way for one sequence a row."""
     shared: bool
     """Whether our attention scores sequences as well where their common beginning is in the row once."""
     chunked: bool
@@ -78,7 +78,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def scoring(self) -> Scoring:
-        """The fastest way."""
+        """The fastest of the ways."""
         attention = (*self.packed, self.single)[0]
         return Scoring(bool(self.packed), attention, self.chunked, self.warnings, self.shared)
 
@@ -89,12 +89,12 @@ class Batch:
 
     packed: Row
     shared: Row
-    """Their common beginnings once."""
+    """One row that has their common beginnings once."""
     single: list[Row]
 
     @property
     def longest(self) -> tuple[Row, slice]:
-        """The longest sequence in a row of its own, and where its positions are among all."""
+        """The longest sequence in a row of its own, and the slice of its positions among all."""
         lengths = [row.lengths[0] for row in self.single]
         at = lengths.index(max(lengths))
         return self.single[at], slice(sum(lengths[:at]), sum(lengths[: at + 1]))
@@ -111,7 +111,7 @@ def choose_scoring(
     """Try the ways of scoring on a random batch; all ranks together where ``policy`` is sharded. Raises ConfigError.
 
     ``policy`` computes in float32 on ``device``. Leaves it set to the fastest way that agrees. ``on_pass`` is called
-    before each.
+    before each pass.
     """
     batch = make_batch(short_tokens(policy, seed), device)
     longest, its = batch.longest
@@ -119,7 +119,7 @@ def choose_scoring(
     truth = score_rows(policy, batch.single)
 
     def tried(row: Row, expected: Tensor, attention: Attention, chunked: bool) -> float | str:
-        """Largest difference in nats, or why this way cannot be gone."""
+        """Largest difference in nats, or the reason that this way cannot be gone."""
         on_pass()
         try:
             Scoring(packed=False, attention=attention, chunked=chunked).apply(policy)
@@ -169,7 +169,7 @@ def no_packing(config: LearnerConfig, found: str) -> str:
 
 
 def no_sharing(found: str) -> str:
-    """The warning when sequences of a row do not share what they begin with although they might."""
+    """The warning when sequences of a row do not share their common beginning although they might."""
     return f"log-probs differ where the common beginning of sequences is computed once ({found}); each computes its own"
 
 

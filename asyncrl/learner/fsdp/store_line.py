@@ -4,7 +4,7 @@ Message n of a line for rank r is the key ``LINE/r/n``. A rank waits for its nex
 of IDLE_WAIT_S that are renewed; no collective runs meanwhile. The wait ends at once when the key is set, when rank 0 is
 gone (the connection breaks), or when ``interrupt`` sets the key itself.
 
-It keeps: what was said is heard once, in order, however late; the store keeps nothing that was heard.
+It keeps: each word is heard once, in order, however late; the store keeps no word that was heard.
 
 Fails with ActorFailed when rank 0 is gone while its next word is awaited.
 """
@@ -26,27 +26,27 @@ class StoreLine:
     """One end of a line, used by one thread but for ``interrupt``."""
 
     def __init__(self, name: str, rank: int, world_size: int, *, client: TCPStore, interrupter: TCPStore) -> None:
-        """``name`` says what is awaited; while this end waits it keeps ``client`` to itself."""
+        """``name`` tells the word that is awaited; while this end waits it keeps ``client`` to itself."""
         self._name, self._rank, self._world_size = name, rank, world_size
         self._client, self._interrupter = client, interrupter
         self._count = 0
         self._interrupted = threading.Event()
 
     def tell(self, body: bytes) -> None:
-        """Rank 0: to every other rank."""
+        """Rank 0: say a word to every other rank."""
         self._count += 1
         for rank in range(1, self._world_size):
             self._client.set(self._key(rank, self._count), body)  # type: ignore[arg-type]
 
     def next(self) -> bytes | None:
-        """Ranks above 0: what rank 0 says next, or None once interrupted. Raises ActorFailed when rank 0 is gone."""
+        """Ranks above 0: the next word of rank 0, or None once interrupted. Raises ActorFailed when rank 0 is gone."""
         self._count += 1
         key = self._key(self._rank, self._count)
         while not self._interrupted.is_set():
             try:
                 self._client.wait([key], timedelta(seconds=IDLE_WAIT_S))
                 body = bytes(self._client.get(key))
-                # By its reader, who may come late: rank 0 does not wait for the others in every word.
+                # The reader deletes it, and may come late: rank 0 does not wait for the others in every word.
                 self._client.delete_key(key)
                 return body or None
             except DistStoreError:
@@ -61,7 +61,7 @@ class StoreLine:
     def interrupt(self) -> None:
         """From any thread: end ``next``, at once if it waits."""
         self._interrupted.set()
-        # Only if rank 0 has not set it: what was said is heard.
+        # Only if rank 0 has not set it: a word that was said is heard.
         for count in (self._count, self._count + 1):
             self._interrupter.compare_set(self._key(self._rank, count), "", "")
 

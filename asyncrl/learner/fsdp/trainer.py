@@ -60,23 +60,23 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     """Take part in a step; a parcel of micro-batches follows for each rank, or was sent ahead."""
 
     parcel_bytes: list[int]
-    """For each rank; nothing where it was sent ahead."""
+    """Bytes of each rank's parcel; none where it was sent ahead."""
     ahead: int
-    """Number of what was sent ahead; 0 for none."""
+    """Number of the parcel that was sent ahead; 0 for none."""
     updates: list[UpdateShape]
     temperature: float
     fresh: bool
     warm: bool
-    """A supervised step before the first of the run."""
+    """Whether this is a supervised step before the first of the run."""
 
 
 class Reference(msgspec.Struct, frozen=True, tag=True):
     """Take part in a scoring pass by the reference; a parcel of micro-batches follows for each rank."""
 
     parcel_bytes: list[int]
-    """For each rank."""
+    """Bytes of each rank's parcel."""
     tokens: int
-    """Those of the rank that has the most."""
+    """Tokens of the rank that has the most."""
     temperature: float
 
 
@@ -93,7 +93,7 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
 
 class See(msgspec.Struct, frozen=True, tag=True):
-    """Say whether this file is there."""
+    """Say whether a file is there."""
 
     path: str
 
@@ -112,7 +112,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more will come."""
+    """End; nothing more will come."""
 
 
 Command = Train | Reference | Gather | Score | See | Save | Load | Stop
@@ -120,7 +120,7 @@ _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
 class Trainer:
-    """See Backend."""
+    """One rank of the ``fsdp2`` backend."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
@@ -184,7 +184,7 @@ class Trainer:
             assert self._ranks is not None
             assert path is not None
             policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
-            # It scores the rows that are trained.
+            # The reference scores the rows that are trained.
             self.shares_prefixes = self.shares_prefixes and scoring.shared
             return policy
 
@@ -252,7 +252,7 @@ class Trainer:
         return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
 
     def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
-        """float64 [world size, tokens]: the log-probs by the reference of all ranks' micro-batches, padded."""
+        """Log-probs by the reference of all ranks' micro-batches, padded: float64 [world size, tokens]."""
         ranks, name = self._ranks, "scoring by the reference"
         assert ranks is not None
         with self._phase(name):
@@ -345,7 +345,7 @@ class Trainer:
             if isinstance(command, Train):
                 self._follow_step(command)
             elif isinstance(command, Reference):
-                # In no name here: what was used is not held until the next command comes.
+                # In no name here: a used parcel is not held until the next command comes.
                 self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
             elif isinstance(command, Gather):
                 with self._phase("copy"):
@@ -355,7 +355,7 @@ class Trainer:
             elif isinstance(command, See):
                 self._look(Path(command.path))
             elif isinstance(command, Save):
-                # How it ends is told to rank 0, and logged here.
+                # Its end is told to rank 0, and logged here.
                 self._save(command)
             elif isinstance(command, Load):
                 # Damage is seen before anything is changed: rank 0 goes on with another one.
@@ -470,7 +470,7 @@ class Trainer:
 
 
 def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """AdamW over the float32 master shards of what is trained; norms and biases (one dimension) do not decay."""
+    """AdamW over the float32 master shards of trained parameters; norms and biases (one dimension) do not decay."""
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         [

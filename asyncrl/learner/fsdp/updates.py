@@ -3,7 +3,7 @@
     score     log-probs without a gradient: by the reference and the teacher where the objective asks for them, and by
               the weights as they are, the proximal policy, where more than one update follows; by the reference also
               before the step is planned, where the rewards need it
-    update    forward and backward of each micro-batch, those of conversations that somebody else wrote after those of
+    update    forward and backward of each micro-batch, those of the conversations of ``[sft]`` after those of
               the policy; one exchange of sums among the ranks; the optimizer
 
 It keeps: the gradient does not depend on how the batch was cut, since the denominator is the update's over all ranks
@@ -41,10 +41,10 @@ class TermShape(msgspec.Struct, frozen=True):
     """Shape of the policy's loss in an update, or of its supervised term, as all ranks know it."""
 
     micro_batches: int
-    """Of each rank."""
+    """Micro-batches of each rank."""
     denominator: float
     sequences: int
-    """Of all ranks."""
+    """Sequences of all ranks."""
 
 
 class UpdateShape(msgspec.Struct, frozen=True):
@@ -53,11 +53,11 @@ class UpdateShape(msgspec.Struct, frozen=True):
     policy: TermShape
     supervised: TermShape | None = None
     coefficient: float = 0.0
-    """Of the supervised term."""
+    """Factor of the supervised term."""
 
     @property
     def micro_batches(self) -> int:
-        """Of each rank."""
+        """Micro-batches of each rank, policy's and supervised ones."""
         return self.policy.micro_batches + (self.supervised.micro_batches if self.supervised is not None else 0)
 
 
@@ -70,17 +70,17 @@ class Refused:
     """An update that was not taken."""
 
     what: str
-    """The loss, SUPERVISED_LOSS, or the gradient norm."""
+    """Name of the number that is not finite: the loss, SUPERVISED_LOSS, or the gradient norm."""
     update: int
-    """Counted from 0."""
+    """Number of the update in the step, counted from 0."""
     sequences: list[int]
-    """Those of the update, or of its supervised term, with a loss that is not finite, ascending; none where only the
-    gradient was."""
+    """Sequences of the update, or of its supervised term, with a loss that is not finite, ascending; none where only
+    the gradient was."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The updates that were taken, and the one that was not."""
+    """Metrics of the updates that were taken, and the update that was not."""
 
     metrics: dict[str, float]
     refused: Refused | None
@@ -88,7 +88,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """float32 [N] each, of a micro-batch."""
+    """Log-probs of a micro-batch without a gradient, float32 [N] each; None where the step needs none."""
 
     proximal: Tensor | None
     reference: Tensor | None
@@ -139,7 +139,7 @@ class Updates:
         fresh: bool,
         rate: float,
     ) -> StepResult:
-        """A step, named for errors: this rank's micro-batches, one update's after the other's."""
+        """Take a step, named for errors: this rank's micro-batches, one update's after the other's."""
         rows = [self._row(batch) for batch in batches]
         mine, taught = _parts(shapes)
         scored = self._score([rows[i] for part in mine for i in part], temperature, several=len(shapes) > 1)
@@ -163,12 +163,12 @@ class Updates:
         return StepResult(_mean(metrics), None)
 
     def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """float32 [N] for each micro-batch, nats: log-probs by the reference, in a pass of its own."""
+        """Log-probs by the reference, in a pass of its own: float32 [N] for each micro-batch, nats."""
         assert self._scorers.reference is not None
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
             scorer = self._scorers.reference
             found = [self._score_row(scorer, self._row(batch), temperature) for batch in batches]
-        # It may have scored with the weights of the policy.
+        # The reference may have scored with the weights of the policy.
         self._policy.reshard()
         return found
 
@@ -208,7 +208,7 @@ class Updates:
         fresh: bool,
         first: bool,
     ) -> dict[str, float] | tuple[str, list[int]]:
-        """The metrics of an update, or what was not finite and in which sequences."""
+        """Metrics of an update, or the name of the number that was not finite and the sequences with one."""
         self._on_phase("forward and backward")
         with self._ranks.waiting(name):
             done = [
@@ -320,7 +320,7 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class _Accumulated:
-    """What remains of a micro-batch when its gradient has been added."""
+    """Loss and sums of a micro-batch, left when its gradient has been added."""
 
     loss: Tensor
     statistics: Tensor
@@ -330,7 +330,7 @@ class _Accumulated:
 
 
 def _parts(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
-    """Of each update the places of its micro-batches of the policy, and of the supervised ones."""
+    """Places of each update's micro-batches of the policy, and of its supervised ones."""
     policy, taught, start = [], [], 0
     for shape in shapes:
         behind = start + shape.policy.micro_batches
@@ -352,7 +352,7 @@ def _totals(rows: list[list[float]]) -> TokenSums:
 
 
 def _mean(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step: of one update as they are, of several their means, counts added and extremes kept."""
+    """Metrics of a step: of one update as they are, of several their means, counts added and extremes kept."""
     if len(updates) <= 1:
         return dict(*updates)
     found = {}

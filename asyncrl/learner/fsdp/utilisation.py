@@ -1,4 +1,4 @@
-"""How much of what its devices could compute a step has used: model FLOPs utilisation (MFU). Pure.
+"""Share of its devices' peak operations that a step has used: model FLOPs utilisation (MFU). Pure.
 
 A token of training is counted with 6 floating-point operations a parameter (Kaplan et al. 2020, arXiv:2001.08361), and
 with 4 of one that is frozen, which needs no gradient of its own: attention and recomputed activations are left out, as
@@ -27,12 +27,12 @@ PEAK_FLOPS = (
 )
 """Dense bfloat16 operations a second by a part of the device's name, as its maker states them; the first counts."""
 OPERATIONS, OF_TRAINED = 4, 2
-"""Of each parameter for each token, 2 forward and 2 for the gradient of the layer's input; and of each that is trained,
-for its own gradient."""
+"""Operations of each parameter for each token, 2 forward and 2 for the gradient of the layer's input; and those that a
+trained one adds, for its own gradient."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations a second."""
+    """Dense bfloat16 operations a second of a device; None where they are not known."""
     return next((peak for part, peak in PEAK_FLOPS if part in device_name), None)
 
 

@@ -3,10 +3,10 @@
 Registered with transformers under NAME. A model that runs with it gets, beside ``sequence_lengths`` (attention.py),
 ``cu_seqlens`` and ``cu_seqlens_k``, int32 [pieces + 1] on the device, and ``max_seqlen``, all made once a row. The
 kernel aligns the queries of a piece with the last of its keys. Nothing here reads values of a tensor, so a compiled
-layer stays one graph, whatever is packed, and one more where something is shared.
+layer stays one graph for every packing, and one more where something is shared.
 
-A layer that asks for what the kernel cannot do is attended to sequence by sequence, as attention.py does; ``refusal``
-says which. ``kernel_problem`` tries the kernel, forward and backward, where it is to run: the start-up check
+A layer that asks for more than the kernel can do is attended to sequence by sequence, as attention.py does; ``refusal``
+gives the reason. ``kernel_problem`` tries the kernel, forward and backward, where it is to run: the start-up check
 (sharded_check.py) asks it first, and then holds the whole model against one sequence a row.
 """
 
@@ -25,32 +25,32 @@ from asyncrl.learner.fsdp.pieces import connect
 
 NAME = "asyncrl_varlen"
 DEVICE = "cuda"
-"""Where torch has the kernel."""
+"""Type of device for which torch has the kernel."""
 CAPABILITY = (8, 0)
-"""Least of a device (Ampere)."""
+"""Least capability of a device (Ampere)."""
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
-"""Dimensions of a head that the kernel has."""
+"""Dimensions of a head for which there is a kernel: multiples of the first number up to the second."""
 LEAST_LONGEST = 128
 """Least value of ``max_seqlen``: a block of the kernel."""
 TRIED_LENGTHS = (33, 1, 70, 20, 1)
 TRIED_PREFIXES = (-1, -1, -1, 2, 2)
 TRIED_WINDOW = 16
 TRIED_DISTANCE = 0.05
-"""Largest distance from float32, relative to the size, of what the kernel gives; rounding to bfloat16 is 0.002."""
+"""Largest distance of the kernel's results from float32, relative to their size; rounding to bfloat16 is 0.002."""
 # Before torch 2.12 keys and values need as many heads as queries.
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention of a layer."""
+    """Attention heads of a layer."""
 
     queries: int
     keys: int
     width: int
-    """Dimension of each."""
+    """Dimension of each head."""
     softcap: float | None = None
-    """Bound of its scores."""
+    """Bound of the scores."""
 
 
 def register() -> None:
@@ -63,7 +63,7 @@ def register() -> None:
 def refusal(
     *, device: str, dtype: torch.dtype, head: int, value_head: int, softcap: float | None = None, dropout: float = 0.0
 ) -> str | None:
-    """Why the kernel cannot attend so, None where it can; ``head`` and ``value_head`` are dimensions. Pure."""
+    """Reason that the kernel cannot attend so, None where it can; ``head`` and ``value_head`` are dimensions. Pure."""
     if device != DEVICE:
         return f"the kernel is for {DEVICE} alone"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -85,7 +85,7 @@ def round_longest(length: int) -> int:
 
 
 def cumulate(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """``cu_seqlens`` of sequences of these lengths: int32 [sequences + 1], where each begins, and the end."""
+    """``cu_seqlens`` of sequences of these lengths: int32 [sequences + 1], the beginning of each, and the end."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
@@ -182,7 +182,7 @@ def attend(
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, windowed: bool) -> str | None:
-    """Why this device cannot attend with the kernel, None where it can: tried on random numbers, gradients as well."""
+    """Reason that this device cannot use the kernel, None where it can: tried on random numbers, gradients as well."""
     reason = refusal(device=device.type, dtype=dtype, head=heads.width, value_head=heads.width, softcap=heads.softcap)
     if reason is None and device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         reason = f"the kernel needs a device of capability {CAPABILITY[0]}.{CAPABILITY[1]}"
@@ -218,7 +218,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
 
 
 def _with_gradients(attention: Any, module: nn.Module, values: list[Tensor], told: dict[str, Any]) -> list[Tensor]:
-    """What an attention gives, and the gradient of its sum of squares by query, key and value."""
+    """Output of an attention, and the gradient of its sum of squares by query, key and value."""
     leaves = [x.detach().requires_grad_() for x in values]
     output = attention(module, *leaves, None, **told)[0]
     return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]

@@ -14,7 +14,7 @@ from asyncrl.messages.groups import Group
 
 
 class GroupBuffer:
-    """Groups by uid."""
+    """Groups that are held, by uid."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
@@ -29,12 +29,12 @@ class GroupBuffer:
 
     @property
     def uids(self) -> list[str]:
-        """Of the groups that are held."""
+        """Uids of the groups that are held."""
         return list(self._groups)
 
     @property
     def groups(self) -> list[Group]:
-        """Those that are held."""
+        """Groups that are held."""
         return list(self._groups.values())
 
     def add(self, group: Group) -> None:
@@ -44,19 +44,19 @@ class GroupBuffer:
         insort(self._by_age, (_age(group), group.ticket.uid))
 
     def oldest(self, count: int) -> list[str]:
-        """Uids of the ``count`` oldest."""
+        """Uids of the ``count`` oldest groups."""
         return [uid for _, uid in self._by_age[:count]]
 
     def by_age(self) -> Iterator[Group]:
-        """All, the oldest first."""
+        """All groups, the oldest first."""
         return (self._groups[uid] for _, uid in self._by_age)
 
     def look_up(self, uids: Iterable[str]) -> list[Group]:
-        """These, in the order in which they are trained."""
+        """Groups of these uids, in the order in which they are trained."""
         return in_order([self._groups[uid] for uid in uids])
 
     def take(self, uids: Iterable[str]) -> list[Group]:
-        """Remove and return these, in the order in which they are trained."""
+        """Remove and return the groups of these uids, in the order in which they are trained."""
         groups = self.look_up(uids)
         for group in groups:
             uid = group.ticket.uid
@@ -66,7 +66,7 @@ class GroupBuffer:
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
-    """By (epoch, index)."""
+    """Groups in the order of (epoch, index)."""
     return sorted(groups, key=position)
 
 
@@ -75,5 +75,5 @@ def _age(group: Group) -> tuple[int, int, int]:
 
 
 def position(group: Group) -> tuple[int, int]:
-    """(epoch, index)."""
+    """(epoch, index) of a group."""
     return (group.ticket.epoch, group.ticket.index)

@@ -1,9 +1,9 @@
-"""The learner's side of its talk with the dataloader: where the run stands, what became of groups, what is to come.
+"""The learner's side of its talk with the dataloader: the place of the run, outcomes of groups, prompts to come.
 
 A dataloader that has started again, and the dataloader of a learner that has, is told first where the run stands
 (``Restored``); then outcomes are reported in order, numbered and repeated until acknowledged. A dataloader that
-acknowledges less than was reported is told again where the run stands. What was told with the ledger is not reported
-again. Both may be asked of the other side at any moment, so that either may die at any moment.
+acknowledges less than was reported is told again where the run stands. Outcomes that were told with the ledger are not
+reported again. Both may be asked of the other side at any moment, so that either may die at any moment.
 
 Fails with ConfigError when the prompts or their order are not those of the ledger.
 """
@@ -44,7 +44,7 @@ AWAY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stand:
-    """Where the training is, as far as the gate is concerned."""
+    """State of the training, as far as the gate is concerned."""
 
     version: int
     trained_at_version: int
@@ -53,7 +53,7 @@ class Stand:
 
 
 class DataloaderLink:
-    """``call`` asks the dataloader; ``news`` is told of everything that changes ``supply``."""
+    """The link to the dataloader. ``call`` asks it; ``news`` is told of everything that changes ``supply``."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class DataloaderLink:
         log: FilteringBoundLogger,
     ) -> None:
         self.supply = Supply(number=-1, exhausted=False, outstanding=0)
-        """As last heard."""
+        """Supply of prompts, as last heard."""
         self.limit = 0.0
         """The working limit, in versions, as last heard."""
         self.fingerprint = ""
-        """Of the prompts that the ledger speaks of; empty until the dataloader has named it."""
+        """Fingerprint of the prompts that the ledger speaks of; empty until the dataloader has named it."""
         self.seed = -1
-        """Of their order."""
+        """Seed of the prompts' order."""
         self.prompts = 0
-        """How many they are."""
+        """Number of the prompts."""
         self._call = call
         self._intake = intake
         self._evals = evals
@@ -87,14 +87,14 @@ class DataloaderLink:
         self._acknowledged = asyncio.Event()
         self._restoring = asyncio.Lock()
         self._restored = 0
-        """How often the dataloader has been told where the run stands."""
+        """Times that the dataloader has been told where the run stands."""
 
     def changed(self) -> None:
-        """There is something to report."""
+        """Note that there is something to report."""
         self._changed.set()
 
     async def restore(self) -> None:
-        """Tell the dataloader where the run stands, until it goes on from there. Raises ConfigError."""
+        """Tell the dataloader the state of the run, until it goes on from there. Raises ConfigError."""
         seen = self._restored
         async with self._restoring:
             if self._restored != seen:
@@ -170,18 +170,18 @@ class DataloaderLink:
                     self.limit = seen.limit
                     if seen.number >= report.number:
                         break
-                    # It lacks an earlier one, and has not taken this one in: the ledger has both.
+                    # The dataloader lacks an earlier report, and has not taken this one in: the ledger has both.
                     self._log.warning("dataloader lacks outcomes", seen=seen.number, reported=report.number)
                     await self.restore()
 
     async def all_acknowledged(self) -> None:
-        """Until everything that is to be reported just now has been."""
+        """Wait until everything that is to be reported just now has been acknowledged."""
         self._acknowledged.clear()
         self._changed.set()
         await self._acknowledged.wait()
 
     async def watch(self) -> None:
-        """Follow what is still to come until cancelled: eval rounds, prompts to be quarantined, the end of the data."""
+        """Follow the supply until cancelled: eval rounds, prompts to be quarantined, the end of the data."""
         while True:
             try:
                 with self._awaits.on(DATALOADER, "WatchSupply", idle=True):
@@ -201,7 +201,7 @@ class DataloaderLink:
             self._news()
 
     async def rounds_over(self) -> bool:
-        """Whether no round is open; asked afresh, since what was seen before the last outcome does not count."""
+        """Whether no round is open; asked afresh, since an answer from before the last outcome does not count."""
         while True:
             try:
                 supply: Supply = await self._call(WatchSupply(seen=-1))

@@ -33,11 +33,11 @@ class EvalCollector:
 
     @property
     def open(self) -> list[EvalRound]:
-        """Rounds that are not, with the groups that are here."""
+        """Rounds that are not over, with the groups that are here."""
         return [EvalRound(name=round, held=list(self._groups.get(round, ()))) for round in self._sizes]
 
     def opened(self, sizes: dict[str, int]) -> None:
-        """Rounds that are open, as ``Supply.evals`` names them, with the number of their prompts.
+        """Take the rounds that are open, as ``Supply.evals`` names them, with the number of their prompts.
 
         Groups of a round that is not named twice running are dropped: it ended with the learner that knew it.
         """
@@ -57,7 +57,7 @@ class EvalCollector:
         return True
 
     def reject(self, uid: str, reason: str) -> None:
-        """The dataloader will not grant this prompt: it counts as failed. Ignored if it is known."""
+        """Count a prompt that the dataloader will not grant as failed. Ignored if it is known."""
         round, _, index = uid.rpartition("-")
         name, _, version = round.rpartition("@")
         ticket = Ticket(

@@ -1,12 +1,12 @@
-"""What becomes of every group: taken once, trained, filtered or quarantined once, reported once. Pure.
+"""The outcome of every group: taken once, trained, filtered or quarantined once, reported once. Pure.
 
 Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again, so that
-whatever is delivered twice, by whom ever, is trained at most once; and a group that was taken leaves only by an
-outcome, or is given back. Ledger, buffer and what is to be reported change together: ``snapshot`` is consistent at any
+a group that is delivered twice, by any sender, is trained at most once; and a group that was taken leaves only by an
+outcome, or is given back. Ledger, buffer and pending reports change together: ``snapshot`` is consistent at any
 moment.
 
 A group that is given back (``requeue``) is as if it had never been taken, but that its prompt is to be granted again,
-and nothing that comes of an earlier grant is taken any more.
+and no group of an earlier grant is taken any more.
 
 A group that cannot be trained is quarantined with its reason; one whose rewards are all equal, and those of its turns
 too, is filtered under dynamic sampling, and so are the groups of a step in which every trajectory is masked. Neither is
@@ -33,7 +33,7 @@ from asyncrl.trajectories import sampled_tokens
 
 REWARDS_SHOWN = 5
 FRACTION_FROM = 100
-"""Groups from which on ``learner.max_quarantined_fraction`` counts."""
+"""Concluded groups from which on ``learner.max_quarantined_fraction`` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class Snapshot:
     ledger: LedgerState
     buffered: list[Group]
     filtered: list[Group]
-    """Since the last step."""
+    """Groups filtered since the last step."""
     failed: int = 0
-    """Quarantined since the last step."""
+    """Number of groups quarantined since the last step."""
     delivered_lengths: list[int] = field(default_factory=list)
-    """Of the responses taken since the last step."""
+    """Lengths of the responses taken since the last step."""
 
 
 class Intake:
-    """See the module."""
+    """The groups of a learner, from delivery to outcome."""
 
     def __init__(self, learner: LearnerConfig, restored: Snapshot | None = None) -> None:
         self._learner = learner
@@ -68,31 +68,31 @@ class Intake:
         self.buffer = GroupBuffer()
         self.outcomes = OutcomeQueue()
         self.filtered: list[Group] = []
-        """Since the last step."""
+        """Groups filtered since the last step."""
         self.requeued: list[Group] = []
-        """Since the last step."""
+        """Groups requeued since the last step."""
         self.quarantined: list[Quarantined] = []
-        """Not written yet; the caller takes them."""
+        """Prompts that are not written so far; the caller takes them."""
         self.delivered_lengths: list[int] = []
-        """Of the responses taken since the last step."""
+        """Lengths of the responses taken since the last step."""
         self.dropped_trajectories = 0
-        """Left out of the groups taken here."""
+        """Trajectories left out of the groups taken here."""
         self._taken, self._kept_trajectories = 0, 0
         """Groups taken here, and the trajectories in them."""
         self.failed_attempts = 0
-        """At trajectories of the groups taken here."""
+        """Failed attempts at trajectories of the groups taken here."""
         self._failed = 0
-        """Quarantined since the last step."""
+        """Number of groups quarantined since the last step."""
         self._masked = 0
-        """Those of them that are groups of steps without a token to train."""
+        """Number of filtered groups that are of steps without a token to train."""
         self._begun: tuple[list[Group], int, int] = ([], 0, 0)
         """Groups filtered, masked and quarantined before the step that is in training."""
         self._last_problem = ""
         self._misnamed = ""
-        """Why no signal can be found in the groups at all."""
+        """Reason that no signal can be found in the groups at all."""
         self._in_training: dict[str, Group] = {}
         self._came: dict[str, float] = {}
-        """When the buffered groups that were delivered to this learner were."""
+        """Times (s) at which the buffered groups that were delivered to this learner came, by uid."""
         if restored is not None:
             self.filtered = list(restored.filtered)
             self._failed = restored.failed
@@ -116,7 +116,7 @@ class Intake:
         return len(self.filtered) - self._masked
 
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
-        """Take a group, once; ``now`` is when (s)."""
+        """Take a group, once; ``now`` is the time of it (s)."""
         uid = group.ticket.uid
         if self.has(uid) or group.ticket.requeues < self.ledger.requeues.get(uid, 0):
             return "duplicate"
@@ -138,7 +138,7 @@ class Intake:
         return "buffered"
 
     def reject(self, uid: str, reason: str) -> None:
-        """The dataloader will not grant this prompt; ignored if it is known."""
+        """Quarantine a prompt that the dataloader will not grant; ignored if it is known."""
         if not self.has(uid):
             self._quarantine(Quarantined(uid, reason))
 
@@ -155,7 +155,7 @@ class Intake:
         return groups
 
     def begin_step(self, uids: Collection[str] = ()) -> tuple[list[Group], list[Group]]:
-        """The groups of the next step, and those filtered since the last one; both in order, however they arrived.
+        """The groups of the next step, and those filtered since the last one; both in order, not in that of arrival.
 
         ``uids`` are those of the step, by default the oldest.
         """
@@ -168,11 +168,11 @@ class Intake:
         return groups, filtered
 
     def take_ages(self, now: float) -> list[float]:
-        """How long the groups of the step were here (s), as far as that is known; once for each."""
+        """Seconds that each group of the step was here, as far as that is known; once for each."""
         return [now - came for uid in self._in_training if (came := self._came.pop(uid, None)) is not None]
 
     def end_step(self) -> list[int]:
-        """The step was taken. Returns the lengths of the responses delivered since the last one."""
+        """Note that the step was taken. Returns the lengths of the responses delivered since the last one."""
         for uid in self._in_training:
             self._conclude(uid, "trained")
         self._in_training, self.requeued = {}, []
@@ -180,7 +180,7 @@ class Intake:
         return lengths
 
     def filter_step(self) -> None:
-        """The step was not taken, because it has no token to train: its groups are filtered, and replaced by others."""
+        """Filter the groups of a step that was not taken, for want of a token to train; others replace them."""
         filtered, masked, failed = self._begun
         self.filtered = [*filtered, *self._in_training.values(), *self.filtered]
         self._masked += masked + len(self._in_training)
@@ -190,9 +190,9 @@ class Intake:
         self._in_training = {}
 
     def spoil_step(self, uids: Collection[str], reason: str, *, trained: Collection[str] = ()) -> None:
-        """An update was not taken because of these groups: they are quarantined.
+        """Note that an update was not taken because of these groups: they are quarantined.
 
-        What updates before it have ``trained`` stays in the step; all others may be trained again.
+        Groups that updates before it have ``trained`` stay in the step; all others may be trained again.
         """
         groups, self._in_training = self._in_training, {}
         for uid, group in groups.items():
@@ -204,7 +204,7 @@ class Intake:
                 self.buffer.add(group)
 
     def problem(self) -> str | None:
-        """Why the run cannot go on like this, or None."""
+        """Reason that the run cannot go on like this, or None."""
         learner = self._learner
         if self._misnamed:
             return self._misnamed
@@ -232,7 +232,7 @@ class Intake:
         return None
 
     def _is_flat(self, group: Group) -> bool:
-        """Whether it is filtered because it tells nothing apart."""
+        """Whether a group is filtered because it tells nothing apart."""
         try:
             return self._learner.dynamic_sampling and not has_signal(group, self._learner)
         except ConfigError as error:
@@ -240,7 +240,7 @@ class Intake:
             return False
 
     def snapshot(self) -> Snapshot:
-        """As it stands between two steps."""
+        """State between two steps."""
         assert not self._in_training
         return Snapshot(
             self.ledger.state, self.buffer.groups, list(self.filtered), self._failed, list(self.delivered_lengths)
@@ -258,7 +258,7 @@ class Intake:
 
 
 def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
-    """Of groups with equal rewards, groups without a token to train, and quarantined ones; the largest part first."""
+    """Words on groups with equal rewards, without a token to train, and quarantined ones; the largest part first."""
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
     see = "samples/ and reward.function" if has_trained else "reward.function"
     parts = [
@@ -287,7 +287,7 @@ def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: st
 
 
 def _counted(rewards: Counter[float]) -> str:
-    """Rewards with how often each was given, the most frequent first."""
+    """Rewards with the number of times that each was given, the most frequent first."""
     named = [f"{reward:g} ({times} times)" for reward, times in rewards.most_common(REWARDS_SHOWN)]
     more = len(rewards) - len(named)
     return f"reward {', '.join(named)}" + (f" and {more} other rewards" if more > 0 else "")

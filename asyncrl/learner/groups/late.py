@@ -1,10 +1,10 @@
-"""Groups that are, or are about to be, staler than staleness.max (eta): which to requeue, which to wait for. Pure.
+"""Groups that are, or are about to be, staler than staleness.max (eta): those to requeue, those to wait for. Pure.
 
 A group is late at version v when a sampled token of it is of a version below v - eta. The gate admits no group unless
 all that are outstanding can be trained before that, in the order of their deadlines. So a step may be taken whenever as
-many groups are on time after it as would be if everything that is outstanding were here and trained in that order; else
-it has to wait, for a group that is outstanding. What cannot be on time any more, as after a restart of the learner,
-which takes a new number for its version, is never waited for.
+many groups are on time after it as would be if all outstanding ones were here and trained in that order; else it
+has to wait, for a group that is outstanding. A group that cannot be on time any more, as after a restart of the
+learner, which takes a new number for its version, is never waited for.
 
 It keeps: with nothing outstanding nothing is waited for, and while groups come in the order of their deadlines neither.
 """
@@ -24,7 +24,7 @@ from asyncrl.trajectories import is_late, oldest_version
 def to_requeue(
     groups: Iterable[Group], requeues: Mapping[str, int], version: int, staleness: StalenessConfig
 ) -> list[str]:
-    """Uids of those that are late in a step at ``version`` and may be requeued again; ``requeues`` is the ledger's."""
+    """Uids of groups that are late in a step at ``version`` and may be requeued again; ``requeues`` is the ledger's."""
     return [
         group.ticket.uid
         for group in groups
@@ -35,10 +35,10 @@ def to_requeue(
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """Under which version each of the next groups is trained."""
+    """The version under which each of the next groups is trained."""
 
     version: int
-    """The newest."""
+    """The newest version."""
     left: int
     """Groups, of the next step and later ones, that are trained before another version is published."""
     per_version: int
@@ -47,7 +47,7 @@ class Calendar:
     """staleness.max."""
 
     def on_time(self, oldest: Sequence[int]) -> int:
-        """How many groups with these oldest versions are not late if they are trained in this order."""
+        """Number of groups with these oldest versions that are not late if they are trained in this order."""
         return sum(self._trained_at(place) - version <= self.limit for place, version in enumerate(oldest))
 
     def is_lost(self, oldest: int) -> bool:
@@ -60,22 +60,22 @@ class Calendar:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Groups of the next step, or what it waits for."""
+    """Groups of the next step, or the one that it waits for."""
 
     step: tuple[str, ...] = ()
-    """Uids; none where it is not to be taken so far."""
+    """Uids of the step; none where it is not to be taken so far."""
     waits_for: OpenGrant | None = None
-    """None where the dataloader has to be asked first."""
+    """Group that the step waits for; None where the dataloader has to be asked first."""
 
 
 def choose_step(
     buffer: GroupBuffer, known: Collection[str], outstanding: Sequence[OpenGrant], calendar: Calendar, count: int
 ) -> Choice:
-    """The step of ``count`` groups that are oldest, unless it makes a group late that could be on time.
+    """The step of the ``count`` oldest groups, unless it makes a group late that could be on time.
 
     ``outstanding`` are groups that are not in the buffer, ``known`` uids that were granted before the dataloader told
-    of these: of all that it has granted since, each was admitted with all of them outstanding, so that training only
-    ``known`` ones leaves it on time whatever it is.
+    of these: every group that it has granted since was admitted with all of them outstanding, so that training only
+    ``known`` ones leaves it on time.
     """
     aged = sorted((_age(group, calendar), group.ticket.uid) for group in buffer.groups)
     chosen = [(age, uid) for age, uid in aged if uid in known][:count]

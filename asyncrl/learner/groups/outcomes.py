@@ -1,7 +1,7 @@
-"""Telling the dataloader what became of groups: in order, numbered, repeated until acknowledged. Pure.
+"""Telling the dataloader the outcomes of groups: in order, numbered, repeated until acknowledged. Pure.
 
-What has not been acknowledged is either in the report under way or pending for the next one; nothing is ever in
-both, and nothing is dropped.
+An outcome that has not been acknowledged is either in the report under way or pending for the next one; none is ever in
+both, and none is dropped.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class OutcomeQueue:
         self._dirty = False
 
     def outcome(self, outcome: Outcome) -> None:
-        """A group is done with."""
+        """Note that a group is done with."""
         self._pending.append(outcome)
         self._dirty = True
 
     def published(self, version: int, trained: int) -> None:
-        """``trained`` groups were trained when ``version`` was published."""
+        """Note that ``trained`` groups were trained when ``version`` was published."""
         self._version, self._trained_at_version = version, trained
         self._dirty = True
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:
-        """A step has begun, with so many groups left over, after waiting for groups or not."""
-        # Two steps in one report: it has waited if either did.
+        """Note that a step has begun, with so many groups left over, after waiting for groups or not."""
+        # The report of two steps has waited if either did.
         self._step = (buffered_groups, waited or (self._step is not None and self._step[1]))
         self._dirty = True
 
     def finished(self) -> None:
-        """Nothing more is to be leased for training."""
+        """Note that nothing more is to be leased for training."""
         self._finished = self._dirty = True
 
     def restart(self) -> int:
-        """The dataloader has been told the ledger: what was to be reported is known to it.
+        """Drop the pending outcomes: the dataloader has been told the ledger, which has them.
 
         Returns the number of the last report; the next one has the number after it. Each call gives a larger one, so
         that of two such words the later is known for what it is.

@@ -30,7 +30,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
 class ServedTeacher:
-    """See the module. ``name`` is the actor's."""
+    """The teacher on a server. ``name`` is the actor's."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class ServedTeacher:
         self._news = news
         self._places = asyncio.Semaphore(config.concurrency)
         self._scores: dict[str, asyncio.Future[GroupScores]] = {}
-        """By uid; done or under way."""
+        """Log-probs of each group by uid; done or under way."""
 
     def begin(self, group: Group) -> None:
-        """Ask for what was sampled in a group, if that is not done."""
+        """Ask for the log-probs of a group's sampled tokens, if that is not done."""
         uid = group.ticket.uid
         if uid not in self._scores:
             self._scores[uid] = answer = asyncio.get_running_loop().create_future()
@@ -65,7 +65,7 @@ class ServedTeacher:
         return all((scores := self._scores.get(group.ticket.uid)) is not None and scores.done() for group in groups)
 
     async def scores(self, groups: Sequence[Group]) -> list[GroupScores]:
-        """The log-probs of all that was sampled in these groups, nats, at temperature 1. Raises ActorFailed."""
+        """Log-probs of all sampled tokens of these groups, nats, at temperature 1. Raises ActorFailed."""
         for group in groups:
             self.begin(group)
         return [await self._scores[group.ticket.uid] for group in groups]
@@ -76,7 +76,7 @@ class ServedTeacher:
         self._scores = {uid: scores for uid, scores in self._scores.items() if uid in held}
 
     async def close(self) -> None:
-        """Close its connections; what is under way has been cancelled by its owner."""
+        """Close the connections; requests under way have been cancelled by their owner."""
         await self._client.close()
 
     async def _score(self, group: Group, answer: asyncio.Future[GroupScores]) -> None:
@@ -87,7 +87,7 @@ class ServedTeacher:
             return
         if failed is not None:
             answer.set_exception(failed)
-            # Whoever needs the group has it raised; a group that nobody needs any more fails nothing.
+            # The step that needs the group has it raised; a group that no step needs any more fails nothing.
             answer.exception()
         else:
             (scores,) = by_group([group], [each for each in found if isinstance(each, np.ndarray)])

@@ -1,12 +1,12 @@
-"""The groups of the next step under staleness.late = "wait", and whom it waits for where it has to.
+"""The groups of the next step under staleness.late = "wait", and the group that it waits for where it has to.
 
-What is outstanding is asked of the dataloader: when the step would need a group that came since the last answer, and
-while it waits, whenever something new came or was taken back; so about once for each step. No step is chosen by an
-answer that is too old to be safe (late.py). Whom it waits for stands among this actor's awaits for as long as that is
-so, and in the log; it ends because every grant does: by delivery, by its return, or with its holder's death.
+The dataloader is asked for the outstanding groups: when the step would need a group that came since the last answer,
+and while it waits, whenever something new came or was taken back; so about once for each step. No step is chosen by an
+answer that is too old to be safe (late.py). The wait stands among this actor's awaits for as long as it lasts, and in
+the log; it ends because every grant does: by delivery, by its return, or with its holder's death.
 
-The gate needs no progress of the learner for what is outstanding: it is generated, or granted again, whatever is
-trained meanwhile. A version that is owed to a full disk is not published meanwhile, one that nobody can load is.
+The gate needs no progress of the learner for an outstanding group: it is generated, or granted again, while training
+goes on. A version that is owed to a full disk is not published meanwhile, one that nobody can load is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl.runtime.clock import Clock
 
 
 class Stragglers:
-    """See the module."""
+    """The choice of the next step, and its wait for a late group."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class Stragglers:
         self._counters, self._clock, self._log, self._awaits = counters, clock, log, awaits
         self._told = GrantsOpen(supply_number=-1, grants=[])
         self._known: set[str] = set()
-        """Granted before that was told."""
+        """Uids that were granted before the dataloader's last answer."""
         self._waiting: tuple[str, Await, float] | None = None
-        """For which group of whom, and since when."""
+        """Words, await and beginning of the wait for a group."""
         self.waited_s = 0.0
-        """For the step that comes next."""
+        """Seconds waited for the step that comes next."""
         self.waited_groups = 0
         counters["staleness/waited_groups"] = 0
 
     @property
     def waits_for(self) -> str:
-        """In a few words; empty while it waits for nothing."""
+        """The group that is waited for, in a few words; empty while it waits for nothing."""
         return "" if self._waiting is None else self._waiting[0]
 
     async def step(self, version: int, unpublished: int) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class Stragglers:
 
 
 def facts_of(grant: OpenGrant, version: int) -> dict[str, object]:
-    """For the log."""
+    """Facts of a grant for the log."""
     return {
         "uid": grant.uid,
         "rollouter": grant.rollouter,

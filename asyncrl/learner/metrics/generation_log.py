@@ -1,4 +1,4 @@
-"""What the rollouters say they did, so that a step can be held against it: tokens, updates, overlap. Pure.
+"""The rollouters' reports of their work, so that a step can be held against them: tokens, updates, overlap. Pure.
 
 Statistics arrive up to an interval late; ``covers`` tells whether everything up to a time has arrived. The tokens of a
 report count evenly over the time from the report before it, so a step that lies between two reports has its part of
@@ -16,11 +16,11 @@ from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What engines did."""
+    """Tokens that engines computed."""
 
     sampled: int
     reprefill: int
-    """Computed again because of updates."""
+    """Tokens computed again because of updates."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Report:
     until: float
 
     def within(self, start: float, end: float) -> float:
-        """The share of them between ``start`` and ``end``."""
+        """Share of the report's time that lies in [start, end)."""
         seconds = self.until - self.since
         if seconds <= 0.0:
             return 1.0 if start < self.until <= end else 0.0
@@ -50,8 +50,8 @@ class _Report:
 class GenerationLog:
     """Statistics of all rollouters. Times are wall clock, in seconds.
 
-    ``succeeds``: an earlier learner had reports too, so that of a rollouter that is new here it is not known what it
-    sampled since the last of them.
+    ``succeeds``: an earlier learner had reports too, so that the tokens of a rollouter that is new here are not known
+    since the last of them.
     """
 
     succeeds: bool = False
@@ -78,7 +78,7 @@ class GenerationLog:
         return all(source.heard >= time or source.heard < now - patience_s for source in self._sources.values())
 
     def take_tokens(self, start: float, end: float) -> Tokens | None:
-        """Those of [start, end); None if nobody told of that time. Forgets what lies before ``end``."""
+        """Tokens of [start, end); None if nobody told of that time. Forgets those before ``end``."""
         told = [each for each in self._reports if each.until > start]
         self._reports = [each for each in told if each.until > end]
         if not told:
@@ -94,14 +94,14 @@ class GenerationLog:
         return taken
 
     def overlap(self, start: float, end: float) -> float:
-        """Share of [start, end) in which tokens were being sampled anywhere; forgets what lies before ``start``."""
+        """Share of [start, end) in which tokens were being sampled anywhere; forgets intervals before ``start``."""
         self._intervals = merge([(a, b) for a, b in self._intervals if b > start])
         covered = sum(max(0.0, min(b, end) - max(a, start)) for a, b in self._intervals)
         return covered / (end - start) if end > start else 0.0
 
 
 def _extent(intervals: Sequence[tuple[float, float]]) -> float:
-    """From the first to the last of them (s), by whatever clock."""
+    """Seconds from the beginning of the first interval to the end of the last, by any clock."""
     return max(end for _, end in intervals) - min(start for start, _ in intervals) if intervals else 0.0
 
 
@@ -122,7 +122,7 @@ SUMS = ("stall_s", "bytes", "encoded_bytes")
 
 
 def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:
-    """Figures of the weight updates of a step: means over the updates and, for what is lost or moved, sums.
+    """Figures of the weight updates of a step: means over the updates and, for lost or moved amounts, sums.
 
     A mean is absent when there was nothing to take it over.
     """

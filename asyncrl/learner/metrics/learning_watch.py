@@ -1,7 +1,7 @@
 """Notices that nothing can be learnt, and says why, once each: no learning rate, no gradient, no signal in the rewards.
 Pure.
 
-A run with such a fault goes on as any other, and its reward stays where it is. Invariant: what is told holds exactly
+A run with such a fault goes on as any other, and its reward stays where it is. Invariant: a notice holds exactly
 and for some time (STEPS steps, or as many groups), so a run that learns is told nothing; a figure that a line does not
 have tells nothing either way.
 """
@@ -28,7 +28,7 @@ FILTERED_SHARE = 0.5
 
 
 class LearningWatch:
-    """See the module."""
+    """The watch for runs that cannot learn."""
 
     def __init__(self, config: Config) -> None:
         self._obstacles = obstacles(config)
@@ -42,14 +42,14 @@ class LearningWatch:
         self._low = self._high = 0.0
 
     def at_start(self) -> list[Notice]:
-        """Before the first step."""
+        """Notices before the first step."""
         found: list[Notice] = []
         for each in self._obstacles:
             found += self._once(each.key, f"{each.key}: {each.told}. To do: {each.fix}")
         return found
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
-        """A step was trained, with this line of metrics."""
+        """Notices after a trained step with this line of metrics."""
         step = line.get("step", "?")
         self._still = self._still + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
         if self._still < STEPS:
@@ -62,7 +62,7 @@ class LearningWatch:
         )
 
     def group_came(self, rewards: np.ndarray, *, filtered: int) -> list[Notice]:
-        """A group with these rewards ([n]) was delivered; ``filtered`` groups have
+        """Notices after the delivery of a group with these rewards ([n]); ``filtered`` groups have
         been filtered since the last step because their rewards are equal.
         """
         return [*self._equal_rewards(rewards), *self._mostly_filtered(filtered)]

@@ -1,7 +1,7 @@
 """The files that the learner writes: metrics.jsonl, quarantine.jsonl and samples/.
 
 Append-only, one JSON object a line, each with the learner's start number; a reader keeps the last line of a step, and
-leaves out what is no JSON: the torn line of a process that was killed.
+leaves out a line that is no JSON: the torn one of a process that was killed.
 
 Fails with OSError, after which the files are as before.
 """
@@ -31,7 +31,7 @@ class RecordFiles:
         self._quarantine = run_dir / "quarantine.jsonl"
         self._samples = run_dir / "samples"
         self.start = start
-        """In every line."""
+        """Number of the learner's start, in every line."""
         self._samples.mkdir(exist_ok=True)
 
     def metrics(self, *lines: dict[str, Any]) -> None:
@@ -68,8 +68,8 @@ class RecordFiles:
 
 
 def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """All of the lines, or none and OSError. What a process left half-written when it died stays a line of its own."""
-    # Fast, because a step has many tokens; what JSON cannot say (nan, inf) becomes null.
+    """Append all of the lines, or none and raise OSError. A line that a dead process left torn stays one of its own."""
+    # Fast, because a step has many tokens; numbers that JSON cannot say (nan, inf) become null.
     data = b"".join(msgspec.json.encode(line, enc_hook=_number) + b"\n" for line in lines)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:

@@ -1,9 +1,9 @@
-"""The lines of metrics.jsonl, the samples of each step and what is quarantined: in order, off the training path.
+"""The lines of metrics.jsonl, the samples of each step and quarantined prompts: in order, off the training path.
 
-A step's line waits, for a limited time, until the rollouters have said what they did while it was trained; with it
-go the lines of the weight updates that ended meanwhile. What is sampled is counted from the end of one step's training
-to the end of the next one's, and left out where not all of it is known. A line that cannot be written is lost, counted
-and told to the user; training goes on.
+A step's line waits, for a limited time, until the rollouters have reported on the time of its training; with it
+go the lines of the weight updates that ended meanwhile. Sampled tokens are counted from the end of one step's training
+to the end of the next one's, and left out where not all of them are known. A line that cannot be written is lost,
+counted and told to the user; training goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINES_PENDING = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """What a metrics line needs of its step. The times are wall clock, in seconds."""
+    """Facts of a trained step for its metrics line. The times are wall clock, in seconds."""
 
     line: dict[str, Any]
     train_began: float
@@ -40,7 +40,7 @@ class TrainedStep:
 
 
 class StepLines:
-    """``tell`` is given each line of a step or an evaluation that was written, and the newest of updates."""
+    """Writer of the lines. ``tell`` gets each written line of a step or an evaluation, and the newest of updates."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class StepLines:
         log: FilteringBoundLogger,
         step: int = 0,
     ) -> None:
-        """``step`` is the last one whose line is written already; ``notify`` is told how many writes were lost so far,
-        and why the last one.
+        """``step`` is the last one whose line is written already; ``notify`` is told the number of lost writes so far,
+        and the error of the last one.
         """
         self._records = records
         self._samples_per_step = samples_per_step
@@ -68,13 +68,13 @@ class StepLines:
         self._stats_came = asyncio.Event()
         self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)
         self._counted_until: float | None = None
-        """When the training of the newest step that has a line ended (wall clock, s)."""
+        """Time (wall clock, s) at which the training of the newest step that has a line ended."""
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
-        """What a rollouter did since its last report."""
+        """Take a rollouter's statistics since its last report."""
         self._generation.add(name, incarnation, stats, self._clock.wall())
         self._stats_came.set()
 
@@ -98,7 +98,7 @@ class StepLines:
             await self._write(partial(self._records.quarantined, step, found))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Write lines until cancelled."""
         while True:
             step = await self._steps.get()
             complete = True
@@ -116,20 +116,20 @@ class StepLines:
             self._steps.task_done()
 
     async def written(self, step: int) -> None:
-        """Until the line of this step, which was put, is written or lost."""
+        """Wait until the line of this step, which was put, is written or lost."""
         while self._written < step:
             self._line_written.clear()
             await self._line_written.wait()
 
     async def finish(self) -> None:
-        """Until all lines are written, with the updates that ended after the last step."""
+        """Wait until all lines are written, with the updates that ended after the last step."""
         await self._steps.join()
         await self._write_updates(self._generation.take_updates(), self._written)
 
     async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> None:
         lines = [update_line(*update) | {"step": step} for update in updates]
         await self._write(lambda: self._records.metrics(*lines))
-        # Whoever watches sees no more of them anyway.
+        # Viewers see no more of them anyway.
         self._tell_lines(lines[-UPDATE_LINES:])
 
     def _tell_lines(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ class StepLines:
         await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
 
     def _sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
-        """Empty where nothing is known, which is not the same as nothing sampled."""
+        """Metrics of the sampling; empty where nothing is known, which is not the same as nothing sampled."""
         end, start = step.train_ended, self._counted_until
         if start is None:
             start = step.train_began - step.line["time/wait_for_groups_s"]

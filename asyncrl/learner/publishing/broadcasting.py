@@ -1,12 +1,11 @@
 """Broadcasts new versions to the engines, bucket after bucket as they are sealed, off the training path.
 
 A version is announced to the parameter server when its first bucket is sealed: engines go on until then. Once every
-member of the group is paused the
-sender's thread sends what has been sealed so far and then the rest, so that gathering a bucket overlaps sending the
-one before. The training thread hands its buckets over and waits for nobody.
+member of the group is paused the sender's thread sends the buckets sealed so far and then the rest, so that gathering a
+bucket overlaps sending the one before. The training thread hands its buckets over and waits for nobody.
 
-Invariants: one version at a time is announced or sent, and what comes meanwhile is left to the rolling transports;
-a descriptor is this module's own and stays open until the send is over, whatever becomes of the publication; the
+Invariants: one version at a time is announced or sent, and one that comes meanwhile is left to the rolling transports;
+a descriptor is this module's own and stays open until the send is over, apart from the fate of the publication; the
 parameter server is told how each send ended. A broadcast that fails is logged and changes nothing else: it is announced
 once more, for those who survived it, and the parameter server decides whether and to whom it is sent again.
 """
@@ -51,9 +50,9 @@ class BucketSender(Protocol):
 
     host: str
     port: int
-    """Where members call."""
+    """Port that members call."""
     token: str
-    """What they show there."""
+    """Secret that members show there."""
 
     def send(
         self, group: CollectiveGroup, version: int, layouts: list[BucketLayout], buckets: Iterator[SealedBucket]
@@ -64,11 +63,11 @@ class BucketSender(Protocol):
         """Break the group up: the other members see an error at once."""
 
     def close(self) -> None:
-        """End."""
+        """Send no more."""
 
 
 def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | None:
-    """What versions are broadcast with, if they are; ``on_gpu`` says whether the learner's weights are."""
+    """Backend by which versions are broadcast, or None; ``on_gpu`` says whether the learner's weights are."""
     transport = config.weights.transport
     if transport in ("nccl", "gloo"):
         return transport
@@ -93,7 +92,7 @@ class Sending:
         self._begun = asyncio.Event()
 
     async def begun(self) -> bool:
-        """Once the first bucket is there; False if none will come."""
+        """Wait until the first bucket is there; False if none will come."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._begun.wait()
@@ -103,11 +102,11 @@ class Sending:
 
     @property
     def problem(self) -> str:
-        """Why not all of it can be sent, whoever receives it; empty where nothing stands against it."""
+        """Reason that the version cannot be sent whole to any group; empty where nothing stands against it."""
         return self._problem
 
     def put(self, bucket: Bucket, descriptor: int) -> None:
-        """The next bucket is sealed. Returns at once; what is wrong with it fails the broadcast alone."""
+        """Take the next sealed bucket. Returns at once; an error with it fails the broadcast alone."""
         with self._changed:
             if self._closed or self._problem:
                 return
@@ -126,13 +125,13 @@ class Sending:
                 self._loop.call_soon_threadsafe(self._begun.set)
 
     def gathered(self) -> None:
-        """The version is whole and will be published: its last bucket may go."""
+        """Note that the version is whole and will be published: its last bucket may go."""
         with self._changed:
             self._gathered = True
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """From any thread: no further bucket will come."""
+        """Note, from any thread, that no further bucket will come."""
         with self._changed:
             self._fail(reason)
 
@@ -143,7 +142,7 @@ class Sending:
             self._loop.call_soon_threadsafe(self._begun.set)
 
     def buckets(self) -> Iterator[SealedBucket]:
-        """All of them in order, each as soon as it is there. Raises BroadcastFailed when one will not come.
+        """Buckets in order, each as soon as it is there. Raises BroadcastFailed when one will not come.
 
         The last one is held back until all is gathered: nobody may serve a version that is never published.
         """
@@ -165,7 +164,7 @@ class Sending:
                 raise BroadcastFailed(self.version, self._problem)
 
     def close(self) -> None:
-        """Nothing is sent any more."""
+        """Close the descriptors; nothing is sent any more."""
         with self._changed:
             self._closed = True
             while self._sealed:
@@ -173,7 +172,7 @@ class Sending:
 
 
 class Broadcaster:
-    """``call`` asks the parameter server; ``make_sender`` is called on the sender's thread."""
+    """The broadcasts. ``call`` asks the parameter server; ``make_sender`` is called on the sender's thread."""
 
     def __init__(
         self,
@@ -195,17 +194,17 @@ class Broadcaster:
         self._sending: Sending | None = None
 
     async def start(self) -> None:
-        """Bind the rendezvous store. Raises what the sender raises."""
+        """Bind the rendezvous store. Raises the sender's errors."""
         self._sender = await self._on_thread(self._make_sender)
 
     def published(self, manifest: Manifest) -> None:
-        """A version was gathered; the next one has the same layout."""
+        """Note that a version was gathered; the next one has the same layout."""
         self._layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
         if self._sending is not None and self._sending.version == manifest.version:
             self._sending.gathered()
 
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> Sending | None:
-        """Announce a version once its first bucket is put into the result, and send what is.
+        """Announce a version once its first bucket is put into the result, and send its buckets.
 
         None if it is not broadcast: it is the first, or one before it is still on its way.
         """
@@ -247,7 +246,7 @@ class Broadcaster:
         self._sending = None
 
     async def _send(self, sending: Sending, sender: BucketSender, group: CollectiveGroup) -> bool:
-        """To one group; whether another is to be asked for, since it did not reach this one."""
+        """Send to one group; whether another is to be asked for, since it did not reach this one."""
         error = ""
         try:
             await self._on_thread(lambda: _send(sender, group, sending))
@@ -265,7 +264,7 @@ class Broadcaster:
                 return None if reply is None else reply.group
 
     async def _answer(self, request: Request) -> Any:
-        """The reply, whenever it comes; None when the parameter server refuses."""
+        """The reply, however late; None when the parameter server refuses."""
         while True:
             try:
                 return await self._call(request)

@@ -30,7 +30,7 @@ AWAY_S = 0.5
 
 
 class Publisher:
-    """``call`` asks the parameter server; ``on_spoiled`` is called when the newest version has gone bad in memory."""
+    """The publisher. ``call`` asks the parameter server; ``on_spoiled`` is for a newest version gone bad in memory."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Publisher:
         self._call = call
         self._on_spoiled = on_spoiled
         self.spoiled = False
-        """The newest version is corrupt in memory: the weights are to be gathered and published anew."""
+        """Whether the newest version is corrupt in memory: the weights are to be gathered and published anew."""
         self._log = log
         self._held: list[Publication] = []
-        """All that are open, oldest first."""
+        """Publications that are open, oldest first."""
         self._newest: Publication | None = None
         self._sending: Publication | None = None
         self._acknowledged: Publication | None = None
@@ -56,7 +56,7 @@ class Publisher:
         return -1 if self._acknowledged is None else self._acknowledged.manifest.version
 
     def offer(self, publication: Publication) -> None:
-        """Publish this next; it takes the place of one that was not told yet."""
+        """Publish a version next; it takes the place of one that was not told yet."""
         self._held.append(publication)
         self._newest = publication
         self.spoiled = False
@@ -64,7 +64,7 @@ class Publisher:
         self._offered.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Publish until cancelled."""
         while True:
             self._offered.clear()
             if self._newest is None:
@@ -80,7 +80,7 @@ class Publisher:
         self._release_unneeded()
 
     async def _publish(self, publication: Publication) -> None:
-        # Never given up for a newer one: whoever publishes faster than this is answered would not be heard at all.
+        # Never given up for a newer one: a learner faster than the answers to this would not be heard at all.
         self._sending = publication
         try:
             request = Publish(manifest=publication.manifest, gather_s=publication.gather_s)
@@ -91,7 +91,7 @@ class Publisher:
             self._release_unneeded()
 
     async def _keep(self, publication: Publication) -> None:
-        """Until the parameter server has lost it or there is a newer one; or for the length of a parked call."""
+        """Wait until the parameter server has lost it or there is a newer one; or for the length of a parked call."""
         call = self._call(KeepPublished(version=publication.manifest.version))
         offered = asyncio.ensure_future(self._offered.wait())
         try:
@@ -100,7 +100,7 @@ class Publisher:
                 return
             reply: Published | None = await self._answer(call)
             if reply is not None and reply.corrupt:
-                # Its segments are the very memory that is held there, so there is nothing to send again.
+                # The segments are the very memory that is held there, so there is nothing to send again.
                 self._log.error("published weights are no longer what was sealed", version=self.acknowledged)
                 self.spoiled = True
                 self._on_spoiled()

@@ -1,12 +1,11 @@
 """The version mark: the highest number that a publication of this run has ever had, and the learner's start number.
 
 A version names one set of weights everywhere: in tickets, cache salts, engine labels, segments and bases of deltas.
-So a number is made durable in the run's folder before anybody hears of it, and is never given again, whatever
-dies between the two and whatever then starts in the same folder. A number that was marked and never published is
-left out.
+So a number is made durable in the run's folder before anybody hears of it, and is never given again, also after a death
+between the two and a new start in the same folder. A number that was marked and never published is left out.
 
-The mark may get lost, as when a run is copied, come from a backup, or be damaged. So it is never taken alone: what
-else is durable bears version numbers too (``find_used``), and the mark begins above all of them.
+The mark may get lost, as when a run is copied, come from a backup, or be damaged. So it is never taken alone: other
+durable files bear version numbers too (``find_used``), and the mark begins above all of them.
 
 Fails with ConfigError naming the file when there is a mark that this user may not read, and with OSError when a number
 cannot be made durable; it is not to be used then.
@@ -25,7 +24,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import ConfigError
 
 FILE = "version_mark.json"
-"""In the run's folder: ``{"version": ..., "start": ...}``."""
+"""Name of the file in the run's folder: ``{"version": ..., "start": ...}``."""
 TAIL_BYTES = 4 << 20
 """Bytes of metrics.jsonl that are read: versions and starts only rise in it."""
 
@@ -44,7 +43,7 @@ class VersionMark:
     """The mark of one run. Reading and writing it blocks."""
 
     def __init__(self, folder: Path, used: Used | None = None) -> None:
-        """``used`` is what else in the run's folder tells of; the mark is not below it."""
+        """``used`` are the numbers that other files in the run's folder tell of; the mark is not below them."""
         self._path = folder / FILE
         used = used or Used()
         mark, self.problem = self._read()
@@ -57,7 +56,7 @@ class VersionMark:
         self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""
         self.start = max(mark.start, used.start)
-        """How often a learner has begun in this folder."""
+        """Number of starts of a learner in this folder."""
 
     def begin(self) -> int:
         """The number of this start of a learner, from 1, durable now. Raises OSError."""
@@ -86,7 +85,7 @@ class VersionMark:
         self.version, self.start = mark.version, mark.start
 
     def _read(self) -> tuple[Used, str]:
-        """The mark as it is there, and what is wrong with it. Raises ConfigError."""
+        """The mark as it is there, and its fault in words. Raises ConfigError."""
         try:
             mark = msgspec.json.decode(self._path.read_bytes(), type=Used)
         except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Makes the versions of the weights: number, probe, copy, assembly, and on to those who distribute them.
+"""Makes the versions of the weights: number, probe, copy, assembly, and on to the publisher and the broadcaster.
 
 ``make`` takes as long as it takes every rank to copy its own shards, and waits for no other actor. The copies are
-assembled beside the training, one version after the other; the publisher brings what is whole to the parameter server
-in a task of its own, and where versions are broadcast, the broadcaster sends what is sealed while the rest is still
+assembled beside the training, one version after the other; the publisher brings a whole version to the parameter server
+in a task of its own, and where versions are broadcast, the broadcaster sends sealed buckets while the rest is still
 being gathered. A number is durable before anybody hears of it and is used up even if nothing comes of it.
 
 Fails with OSError when a version cannot be begun, as on a full disk; another can be tried. One that could not be
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class Versions:
-    """Of one run, on rank 0. ``thread`` is the backend's; ``call`` asks the parameter server; members of a broadcast
-    find rank 0 at ``host``. ``on_spoiled`` is called when the newest version is lost, after ``on_failed`` where it
-    could not be assembled; ``on_whole`` when it was. In the timeline ``track`` is that of the learner's steps, and
-    ``assemblies`` another.
+    """Versions of one run, on rank 0. ``thread`` is the backend's; ``call`` asks the parameter server; members of a
+    broadcast find rank 0 at ``host``. ``on_spoiled`` is called when the newest version is lost, after ``on_failed``
+    where it could not be assembled; ``on_whole`` when it was. In the timeline ``track`` is that of the learner's steps,
+    and ``assemblies`` another.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Versions:
         self._on_spoiled = on_spoiled
         self._assembling: asyncio.Task[None] | None = None
         self._failed = False
-        """Nothing came of the newest version."""
+        """Whether nothing came of the newest version."""
         self.whole = -1
         """The newest version that was assembled."""
         self.metrics: dict[str, float] = {}
@@ -79,7 +79,7 @@ class Versions:
         if collective is not None:
 
             def make_sender() -> BucketSender:
-                # Brings torch along, which a simulated learner does without.
+                # This import brings torch along, which a simulated learner does without.
                 from asyncrl.weights.collective.sender import Sender
 
                 return Sender(collective, host, timeout_s, config.network.ports)
@@ -93,23 +93,23 @@ class Versions:
 
     @property
     def next_number(self) -> int:
-        """That of the version to come, unless it cannot be made."""
+        """Number of the version to come, unless it cannot be made."""
         return self._mark.version + 1
 
     async def settled(self) -> bool:
-        """Once the newest version is assembled; whether it is there."""
+        """Wait until the newest version is assembled; whether it is there."""
         if self._assembling is not None:
             await asyncio.wait([self._assembling])
         return not self._failed
 
     async def start(self) -> None:
-        """Begin to distribute what will be made."""
+        """Begin to distribute the versions to come."""
         if self._broadcaster is not None:
             await self._broadcaster.start()
         self._tasks.create_task(self._publisher.run())
 
     async def make(self, probed: Sequence[ProbeSequence]) -> int:
-        """The number of a new version of the weights, with what they make of ``probed``, once they are copied.
+        """Number of a new version of the weights, with their log-probs of ``probed``, once they are copied.
 
         Raises OSError when it cannot be begun.
         """
@@ -123,7 +123,7 @@ class Versions:
         # On the one thread that an actor which ends waits for: no number is given behind its successor's back.
         version = await self._on_thread(self._mark.advance)
         probe = await self._on_thread(lambda: self._backend.probe(probed))
-        # Its copy takes the place of the one before: whoever is slower than a step is waited for here.
+        # Its copy takes the place of the one before: an assembly slower than a step is waited for here.
         await self.settled()
         sending = None
         if self._broadcaster is not None:
@@ -137,14 +137,14 @@ class Versions:
             assembly = await asyncio.shield(copying)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                # The thread goes on, and nobody else will close what comes of it.
+                # The thread goes on, and nobody else will close its result.
                 copying.add_done_callback(_release_when_copied)
             _fail(sending, error)
             raise
         self._failed = False
 
         def ended(task: asyncio.Task[None]) -> None:
-            # Also where it was cancelled before it began. The thread goes on, and nobody else closes what it makes.
+            # Also where it was cancelled before it began. The thread goes on, and nobody else closes its result.
             if task.cancelled():
                 _fail(sending, asyncio.CancelledError())
                 assembly.add_done_callback(_release)
@@ -177,7 +177,7 @@ class Versions:
         self._on_whole()
 
     async def close(self) -> None:
-        """Release what is held. The tasks have ended."""
+        """Release the held publications. The tasks have ended."""
         if self._broadcaster is not None:
             await self._broadcaster.close()
         self._publisher.close()

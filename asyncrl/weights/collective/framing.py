@@ -1,4 +1,4 @@
-"""What the members of a broadcast say to one another, byte by byte, and what may be said when. Pure.
+"""Frames that the members of a broadcast exchange, byte by byte, and the order in which they may come. Pure.
 
 Frames travel over the links (links.py) between rank 0 and each member; the weights themselves do not. A frame is
 
@@ -8,7 +8,7 @@ Frames travel over the links (links.py) between rank 0 and each member; the weig
 and a broadcast is
 
     member → rank 0   HELLO    number: epoch, index: rank, size: members of the group, text: its token
-    rank 0 → member   BEGIN    number: epoch, text: what is needed to join the group     (both once in an epoch)
+    rank 0 → member   BEGIN    number: epoch, text: invitation to the group     (both once in an epoch)
     rank 0 → member   OPEN     number: version, index: buckets, size: bytes, checksum: xxh3_64 of the layouts
     rank 0 → member   BUCKET   number: version, index: of the bucket, size, checksum: xxh3_64; then its bytes.
                                LAST instead of BUCKET for the last one
@@ -37,7 +37,7 @@ MAGIC = b"axw1"
 
 
 class Kind(IntEnum):
-    """Of a frame; see above."""
+    """Kind of a frame; the table above has each."""
 
     HELLO = 1
     BEGIN = 2
@@ -50,7 +50,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """See above for what the fields mean under each kind."""
+    """A frame; the table above tells the fields of each kind."""
 
     kind: Kind
     number: int = 0
@@ -68,13 +68,13 @@ def encode(frame: Frame) -> bytes:
 
 
 class Decoder:
-    """Takes bytes as they come and gives whole frames. Holds at most one frame's bytes beyond what it was fed."""
+    """Decoder of bytes, as they come, to whole frames. Holds at most one frame's bytes beyond those that it was fed."""
 
     def __init__(self) -> None:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that ``data`` completes, in order. Raises ValueError for what is no frame."""
+        """Frames that ``data`` completes, in order. Raises ValueError for bytes that are no frame."""
         self._held += data
         frames = []
         while len(self._held) >= HEADER.size:
@@ -96,7 +96,7 @@ def abort(reason: str) -> Frame:
 
 
 def bytes_of(layout: BucketLayout) -> int:
-    """What is transferred of a bucket: as its segment, it has at least one byte."""
+    """Bytes that are transferred of a bucket: as its segment, it has at least one."""
     return max(layout.size, 1)
 
 
@@ -164,5 +164,5 @@ def _shown(frame: Frame) -> str:
 
 
 def pieces(size: int, piece_bytes: int) -> list[tuple[int, int]]:
-    """[start, end) of the parts that ``size`` bytes are transferred in, none larger than ``piece_bytes``."""
+    """[start, end) of the parts, none larger than ``piece_bytes``, in which ``size`` bytes are transferred."""
     return [(start, min(start + piece_bytes, size)) for start in range(0, size, piece_bytes)]

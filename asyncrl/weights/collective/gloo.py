@@ -4,8 +4,8 @@ A group is a ProcessGroupGloo of its own, apart from any default one, formed thr
 does: groups of different epochs share nothing. All connections are made when it is formed, on the addresses that its
 members' links use.
 
-ProcessGroupGloo has no abort, and does not notice a connection that breaks in the middle of a transfer: whoever waits
-here watches the links, and a group that failed is kept in the background until what is stuck in it has timed out.
+ProcessGroupGloo has no abort, and does not notice a connection that breaks in the middle of a transfer: a thread that
+waits here watches the links, and a group that failed is kept in the background until its stuck operation has timed out.
 
 Fails with RuntimeError (gloo's own), and as the waiter does.
 """
@@ -28,13 +28,13 @@ from asyncrl.weights.collective.links import Link, listen
 from asyncrl.weights.collective.waiting import Waiter
 
 c10d: Any = torch.distributed
-"""Its types say little of what is used here."""
+"""torch.distributed, whose types say little of what is used here."""
 PIECE_BYTES = 64 << 20
-"""Transferred in one operation, which has the timeout to itself."""
+"""Bytes transferred in one operation, which has the timeout to itself."""
 LATER_S = 1.0
-"""By how much gloo's own timeout is longer than the waiter's."""
+"""Seconds by which gloo's own timeout is longer than the waiter's."""
 ENDING_S = 0.2
-"""By which an operation has ended whose connections have, unless it is stuck."""
+"""Seconds after which an operation whose connections have ended has ended, too, unless it is stuck."""
 UNUSED_TAG = 0x7FFFFFFF
 
 
@@ -46,7 +46,7 @@ class Gloo:
         self._timeout_s = timeout_s
 
     def invite(self, size: int) -> tuple[bytes, Callable[[], GlooGroup]]:
-        """What members need to join a new group of ``size``, and what forms it on this side, which blocks."""
+        """Invitation of members to a new group of ``size``, and the call that forms it on this side, which blocks."""
         with listen(self._host, self._ports) as listener:
             port = listener.getsockname()[1]
             # The store takes the descriptor over: the port was never free for anybody else.
@@ -75,7 +75,7 @@ class GlooGroup:
 
     def __init__(self, store: Any, rank: int, size: int, address: str, timeout_s: float) -> None:
         options = c10d.ProcessGroupGloo._Options()
-        # Whoever waits here gives up first, and says on whom.
+        # The waiter gives up first, and says on whom it waited.
         options._timeout = timedelta(seconds=timeout_s + LATER_S)
         options._threads = 1
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
@@ -84,14 +84,14 @@ class GlooGroup:
         self._work: Any = None
 
     def send(self, memory: torch.Tensor, layout: BucketLayout, waiter: Waiter, watching: Sequence[Link]) -> None:
-        """Rank 0: the bytes of a bucket to all, out of where they lie."""
+        """Broadcast the bytes of a bucket to all, out of where they lie, from rank 0."""
         self.broadcast(memory, waiter, watching)
 
     def flush(self, waiter: Waiter, watching: Sequence[Link]) -> None:
-        """Rank 0: wait until all that was sent has left; nothing is kept back here."""
+        """Wait, on rank 0, until all that was sent has left; nothing is kept back here."""
 
     def broadcast(self, memory: torch.Tensor, waiter: Waiter, watching: Sequence[Link]) -> None:
-        """All ranks together: ``memory`` (uint8, contiguous, equally large everywhere) of rank 0 into that of all."""
+        """Broadcast rank 0's ``memory`` (uint8, contiguous, equally large everywhere) into that of all ranks."""
         for start, end in pieces(memory.numel(), PIECE_BYTES):
             options = c10d.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
@@ -103,7 +103,7 @@ class GlooGroup:
             try:
                 work.wait()
             except RuntimeError:
-                # gloo knows only which connection broke; the links say why.
+                # gloo knows only the broken connection; the links say the reason.
                 waiter.explain(watching)
                 raise
 
@@ -126,7 +126,7 @@ class GlooGroup:
 def _outlive(group: Any, work: Any) -> None:
     """Keep the group until its last operation has ended.
 
-    What was in the middle of a transfer ends only at its timeout. The group's destructor would wait for that with the
+    A transfer that was interrupted ends only at its timeout. The group's destructor would wait for that with the
     interpreter's lock.
     """
     with contextlib.suppress(RuntimeError):

@@ -1,11 +1,11 @@
 """The links of a broadcast: one TCP connection between rank 0 and each member, for frames and as a sign of life.
 
 The transports cannot be trusted with that: gloo leaves an operation whose peer dies in the middle of a transfer
-waiting for its whole timeout, and NCCL for ever. A link ends with its process, whatever killed it, and every wait
+waiting for its whole timeout, and NCCL for ever. A link ends with its process, after any kind of death, and every wait
 watches it (waiting.py).
 
-Sockets never block. Fails with ConnectionError when the other side is gone, with what it gave as the reason; with
-ValueError for what is no frame; with TimeoutError when a peer does not come.
+Sockets never block. Fails with ConnectionError when the other side is gone, with the reason that it gave; with
+ValueError for bytes that are no frame; with TimeoutError when a peer does not come.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from asyncrl.weights.collective.framing import Decoder, Frame, Kind, abort, enco
 READ_BYTES = 1 << 16
 BACKLOG = 1024
 ANY = "0"
-"""Of network.ports: any free one."""
+"""Value of network.ports for any free port."""
 ENDED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-"""Events that say that the other side is gone; unread frames do not hide them."""
+"""Poll events that say that the other side is gone; unread frames do not hide them."""
 
 
 class Link:
-    """One connection. ``name`` says who is at the other end."""
+    """One connection. ``name`` is the name of the other end."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         connection.setblocking(False)
@@ -39,12 +39,12 @@ class Link:
         self._frames: deque[Frame] = deque()
 
     def fileno(self) -> int:
-        """The socket's; -1 once closed."""
+        """Descriptor of the socket; -1 once closed."""
         return self._socket.fileno()
 
     @property
     def local_address(self) -> str:
-        """Of this end: an address of this host by which the other end can be reached."""
+        """Address of this end: one of this host by which the other end can be reached."""
         address: str = self._socket.getsockname()[0]
         return address
 
@@ -61,7 +61,7 @@ class Link:
             raise ConnectionError(f"{self.name} does not read what it is sent")
 
     def receive(self) -> Frame | None:
-        """The next frame if it is there. Raises ConnectionError for its ABORT and at its end."""
+        """The next frame if it is there. Raises ConnectionError for the other side's ABORT and at its end."""
         if not self._frames:
             self._read()
         if not self._frames:
@@ -87,17 +87,17 @@ class Link:
 
     @property
     def has_done(self) -> bool:
-        """Whether a DONE is among the frames still to be received: whoever sent it may leave."""
+        """Whether a DONE is among the frames still to be received: a member that sent it may leave."""
         self._drain()
         return any(frame.kind is Kind.DONE for frame in self._frames)
 
     def obituary(self) -> str:
-        """Why the other side has ended: its own word where it left one. Empty if nothing is known."""
+        """Reason that the other side has ended: its own word where it left one. Empty if nothing is known."""
         self._drain()
         return next((self._told(frame) for frame in self._frames if frame.kind is Kind.ABORT), "")
 
     def _drain(self) -> None:
-        """Read all that has come."""
+        """Read all bytes that have come."""
         before = -1
         with contextlib.suppress(ConnectionError, ValueError):
             while len(self._frames) != before:
@@ -108,7 +108,7 @@ class Link:
         return f"{self.name}: {frame.text.decode(errors='replace')}"
 
     def hang_up(self, reason: str) -> None:
-        """Tell the other side why nothing follows, as far as that is still possible. From any thread."""
+        """Tell the other side the reason that nothing follows, as far as that is still possible. From any thread."""
         with contextlib.suppress(OSError):
             self._socket.send(encode(abort(reason)), socket.MSG_NOSIGNAL)
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -120,7 +120,7 @@ class Link:
 
 
 class Listener:
-    """Where members find rank 0: a free port of ``host``, bound to that address alone."""
+    """Socket at which members find rank 0: a free port of ``host``, bound to that address alone."""
 
     def __init__(self, host: str, ports: str = ANY) -> None:
         self._socket = listen(host, ports)
@@ -128,7 +128,7 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def fileno(self) -> int:
-        """The socket's."""
+        """Descriptor of the socket."""
         return self._socket.fileno()
 
     def accept(self) -> Link | None:
@@ -140,7 +140,7 @@ class Listener:
         return Link(connection, f"{address[0]}:{address[1]}")
 
     def close(self) -> None:
-        """Nobody is let in any more. May be repeated."""
+        """Let nobody in any more. May be repeated."""
         self._socket.close()
 
 

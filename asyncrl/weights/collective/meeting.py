@@ -1,7 +1,7 @@
 """Rank 0 and the members of an epoch find one another.
 
-A member calls, says HELLO with epoch and rank, and waits; rank 0 lets all begin at once when all are there. Whoever
-calls for an epoch that is over is turned away; who comes early for a later one is kept for it.
+A member calls, says HELLO with epoch and rank, and waits; rank 0 lets all begin at once when all are there. A caller
+for an epoch that is over is turned away; one that comes early for a later epoch is kept for it.
 
 Fails with TimeoutError naming the ranks that did not come, ConnectionError, ValueError, and as the waiter does.
 """
@@ -27,7 +27,7 @@ class Meeting:
         self.port = self._listener.port
         self._strangers: list[Link] = []
         self._early: dict[tuple[int, int], tuple[Link, int]] = {}
-        """Epoch and rank to the link and the size of the group that its caller knows."""
+        """Link to each early caller, and the size of the group that it knows, by epoch and rank."""
 
     def close(self) -> None:
         """Turn everybody away. May be repeated."""
@@ -61,7 +61,7 @@ class Meeting:
         return [found[rank] for rank in sorted(found)]
 
     def _admit(self, group: CollectiveGroup, found: dict[int, Link]) -> bool:
-        """Take in what has come; whether that changed whom to wait on."""
+        """Take in new callers; whether that changed the links to wait on."""
         before = len(self._strangers), len(found)
         while (link := self._listener.accept()) is not None:
             if len(self._strangers) >= MAX_WAITING:
@@ -103,7 +103,7 @@ class Meeting:
 
 
 def call(group: CollectiveGroup, rank: int, waiter: Waiter) -> tuple[Link, bytes]:
-    """A member: the link to rank 0, and the invitation that it sends when all are there."""
+    """Link to rank 0, and the invitation that it sends when all are there. Called by a member."""
     connection = dial(group.host, group.port)
     try:
         waiter.until(lambda: dialled(connection), "the learner to answer", writing=[connection])

@@ -1,7 +1,7 @@
 """NCCL: the bytes of a broadcast from rank 0's GPU to those of all members, which take them as vLLM does.
 
 A member is vLLM's own NCCLWeightTransferEngine (rollouter/engines/vllm/nccl.py), reached with the unique id that rank 0
-makes. What both sides must do in the same order: ncclCommInitRank, one all-reduce of one float, then one broadcast of
+makes. Both sides must do in the same order: ncclCommInitRank, one all-reduce of one float, then one broadcast of
 uint8 for every bucket that has tensors, packed as packing.py says.
 
 Buckets go through two buffers on the device: one is filled from the bucket's memory while the other is broadcast.
@@ -33,9 +33,9 @@ from asyncrl.weights.collective.waiting import Waiter
 
 UNIQUE_ID_BYTES = 128
 UINT8, FLOAT32, SUM = 1, 7, 0
-"""ncclDataType_t and ncclRedOp_t."""
+"""Values of ncclDataType_t and ncclRedOp_t."""
 LOOK_EVERY_S = 0.001
-"""How often an event of the device is looked at."""
+"""Seconds between looks at an event of the device."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -68,7 +68,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def library_candidates() -> list[str]:
-    """Where NCCL is looked for, in this order; vLLM looks in the same places."""
+    """Paths at which NCCL is looked for, in this order; vLLM looks in the same places."""
     chosen = os.environ.get("VLLM_NCCL_SO_PATH")
     if chosen:
         return [chosen]
@@ -88,7 +88,7 @@ class Library:
     """The functions of libnccl that a broadcast needs."""
 
     def __init__(self, candidates: Sequence[str]) -> None:
-        """Load the first that can be. Raises ConfigError."""
+        """Load the first library that can be. Raises ConfigError."""
         problems = []
         for path in candidates:
             try:
@@ -110,7 +110,7 @@ class Library:
         )
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises RuntimeError unless it succeeds."""
+        """Call a function of the library. Raises RuntimeError unless it succeeds."""
         result = getattr(self._library, name)(*arguments)
         if result:
             raise RuntimeError(f"{name}: {self._library.ncclGetErrorString(result).decode()}")
@@ -126,7 +126,7 @@ class Nccl:
         self._device = torch.cuda.current_device()
 
     def invite(self, size: int) -> tuple[bytes, Callable[[], NcclGroup]]:
-        """What members need to join a new group of ``size``, and what forms it on this side, which blocks."""
+        """Invitation of members to a new group of ``size``, and the call that forms it on this side, which blocks."""
         unique_id = _UniqueId()
         self._library.call("ncclGetUniqueId", ctypes.byref(unique_id))
         text = base64.b64encode(bytes(unique_id))
@@ -175,7 +175,7 @@ class NcclGroup:
             self._library.call(name, *arguments, self._communicator, self._sending.cuda_stream)
 
     def send(self, memory: torch.Tensor, layout: BucketLayout, waiter: Waiter, watching: Sequence[Link]) -> None:
-        """The tensors of a bucket to all, packed; returns once the copy to the device is under way."""
+        """Broadcast the tensors of a bucket to all, packed; returns once the copy to the device is under way."""
         if not layout.tensors:
             return
         slot = self._slots[0]
@@ -207,7 +207,7 @@ class NcclGroup:
         waiter.until(slot.is_free, "a bucket to be broadcast", watching=watching, look_every_s=LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Leave the group, whatever is under way. May be repeated."""
+        """Leave the group, also in the middle of a transfer. May be repeated."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             # ncclCommDestroy would wait for the others, and even this may take its time.

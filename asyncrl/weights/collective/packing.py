@@ -1,6 +1,6 @@
-"""How a bucket lies in a packed NCCL broadcast: its tensors back to back, without the padding between them. Pure.
+"""Layout of a bucket in a packed NCCL broadcast: its tensors back to back, without the padding between them. Pure.
 
-That is what vLLM's packed consumer takes apart again, in the order of the bucket's tensors.
+vLLM's packed consumer takes that apart again, in the order of the bucket's tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Run:
 
 
 def packed_bytes(layout: BucketLayout) -> int:
-    """Size of the packed bucket."""
+    """Bytes of the packed bucket."""
     return sum(size_of(spec) for spec in layout.tensors)
 
 

@@ -1,8 +1,8 @@
 """A worker's side of a broadcast: it joins the group of an epoch and receives whole versions.
 
-What is handed out is complete: every bucket was announced as the layouts say, came in that order, and has the checksum
-that the learner's bucket has. Before that nothing is handed out; after a failure nothing of that epoch goes on, and the
-others know at once.
+A version that is handed out is complete: every bucket was announced as the layouts say, came in that order, and has the
+checksum that the learner's bucket has. Before that nothing is handed out; after a failure nothing of that epoch goes
+on, and the others know at once.
 
 Fails with BroadcastFailed, saying who or what is to blame; with WeightsCorrupt naming the bucket whose bytes are wrong.
 """
@@ -33,7 +33,7 @@ class Group(Protocol):
     """A member's end of a group that was formed."""
 
     def close(self) -> None:
-        """Leave, whatever is under way. May be repeated."""
+        """Leave, also in the middle of a transfer. May be repeated."""
 
 
 G = TypeVar("G", bound=Group)
@@ -42,14 +42,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a member needs to join a group."""
+    """Facts that a member needs to join a group."""
 
     invitation: bytes
-    """Rank 0's."""
+    """Invitation of rank 0."""
     collective: Collective
     rank: int
     address: str
-    """Of this host, as rank 0 sees it."""
+    """Address of this host, as rank 0 sees it."""
     timeout_s: float
 
 
@@ -94,7 +94,7 @@ class Member(Generic[G]):
         self._closed = False
 
     def take_part(self, weights: Broadcast, worker: int, take: Callable[[Arrival[G]], T]) -> list[T]:
-        """What ``take`` makes of each bucket, in order, once it has all of them. ``worker`` counts within the replica.
+        """Results of ``take`` on each bucket, in order, once it has all of them. ``worker`` counts within the replica.
 
         Raises BroadcastFailed, and what ``take`` raises, which the others are told.
         """
@@ -157,7 +157,7 @@ class Member(Generic[G]):
         return taken
 
     def close(self) -> None:
-        """Take no more part: what is under way ends at once, with BroadcastFailed. Waits for that. May be repeated."""
+        """Take no more part: a broadcast under way ends at once, BroadcastFailed. Waits for that. May be repeated."""
         with self._lock:
             self._closed = True
             if self._epoch is not None:
@@ -168,7 +168,7 @@ class Member(Generic[G]):
 
 
 class Receiver:
-    """Receives versions over gloo into memory of its own."""
+    """Receiver of versions over gloo into memory of its own."""
 
     def __init__(self) -> None:
         self._member = Member(_join)
@@ -191,7 +191,7 @@ class Receiver:
         return self._member.take_part(weights, worker, take)
 
     def close(self) -> None:
-        """End what is under way, and leave. From any thread; may be repeated."""
+        """End a transfer under way, and leave. From any thread; may be repeated."""
         self._member.close()
 
 

@@ -2,7 +2,7 @@
 
 The members of an epoch are met once, and their group is kept for as long as the epoch stays. A broadcast either
 reaches every member, each of which has then verified all of it, or fails; after a failure nothing of that epoch goes
-on, and the members that did not finish know at once. Nothing is copied on the way: what is sent lies in the sealed
+on, and the members that did not finish know at once. Nothing is copied on the way: the bytes lie in the sealed
 memory of a bucket.
 
 Fails with BroadcastFailed, saying who or what is to blame; with ConfigError where the transport cannot be had.
@@ -36,14 +36,14 @@ class Group(Protocol):
         """Wait until all that was sent has left."""
 
     def close(self) -> None:
-        """Leave, whatever is under way. May be repeated."""
+        """Leave, also in the middle of a transfer. May be repeated."""
 
 
 class Backend(Protocol):
-    """Makes groups."""
+    """A maker of groups."""
 
     def invite(self, size: int) -> tuple[bytes, Callable[[], Group]]:
-        """What members need to join a new group of ``size``, and what forms it on this side, which blocks."""
+        """Invitation of members to a new group of ``size``, and the call that forms it on this side, which blocks."""
 
 
 class _Epoch:
@@ -55,7 +55,7 @@ class _Epoch:
         self.links: list[Link] = []
         self.formed: Group | None = None
         self.over = ""
-        """Why nothing goes on in it."""
+        """Reason that nothing goes on in the epoch."""
 
     def call_off(self, reason: str) -> None:
         """Make the sending thread and all members stop. From any thread."""
@@ -87,9 +87,9 @@ class Sender:
         self._backend = _backend(backend, host, timeout_s, ports)
         self._meeting = Meeting(host, ports)
         self.port = self._meeting.port
-        """Where members call."""
+        """Port that members call."""
         self.token = secrets.token_hex(16)
-        """What they show there; it reaches them by the parameter server."""
+        """Secret that members show there; it reaches them by the parameter server."""
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
         self._sending = False
@@ -105,7 +105,7 @@ class Sender:
         """Broadcast ``version`` to ``group``: every bucket with the descriptor of its sealed memory, as they come.
 
         Blocks until every member has verified what it received. The descriptors stay the caller's; the members wait
-        for each bucket as long as for one another. What ``buckets`` raises ends the epoch, too.
+        for each bucket as long as for one another. An error of ``buckets`` ends the epoch, too.
         """
         epoch = self._enter(group, version)
         problem = ""
@@ -184,7 +184,7 @@ class Sender:
             check_done(next_frame(link, waiter, f"{link.name} to verify version {version}"), version)
 
     def abort(self, reason: str = "the learner called it off") -> None:
-        """End what is under way, and its epoch with it. From any thread; the next epoch may be sent to."""
+        """End the broadcast under way, and its epoch with it. From any thread; the next epoch may be sent to."""
         with self._lock:
             epoch = self._epoch
             if epoch is None or epoch.over:
@@ -194,7 +194,7 @@ class Sender:
                 epoch.end()
 
     def close(self) -> None:
-        """Send no more: what is under way fails. From any thread; may be repeated."""
+        """Send no more: a broadcast under way fails. From any thread; may be repeated."""
         self.abort("the learner has ended")
         with self._lock:
             self._closed = True
@@ -218,6 +218,6 @@ def _tell(links: Sequence[Link], frame: Frame) -> None:
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    """The bytes of a segment, where they lie: uint8 [size]."""
+    """Bytes of a segment, where they lie: uint8 [size]."""
     # Copy on write, because torch has no read-only tensors; nobody writes.
     return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Every wait of a broadcast: bounded, ended by whoever stops it, and by the death of anybody it depends on.
+"""Every wait of a broadcast: bounded, ended by ``stop``, and by the death of any peer that it depends on.
 
-One thread waits in a Waiter; ``stop`` and ``wake`` may be called from any thread. What has no descriptor to wait on
-wakes the waiter when it is done; what blocks without a way to end it runs in a thread that is left behind when the
-wait fails.
+One thread waits in a Waiter; ``stop`` and ``wake`` may be called from any thread. Work that has no descriptor to wait
+on wakes the waiter when it is done; work that blocks without a way to end it runs in a thread that is left behind when
+the wait fails.
 
 Fails with TimeoutError, with ConnectionError when a watched link ended, with Stopped; each says who or what for.
 """
@@ -22,14 +22,14 @@ from asyncrl.weights.collective.links import ENDED, Link
 T = TypeVar("T")
 
 EXPLANATION_S = 1.0
-"""By which the ends of a process's connections are noticed apart."""
+"""Seconds within which the ends of a process's several connections are noticed."""
 
 
 class Descriptor(Protocol):
     """Anything that select.poll takes."""
 
     def fileno(self) -> int:
-        """Its number."""
+        """Number of the descriptor."""
         ...
 
 
@@ -45,23 +45,23 @@ class Signal:
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
-        """-1 once closed."""
+        """Descriptor of the event; -1 once closed."""
         return self._descriptor
 
     def set(self) -> None:
-        """Wake whoever waits, or the next one."""
+        """Wake the waiting thread, or the next one that waits."""
         with self._lock:
             if self._descriptor >= 0:
                 os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Forget that it was set."""
+        """Forget that the signal was set."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._descriptor >= 0:
                 os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """May be repeated."""
+        """Close the descriptor. May be repeated."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -86,11 +86,11 @@ class Waiter:
         self._signal.set()
 
     def close(self) -> None:
-        """Nothing waits any more. May be repeated."""
+        """Close the waiter: nothing waits any more. May be repeated."""
         self._signal.close()
 
     def deadline(self) -> float:
-        """Of a wait that begins now (monotonic clock)."""
+        """Deadline of a wait that begins now (monotonic clock)."""
         return time.monotonic() + self.timeout_s
 
     def until(
@@ -140,13 +140,13 @@ class Waiter:
         self._heed(poll, 0, watching)
 
     def explain(self, watching: Sequence[Link]) -> None:
-        """After an error that does not say who is to blame: raise the one that does, if it comes within a moment."""
+        """Raise the error that says who is to blame, if it comes within a moment, after one that does not say so."""
         with contextlib.suppress(TimeoutError):
             self.until(lambda: False, "an explanation", watching=watching, deadline=time.monotonic() + EXPLANATION_S)
 
     def _heed(self, poll: select.poll, milliseconds: int, watching: Sequence[Link]) -> None:
         ended = {descriptor for descriptor, event in poll.poll(milliseconds) if event & ENDED}
-        # Whoever stops a wait may also hang up on the links that it watches.
+        # A thread that stops a wait may also hang up on the links that it watches.
         if self._stopped is not None:
             raise Stopped(self._stopped)
         for link in watching:
