@@ -68,7 +68,7 @@ METRICS: tuple[Metric, ...] = (
         ("wire/refused", "messages", "HELLOs refused, and messages that do not fit their connection or its rights"),
         ("wire/malformed", "messages", "messages that do not follow the protocol"),
         ("wire/early", "messages", "calls and casts before the actor was set up, which are repeated or dropped"),
-        ("wire/unsent", "messages", "answers that could not go; a repeat asks for them again"),
+        ("wire/unsent", "messages", "answers to callers that take no more just now; a repeat asks for them again"),
         ("wire/from_replaced", "messages", "answers of peers that have been replaced, not believed"),
         ("wire/refused_by_peer", "refusals", "HELLOs of this actor that a peer refused"),
     ),

@@ -24,7 +24,7 @@ class Server(Protocol):
     address: str
 
     def send(self, routing_id: bytes, frames: Frames) -> bool:
-        """Hand a message to the transport; False if that peer is gone or cannot take more now."""
+        """Hand a message to the transport; False if that peer cannot take more now. One that is gone gets nothing."""
 
     def close(self) -> None:
         """Unbind; what is not sent is dropped."""

@@ -238,9 +238,8 @@ class _ZmqSocket:
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                return False
-            raise
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
         return True
 
     def close(self) -> None:

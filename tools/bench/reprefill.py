@@ -9,6 +9,7 @@ tokens/s against ``abort_resume`` of the same round.
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -75,19 +76,25 @@ async def measure(report: Report, *, rounds: int, batched_tokens: int | None) ->
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         folder = Path(name)
         await asyncio.to_thread(make_model, folder / "model")
+        _without_end(folder / "model")
         settings = _settings(folder / "model", batched_tokens)
         tickets = _tickets(settings)
         with publish(folder / "model") as publication:
             exchange = Exchange(publication.manifest)
             async with living(settings, folder, exchange) as rollouter:
                 engine: Any = rollouter._host._engine
-                # All passes are to sample the same number of tokens.
                 engine._eos_token_ids = []
                 found = await _rounds(
                     {mode: partial(_generate, rollouter, exchange, settings, tickets, mode) for mode in MODES}, rounds
                 )
     for mode, passes in found.items():
         _tell(report, mode, passes, found["abort_resume"])
+
+
+def _without_end(model: Path) -> None:
+    """Leave the end-of-sequence token out of what vLLM reads: all passes are to sample the same number of tokens."""
+    for path in (model / "config.json", model / "generation_config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
 
 
 def _settings(model: Path, batched_tokens: int | None) -> Config:
