@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
@@ -83,8 +84,7 @@ def _sections(path: str, field: FieldInfo, places: dict[type[Section], str]) -> 
     places[section] = heading
     lines += [_prose(inspect.getdoc(section) or ""), ""]
     if free:
-        (name, _) = field.annotation.__args__  # type: ignore[union-attr]
-        lines += [f"NAME is {_escaped(type_words(name))}.", ""]
+        lines += [f"NAME is {_escaped(type_words(get_args(field.annotation)[0]))}.", ""]
     if field.default is None:
         lines += ["The table is left out by default.", ""]
     texts, rows, inner = docstrings(section), [], []
