@@ -65,7 +65,7 @@ def test_hosts_are_renamed_wherever_they_stand():
 
 
 def test_a_snapshot_without_hosts_stays_as_it_is():
-    empty = Snapshot(wall=1.0, run=snapshot(1.0).run, actors=[])
+    empty = Snapshot(wall=1.0, run=snapshot(1.0).run, actors=[], events=snapshot(1.0).events)
     assert without_hosts(empty) == empty
 
 
