@@ -1,5 +1,8 @@
 """``python -m tools.top_picture RUN`` draws docs/figures/top.svg: asyncrl-top over the recording of a run folder.
 
+    asyncrl-launch configs/sim-64.toml --rollout.replicas 8 --learner.groups_per_step 16 --learner.steps 80
+    python -m tools.top_picture runs/sim-64
+
 Invariant: the same recording gives the same picture. It names no host of the run, shows times in UTC, and loads no font
 from anywhere. Fails with UsageError where nothing is recorded.
 """
