@@ -40,10 +40,11 @@ check: $(STAMP) ## Format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Not --quiet: with it mkdocs does not count the warnings that its strict mode ends with.
 docs: ## Build the pages of docs/ into .cache/site, and fail at a broken link
 	test -x .cache/docs/bin/python || $(PYTHON) -m venv .cache/docs
 	.cache/docs/bin/python -m pip install --quiet $(MKDOCS)
-	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/python -m mkdocs build
 
 pages: $(STAMP) ## Write anew the pages that are made from code, and the schema of asyncrl-top --json
 	$(BIN)/python -m asyncrl.monitor.catalogue > docs/metrics.md
