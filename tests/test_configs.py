@@ -46,7 +46,7 @@ def test_it_is_valid_once_its_paths_are_given(file):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_its_keys_are_known(file):
     keys = [key for key, *_ in known_keys()]
-    free = [key for key, kind, *_ in known_keys() if kind.startswith("dict")]
+    free = [key for key, kind, *_ in known_keys() if kind.startswith("table")]
     patterns = [re.escape(key).replace("NAME", "[^.]+") for key in keys]
     patterns += [re.escape(key).replace("NAME", "[^.]+") + r"\..+" for key in free]
     for key in leaves(tomllib.loads(file.read_text())):

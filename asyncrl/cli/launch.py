@@ -10,6 +10,7 @@ import json
 import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
@@ -375,7 +376,7 @@ def _print_keys() -> int:
     for key, kind, default, description in known_keys():
         print(f"{key}  ({kind}, default {default})" if default != "required" else f"{key}  ({kind}, required)")
         if description:
-            print(f"    {description}")
+            print(textwrap.indent(description, "    "))
     return 0
 
 

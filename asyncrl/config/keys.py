@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import json
 import textwrap
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config
+from asyncrl.config.key_types import default_words, type_words
 from asyncrl.config.section import Section
 
 
@@ -21,28 +21,34 @@ def known_keys() -> list[tuple[str, str, str, str]]:
     rows: list[tuple[str, str, str, str]] = []
 
     def visit(section: type[Section], prefix: str) -> None:
-        descriptions = _docstrings(section)
+        descriptions = docstrings(section)
         for name, field in section.model_fields.items():
             key = prefix + name
-            kind = field.annotation
-            arguments = get_args(kind)
-            if isinstance(kind, type) and _is_section(kind):
-                visit(kind, key + ".")
-            elif arguments and _is_section(arguments[-1]):
-                visit(arguments[-1], key + ".NAME.")
+            if (table := table_of(field)) is not None:
+                inner, free = table
+                visit(inner, f"{key}.NAME." if free else f"{key}.")
             else:
-                default = "required" if field.is_required() else json.dumps(field.default)
-                rows.append((key, _type_name(kind), default, descriptions.get(name, "")))
+                default = "required" if field.is_required() else default_words(field.default)
+                rows.append((key, type_words(field.annotation, field.metadata), default, descriptions.get(name, "")))
 
     visit(Config, "")
     return rows
 
 
-def _docstrings(section: type[Section]) -> dict[str, str]:
+def table_of(field: FieldInfo) -> tuple[type[Section], bool] | None:
+    """The section of a field that is a table or holds tables, and whether these have free names; None for a value."""
+    kind = field.annotation
+    for each in (kind, *get_args(kind)):
+        if isinstance(each, type) and issubclass(each, Section):
+            return each, get_origin(kind) is dict
+    return None
+
+
+def docstrings(section: type[Section]) -> dict[str, str]:
     """The docstring below each field of a table, by the field's name; a table has those of the one it derives from."""
     found: dict[str, str] = {}
     for each in reversed(section.__mro__):
-        if _is_section(each):
+        if issubclass(each, Section):
             (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
             assert isinstance(body, ast.ClassDef)
             for field, text in pairwise(body.body):
@@ -50,10 +56,6 @@ def _docstrings(section: type[Section]) -> dict[str, str]:
                     assert isinstance(field.target, ast.Name)
                     found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
     return found
-
-
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
 def describe(path: tuple[str, ...], item: Any) -> str:
@@ -89,7 +91,7 @@ def _siblings(path: tuple[str, ...]) -> list[str]:
 
 def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
     """Fields of the section in which the last part of ``path`` stands; none if there is no such section."""
-    section: Any = Config
+    section: type[Section] = Config
     named = False
     for part in path[:-1]:
         if named:
@@ -97,17 +99,8 @@ def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
             named = False
             continue
         field = section.model_fields.get(part)
-        if field is None:
+        table = table_of(field) if field is not None else None
+        if table is None:
             return {}
-        kind, arguments = field.annotation, get_args(field.annotation)
-        named = bool(arguments) and _is_section(arguments[-1])
-        inner = arguments[-1] if named else kind
-        if not _is_section(inner):
-            return {}
-        section = inner
-    fields: dict[str, FieldInfo] = section.model_fields
-    return fields
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
+        section, named = table
+    return section.model_fields

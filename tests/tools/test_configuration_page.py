@@ -1,0 +1,68 @@
+"""The page of configuration keys."""
+
+import re
+
+import pytest
+
+from asyncrl.config.keys import known_keys
+from tools import configuration_page
+from tools.configuration_page import COMMAND, PAGE, document, main
+
+
+def keys_of_the_page(page):
+    """Each key with its row, by its heading."""
+    section = ""
+    for line in page.splitlines():
+        if line.startswith("##"):
+            section = line.lstrip("# ")
+        elif found := re.match(r"\| `(\w+)` \|", line):
+            yield f"{section}.{found[1]}", line
+
+
+def test_the_page_is_what_the_configuration_says():
+    assert PAGE.read_text() == document(), COMMAND
+
+
+def test_each_key_has_a_row_with_type_default_unit_and_text():
+    rows = dict(keys_of_the_page(document()))
+    # The table of an evaluation's prompts is that of the training prompts, and named there.
+    known = {key for key, *_ in known_keys() if not key.startswith("eval.NAME.data.")}
+    assert rows.keys() == known
+    for row in rows.values():
+        cells = re.split(r" \| ", row.removeprefix("| ").removesuffix(" |"))
+        assert len(cells) == 5 and all(cells[at] for at in (0, 1, 2, 4)), row
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("learner.collective_timeout_s", ["| number &gt; 0 | `600.0` | s |"]),
+        ("staleness.max", ["| integer &gt;= 0 | `1` | versions |"]),
+        ("weights.bucket_bytes", ["| `268435456` (256 MiB) | bytes |"]),
+        ("model.path", ["| text | *unset* |  |"]),
+        ("chat.renderer", ["<code>^(template&#124;renderers:.+)$</code>"]),
+        ("chat.tool_parser", ["&lt;tool_call&gt;"]),
+        ("learner.loss", ["[algorithms.md](algorithms.md)"]),
+    ],
+)
+def test_a_row_tells(key, parts):
+    row = dict(keys_of_the_page(document()))[key]
+    assert all(part in row for part in parts), row
+
+
+def test_a_stale_page_is_told_and_written_anew(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "configuration.md"
+    monkeypatch.setattr(configuration_page, "PAGE", page)
+    assert main(["--check"]) == 1
+    assert COMMAND in capsys.readouterr().err
+    assert main([]) == 0
+    assert page.read_text() == document()
+    assert main(["--check"]) == 0
+    page.write_text(document() + "more\n")
+    assert main(["--check"]) == 1
+
+
+def test_a_unit_of_a_key_that_is_gone_is_an_error(monkeypatch):
+    monkeypatch.setitem(configuration_page.UNITS, "learner.gone", "s")
+    with pytest.raises(ValueError, match=r"learner\.gone"):
+        document()

@@ -1,0 +1,74 @@
+"""The picture of asyncrl-top."""
+
+import re
+
+import pytest
+from recordings import record
+
+from asyncrl.snapshot import ActorView, Event, Resource, RunView, Snapshot
+from tools import top_picture
+from tools.top_picture import main, without_hosts
+
+HOSTS = ("secret", "secret-2.example")
+
+
+def snapshot(second, lost=()):
+    run = RunView(name="trial", run_id="a1", phase="running", attempt=1, age_s=second, step=3, steps=9, version=3)
+    actors = [
+        ActorView(
+            name=f"rollouter/{at}",
+            host=host,
+            condition="ready",
+            state="ready",
+            resources=[Resource(name="engine", state="generating", seconds={"generating": second})],
+        )
+        for at, host in enumerate(HOSTS)
+    ]
+    said = [Event(number=1, wall=second, level="warning", actor="controller/0", text=f"{HOSTS[1]} beats {HOSTS[0]}")]
+    return Snapshot(wall=second, run=run, actors=actors, events=said)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    record(tmp_path, *(snapshot(float(second)) for second in range(1, 11)))
+    return tmp_path
+
+
+def drawn(run_dir, monkeypatch):
+    picture = run_dir / "top.svg"
+    monkeypatch.setattr(top_picture, "PICTURE", picture)
+    monkeypatch.setenv("TZ", "UTC")
+    assert main([str(run_dir)]) == 0
+    return picture.read_text()
+
+
+def test_the_picture_shows_the_run_and_no_name_of_a_host(run_dir, monkeypatch):
+    svg = drawn(run_dir, monkeypatch)
+    assert "trial" in svg and "node0" in svg and "node1" in svg
+    assert "secret" not in svg
+
+
+def test_the_picture_loads_nothing_from_elsewhere(run_dir, monkeypatch):
+    svg = drawn(run_dir, monkeypatch)
+    assert "monospace" in svg
+    assert not re.search(r"@font-face|url\(\s*[\"']?http|<script|<image", svg)
+
+
+def test_a_recording_gives_one_picture(run_dir, monkeypatch):
+    assert drawn(run_dir, monkeypatch) == drawn(run_dir, monkeypatch)
+
+
+def test_hosts_are_renamed_wherever_they_stand():
+    found = without_hosts(snapshot(1.0))
+    assert [actor.host for actor in found.actors] == ["node0", "node1"]
+    assert found.events[0].text == "node1 beats node0"
+
+
+def test_a_snapshot_without_hosts_stays_as_it_is():
+    empty = Snapshot(wall=1.0, run=snapshot(1.0).run, actors=[], events=snapshot(1.0).events)
+    assert without_hosts(empty) == empty
+
+
+def test_nothing_recorded_is_told(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "nothing is recorded" in capsys.readouterr().err

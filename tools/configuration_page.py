@@ -1,0 +1,160 @@
+"""``python -m tools.configuration_page`` writes docs/configuration.md, the page of all configuration keys.
+
+Invariant: the page holds each key once, and nothing that does not follow from asyncrl/config. A unit whose key is gone
+is an error. ``--check`` writes nothing and fails if the page in docs is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from pydantic.fields import FieldInfo
+
+from asyncrl.config import Config
+from asyncrl.config.key_types import default_words, type_words
+from asyncrl.config.keys import docstrings, known_keys, table_of
+from asyncrl.config.section import Section
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+COMMAND = "python -m tools.configuration_page"
+HEAD = f"""\
+# Configuration
+
+Made by `{COMMAND}` from the docstrings of `asyncrl/config/`; do not edit.
+
+A configuration is TOML with a table for each section below. Files are merged from left to right, and flags with dotted
+keys come last: `asyncrl-launch base.toml mine.toml --learner.lr 3e-6`. Lists replace each other. `--help-config` shows
+the keys on a terminal, and `--dry-run --json` a whole configuration as it is resolved.
+
+An unknown key is an error. All errors are told at once, each with its key, before anything starts (exit code 78):
+bounds of single values, which stand here, and conditions between values. A key that is *unset* has no value until one
+is given.
+"""
+ENDINGS = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_versions": "versions", "_steps": "steps"}
+"""Units by the end of a key's name."""
+UNITS = {
+    "rollout.sim.length_median": "tokens",
+    "rollout.sim.prefill_tokens_per_s": "tokens/s",
+    "rollout.stream_interval": "tokens",
+    "rollout.vllm.block_size": "tokens",
+    "rollout.vllm.max_model_len": "tokens",
+    "learner.correction.reject.limit": "nats",
+    "learner.steps": "steps",
+    "learner.steps_per_version": "steps",
+    "learner.tokens_per_microbatch": "tokens",
+    "drift.stop": "nats",
+    "drift.warn": "nats",
+    "staleness.max": "versions",
+    "weights.versions_held": "versions",
+}
+"""Units that the name does not tell."""
+PREFIXES = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
+
+
+def document() -> str:
+    """docs/configuration.md."""
+    missing = UNITS.keys() - {key for key, *_ in known_keys()}
+    if missing:
+        raise ValueError(f"UNITS of {__name__} names no key: {', '.join(sorted(missing))}")
+    sections: list[str] = []
+    places: dict[type[Section], str] = {}
+    for name, field in Config.model_fields.items():
+        sections += _sections(name, field, places)
+    headings = [line.removeprefix("## ") for line in sections if line.startswith("## ")]
+    links = " · ".join(f"[{heading}](#{_anchor(heading)})" for heading in headings)
+    return "\n".join([HEAD, links, "", *sections]).rstrip() + "\n"
+
+
+def _sections(path: str, field: FieldInfo, places: dict[type[Section], str]) -> list[str]:
+    """The lines of a table and of those within it; ``places`` are the tables written so far."""
+    table = table_of(field)
+    assert table is not None, path
+    section, free = table
+    heading = f"{path}.NAME" if free else path
+    lines = [f"{'###' if '.' in path else '##'} {heading}", ""]
+    if section in places:
+        return [*lines, f"The keys of [{places[section]}](#{_anchor(places[section])}).", ""]
+    places[section] = heading
+    lines += [_prose(inspect.getdoc(section) or ""), ""]
+    if free:
+        lines += [f"NAME is {_escaped(type_words(get_args(field.annotation)[0]))}.", ""]
+    if field.default is None:
+        lines += ["The table is left out by default.", ""]
+    texts, rows, inner = docstrings(section), [], []
+    for key, each in section.model_fields.items():
+        if table_of(each) is not None:
+            inner += _sections(f"{heading}.{key}", each, places)
+        else:
+            rows.append(_row(heading, key, each, texts[key]))
+    if rows:
+        lines += ["| key | type | default | unit | description |", "|---|---|---|---|---|", *rows, ""]
+    return lines + inner
+
+
+def _row(heading: str, key: str, field: FieldInfo, text: str) -> str:
+    unit = UNITS.get(f"{heading}.{key}") or next((unit for end, unit in ENDINGS.items() if key.endswith(end)), "")
+    default = "required" if field.is_required() else _default(field.default, unit)
+    kind = _escaped(type_words(field.annotation, field.metadata))
+    return f"| `{key}` | {kind} | {default} | {unit} | {_prose(text)} |"
+
+
+def _default(value: object, unit: str) -> str:
+    words = default_words(value)
+    if value is None:
+        return f"*{words}*"
+    shown = _code(words)
+    for power, prefix in PREFIXES:
+        if unit == "bytes" and isinstance(value, int) and value and value % (1 << power) == 0:
+            return f"{shown} ({value >> power} {prefix})"
+    return shown
+
+
+def _prose(text: str) -> str:
+    """A docstring as Markdown that stands in one cell; pages that it names are linked."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", "\n\n".join(map(_escaped, paragraphs)))
+
+
+def _escaped(text: str) -> str:
+    """The text without signs that Markdown or a table would take for their own; text between backticks stays code."""
+    outside = True
+    found = []
+    for part in text.split("`"):
+        found.append(_entities(part).replace("*", r"\*") if outside else _code(part))
+        outside = not outside
+    return "".join(found)
+
+
+def _code(text: str) -> str:
+    return f"<code>{_entities(text)}</code>" if set(text) & set("|<>&`") else f"`{text}`"
+
+
+def _entities(text: str) -> str:
+    return html.escape(text, quote=False).replace("|", "&#124;")
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(".", "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if the page is stale")
+    if not parser.parse_args(argv).check:
+        PAGE.write_text(document())
+    elif not PAGE.exists() or PAGE.read_text() != document():
+        print(f"{PAGE.name} is stale: {COMMAND}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
