@@ -8,8 +8,8 @@ A fault meets the tests that import its module; where these pass, those that imp
 ``--whole`` at last the whole default run. It counts as caught by a test that fails with it and passes without it. The
 last lines are a table; exit code 1 where a fault is not caught. Nothing here is asserted of time.
 
-Fails before anything is run where a fault of the table (faults.py) does not fit the code: its text is to occur once, and
-what takes its place is to compile.
+Fails before anything is run where a fault of the table (faults.py) does not fit the code: its text is to occur once,
+and what takes its place is to compile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Verdict:
 
 
 def find(fault: Fault, root: Path) -> Path:
-    """The file of a fault. Raises ValueError where its text does not occur exactly once, or what it makes is no code."""
+    """The file of a fault. Raises ValueError where its text does not occur once, or what it makes is no code."""
     files = {path: path.read_text() for path in sorted((root / "asyncrl").rglob("*.py"))}
     found = [path for path, text in files.items() for _ in range(text.count(fault.right))]
     if len(found) != 1:
@@ -63,7 +63,7 @@ def find(fault: Fault, root: Path) -> Path:
     return found[0]
 
 
-def tests_near(file: Path, root: Path) -> Iterator[list[str]]:
+def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
     """The test files that import a module; then those that do by way of one other module and helpers of tests."""
     helpers = set((root / "tests").rglob("*.py"))
     imports = {path: _imports(path) for path in [*(root / "asyncrl").rglob("*.py"), *helpers]}
@@ -154,7 +154,7 @@ def run(faults: Sequence[Fault], root: Path, tests: Sequence[str], *, whole: boo
         tree = Path(folder) / "tree"
         shutil.copytree(root, tree, ignore=LEFT_BEHIND)
         for fault, place in zip(faults, places, strict=True):
-            stages = [tests] if tests else [*tests_near(place, root), *([["tests"]] if whole else [])]
+            stages = [tests] if tests else [*nearest_tests(place, root), *([["tests"]] if whole else [])]
             verdicts.append(judge(fault, tree, stages))
             print(line(verdicts[-1]), flush=True)
     return verdicts
@@ -163,13 +163,12 @@ def run(faults: Sequence[Fault], root: Path, tests: Sequence[str], *, whole: boo
 def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -> int:
     """Plant what is asked for; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.planted_faults", description="Plant faults, run the tests.")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", choices=[f.name for f in faults], help="these faults alone"
-    )
+    names = [fault.name for fault in faults]
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names, help="these faults alone")
     parser.add_argument("--tests", nargs="+", metavar="PATH", default=[], help="these tests, instead of those near")
     parser.add_argument("--whole", action="store_true", help="the whole default run where the tests near see nothing")
     asked = parser.parse_args(arguments)
-    chosen = [fault for fault in faults if asked.only is None or fault.name in asked.only]
+    chosen = [fault for fault in faults if fault.name in asked.only]
     verdicts = run(chosen, root, asked.tests, whole=asked.whole)
     caught = sum(bool(verdict.test) for verdict in verdicts)
     print(f"{caught} of {len(verdicts)} faults are caught")
