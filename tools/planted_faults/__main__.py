@@ -6,7 +6,7 @@
 
 A fault meets the tests that import its module; where these pass, those that import a module which imports it; with
 ``--whole`` at last the whole default run. It counts as caught by a test that fails with it and passes without it. The
-last lines are a table; exit code 1 where a fault is not caught. Nothing here is asserted of time.
+last lines are a table; exit code 1 where a fault is not caught.
 
 Fails before anything is run where a fault of the table (faults.py) does not fit the code: its text is to occur once,
 and what takes its place is to compile.
@@ -33,9 +33,9 @@ from tools.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "build", "dist", "shared")
-PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow")
-FAILED, NO_TESTS = 1, 5
-"""Exit codes of pytest."""
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow")
+FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5
+"""Exit codes of pytest; a test file that cannot be imported interrupts it."""
 _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*\])?)(?: - |$)", re.MULTILINE)
 
 
@@ -109,13 +109,14 @@ def judge(fault: Fault, tree: Path, stages: Sequence[Sequence[str]]) -> Verdict:
     for tests in stages:
         _write(file, right.replace(fault.right, fault.wrong))
         try:
-            test = _first_failure(tree, tests)
+            failed = _failures(tree, "-x", "-n", "2", *tests)
         finally:
             _write(file, right)
-        if test and not _first_failure(tree, [test], workers=0):
-            return Verdict(fault, test, time.monotonic() - began)
-        if test:
-            remark = f"{test} fails without it, too"
+        anyway = _failures(tree, *failed) if failed else []
+        if caught := [test for test in failed if test not in anyway]:
+            return Verdict(fault, caught[0], time.monotonic() - began)
+        if failed:
+            remark = f"{failed[0]} fails without it, too"
     return Verdict(fault, "", time.monotonic() - began, remark)
 
 
@@ -125,18 +126,17 @@ def _write(file: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
 
 
-def _first_failure(tree: Path, tests: Sequence[str], *, workers: int = 2) -> str:
-    """The first of these tests that fails; "" where all pass."""
-    command = [sys.executable, *PYTEST, "-n", str(workers), *tests]
+def _failures(tree: Path, *arguments: str) -> list[str]:
+    """The tests that fail, of those that pytest runs with these arguments."""
+    command = [sys.executable, *PYTEST, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if done.returncode in (0, NO_TESTS):
-        return ""
-    failed = _FAILED_TEST.search(done.stdout)
-    # A test file that cannot be imported ends pytest with another code than a test that fails.
-    if failed is None or done.returncode > FAILED + 1:
+        return []
+    failed: list[str] = _FAILED_TEST.findall(done.stdout)
+    if not failed or done.returncode not in (FAILED, INTERRUPTED):
         raise RuntimeError(f"pytest ended with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    return failed[1]
+    return failed
 
 
 def line(verdict: Verdict) -> str:
