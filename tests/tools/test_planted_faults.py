@@ -47,6 +47,7 @@ def test_tests_that_import_the_module_come_before_those_that_reach_it(tree):
     texts = {
         "asyncrl/gate.py": "from asyncrl.limit import limit\n",
         "asyncrl/run.py": "from asyncrl import gate\n",
+        "tests/test_early.py": SEEN,
         "tests/test_limit.py": SEEN,
         "tests/helper.py": "import asyncrl.gate\n",
         "tests/dataloader/test_gate.py": "from helper import gate\n",
@@ -56,7 +57,7 @@ def test_tests_that_import_the_module_come_before_those_that_reach_it(tree):
     for place, text in texts.items():
         (tree / place).write_text(text)
     near = nearest_tests(tree / "asyncrl" / "limit.py", tree)
-    assert list(near) == [["tests/test_limit.py"], ["tests/dataloader/test_gate.py"]]
+    assert list(near) == [["tests/test_limit.py", "tests/test_early.py"], ["tests/dataloader/test_gate.py"]]
 
 
 def test_a_fault_is_caught_by_a_test_that_fails_with_it_alone(tree, capsys):

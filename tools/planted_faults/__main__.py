@@ -77,9 +77,10 @@ def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
     while more := importing(found & helpers) - found:
         found |= more
     for files in (direct, found - direct):
-        tests = sorted(str(path.relative_to(root)) for path in files if path.name.startswith("test_"))
-        if tests := [path for path in tests if not path.startswith("tests/cluster/")]:
-            yield tests
+        tests = [path for path in files if path.name.startswith("test_") and path.parent.name != "cluster"]
+        # The test of the module's own name is the first.
+        if ordered := sorted(tests, key=lambda path: (path.stem != f"test_{file.stem}", path)):
+            yield [str(path.relative_to(root)) for path in ordered]
 
 
 def _module(path: Path, root: Path) -> str:
