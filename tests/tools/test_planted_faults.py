@@ -60,7 +60,8 @@ def test_tests_that_import_the_module_come_before_those_that_reach_it(tree):
     assert list(near) == [["tests/test_limit.py", "tests/test_early.py"], ["tests/dataloader/test_gate.py"]]
 
 
-def test_a_fault_is_caught_by_a_test_that_fails_with_it_alone(tree, capsys):
+def test_a_fault_is_caught_by_a_test_that_fails_with_it_alone(tree, capsys, monkeypatch):
+    monkeypatch.setattr("tools.planted_faults.__main__.WORKERS", ())
     (tree / "tests" / "test_limit.py").write_text(SEEN)
     (tree / "tests" / "test_always.py").write_text("def test_always():\n    assert False\n")
     assert main([], faults=[HIGHER, LOWER], root=tree) == 1

@@ -34,6 +34,7 @@ from tools.planted_faults.faults import FAULTS, Fault
 ROOT = Path(__file__).parents[2]
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "build", "dist", "shared")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow")
+WORKERS = ("-n", "2")
 FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5
 """Exit codes of pytest; a test file that cannot be imported interrupts it."""
 _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*\])?)(?: - |$)", re.MULTILINE)
@@ -110,7 +111,7 @@ def judge(fault: Fault, tree: Path, stages: Sequence[Sequence[str]]) -> Verdict:
     for tests in stages:
         _write(file, right.replace(fault.right, fault.wrong))
         try:
-            failed = _failures(tree, "-x", "-n", "2", *tests)
+            failed = _failures(tree, "-x", *WORKERS, *tests)
         finally:
             _write(file, right)
         anyway = _failures(tree, *failed) if failed else []
