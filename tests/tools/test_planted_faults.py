@@ -57,7 +57,7 @@ def test_tests_that_import_the_module_come_before_those_that_reach_it(tree):
     for place, text in texts.items():
         (tree / place).write_text(text)
     near = nearest_tests(tree / "asyncrl" / "limit.py", tree)
-    assert list(near) == [["tests/test_limit.py", "tests/test_early.py"], ["tests/dataloader/test_gate.py"]]
+    assert list(near) == [["tests/test_limit.py"], ["tests/test_early.py"], ["tests/dataloader/test_gate.py"]]
 
 
 def test_a_fault_is_caught_by_a_test_that_fails_with_it_alone(tree, capsys, monkeypatch):

@@ -4,8 +4,8 @@
     python -m tools.planted_faults --only gate-counts-from-newest-version seal-without-incarnation
     python -m tools.planted_faults --tests tests/dataloader
 
-A fault meets the tests that import its module; where these pass, those that import a module which imports it; with
-``--whole`` at last the whole default run. It counts as caught by a test that fails with it and passes without it. The
+A fault meets the test of its module's name; where that passes, the other tests that import it; then those that import
+a module which imports it; with ``--whole`` at last the whole default run. It counts as caught by a test that fails with it and passes without it. The
 last lines are a table; exit code 1 where a fault is not caught.
 
 Fails before anything is run where a fault of the table (faults.py) does not fit the code: its text is to occur once,
@@ -65,7 +65,7 @@ def find(fault: Fault, root: Path) -> Path:
 
 
 def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
-    """The test files that import a module; then those that do by way of one other module and helpers of tests."""
+    """Test files in stages: that of a module's own name; those that import it; those that do by way of one other."""
     helpers = set((root / "tests").rglob("*.py"))
     imports = {path: _imports(path) for path in [*(root / "asyncrl").rglob("*.py"), *helpers]}
 
@@ -77,11 +77,11 @@ def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
     found = importing(direct)
     while more := importing(found & helpers) - found:
         found |= more
-    for files in (direct, found - direct):
+    namesake = {path for path in direct if path.stem == f"test_{file.stem}"}
+    for files in (namesake, direct - namesake, found - direct):
         tests = [path for path in files if path.name.startswith("test_") and path.parent.name != "cluster"]
-        # The test of the module's own name is the first.
-        if ordered := sorted(tests, key=lambda path: (path.stem != f"test_{file.stem}", path)):
-            yield [str(path.relative_to(root)) for path in ordered]
+        if tests:
+            yield sorted(str(path.relative_to(root)) for path in tests)
 
 
 def _module(path: Path, root: Path) -> str:
