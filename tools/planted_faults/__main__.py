@@ -5,8 +5,8 @@
     python -m tools.planted_faults --tests tests/dataloader
 
 A fault meets the test of its module's name; where that passes, the other tests that import it; then those that import
-a module which imports it; with ``--whole`` at last the whole default run. It counts as caught by a test that fails with it and passes without it. The
-last lines are a table; exit code 1 where a fault is not caught.
+a module which imports it; with ``--whole`` at last the whole default run. It counts as caught by a test that fails with
+it and passes without it. A line tells of each; exit code 1 where one is not caught.
 
 Fails before anything is run where a fault of the table (faults.py) does not fit the code: its text is to occur once,
 and what takes its place is to compile.
