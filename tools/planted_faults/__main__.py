@@ -20,6 +20,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -178,4 +179,6 @@ def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FA
 
 
 if __name__ == "__main__":
+    # Ends as by Ctrl-C: the copy is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
