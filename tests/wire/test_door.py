@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from harness import Net
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Done, Request
@@ -43,8 +43,10 @@ def test_it_shuts_after_a_burst_and_is_open_to_several_afterwards() -> None:
         assert entrance.begin(later) == later
 
 
-@given(waits=st.lists(st.sampled_from([0.0, 0.001, 0.01, 1.0, 100.0]), max_size=300))
-def test_no_more_begin_than_a_burst_and_its_share_of_time(waits: list[float]) -> None:
+@given(spells=st.lists(st.tuples(st.sampled_from([0.0, 0.001, 0.01, 1.0, 100.0]), st.integers(1, 40)), max_size=10))
+@example(spells=[(100.0, 1), (0.0, 40)])
+def test_no_more_begin_than_a_burst_and_its_share_of_time(spells: list[tuple[float, int]]) -> None:
+    waits = [wait for wait, times in spells for _ in range(times)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(door, "BURST", 20)
         patch.setattr(door, "PER_S", 10.0)

@@ -24,7 +24,8 @@ def test_appended_fields_are_ignored_and_the_last_one_is_optional():
 
 
 def test_another_version_is_named_even_if_its_header_looks_different():
-    for frame in (msgpack.packb([2, "?", 9]), msgpack.packb([99, 1, 9, *[0] * 20])):
+    older = msgpack.packb([PROTOCOL_VERSION - 1, 4, 9, *msgpack.unpackb(encode_header(HEADER))[3:]])
+    for frame in (msgpack.packb([2, "?", 9]), msgpack.packb([99, 1, 9, *[0] * 20]), older):
         with pytest.raises(OtherProtocol) as caught:
             decode_header(frame)
         assert caught.value.id == 9

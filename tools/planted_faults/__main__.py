@@ -1,0 +1,184 @@
+"""Measure the power of the tests: plant known faults in a copy of the tree, one at a time, and see which test fails.
+
+    python -m tools.planted_faults
+    python -m tools.planted_faults --only gate-counts-from-newest-version seal-without-incarnation
+    python -m tools.planted_faults --tests tests/dataloader
+
+A fault meets the test of its module's name; where that passes, the other tests that import it; then those that import
+a module which imports it; with ``--whole`` at last the whole default run. It counts as caught by a test that fails with
+it and passes without it. A line tells of each; exit code 1 where one is not caught.
+
+Fails before anything is run where a fault of the table (faults.py) does not fit the code: its text is to occur once,
+and what takes its place is to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tools.planted_faults.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[2]
+LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "build", "dist", "shared")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow")
+WORKERS = ("-n", "2")
+FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5
+"""Exit codes of pytest; a test file that cannot be imported interrupts it."""
+_FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*\])?)(?: - |$)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a fault. ``test`` is the one that caught it, or "" where none did."""
+
+    fault: Fault
+    test: str
+    seconds: float
+    remark: str = ""
+
+
+def find(fault: Fault, root: Path) -> Path:
+    """The file of a fault. Raises ValueError where its text does not occur once, or what it makes is no code."""
+    files = {path: path.read_text() for path in sorted((root / "asyncrl").rglob("*.py"))}
+    found = [path for path, text in files.items() for _ in range(text.count(fault.right))]
+    if len(found) != 1:
+        places = ", ".join(str(path.relative_to(root)) for path in found) or "nowhere"
+        raise ValueError(f"{fault.name}: its text is to occur once, and does: {places}")
+    try:
+        ast.parse(files[found[0]].replace(fault.right, fault.wrong))
+    except SyntaxError as error:
+        raise ValueError(f"{fault.name}: {found[0].relative_to(root)} would not compile: {error}") from None
+    return found[0]
+
+
+def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
+    """Test files in stages: that of a module's own name; those that import it; those that do by way of one other."""
+    helpers = set((root / "tests").rglob("*.py"))
+    imports = {path: _imports(path) for path in [*(root / "asyncrl").rglob("*.py"), *helpers]}
+
+    def importing(files: set[Path]) -> set[Path]:
+        names = {_module(path, root) for path in files}
+        return {path for path, imported in imports.items() if imported & names}
+
+    direct = importing({file})
+    found = importing(direct)
+    while more := importing(found & helpers) - found:
+        found |= more
+    namesake = {path for path in direct if path.stem == f"test_{file.stem}"}
+    for files in (namesake, direct - namesake, found - direct):
+        tests = [path for path in files if path.name.startswith("test_") and path.parent.name != "cluster"]
+        if tests:
+            yield sorted(str(path.relative_to(root)) for path in tests)
+
+
+def _module(path: Path, root: Path) -> str:
+    """The name by which others import it. The helpers of tests are known by their own name alone."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return parts[-1] if parts[0] == "tests" else ".".join(part for part in parts if part != "__init__")
+
+
+@cache
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def judge(fault: Fault, tree: Path, stages: Sequence[Sequence[str]]) -> Verdict:
+    """Plant a fault in ``tree``, run the tests of each stage until one fails, and take it out again.
+
+    Raises RuntimeError where pytest itself fails.
+    """
+    file = find(fault, tree)
+    right, began, remark = file.read_text(), time.monotonic(), ""
+    for tests in stages:
+        _write(file, right.replace(fault.right, fault.wrong))
+        try:
+            failed = _failures(tree, "-x", *WORKERS, *tests)
+        finally:
+            _write(file, right)
+        anyway = _failures(tree, *failed) if failed else []
+        if caught := [test for test in failed if test not in anyway]:
+            return Verdict(fault, caught[0], time.monotonic() - began)
+        if failed:
+            remark = f"{failed[0]} fails without it, too"
+    return Verdict(fault, "", time.monotonic() - began, remark)
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text)
+    # A compiled file is taken for that of a source of equal size and second.
+    Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
+
+
+def _failures(tree: Path, *arguments: str) -> list[str]:
+    """The tests that fail, of those that pytest runs with these arguments."""
+    command = [sys.executable, *PYTEST, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode in (0, NO_TESTS):
+        return []
+    failed: list[str] = _FAILED_TEST.findall(done.stdout)
+    if not failed or done.returncode not in (FAILED, INTERRUPTED):
+        raise RuntimeError(f"pytest ended with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return failed
+
+
+def line(verdict: Verdict) -> str:
+    """A row of the table."""
+    by = verdict.test or verdict.remark or f"breaks {verdict.fault.breaks}"
+    caught = "caught" if verdict.test else "NOT caught"
+    return f"{verdict.fault.name:42} {caught:10} {verdict.seconds:6.1f} s  {by}"
+
+
+def run(faults: Sequence[Fault], root: Path, tests: Sequence[str], *, whole: bool) -> list[Verdict]:
+    """Plant each of the faults in a copy of ``root``. Raises ValueError where one does not fit."""
+    places = [find(fault, root) for fault in faults]
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl-faults-") as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(root, tree, ignore=LEFT_BEHIND)
+        for fault, place in zip(faults, places, strict=True):
+            stages = [tests] if tests else [*nearest_tests(place, root), *([["tests"]] if whole else [])]
+            verdicts.append(judge(fault, tree, stages))
+            print(line(verdicts[-1]), flush=True)
+    return verdicts
+
+
+def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -> int:
+    """Plant what is asked for; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.planted_faults", description="Plant faults, run the tests.")
+    names = [fault.name for fault in faults]
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names, help="these faults alone")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", default=[], help="these tests, instead of those near")
+    parser.add_argument("--whole", action="store_true", help="the whole default run where the tests near see nothing")
+    asked = parser.parse_args(arguments)
+    chosen = [fault for fault in faults if fault.name in asked.only]
+    verdicts = run(chosen, root, asked.tests, whole=asked.whole)
+    caught = sum(bool(verdict.test) for verdict in verdicts)
+    print(f"{caught} of {len(verdicts)} faults are caught")
+    return 0 if caught == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    # Ends as by Ctrl-C: the copy is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""The table of planted faults: mistakes that pass a tired reader, each with the invariant or promise that it breaks.
+
+A fault is a text that occurs once in ``asyncrl/``, and what takes its place: so it is found wherever its file is moved
+to. I1 to I8 are those of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One mistake. ``breaks`` names the invariant, or gives the promise in words."""
+
+    name: str
+    right: str
+    wrong: str
+    breaks: str
+
+
+FAULTS = (
+    # --- the dataloader: gate, limit, tickets, outcomes ---
+    Fault(
+        "gate-counts-from-newest-version",
+        "admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version",
+        "admitted = self._trained_at[-1] + self.limit.groups + self._groups_per_version",
+        "I2: a group counts from the version that its rollouter serves, not from the newest one",
+    ),
+    Fault(
+        "limit-grows-without-refusal",
+        "if waited and refused:",
+        "if waited:",
+        "the working limit is as low as keeps the learner fed: it grows only where it was the cause of a wait",
+    ),
+    Fault(
+        "tickets-take-report-after-gap",
+        "if report.number != self.number + 1:",
+        "if report.number <= self.number:",
+        "I1: an acknowledgement covers every report before it",
+    ),
+    Fault(
+        "tickets-settle-later-orphan",
+        "if self._orphans.get(uid) == number:",
+        "if uid in self._orphans:",
+        "I1: an answer about an orphan says nothing of a later one of the same prompt",
+    ),
+    Fault(
+        "ledger-takes-first-byte-for-full",
+        "found: np.ndarray = at < 0",
+        "found: np.ndarray = at <= 0",
+        "I1: a prompt without an outcome is granted",
+    ),
+    Fault(
+        "intake-forgets-step-in-training",
+        "return uid in self._in_training or uid in self.buffer or not self.ledger.is_open(*position_of(uid))",
+        "return uid in self.buffer or not self.ledger.is_open(*position_of(uid))",
+        "I1: a group in training is not taken again",
+    ),
+    Fault(
+        "intake-forgets-requeues-of-ticket",
+        "requeues[uid] = max(group.ticket.requeues, requeues.get(uid, 0)) + 1",
+        "requeues[uid] = requeues.get(uid, 0) + 1",
+        "I1: what comes of an earlier grant is not taken after a requeue, also under an older ledger",
+    ),
+    Fault(
+        "outcomes-acknowledged-by-any-answer",
+        "if seen.number >= report.number:",
+        "if seen.number >= 0:",
+        "I1: an outcome that the dataloader lacks is told again",
+    ),
+    # --- the parameter server: who takes over what, and when ---
+    Fault(
+        "conductor-grants-beside-pauses",
+        "free = self.max_paused - self._fleet.count(Phase.LOADING)",
+        "free = self.max_paused",
+        "no more replicas pause at once than weights.max_paused_fraction lets",
+    ),
+    Fault(
+        "conductor-looks-late-at-pauses",
+        "deadlines.append(loading.paused_since + weights.deadline_s)",
+        "deadlines.append(loading.paused_since + weights.stage_deadline_s)",
+        "I5: a pause is taken back at its deadline",
+    ),
+    Fault(
+        "broadcast-counts-replicas-as-ranks",
+        "rank += replica.workers",
+        "rank += 1",
+        "I4: each worker of a group has a rank of its own",
+    ),
+    Fault(
+        "broadcast-keeps-broken-group",
+        "if epoch == self._epoch:",
+        "if epoch < self._epoch:",
+        "I4: a process group that broke is not used again",
+    ),
+    # --- the rollouter and the weights ---
+    Fault(
+        "call-off-resumes-after-failed-load",
+        "if self._loaded is not None and self._loaded == self.version:",
+        "if self.version >= 0:",
+        "I4: an engine whose load failed stays paused",
+    ),
+    Fault(
+        "late-failure-without-epoch",
+        "epoch=-1 if offer.collective is None else offer.collective.group.epoch,",
+        "epoch=-1,",
+        "a late word on an earlier broadcast does not end the present one",
+    ),
+    Fault(
+        "fetch-takes-short-chunk",
+        "if data.nbytes != piece.size:",
+        "if data.nbytes > piece.size:",
+        "I4: a chunk is verified before it is written",
+    ),
+    Fault(
+        "bucket-held-against-size-alone",
+        "if (found.size, found.checksum) != (bucket.size, bucket.checksum):",
+        "if found.size != bucket.size:",
+        "I4: a bucket's checksum is verified before it counts",
+    ),
+    # --- the learner's algorithm ---
+    Fault(
+        "loss-clips-both-sides",
+        "acts = bounded < plain",
+        "acts = bounded != plain",
+        "I8: a clip acts only where it lowers the objective",
+    ),
+    Fault(
+        "advantage-scales-past-rewards",
+        "centred * (len(group.rewards) / (len(group.rewards) - 1)) - turns",
+        "(centred - turns) * (len(group.rewards) / (len(group.rewards) - 1))",
+        "I8: rloo takes the past of a turn off its return as it is",
+    ),
+    Fault(
+        "constant-weight-of-a-mean",
+        'return 1.0 / loss_tokens if aggregation == "sequence" else 1.0',
+        'return 1.0 if aggregation == "token" else 1.0 / loss_tokens',
+        "I8: under learner.aggregation = constant a token's weight does not depend on the response's length",
+    ),
+    Fault(
+        "correction-upside-down",
+        "ratio = log_ratio(batch.proximal.detach(), batch.behaviour)",
+        "ratio = log_ratio(batch.behaviour, batch.proximal.detach())",
+        "I8: a correction is the learner's probability over the engine's",
+    ),
+    Fault(
+        "batch-trains-one-version-too-stale",
+        "oldest = version - config.staleness.max if config.staleness.hard else None",
+        "oldest = version - config.staleness.max - 1 if config.staleness.hard else None",
+        "I2: no token that is trained is staler than staleness.max",
+    ),
+    Fault(
+        "batch-gives-turns-of-another-sequence",
+        "turn += len(lengths)",
+        "turn = len(lengths)",
+        "I8: each token has the advantage of its own turn",
+    ),
+    Fault(
+        "batch-dates-mixed-tokens",
+        "stale = np.array([-1 if span.mixed_kv else version - span.version for span in spans], np.int32)",
+        "stale = np.array([version - span.version for span in spans], np.int32)",
+        "I3: a log-prob of no single version is not held against one",
+    ),
+    Fault(
+        "packing-forgets-prefix",
+        "if all(len(unit) == 1 or sizes.tokens(unit) <= budget for unit in units):",
+        "if all(len(unit) == 1 or int(sizes.own[unit].sum()) <= budget for unit in units):",
+        "a row computes at most learner.tokens_per_microbatch tokens unless it is one sequence",
+    ),
+    Fault(
+        "sharing-takes-first-difference",
+        "return int(different.argmax()) if different.any() else shortest",
+        "return int(different.argmax()) + 1 if different.any() else shortest",
+        "I3: a token is trained in the context that it was sampled in",
+    ),
+    # --- the wire ---
+    Fault(
+        "codec-counts-frames-from-one",
+        "if not (_is_size(index) and index < len(self._incoming)):",
+        "if not (_is_size(index) and index <= len(self._incoming)):",
+        "I6: a body that names a frame which is not there is refused as malformed",
+    ),
+    Fault(
+        "envelope-takes-older-protocol",
+        "if header.protocol != PROTOCOL_VERSION:",
+        "if header.protocol > PROTOCOL_VERSION:",
+        "I6: nobody of another protocol is served",
+    ),
+    Fault(
+        "server-takes-any-known-key",
+        "elif ours.curve and owner != hello.name:",
+        "elif ours.curve and not owner:",
+        "I6: a key fits the name of its owner alone",
+    ),
+    Fault(
+        "server-drops-reply-still-asked-for",
+        "if id < header.answered_below]:",
+        "if id <= header.answered_below]:",
+        "a call that may not be repeated is run once, though its reply is lost",
+    ),
+    Fault(
+        "peer-believes-replaced-incarnation",
+        "if header.incarnation < max(self._incarnation, self._adopted):",
+        "if header.incarnation < self._incarnation:",
+        "I1: an acknowledgement of a learner that was replaced releases nothing",
+    ),
+    Fault(
+        "door-saves-up-without-bound",
+        "self._left = min(BURST, self._left + PER_S * (now - self._looked)) - 1",
+        "self._left = self._left + PER_S * (now - self._looked) - 1",
+        "I6: in t seconds no more than BURST + t PER_S connections begin",
+    ),
+    Fault(
+        "seal-without-incarnation",
+        "said = [ticket.uid, ticket.grant, ticket.purpose, ticket.requeues, rollouter, incarnation]",
+        "said = [ticket.uid, ticket.grant, ticket.purpose, ticket.requeues, rollouter]",
+        "I6: a ticket fits the incarnation that it was granted to and nobody else",
+    ),
+    # --- life and death ---
+    Fault(
+        "supervision-one-restart-more",
+        "if len(self._recent) >= self.max_restarts:",
+        "if len(self._recent) > self.max_restarts:",
+        "an actor is restarted at most supervision.max_restarts times within a window",
+    ),
+    Fault(
+        "registry-counts-own-silence",
+        "return now - max(heard, self._listening_since)",
+        "return now - heard",
+        "a controller that was stopped itself condemns nobody for what it did not hear",
+    ),
+    Fault(
+        "incarnation-of-another-host-without-leap",
+        "self._newest[actor.name] = actor.incarnation + LEAP",
+        "self._newest[actor.name] = actor.incarnation",
+        "I1: no two lives of a name have one number, though a host is cut off",
+    ),
+    Fault(
+        "run-preempted-without-checkpoint",
+        "if self.checkpoint < 0:",
+        "if not self.checkpoint:",
+        "exit code 75 says that there is a checkpoint to go on from",
+    ),
+    Fault(
+        "watchdog-patient-with-the-silent",
+        "if culprit.silent_s < self._silent_after_s and lasted < patience:",
+        "if culprit.silent_s < self._silent_after_s or lasted < patience:",
+        "I5: who holds up the run for longer than its work may take is killed",
+    ),
+    Fault(
+        "agent-kills-successor-of-condemned",
+        "current = name in self.living and self.incarnations.get(name) == actor.incarnation",
+        "current = name in self.living",
+        "only the very process that is condemned is killed for it",
+    ),
+    Fault(
+        "agent-restarts-on-leaving-host",
+        "if self.ending or self.leaving:",
+        "if self.ending:",
+        "I7: a host that is to leave starts nothing any more, and ends when its actors have",
+    ),
+    Fault(
+        "checkpoint-below-newest-step",
+        "if version < newest or (newest_step is not None and step < newest_step):",
+        "if version < newest and (newest_step is None or step < newest_step):",
+        "nothing is committed below the newest checkpoint, neither by its version nor by its step",
+    ),
+)
