@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 
@@ -23,7 +24,11 @@ def is_open(publication: Publication) -> bool:
     return bool(publication.fds)
 
 
-def open_descriptors() -> int:
-    # Garbage of other tests goes when it likes, and has some.
+def open_descriptors() -> set[tuple[str, str]]:
+    """Numbers and targets: those of other tests may be closed at any time, so what is left open is in no set before."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found

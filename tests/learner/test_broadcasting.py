@@ -146,7 +146,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
             assert scene.sender.closed or scene.broadcaster._sender is None
 
     asyncio.run(main())
-    assert open_descriptors() == opened
+    assert open_descriptors() <= opened
 
 
 def content(version: int) -> list[bytes]:
@@ -263,7 +263,7 @@ def test_when_there_is_nobody_to_send_to_nothing_is_sent() -> None:
         assert [announced.version for announced in scene.stub.announced] == [1]
         opened = open_descriptors()
         with make_publication(1, sending.put) as publication:
-            assert open_descriptors() == opened + len(publication.fds)
+            assert len(open_descriptors() - opened) == len(publication.fds)
         assert (scene.sender.sent, scene.stub.ended) == ([], [])
         assert scene.begin(2) is not None
 
@@ -408,7 +408,7 @@ def test_the_second_group_is_sent_every_bucket_from_the_first_on_and_nothing_sta
             (1, True, True),
             (2, False, False),
         ]
-        assert open_descriptors() == opened
+        assert open_descriptors() <= opened
 
     play(scenario)
 
