@@ -49,7 +49,7 @@ docs: ## Build the pages of docs/ into .cache/site, and fail at a broken link
 pages: $(STAMP) ## Write anew the pages that are made from code, and the schema of asyncrl-top --json
 	$(BIN)/python -m asyncrl.monitor.catalogue > docs/metrics.md
 	$(BIN)/python -m asyncrl.monitor.top.document > docs/top.schema.json
-	$(BIN)/python -m tools.configuration_page
+	$(BIN)/python -m tools.configuration_page > docs/configuration.md
 
 bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench calls --vs ray

@@ -24,34 +24,20 @@ ROOT = Path(__file__).parent.parent
 BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "asyncrl")
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
 STEPS = 3
-CONFIG = f"""
-[run]
-name = "tiny"
-[data]
-source = "synthetic"
-size = 100
-[rollout]
-engine = "sim"
-gpus_per_replica = 0
-samples_per_prompt = 2
-concurrency = 8
-max_tokens = 32
-sim = {{ length_median = 8.0, decode_step_s = 0.001, load_s = 0.001 }}
-[reward]
-function = "constant"
-options = {{ spread = 1.0 }}
-workers = 1
-[learner]
-backend = "sim"
-steps = {STEPS}
-groups_per_step = 2
-dynamic_sampling = false
-sim = {{ step_s = 0.05, publish_bytes = 4096 }}
-"""
+SMALL = (
+    "--run.name",
+    "tiny",
+    "--rollout.replicas",
+    "1",
+    "--learner.groups_per_step",
+    "2",
+    "--learner.sim.step_s",
+    "0.05",
+)
 
 
 def run(*words, cwd):
-    """What the command prints; none of this environment's paths to Python modules are passed on."""
+    """The output of the command; none of this environment's paths to Python modules are passed on."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
@@ -107,8 +93,8 @@ def test_a_command_tells_of_itself(bin_folder, tmp_path, command):
 
 
 def test_a_run_goes_from_its_toml_to_its_end(bin_folder, tmp_path):
-    (tmp_path / "tiny.toml").write_text(CONFIG)
-    run(bin_folder / "asyncrl-launch", "tiny.toml", cwd=tmp_path)
+    shutil.copy(ROOT / "configs" / "sim-64.toml", tmp_path)
+    run(bin_folder / "asyncrl-launch", "sim-64.toml", *SMALL, "--learner.steps", STEPS, cwd=tmp_path)
     folder = tmp_path / "runs" / "tiny"
     steps = [line["step"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "train"]
     assert steps == list(range(1, STEPS + 1))

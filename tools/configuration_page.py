@@ -1,18 +1,15 @@
-"""``python -m tools.configuration_page`` writes docs/configuration.md, the page of all configuration keys.
+"""The page of all configuration keys: ``python -m tools.configuration_page > docs/configuration.md``.
 
 Invariant: the page holds each key once, and nothing that does not follow from asyncrl/config. A unit whose key is gone
-is an error. ``--check`` writes nothing and fails if the page in docs is another.
+is a ValueError.
 """
 
 from __future__ import annotations
 
-import argparse
 import html
 import inspect
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 from pydantic.fields import FieldInfo
@@ -22,7 +19,6 @@ from asyncrl.config.key_types import default_words, type_words
 from asyncrl.config.keys import docstrings, known_keys, table_of
 from asyncrl.config.section import Section
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 COMMAND = "python -m tools.configuration_page"
 HEAD = f"""\
 # Configuration
@@ -144,17 +140,5 @@ def _anchor(heading: str) -> str:
     return heading.lower().replace(".", "")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail if the page is stale")
-    if not parser.parse_args(argv).check:
-        PAGE.write_text(document())
-    elif not PAGE.exists() or PAGE.read_text() != document():
-        print(f"{PAGE.name} is stale: {COMMAND}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(document())

@@ -238,6 +238,7 @@ class _ZmqSocket:
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
+            # A caller that is gone took its question along: nobody waits for the answer.
             if error.errno != zmq.EHOSTUNREACH:
                 raise
         return True

@@ -5,7 +5,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.reward.functions import BUILT_IN
 from tools.bench.__main__ import parser
-from tools.bench.quickstart import TASKS, Point, seconds_until, waited_for_engine
+from tools.bench.quickstart import TASKS, Point, ratio, seconds_until, waited_for_engine
 from tools.quickstart.__main__ import CONFIG
 from tools.quickstart.task import Problem, is_right
 
@@ -60,3 +60,8 @@ def test_the_first_step_counts_from_the_begin_of_generation(began, seconds):
         {"name": "wait for groups", "ts": 9e6},
     ]
     assert waited_for_engine(events) == seconds
+
+
+def test_a_side_that_never_gets_there_has_lost_its_pair():
+    assert ratio(2.0, 3.0) == 1.5
+    assert (ratio(None, 3.0), ratio(2.0, None), ratio(None, None)) == (0.0, float("inf"), None)

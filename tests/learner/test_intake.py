@@ -1,4 +1,4 @@
-"""What the learner takes in: each group once, each prompt one outcome, and a snapshot to go on from."""
+"""Groups that the learner takes in: each group once, each prompt one outcome, and a snapshot to go on from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sequences of a group begin with is computed once: the plan, without a model."""
+"""The common beginning of a group's sequences is computed once: the plan, without a model."""
 
 from __future__ import annotations
 

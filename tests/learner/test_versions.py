@@ -1,4 +1,4 @@
-"""How a version is made: what happens in which order, and what is left when it cannot be made."""
+"""The making of a version: the order of its steps, and the remains of one that cannot be made."""
 
 from __future__ import annotations
 

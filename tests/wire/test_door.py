@@ -1,4 +1,4 @@
-"""How fast connections to a server may begin: by tables and properties, and over real sockets."""
+"""The rate at which connections to a server may begin: by tables and properties, and over real sockets."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ for the longest response of a step, or computes with padding, pays for it.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,13 @@ class Point:
     accuracy: float
 
 
+def ratio(ours: float | None, theirs: float | None) -> float | None:
+    """TRL's seconds over ours: 0 where ours alone never got there, inf where TRL's alone did not, None for neither."""
+    if ours is None:
+        return None if theirs is None else 0.0
+    return math.inf if theirs is None else theirs / ours
+
+
 def seconds_until(accuracy: float, points: Sequence[Point]) -> float | None:
     """Seconds at which the line through the points first is at ``accuracy``; None if it never is."""
     before = None
@@ -106,14 +114,14 @@ def measure(report: Report, *, lengths: str, seeds: Iterable[int], accuracy: flo
             reached = {side: seconds_until(accuracy, points) for side, points in found.items()}
             for side in sides:
                 _tell(report, f"{side}_seed_{seed}", found[side], reached[side])
-            if (one := reached["asyncrl"]) is not None and (other := reached["trl"]) is not None:
-                ratios.append(other / one)
+            if (found_ratio := ratio(reached["asyncrl"], reached["trl"])) is not None:
+                ratios.append(found_ratio)
     if ratios:
         report.ratio(f"quickstart_{lengths}_vs_trl", median(ratios), Target(">=", task.target))
         each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         report.say(f"TRL's seconds over ours: median {median(ratios):.3f} of {each}")
     else:
-        report.say(f"no seed reached {accuracy} on both sides")
+        report.say(f"no seed reached {accuracy} on any side")
 
 
 def _tell(report: Report, name: str, points: Sequence[Point], reached: float | None) -> None:

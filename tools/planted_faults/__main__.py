@@ -43,7 +43,7 @@ _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*\])?)(?: - |$)", re.MUL
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a fault. ``test`` is the one that caught it, or "" where none did."""
+    """The end of a fault. ``test`` is the one that caught it, or "" where none did."""
 
     fault: Fault
     test: str
