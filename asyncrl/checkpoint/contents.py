@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.damage import reading
-from asyncrl.checkpoint.durable import refused, write_file
+from asyncrl.checkpoint.damage import reading, refused
 from asyncrl.checkpoint.state import READABLE, CheckpointState
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.files import write_file
 from asyncrl.group_file import pack_group, read_groups
 from asyncrl.messages.groups import Group
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.checkpoint.damage import reading
-from asyncrl.checkpoint.durable import Digest
+from asyncrl.files import Digest
 
 CONTENTS = "contents.json"
 

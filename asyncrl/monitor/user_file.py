@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 
 from asyncrl.errors import UsageError
+from asyncrl.files import replace_file
 
 
 def check_writable(path: Path) -> None:
@@ -24,19 +25,10 @@ def write_user_file(path: Path, text: str) -> None:
     """Put ``text`` (UTF-8) there, with the rights of a file that it replaces. Raises UsageError and OSError."""
     mode = _mode(path)
     target = Path(os.path.realpath(path))
-    aside = target.with_name(f".{secrets.token_hex(8)}.new")
     try:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                # A name of the run may hold bytes that are no text.
-                file.write(text.encode("utf-8", "backslashreplace"))
-                if mode is not None:
-                    os.fchmod(file.fileno(), mode)
-            os.replace(aside, target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        # A name of the run may hold bytes that are no text.
+        data = text.encode("utf-8", "backslashreplace")
+        replace_file(target, data, mode=mode, aside=target.with_name(f".{secrets.token_hex(8)}.new"))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 

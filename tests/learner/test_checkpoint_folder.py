@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.durable import write_file
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found, superfluous
 from asyncrl.config import Config
 from asyncrl.config.operation import CheckpointConfig
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.files import write_file
 
 FILES = ("state.json", "trainer/contents.json")
 

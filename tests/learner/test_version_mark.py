@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl import files
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import ConfigError
 from asyncrl.learner.publishing import version_mark
@@ -30,7 +31,7 @@ def test_no_number_is_given_twice_whatever_becomes_of_those_who_took_it(starts, 
     assert given_out == list(range(sum(starts)))
 
 
-@pytest.mark.parametrize("call", ["open", "fsync", "replace", "sync_folder"])
+@pytest.mark.parametrize("call", ["open", "fsync", "replace", "sync"])
 def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch, call):
     mark = VersionMark(tmp_path)
     mark.advance()
@@ -39,9 +40,7 @@ def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch
         def full(*_args, **_options):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        targets = {"open": (version_mark.Path, "open"), "replace": (version_mark.Path, "replace")}
-        owner, name = targets.get(call, (version_mark, "sync_folder"))
-        patch.setattr(*((os, "fsync") if call == "fsync" else (owner, name)), full)
+        patch.setattr(files if call == "sync" else os, call, full)
         with pytest.raises(OSError, match="No space left") as caught:
             mark.advance()
         assert caught.value.filename == str(tmp_path / FILE)
@@ -62,7 +61,7 @@ def test_it_is_on_disk_before_it_is_given(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     VersionMark(tmp_path).advance()
-    assert done == [(str(tmp_path / "version_mark.new"), False), (str(tmp_path), True)]
+    assert done == [(str(tmp_path / "version_mark.json.new"), False), (str(tmp_path), True)]
 
 
 @pytest.mark.parametrize(

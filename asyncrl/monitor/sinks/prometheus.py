@@ -18,10 +18,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
+from asyncrl.files import replace_file
 from asyncrl.monitor.metrics_line import is_voided
 from asyncrl.monitor.sinks.exposition import Labels, families_of
 from asyncrl.monitor.sinks.records import Line, PrometheusSetup, Setup
-from asyncrl.monitor.whole import replace_whole
 from asyncrl.snapshot import Snapshot
 
 ADDRESS_FILE = "monitor/prometheus.json"
@@ -62,7 +62,7 @@ class PrometheusSink:
         # A full disk is no reason not to serve; the address is in the controller's log too.
         with contextlib.suppress(OSError):
             self._address_file.parent.mkdir(exist_ok=True)
-            replace_whole(self._address_file, json.dumps({"address": self.address}) + "\n")
+            replace_file(self._address_file, json.dumps({"address": self.address}) + "\n")
 
     def write(self, record: Line | Snapshot) -> None:
         """Take a record: the newest counts."""

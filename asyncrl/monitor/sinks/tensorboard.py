@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from asyncrl.files import append_whole
 from asyncrl.monitor.sinks.figures import Entries
 from asyncrl.monitor.sinks.records import Line, Setup
-from asyncrl.monitor.whole import append_whole
 from asyncrl.snapshot import Snapshot
 
 FOLDER = "tensorboard"

@@ -13,9 +13,9 @@ import secrets
 from pathlib import Path
 from typing import Any, ClassVar
 
+from asyncrl.files import replace_file
 from asyncrl.monitor.sinks.figures import Entries
 from asyncrl.monitor.sinks.records import Line, Setup, WandbSetup
-from asyncrl.monitor.whole import replace_whole
 from asyncrl.snapshot import Snapshot
 
 ID_FILE = "monitor/wandb.json"
@@ -82,5 +82,5 @@ class WandbSink:
         # Where it cannot be kept, only a later attempt is another run to W&B.
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            replace_whole(path, json.dumps({"id": self._made_id, "project": self._wandb.project}) + "\n")
+            replace_file(path, json.dumps({"id": self._made_id, "project": self._wandb.project}) + "\n")
         return self._made_id
