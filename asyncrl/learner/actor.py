@@ -49,7 +49,7 @@ from asyncrl.messages.seals import fits
 from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
 from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, WEIGHTS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.away import log_away
+from asyncrl.runtime.retry import log_away
 from asyncrl.runtime.server import REFUSED
 from asyncrl.sft.conversations import Conversations, load_conversations
 

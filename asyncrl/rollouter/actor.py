@@ -46,8 +46,8 @@ from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import CallFuture
+from asyncrl.runtime.retry import AWAY_S, wait_out
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
@@ -62,8 +62,6 @@ STATS_S = 0.5
 """Interval of statistics to the learner."""
 STATS_KEPT = 1000
 """Updates and intervals kept for a learner that is away."""
-AWAY_S = 0.5
-"""Pause before a peer that did not answer is asked again."""
 LEARNER_LOOK_S = 0.05
 """Interval of looks whether the learner has been reached for the first time."""
 GIVE_BACK_S = 5.0
@@ -326,8 +324,7 @@ class Rollouter(Actor):
             # grant, and numbers its own from what it was told is seen.
             return leased if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
-            log_away(self.log, "dataloader", error)
-            await asyncio.sleep(AWAY_S)
+            await wait_out(self.log, "dataloader", error)
             return None
         finally:
             changed.cancel()

@@ -21,12 +21,8 @@ from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import Deliver
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import Peer
-from asyncrl.runtime.repeats import pause
-
-AWAY_S = 0.5
-"""Longest first pause before a learner that cannot take groups yet is given one again."""
+from asyncrl.runtime.retry import AWAY_S, log_away, pause
 
 
 class Delivery:

@@ -55,17 +55,15 @@ from asyncrl.rollouter.fetch import Call, fetch
 from asyncrl.rollouter.relay import Relay
 from asyncrl.rollouter.sources import PARAMETER_SERVER
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.away import log_away
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
+from asyncrl.runtime.retry import AWAY_S, wait_out
 from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Staged
 
 PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
-AWAY_S = 0.5
-"""Pause before a parameter server that did not answer, or a step that failed, is tried again."""
 
 
 class UpdateFollower:
@@ -409,6 +407,5 @@ class UpdateFollower:
         try:
             return await self._call(PARAMETER_SERVER, request, None)
         except (DeadlineExceeded, RemoteError) as error:
-            log_away(self._log, "parameter server", error)
-            await asyncio.sleep(AWAY_S)
+            await wait_out(self._log, "parameter server", error)
             return None

@@ -35,11 +35,9 @@ from asyncrl.messages.dataloader import (
     WatchSupply,
 )
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.away import log_away
+from asyncrl.runtime.retry import AWAY_S, log_away, wait_out
 
 DATALOADER = "dataloader/0"
-AWAY_S = 0.5
-"""Pause before a dataloader that did not answer is asked again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +126,7 @@ class DataloaderLink:
                 try:
                     sample: PromptSample = await self._call(SamplePrompts(count=SEQUENCES))
                 except (DeadlineExceeded, RemoteError) as error:
-                    log_away(self._log, "dataloader", error)
-                    await asyncio.sleep(AWAY_S)
+                    await wait_out(self._log, "dataloader", error)
                 else:
                     return sample.prompts
 
@@ -224,5 +221,4 @@ class DataloaderLink:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
             await self.restore()
             return
-        log_away(self._log, "dataloader", error)
-        await asyncio.sleep(AWAY_S)
+        await wait_out(self._log, "dataloader", error)
