@@ -19,13 +19,13 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import GroupAccount
+from asyncrl.rollouter.concurrency import Slots
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.episode_figures import EpisodeFigures
 from asyncrl.rollouter.generation import PolicyCall
 from asyncrl.rollouter.player import EpisodePlayer
 from asyncrl.rollouter.sessions import Sessions
-from asyncrl.rollouter.slots import Slots
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import Stops

@@ -38,10 +38,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.contents import STATE, TRAINER, read_state
+from asyncrl.checkpoint.contents import CONTENTS, STATE, TRAINER, read_state, read_trainer_contents
 from asyncrl.checkpoint.damage import check_files, reading, refused
 from asyncrl.checkpoint.retention import Found, superfluous
-from asyncrl.checkpoint.trainer_contents import CONTENTS, read_trainer_contents
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.files import Digest, digest_file, replace_file, sync, write_file

@@ -45,12 +45,10 @@ from asyncrl.launcher.checks import check_sinks, installed_sinks
 from asyncrl.launcher.hosts import local_host
 from asyncrl.launcher.hostspec import Facts, RouteQuery
 from asyncrl.preflight.findings import Finding
-from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.model import digest
 from asyncrl.preflight.needs import Need, descriptors_need, memory_need
 from asyncrl.preflight.part import Part, check_part
-from asyncrl.preflight.ports import ANY, check_ports
-from asyncrl.preflight.storage import check_folder
+from asyncrl.preflight.room import ANY, check_folder, check_ports, descriptor_limit, judge_descriptors
 
 UNSTARTED_S = 60
 """Longest wait for the first request."""

@@ -42,8 +42,8 @@ from asyncrl.launcher.hostspec import (
     RouteQuery,
     private_name,
 )
-from asyncrl.preflight.limits import descriptor_limit
 from asyncrl.preflight.model import check_model
+from asyncrl.preflight.room import descriptor_limit
 from asyncrl.runtime.processes import children_of
 
 ORDER_S = 900.0

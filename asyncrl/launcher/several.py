@@ -59,9 +59,9 @@ from asyncrl.launcher.spec import KILL
 from asyncrl.launcher.start import StartCommand, shown
 from asyncrl.monitor.printable import say
 from asyncrl.preflight.findings import Finding, on_host
-from asyncrl.preflight.limits import judge_descriptors
 from asyncrl.preflight.needs import descriptors_need
 from asyncrl.preflight.part import WITH_MODEL
+from asyncrl.preflight.room import judge_descriptors
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.runtime.supervision import role_of
 from asyncrl.wire.keys import VIEWER, Keyring

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.checkpoint.damage import refused
-from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.config import Config
 from asyncrl.files import sync, write_file
 from asyncrl.learner.algorithm.batch import StepPlan

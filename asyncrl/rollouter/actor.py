@@ -31,19 +31,16 @@ from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.monitor.story_log import GENERATED
 from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.rollouter.account import CallAccount, GroupAccount
-from asyncrl.rollouter.concurrency import LOOK_S, Concurrency
+from asyncrl.rollouter.concurrency import LOOK_S, Concurrency, Slots
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_parsers, make_engine
-from asyncrl.rollouter.episode_faults import EpisodeFaults
-from asyncrl.rollouter.episode_figures import EpisodeFigures, Failure
-from asyncrl.rollouter.episode_hosts import choose, shares
+from asyncrl.rollouter.episode_figures import EpisodeFaults, EpisodeFigures, Failure
+from asyncrl.rollouter.episode_hosts import choose, choose_pool, shares
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
-from asyncrl.rollouter.reward_pools import choose_pool
 from asyncrl.rollouter.sessions import Session, Sessions
-from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.peer import CallFuture

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.rollouter.engines.vllm import cores
-from asyncrl.rollouter.engines.vllm.cores import ClaimedCores
+from asyncrl.rollouter.engines.vllm import processes
+from asyncrl.rollouter.engines.vllm.processes import ClaimedCores
 
 THREADS = (
     "import threading, sys; [threading.Thread(target=sys.stdin.read).start() for _ in range(3)]; print(flush=True)"
@@ -23,7 +23,7 @@ THREADS = (
 def four(monkeypatch: Any) -> Iterator[None]:
     """Cores 3 to 6 are this process's, and no other's claims are met."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 4, 5, 6})
-    monkeypatch.setattr(cores, "NAME", f"asyncrl-test-{os.getpid()}")
+    monkeypatch.setattr(processes, "NAME", f"asyncrl-test-{os.getpid()}")
     return
 
 
@@ -43,7 +43,7 @@ def test_no_two_engines_have_a_core_and_the_first_is_left_to_all(four: None) -> 
 
 
 def test_a_claim_ends_with_its_process(four: None) -> None:
-    code = f"from asyncrl.rollouter.engines.vllm import cores; cores.NAME = {cores.NAME!r}; kept = cores._claim(6)"
+    code = f"from asyncrl.rollouter.engines.vllm import processes as p; p.NAME = {processes.NAME!r}; kept = p._claim(6)"
     code += "; print(flush=True); input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None and other.stdout is not None

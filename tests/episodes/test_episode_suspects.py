@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.episodes.suspects import MOST, Suspects
+from asyncrl.episodes.faults import MOST, Suspects
 
 
 def test_an_episode_is_played_alone_from_its_second_death_on_until_it_has_ended() -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from asyncrl.episodes.faults import silence, unended
-from asyncrl.episodes.slots import Open, Slot
+from asyncrl.episodes.faults import Open, Slot, silence, unended
 from asyncrl.monitor.states import StateLedger
 
 

@@ -19,7 +19,7 @@ from asyncrl.launcher.hostspec import EndOrder, Facts, HostSpec, ModelFound, Mod
 from asyncrl.launcher.placement import Host, place
 from asyncrl.launcher.shipping import CHUNK_BYTES, LogShipper
 from asyncrl.launcher.start import SshStart
-from asyncrl.preflight.limits import descriptor_limit
+from asyncrl.preflight.room import descriptor_limit
 from asyncrl.wire.keys import load_credentials, make_keyring, write_credentials
 
 

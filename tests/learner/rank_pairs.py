@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from asyncrl.learner.fsdp import ranks
 from asyncrl.learner.fsdp import ranks as rendezvous
-from asyncrl.learner.fsdp import store_line
 
 WAIT_S = 120.0
 TIMEOUT_S = 2.0
@@ -21,7 +21,7 @@ def meet(rank: int, addresses: Any, timeout_s: float = TIMEOUT_S) -> rendezvous.
     import torch
 
     torch.set_num_threads(1)
-    store_line.IDLE_WAIT_S = 0.2
+    ranks.IDLE_WAIT_S = 0.2
     store = None
     if rank == 0:
         store = rendezvous.open_store("127.0.0.1", WAIT_S)

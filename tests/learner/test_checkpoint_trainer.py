@@ -18,7 +18,7 @@ from disks import small_disk
 from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from asyncrl.checkpoint.trainer_contents import read_trainer_contents
+from asyncrl.checkpoint.contents import read_trainer_contents
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.algorithm.batch import build_step

@@ -14,9 +14,8 @@ from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.corrections import ESTIMATORS, correction
-from asyncrl.learner.algorithm.kl import kl_losses, kl_values
 from asyncrl.learner.algorithm.losses import BUILT_IN
-from asyncrl.learner.algorithm.objective import Objective
+from asyncrl.learner.algorithm.objective import Objective, kl_losses, kl_values
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 
 CAP = 1.3

@@ -19,7 +19,7 @@ from asyncrl.learner.algorithm.batch import build_step, step_metrics
 from asyncrl.learner.algorithm.kl_reward import kl_penalties
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, sampled_sequences
 from asyncrl.learner.algorithm.signal import has_signal
-from asyncrl.learner.planning import plan_step
+from asyncrl.learner.step_planner import plan_step
 from asyncrl.messages.groups import Turn
 from asyncrl.trajectories import sampled_positions
 

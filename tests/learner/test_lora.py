@@ -29,7 +29,7 @@ from asyncrl.learner.fsdp.lora import LoraLinear, WithoutAdapters, adapted_layer
 from asyncrl.learner.fsdp.memory import Load, estimate
 from asyncrl.learner.fsdp.policy import load_policy, make_row
 from asyncrl.learner.fsdp.sharding import shape_of
-from asyncrl.learner.planning import plan_step
+from asyncrl.learner.step_planner import plan_step
 from asyncrl.lora import PREFIX, tensor_names
 from asyncrl.sft.conversations import Conversation, Conversations
 from asyncrl.sft.encoding import Encoded

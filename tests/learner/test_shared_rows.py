@@ -24,7 +24,7 @@ from asyncrl.learner.fsdp.attention import packed_attention
 from asyncrl.learner.fsdp.pieces import Pieces, connect
 from asyncrl.learner.fsdp.policy import Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup_check import LENGTHS, choose_scoring
-from asyncrl.learner.planning import plan_step
+from asyncrl.learner.step_planner import plan_step
 from asyncrl.messages.groups import Group
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from asyncrl.errors import UsageError
-from asyncrl.monitor.user_file import check_writable, write_user_file
+from asyncrl.monitor.report import check_writable, write_user_file
 
 
 def names(folder):

@@ -21,7 +21,7 @@ from asyncrl.errors import RewardFailed
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.workers import memory
-from asyncrl.runtime.workers.output import Output
+from asyncrl.runtime.workers.process import Output
 
 MODULE = """
 import ctypes, mmap, os, signal, subprocess, sys, threading, time

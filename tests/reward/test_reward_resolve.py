@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.reward.frames import Setup, Task
-from asyncrl.reward.resolve import resolve
+from asyncrl.reward.worker import resolve
 from asyncrl.runtime.workers.user_code import NotCallable
 
 MODULE = """

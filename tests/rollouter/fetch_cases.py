@@ -15,7 +15,7 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import VersionGone
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer
-from asyncrl.parameter_server.chunk_server import ChunkServer
+from asyncrl.parameter_server.held import ChunkServer
 from asyncrl.parameter_server.snapshots import Snapshot
 from asyncrl.rollouter.fetch import Fetched, fetch
 from asyncrl.rollouter.relay import Relay

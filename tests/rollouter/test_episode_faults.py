@@ -3,7 +3,7 @@
 import pytest
 from inprocess import sim_config
 
-from asyncrl.rollouter.episode_faults import TOLD, EpisodeFaults
+from asyncrl.rollouter.episode_figures import TOLD, EpisodeFaults
 
 
 def faults(**rollout):

@@ -40,7 +40,7 @@ from asyncrl.errors import (
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk, Offer
-from asyncrl.parameter_server.deltas import encode_deltas
+from asyncrl.parameter_server.held import encode_deltas
 from asyncrl.rollouter import fetch as module
 from asyncrl.rollouter.fetch import Fetched, fetch
 from asyncrl.runtime.clock import run_virtual

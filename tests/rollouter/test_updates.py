@@ -32,7 +32,7 @@ from asyncrl.messages.weights import (
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import StateLedger
 from asyncrl.monitor.trace import Trace
-from asyncrl.parameter_server.chunk_server import ChunkServer
+from asyncrl.parameter_server.held import ChunkServer
 from asyncrl.parameter_server.snapshots import hold
 from asyncrl.rollouter.drift import NORMAL
 from asyncrl.rollouter.engine_host import EngineHost

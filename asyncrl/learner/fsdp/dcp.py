@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.checkpoint.damage import check_file, refused
-from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.files import Digest, digest_file, sync, write_file
