@@ -11,6 +11,7 @@ from harness import replace
 from inprocess import sim_config
 from published_weights import stage
 from test_messages import make_group
+from virtual import LoopClock
 
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.load import validate_config
@@ -27,7 +28,6 @@ from asyncrl.rollouter.generation import PolicyCall
 from asyncrl.rollouter.player import EpisodePlayer
 from asyncrl.rollouter.sessions import Sessions
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import Stops
 from asyncrl.tokenizer import load_tokenizer
 

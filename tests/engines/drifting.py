@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from structlog import get_logger
 from tiny_models import VOCAB, Publisher
+from virtual import LoopClock
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -28,7 +29,6 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock
 
 
 def config_for(folder: str, dtype: str = "float32", **tables: Any) -> Config:

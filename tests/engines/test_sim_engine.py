@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_weights import stage
 from tiny_models import Publisher
+from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -26,7 +27,6 @@ from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, 
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
 from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, content, response_length
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
 

@@ -20,6 +20,7 @@ from published_weights import stage
 from test_messages import make_group
 from test_vllm_engine import TOLERANCE, VllmEngine, config_for
 from tiny_models import VOCAB, Publisher, logprobs_of, make_model, save_model
+from virtual import LoopClock
 
 from asyncrl.messages.groups import Ticket
 from asyncrl.messages.weights import Manifest
@@ -30,7 +31,6 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.generation import PolicyCall
 from asyncrl.rollouter.response import Response
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import resolve_stops
 
 pytestmark = [

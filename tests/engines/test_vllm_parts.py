@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -24,7 +25,6 @@ from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines.vllm import checkpoint, options
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
-from asyncrl.runtime.clock import run_virtual
 
 HEADS = [32, 64, 128]
 MODEL = {"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32}

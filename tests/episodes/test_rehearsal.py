@@ -7,12 +7,12 @@ from statistics import median
 
 import pytest
 from inprocess import System, sim_config
+from virtual import run_virtual
 
 from asyncrl.episodes.client import Reply
 from asyncrl.episodes.rehearsal import lognormal, play, text
 from asyncrl.episodes.task import Task
 from asyncrl.errors import EpisodeOver
-from asyncrl.runtime.clock import run_virtual
 
 
 class Client:

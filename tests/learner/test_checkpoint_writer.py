@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from learner_cases import make_config, random_groups
+from virtual import LoopClock
 
 from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import GROUPS, STATE, TRAINER, read_contents, read_state, write_contents
@@ -27,7 +28,6 @@ from asyncrl.learner.checkpoint.failed_writes import Failed, Kept
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group
-from asyncrl.runtime.clock import LoopClock
 
 WAIT_S = 30.0
 CONFIG = make_config(backend="sim")

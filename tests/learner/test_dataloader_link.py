@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from structlog.testing import capture_logs
+from virtual import LoopClock, run_virtual
 
 from asyncrl.config import LearnerConfig
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
@@ -12,7 +13,6 @@ from asyncrl.learner.groups.intake import Intake
 from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed
 from asyncrl.monitor.logging import get_logger
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock, run_virtual
 
 
 class Dataloader:

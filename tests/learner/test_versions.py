@@ -17,6 +17,7 @@ import pytest
 from harness import Net
 from inprocess import sim_config
 from publications import BUCKETS, make_publication, open_descriptors
+from virtual import run_virtual
 
 from asyncrl.learner.background import Background
 from asyncrl.learner.publication import OnSealed, Publication
@@ -36,7 +37,6 @@ from asyncrl.messages.weights import (
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.trace import Trace
 from asyncrl.runtime.actor import Caller, handler
-from asyncrl.runtime.clock import run_virtual
 
 NAME = "parameter_server/0"
 WAIT_S = 20.0

@@ -7,6 +7,7 @@ import uvloop
 from judge_server import judge_server, right, scores, shown, status, told
 from test_messages import make_group
 from test_reward_actor import config_with, serving
+from virtual import LoopClock
 
 from asyncrl.errors import RemoteError
 from asyncrl.messages.reward import Completion, Score
@@ -15,7 +16,6 @@ from asyncrl.preflight.inputs import Sample
 from asyncrl.preflight.rewarding import RewardTrial
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.groups import GroupRunner
-from asyncrl.runtime.clock import LoopClock
 
 SAMPLES = 4
 

@@ -8,6 +8,7 @@ import pytest
 from harness import replace
 from inprocess import sim_config
 from test_messages import make_group
+from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
@@ -17,7 +18,6 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed, single_turn
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.stops import Stops
 
 STEP_S = 1.0

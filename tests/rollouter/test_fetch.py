@@ -27,6 +27,7 @@ from published_weights import (
     stepped,
 )
 from structlog.testing import capture_logs
+from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import (
@@ -43,7 +44,6 @@ from asyncrl.messages.weights import Chunk, FetchChunk, Offer
 from asyncrl.parameter_server.held import encode_deltas
 from asyncrl.rollouter import fetch as module
 from asyncrl.rollouter.fetch import Fetched, fetch
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.segments import Segment
 from asyncrl.weights.staging import Staged
 

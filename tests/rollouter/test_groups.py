@@ -7,13 +7,13 @@ from harness import Net
 from inprocess import sim_config
 from rollouter_cases import Dataloader, Learner, living
 from test_messages import make_group
+from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.runtime.handlers import Caller, handler
 
 SAMPLES = 4

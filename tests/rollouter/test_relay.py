@@ -18,13 +18,13 @@ from fetch_cases import Host, Server
 from harness import Net, replace
 from published_weights import as_streamed, comes_to, contents_of, held, open_memory, random_bytes, stage
 from structlog.testing import capture_logs
+from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.rollouter.relay import Relay
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.chunks import Piece
 from asyncrl.weights.segments import Segment
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import sim_config
 from test_messages import make_group
+from virtual import LoopClock, run_virtual
 
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
@@ -23,7 +24,6 @@ from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.reprefill import Reprefill
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.stops import Stops
 
 PROMPT = list(range(40))

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 from test_engine_deaths import World
-
-from asyncrl.runtime.clock import run_virtual
+from virtual import run_virtual
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -10,6 +10,7 @@ from harness import replace
 from inprocess import sim_config
 from probes import TOKENS, make_probe, samples_of, scores_of
 from published_weights import as_streamed
+from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
 from asyncrl.messages import Done
@@ -39,7 +40,6 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.segments import Segment, layout
 
