@@ -87,15 +87,11 @@ class Rollouter(Actor):
         )
         self._follower = UpdateFollower(
             self.config,
-            self.name,
+            self.services,
             host=self._host,
             call=lambda name, request, timeout: self.peer(name).call(request, timeout),
             committed=self._committed,
             updated=self._updated,
-            awaits=self.awaits,
-            clock=self.clock,
-            log=self.log,
-            notify=self.notify,
             track=self.trace.track("weights", WEIGHTS),
             place=host_id(),
         )
@@ -141,10 +137,8 @@ class Rollouter(Actor):
     async def setup(self) -> None:
         self._delivery = Delivery(
             self.peer(LEARNER),
+            self.services,
             timeout_s=self.config.network.call_timeout_s + self.config.supervision.silence_s,
-            awaits=self.awaits,
-            counters=self.counters,
-            log=self.log,
         )
         # The HELLO tells these that an earlier incarnation is dead, long before the engine is up.
         self.peer(PARAMETER_SERVER).connect()

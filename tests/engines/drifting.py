@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from structlog import get_logger
+from services import services
 from tiny_models import VOCAB, Publisher
 from virtual import LoopClock
 
@@ -167,15 +167,16 @@ class Replica:
 
         follower = UpdateFollower(
             self._config,
-            "rollouter/0",
+            services(
+                "rollouter/0",
+                self._clock,
+                awaits=self._awaits,
+                notify=lambda key, text, **_: found.told.append((key, text)),
+            ),
             host=self.host,
             call=call,
             committed=lambda version: None,
             updated=found.updated.append,
-            awaits=self._awaits,
-            clock=self._clock,
-            log=get_logger("rollouter/0"),
-            notify=lambda key, text, **_: found.told.append((key, text)),
             track=Trace(self._clock.now, self._clock.wall, window_s=0.0).track("weights", 0),
             place="here",
         )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import structlog
 from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups, save_small_model
+from services import services
 from teacher_server import logprob_of, scored, served
 
 from asyncrl.config.algorithm import TeacherServerConfig
@@ -21,8 +22,6 @@ from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.groups import served_teacher
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.monitor.metrics import Figures
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import Clock
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.trajectories import sampled_positions
 
@@ -39,11 +38,8 @@ async def living(server, counters, news, **settings: Any):
         teacher = ServedTeacher(
             server.url,
             TeacherServerConfig(**settings),
-            name="learner/0",
+            services(counters=counters, log=structlog.get_logger()),
             tasks=tasks,
-            counters=counters,
-            awaits=Awaits(Clock().now),
-            log=structlog.get_logger(),
             news=news.set,
         )
         try:

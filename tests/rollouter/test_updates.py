@@ -10,6 +10,7 @@ from harness import replace
 from inprocess import sim_config
 from probes import TOKENS, make_probe, samples_of, scores_of
 from published_weights import as_streamed
+from services import services
 from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
@@ -30,7 +31,6 @@ from asyncrl.messages.weights import (
     RequestPause,
     Update,
 )
-from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import StateLedger
 from asyncrl.monitor.trace import Trace
 from asyncrl.parameter_server.held import ChunkServer
@@ -197,15 +197,16 @@ def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
         )
         follower = UpdateFollower(
             config,
-            "rollouter/0",
+            services(
+                "rollouter/0",
+                clock,
+                awaits=awaits,
+                notify=lambda key, text, **more: server.told.append((key, text, more)),
+            ),
             host=host,
             call=lambda name, request, timeout: server.call(request),
             committed=committed.append,
             updated=updated.append,
-            awaits=awaits,
-            clock=clock,
-            log=get_logger("rollouter/0"),
-            notify=lambda key, text, **more: server.told.append((key, text, more)),
             track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
             place="here",
         )

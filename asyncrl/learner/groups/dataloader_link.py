@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
 from asyncrl.learner.groups.evals import EvalCollector
@@ -34,8 +33,8 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.retry import AWAY_S, log_away, wait_out
+from asyncrl.runtime.services import ActorServices
 
 DATALOADER = "dataloader/0"
 
@@ -58,11 +57,10 @@ class DataloaderLink:
         call: Callable[[Request], asyncio.Future[Any]],
         intake: Intake,
         evals: EvalCollector,
+        services: ActorServices,
         *,
         stand: Callable[[], Stand],
         news: Callable[[], None],
-        awaits: Awaits,
-        log: FilteringBoundLogger,
     ) -> None:
         self.supply = Supply(number=-1, exhausted=False, outstanding=0)
         """Supply of prompts, as last heard."""
@@ -79,8 +77,7 @@ class DataloaderLink:
         self._evals = evals
         self._stand = stand
         self._news = news
-        self._awaits = awaits
-        self._log = log
+        self._awaits, self._log = services.awaits, services.log
         self._changed = asyncio.Event()
         self._acknowledged = asyncio.Event()
         self._restoring = asyncio.Lock()
