@@ -25,8 +25,6 @@ from asyncrl.messages.groups import Group
 
 STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
 """Names inside a checkpoint; TRAINER is the folder of the files that ``Backend.save`` writes."""
-
-
 CONTENTS = "contents.json"
 
 

@@ -32,8 +32,6 @@ CUTS_OF_A_REPLICA = 2
 """Cuts in a row after which a replica is not at fault by chance, and is set aside."""
 STACKS_BEATS = 3
 """Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
-
-
 COUNTERS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
 """Counters of a heartbeat that show that the run moves, beside the version."""
 FRESH_S = 3.0

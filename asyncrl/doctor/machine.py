@@ -23,7 +23,7 @@ from asyncrl.launcher.addresses import interfaces
 from asyncrl.launcher.hosts import NVIDIA_SMI_S, local_host
 from asyncrl.launcher.hostspec import Facts
 from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.weights.place import host_id
+from asyncrl.weights.segments import host_id
 
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "asyncrl": ("asyncrl",),

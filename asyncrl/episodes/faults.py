@@ -18,8 +18,6 @@ from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_
 from asyncrl.runtime.workers.process import WorkerProcess
 
 MEMORY_KEY = "episode.max_memory_bytes"
-
-
 SUSPECT_DEATHS = 2
 """Deaths from which on an episode is played alone."""
 MOST = 4096

@@ -22,8 +22,6 @@ from asyncrl.episodes.task import Task
 Player = Callable[[Task, Client], Awaitable[Any]]
 """Plays a task; returns the reward."""
 GIVEN = ("task", "client")
-
-
 MOST_THREADS = 1024
 """Calls of plain code at a time in a worker; more wait."""
 _threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="episode")

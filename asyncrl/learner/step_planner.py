@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from asyncrl.config import Config
+from asyncrl.learner.algorithm.advantages import Penalties
 from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
 from asyncrl.learner.algorithm.kl_reward import kl_penalties
-from asyncrl.learner.algorithm.penalties import Penalties
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend

@@ -25,8 +25,6 @@ from asyncrl.weights.segments import ITEM_BYTES, Segment, size_of
 
 MAX_CHECKSUMS = 65536
 """Checksums that are remembered, the newest ones: a few MiB, for 256 GiB in chunks of 4 MiB."""
-
-
 MAX_THREADS = 4
 """The other cores are the learner's and the engines'."""
 

@@ -20,8 +20,6 @@ from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase, Replica
 
 HOLDING_PHASES = (Phase.WAITING, Phase.LOADING)
 """Phases in which a replica has a version whole, and takes it over itself."""
-
-
 ROOT = ""
 STRIPES = 2
 """Two trees of fan-out 3: a version takes one and a half times as long to all hosts as to one, where links bound it."""

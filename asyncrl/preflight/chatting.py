@@ -21,8 +21,6 @@ from asyncrl.tokenizer import Tokenizer
 
 MODEL = "model.path"
 SEE = "asyncrl-doctor --chat CONFIG shows all that was found"
-
-
 CONVERSATIONS = "sft.data"
 
 

@@ -19,8 +19,6 @@ from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.needs import Need
 
 TRIAL_BYTES = 4096
-
-
 SPARE = 2
 """Ports wanted for each actor: the one before may still be held when its successor binds."""
 ANY = "0"

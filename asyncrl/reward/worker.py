@@ -41,8 +41,6 @@ GIVEN = {
     "group": ("prompt", "completions", "row", "finish_reasons", "conversations"),
 }
 Scorer = Callable[[Task], list[Outcome]]
-
-
 KEYS = Keys("reward.function", "reward.options")
 
 

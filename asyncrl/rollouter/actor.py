@@ -48,7 +48,7 @@ from asyncrl.runtime.retry import AWAY_S, wait_out
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
-from asyncrl.weights.place import host_id
+from asyncrl.weights.segments import host_id
 
 T = TypeVar("T")
 

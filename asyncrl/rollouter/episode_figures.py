@@ -33,8 +33,6 @@ Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
 the policy that could be trained; ``reward``: it said none, and nobody else does; ``policy``: engines died of it too
 often; ``host``: its host or worker died, and it is begun anew.
 """
-
-
 TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
 """Causes that nobody else tells."""
 

@@ -15,8 +15,6 @@ SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 """Socket options of Linux (asm-generic/socket.h); Python does not name them."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """The filter "return 0", a struct sock_filter (linux/filter.h): of each packet no byte is kept."""
-
-
 BURST = 4096
 PER_S = 256.0
 REOPENS_WITH = 64

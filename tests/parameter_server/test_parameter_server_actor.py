@@ -33,8 +33,7 @@ from asyncrl.messages.weights import (
 from asyncrl.parameter_server import held as held_module
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.runtime.actor import ActorContext
-from asyncrl.weights.place import host_id
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.segments import Segment, host_id, layout
 from asyncrl.wire.keys import Credentials
 
 NAME = "parameter_server/0"

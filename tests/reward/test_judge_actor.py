@@ -13,7 +13,7 @@ from asyncrl.errors import RemoteError
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.monitor.catalogue import find
 from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.rewarding import RewardTrial
+from asyncrl.preflight.trials import RewardTrial
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.groups import GroupRunner
 

@@ -58,8 +58,6 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """Names of AdamW's state of a parameter."""
 AROUND_TENSOR_BYTES = 2560
 """Bytes that torch writes around a tensor: an archive of its own, and its place in the metadata."""
-
-
 T = TypeVar("T")
 
 

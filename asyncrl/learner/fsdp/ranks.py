@@ -34,8 +34,6 @@ NCCL_AFTER_S = 60.0
 LEAVE_WAIT_S = 5.0
 """Time that rank 0 gives the others to leave."""
 _LOG = logging.getLogger(__name__)
-
-
 IDLE_WAIT_S = 300.0
 """One wait of a rank for the next word."""
 

@@ -27,8 +27,6 @@ FILE = "version_mark.json"
 """Name of the file in the run's folder: ``{"version": ..., "start": ...}``."""
 TAIL_BYTES = 4 << 20
 """Bytes of metrics.jsonl that are read: versions and starts only rise in it."""
-
-
 _MISSING = "is not there"
 
 

@@ -33,8 +33,6 @@ REAP_GRACE_S = 1.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
-
-
 PIPE_BYTES = 1 << 20
 """Size of a pipe that is asked of the kernel; it may give less to one who holds many."""
 ROUNDS = 64
@@ -259,9 +257,12 @@ def describe_exit(code: int, memory_key: str) -> str:
 
 
 class Output:
-    """The reading end; ``write_fd`` is for the process and closed by ``started``.
+    """The output of a worker and of the processes that it starts, taken off them without ever holding them up.
 
-    ``tail`` is the end of all that was printed, of ``tail_bytes``.
+    Both outputs are one pipe: this is its reading end, ``write_fd`` is for the process and closed by ``started``.
+    Invariant: of what is printed in one call at most ``limit`` bytes are kept, in order; all else is thrown away unread
+    and counted. ``tail`` is the end of all that was printed, of ``tail_bytes``. Fails with OSError where no pipe can be
+    made.
     """
 
     def __init__(self, limit: int, *, tail_bytes: int = 0) -> None:
