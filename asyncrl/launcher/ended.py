@@ -20,7 +20,7 @@ from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
 from asyncrl.files import replace_file
 from asyncrl.launcher.folders import CONFIG, RunFolder
 from asyncrl.launcher.spec import EndedEvent
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 
 ENDED = "ended.json"
 COMMAND = "command.txt"

@@ -26,7 +26,7 @@ from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.resume import Resumption
 from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
 from asyncrl.launcher.summary import summarise
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 from asyncrl.monitor.recording import last_recorded
 from asyncrl.runtime.incarnations import attempt_begins_above
 

@@ -24,8 +24,7 @@ from asyncrl.files import replace_file
 from asyncrl.monitor import charts
 from asyncrl.monitor.charts import mean, series
 from asyncrl.monitor.json_text import read_json_object
-from asyncrl.monitor.metrics_file import read_metrics
-from asyncrl.monitor.metrics_line import Line, number_in, without_first
+from asyncrl.monitor.metrics_line import Line, number_in, read_metrics, without_first
 from asyncrl.monitor.numbers import exact, fixed, percent
 from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import decode, read_bodies

@@ -11,7 +11,7 @@ import pytest
 from cluster.launches import CONFIG
 from cluster.slurm import NODES, Slurm
 
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import REPOSITORY, wait_until
 
