@@ -111,7 +111,10 @@ def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
 
 
 def type_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """The type with its bounds, as "integer > 0"; that a key may be left out is no part of it."""
+    """The type with its bounds, as "integer > 0"; that a key may be left out is no part of it.
+
+    Invariant: a bound that pydantic checks stands in the words. A type without words is an error of the program.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         inner = [

@@ -45,7 +45,19 @@ KEYS = Keys("reward.function", "reward.options")
 
 
 def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
-    """The function as one that scores a task; coroutines are awaited in ``runner``."""
+    """The function as one that scores a task: found, checked against its options; coroutines are awaited in ``runner``.
+
+    It is given by keyword, and only what its signature accepts, of
+
+        per trajectory   prompt: str, completion: str, row: dict, finish_reason: str, messages: list[dict]
+        per group        prompt: str, completions: list[str], row: dict, finish_reasons: list[str],
+                         conversations: list[list[dict]]
+
+    and ``reward.options``. Messages are those of an episode, as in OpenAI's chat completions; there are none where a
+    prompt has one response. It returns a number or a mapping of components (see outcome.py), for a group a list of
+    them, and may be async. What can be wrong before the first call is found here: raises NotCallable with a line for
+    each problem.
+    """
     options = setup.options
     if setup.function in BUILT_IN:
         if setup.per == "group":
