@@ -167,22 +167,18 @@ def test_hanging_core_counts_as_dead(tmp_path: Path) -> None:
     asyncio.run(with_engine(config_for(tmp_path, engine_timeout_s=3.0), model, body))
 
 
-def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+async def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     save_model(tmp_path, make_model(1))
-
-    async def go() -> None:
-        before = set(children())
-        engine = VllmEngine(config_for(tmp_path), "rollouter/7")
-        start = asyncio.ensure_future(engine.start())
-        await until(lambda: bool(set(children()) - before))
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-        assert start.cancelled()
-        async with asyncio.timeout(30):
-            await engine.close()
-        assert set(children()) == before
-
-    asyncio.run(go())
+    before = set(children())
+    engine = VllmEngine(config_for(tmp_path), "rollouter/7")
+    start = asyncio.ensure_future(engine.start())
+    await until(lambda: bool(set(children()) - before))
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    assert start.cancelled()
+    async with asyncio.timeout(30):
+        await engine.close()
+    assert set(children()) == before
 
 
 def test_start_says_what_is_wrong(tmp_path: Path) -> None:

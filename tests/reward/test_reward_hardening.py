@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,7 @@ class Printed(list[tuple[str, str, int]]):
         return sum(dropped for _, _, dropped in self)
 
 
-def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(body())
+RUN = uvloop.run
 
 
 @asynccontextmanager
@@ -223,53 +221,41 @@ def pids(pool: RewardPool) -> list[int]:
         ("children_share", "reward.max_memory_bytes; its worker process and [1-3] below it held"),
     ],
 )
-def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replaced(text: str, named: str) -> None:
-    async def body() -> None:
-        async with started() as pool:
-            before = pids(pool)
-            others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(50)]
-            with pytest.raises(RewardFailed, match=named) as caught:
-                await reward(pool, text)
-            assert caught.value.retryable
-            assert await asyncio.gather(*others) == [3.0] * 50
-            assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(50))) == [4.0] * 50
-            await until(lambda: len(set(pids(pool)) - set(before)) == 1 and len(pids(pool)) == 2)
-            assert pool.counters.failed == 1
-            assert pool.counters.out_of_memory == (text != "allocate_in_c")
-
-    run(body)
+async def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replaced(text: str, named: str) -> None:
+    async with started() as pool:
+        before = pids(pool)
+        others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(50)]
+        with pytest.raises(RewardFailed, match=named) as caught:
+            await reward(pool, text)
+        assert caught.value.retryable
+        assert await asyncio.gather(*others) == [3.0] * 50
+        assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(50))) == [4.0] * 50
+        await until(lambda: len(set(pids(pool)) - set(before)) == 1 and len(pids(pool)) == 2)
+        assert pool.counters.failed == 1
+        assert pool.counters.out_of_memory == (text != "allocate_in_c")
 
 
-def test_the_limit_holds_for_what_the_function_starts() -> None:
-    async def body() -> None:
-        async with started() as pool:
-            # Its own MemoryError ends the child; the function goes on.
-            assert await reward(pool, "child_allocates") == 1.0
-
-    run(body)
+async def test_the_limit_holds_for_what_the_function_starts() -> None:
+    async with started() as pool:
+        # Its own MemoryError ends the child; the function goes on.
+        assert await reward(pool, "child_allocates") == 1.0
 
 
-def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced() -> None:
-    async def body() -> None:
-        async with started(workers=1, timeout_s=2.0) as pool:
-            before = await reward(pool, "pid")
-            with pytest.raises(RewardFailed):
-                await reward(pool, "thread_allocates")
-            assert await reward(pool, "pid") != before
-
-    run(body)
+async def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced() -> None:
+    async with started(workers=1, timeout_s=2.0) as pool:
+        before = await reward(pool, "pid")
+        with pytest.raises(RewardFailed):
+            await reward(pool, "thread_allocates")
+        assert await reward(pool, "pid") != before
 
 
-def test_what_was_sent_ahead_of_a_full_worker_is_run_by_another() -> None:
-    async def body() -> None:
-        async with started(workers=1) as pool:
-            await asyncio.gather(*(reward(pool, "abc") for _ in range(50)))
-            texts = ["abc" * 20_000, *["ab"] * 5, "allocate", *["abcd"] * 20]
-            outcomes = await asyncio.gather(*(reward(pool, text) for text in texts), return_exceptions=True)
-            assert isinstance(outcomes.pop(6), RewardFailed)
-            assert outcomes == [60_000.0, *[2.0] * 5, *[4.0] * 20]
-
-    run(body)
+async def test_what_was_sent_ahead_of_a_full_worker_is_run_by_another() -> None:
+    async with started(workers=1) as pool:
+        await asyncio.gather(*(reward(pool, "abc") for _ in range(50)))
+        texts = ["abc" * 20_000, *["ab"] * 5, "allocate", *["abcd"] * 20]
+        outcomes = await asyncio.gather(*(reward(pool, text) for text in texts), return_exceptions=True)
+        assert isinstance(outcomes.pop(6), RewardFailed)
+        assert outcomes == [60_000.0, *[2.0] * 5, *[4.0] * 20]
 
 
 def test_memory_that_processes_share_counts_once() -> None:
@@ -295,50 +281,38 @@ def test_memory_that_processes_share_counts_once() -> None:
 # --- output ---
 
 
-def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept() -> None:
+async def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept() -> None:
     printed = Printed()
-
-    async def body() -> None:
-        async with started(printed, max_output_bytes=1000) as pool:
-            printing = asyncio.ensure_future(reward(pool, "print", uid="0-7", mib=1026))
-            # Others are served meanwhile.
-            while not printing.done():
-                assert await reward(pool, "abc") == 3.0
-            assert await printing == 1.0
-            assert pool.counters.output_dropped_bytes == printed.dropped
-
-    run(body)
+    async with started(printed, max_output_bytes=1000) as pool:
+        printing = asyncio.ensure_future(reward(pool, "print", uid="0-7", mib=1026))
+        # Others are served meanwhile.
+        while not printing.done():
+            assert await reward(pool, "abc") == 3.0
+        assert await printing == 1.0
+        assert pool.counters.output_dropped_bytes == printed.dropped
     assert {uid for uid, _, _ in printed} == {"0-7"}
     assert (len(printed.text), printed.dropped) == (1000, 1026 * MIB - 1000)
 
 
-def test_a_function_that_prints_for_ever_is_ended_by_its_timeout() -> None:
+async def test_a_function_that_prints_for_ever_is_ended_by_its_timeout() -> None:
     printed = Printed()
-
-    async def body() -> None:
-        async with started(printed, workers=1, timeout_s=1.0, max_output_bytes=100) as pool:
-            with pytest.raises(RewardFailed, match="ran longer than 1 s"):
-                await reward(pool, "print_for_ever")
-            assert await reward(pool, "abc") == 3.0
-            assert printed.text == ("for ever " * 12)[:100]
-            assert printed.dropped > MIB
-
-    run(body)
+    async with started(printed, workers=1, timeout_s=1.0, max_output_bytes=100) as pool:
+        with pytest.raises(RewardFailed, match="ran longer than 1 s"):
+            await reward(pool, "print_for_ever")
+        assert await reward(pool, "abc") == 3.0
+        assert printed.text == ("for ever " * 12)[:100]
+        assert printed.dropped > MIB
 
 
-def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own() -> None:
+async def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own() -> None:
     printed = Printed()
-
-    async def body() -> None:
-        async with started(printed, workers=1, max_output_bytes=8) as pool:
-            for number in range(5):
-                assert await reward(pool, "say", uid=f"0-{number}", what=number) == 1.0
-            with pytest.raises(RewardFailed, match="SIGSEGV"):
-                await reward(pool, "say_and_crash", uid="0-8")
-            await reward(pool, "say_late", uid="0-9")
-            await until(lambda: "late\n" in printed.text)
-
-    run(body)
+    async with started(printed, workers=1, max_output_bytes=8) as pool:
+        for number in range(5):
+            assert await reward(pool, "say", uid=f"0-{number}", what=number) == 1.0
+        with pytest.raises(RewardFailed, match="SIGSEGV"):
+            await reward(pool, "say_and_crash", uid="0-8")
+        await reward(pool, "say_late", uid="0-9")
+        await until(lambda: "late\n" in printed.text)
     # What one call printed may be handed out in parts: Python writes the text and its newline apart.
     texts: dict[str, str] = {}
     dropped: dict[str, int] = {}
@@ -377,43 +351,33 @@ def test_output_is_bounded_whatever_is_written() -> None:
         ("sleep_in_c", "ran longer than 1 s"),
     ],
 )
-def test_what_a_function_did_to_its_worker_is_said(text: str, named: str) -> None:
-    async def body() -> None:
-        async with started(timeout_s=1.0) as pool:
-            others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(20)]
-            with pytest.raises(RewardFailed, match=named) as caught:
-                await reward(pool, text)
-            assert caught.value.retryable
-            assert await asyncio.gather(*others) == [3.0] * 20
-            assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(20))) == [4.0] * 20
-            assert pool.counters.failed == 1
-
-    run(body)
+async def test_what_a_function_did_to_its_worker_is_said(text: str, named: str) -> None:
+    async with started(timeout_s=1.0) as pool:
+        others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(20)]
+        with pytest.raises(RewardFailed, match=named) as caught:
+            await reward(pool, text)
+        assert caught.value.retryable
+        assert await asyncio.gather(*others) == [3.0] * 20
+        assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(20))) == [4.0] * 20
+        assert pool.counters.failed == 1
 
 
-def test_a_function_may_close_its_streams() -> None:
-    async def body() -> None:
-        async with started(workers=1) as pool:
-            before = await reward(pool, "pid")
-            assert await reward(pool, "no_streams") == 1.0
-            assert await reward(pool, "abc") == 3.0
-            assert await reward(pool, "pid") == before
-
-    run(body)
+async def test_a_function_may_close_its_streams() -> None:
+    async with started(workers=1) as pool:
+        before = await reward(pool, "pid")
+        assert await reward(pool, "no_streams") == 1.0
+        assert await reward(pool, "abc") == 3.0
+        assert await reward(pool, "pid") == before
 
 
 @pytest.mark.parametrize(("text", "end"), [("detached", "hang"), ("spawn_and_exit", "exit")])
-def test_what_a_function_lets_go_of_is_ended_with_its_worker(tmp_path: Path, text: str, end: str) -> None:
+async def test_what_a_function_lets_go_of_is_ended_with_its_worker(tmp_path: Path, text: str, end: str) -> None:
     """I7: also what has left its parent, its group and its session, and what a worker leaves that ends by itself."""
     path = tmp_path / "pid"
-
-    async def body() -> None:
-        async with started(timeout_s=2.0) as pool:
-            with pytest.raises(RewardFailed, match="exit code 5|ran longer"):
-                await reward(pool, text, path=str(path), end=end)
-            await until(lambda: not lives(int(path.read_text())))
-
-    run(body)
+    async with started(timeout_s=2.0) as pool:
+        with pytest.raises(RewardFailed, match="exit code 5|ran longer"):
+            await reward(pool, text, path=str(path), end=end)
+        await until(lambda: not lives(int(path.read_text())))
 
 
 # --- a whole run ---

@@ -26,11 +26,7 @@ def test_penalty_is_dapo_equation_13(tokens: int, expected: float) -> None:
     assert overlong_penalty(tokens, max_tokens=100, margin_tokens=20, scale=1.0) == pytest.approx(expected)
 
 
-@given(
-    tokens=st.integers(0, 300),
-    margin=st.integers(1, 99),
-    scale=st.floats(0, 10),
-)
+@given(tokens=st.integers(0, 300), margin=st.integers(1, 99), scale=st.floats(0, 10))
 def test_penalty_never_rewards_and_never_exceeds_its_scale(tokens: int, margin: int, scale: float) -> None:
     penalty = overlong_penalty(tokens, max_tokens=100, margin_tokens=margin, scale=scale)
     longer = overlong_penalty(tokens + 1, max_tokens=100, margin_tokens=margin, scale=scale)

@@ -41,7 +41,7 @@ def test_each_turn_is_told_from_its_context_to_its_reward(tmp_path):
     answers = iter([call_of("look"), "There is nothing."])
     account, words = told(tmp_path, agent, say=lambda prompt: next(answers))
     assert [event[1] for event in account.events] == [
-        *("episode", "asked", "answered", "turn reward", "asked", "answered", "ended"),
+        *("episode", "asked", "answered", "turn reward", "asked", "answered", "ended")
     ]
     assert words[0] == "episode began at episodes/0"
     assert words[1].startswith("call 0 (the first): ") and " generation began at version 0 after " in words[1]

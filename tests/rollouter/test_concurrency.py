@@ -16,10 +16,7 @@ def load(kv_use=0.0, queued=0, preemptions=0):
     return EngineLoad(kv_use=kv_use, queued=queued, preemptions=preemptions)
 
 
-looks = st.lists(
-    st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 2), st.integers(0, 200)),
-    max_size=60,
-)
+looks = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 2), st.integers(0, 200)), max_size=60)
 
 
 @given(looks, st.integers(1, 50), st.integers(0, 150), st.integers(1, 300))
@@ -54,11 +51,7 @@ def test_what_was_not_used_is_cut_off_with_the_rest():
 
 def test_nothing_is_raised_without_use_or_room():
     control = Concurrency(1, 256, 64)
-    for idle in (
-        {"running": 63},
-        {"running": 64, "kv_use": 0.9},
-        {"running": 64, "queued": 1},
-    ):
+    for idle in ({"running": 63}, {"running": 64, "kv_use": 0.9}, {"running": 64, "queued": 1}):
         running = idle.pop("running")
         assert control.look(load(**idle), running=running) == 64
     assert control.look(load(), running=64) == 80

@@ -231,14 +231,7 @@ TABLE = {
         "fork:assistant",
     ),
     "changed before an answer": (ChatML, "sampled", HI, lambda a: ([user("ho"), a, user("x")], []), {}, "fork:edited"),
-    "thinking stripped": (
-        StripsThinking,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, user("x")], []),
-        {},
-        "fork:no-extension",
-    ),
+    "thinking stripped": (StripsThinking, "sampled", HI, lambda a: ([*HI, a, user("x")], []), {}, "fork:no-extension"),
     "thinking kept for a tool": (
         StripsThinking,
         "sampled",
@@ -472,11 +465,7 @@ def test_a_sealed_conversation_never_changes(player):
     before = (conversation.sequences()[0].tokens.tolist(), conversation.messages(), conversation.counts())
     conversation.seal("it has ended")
     conversation.seal("again")
-    for change in (
-        lambda: player.ask(HI),
-        lambda: player.answer(late, "b"),
-        lambda: conversation.reward(None, 2.0),
-    ):
+    for change in (lambda: player.ask(HI), lambda: player.answer(late, "b"), lambda: conversation.reward(None, 2.0)):
         with pytest.raises(EpisodeOver, match="it has ended"):
             change()
     assert (conversation.sequences()[0].tokens.tolist(), conversation.messages(), conversation.counts()) == before

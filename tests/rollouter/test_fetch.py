@@ -6,7 +6,7 @@ import asyncio
 import copy
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,14 +29,7 @@ from published_weights import (
 from structlog.testing import capture_logs
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import (
-    DeadlineExceeded,
-    PeerRestarted,
-    ProtocolError,
-    RemoteError,
-    VersionGone,
-    WeightsCorrupt,
-)
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk, Offer
@@ -361,32 +354,29 @@ def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
 
 
 @pytest.mark.parametrize("chunks", range(CHUNKS))
-def test_a_cancelled_stream_leaves_nothing(chunks: int) -> None:
-    async def main() -> None:
-        arrived = asyncio.Event()
+async def test_a_cancelled_stream_leaves_nothing(chunks: int) -> None:
+    arrived = asyncio.Event()
 
-        async def stop(request: FetchChunk, chunk: Chunk) -> Chunk:
-            if server.served.total() > chunks:
-                arrived.set()
-                await asyncio.sleep(3600)
-            return chunk
+    async def stop(request: FetchChunk, chunk: Chunk) -> Chunk:
+        if server.served.total() > chunks:
+            arrived.set()
+            await asyncio.sleep(3600)
+        return chunk
 
-        server = Server(held(4, NEW), on_chunk=stop)
-        before = open_memory()
-        fetching = asyncio.create_task(take(server.offer(4, "stream"), server))
-        await arrived.wait()
-        fetching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-        # What the server has mapped to serve from is its own.
-        server.close()
-        assert open_memory() <= before
-
-    asyncio.run(main())
+    server = Server(held(4, NEW), on_chunk=stop)
+    before = open_memory()
+    fetching = asyncio.create_task(take(server.offer(4, "stream"), server))
+    await arrived.wait()
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    # What the server has mapped to serve from is its own.
+    server.close()
+    assert open_memory() <= before
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_cancelled_fetch_waits_for_its_threads(
+async def test_a_cancelled_fetch_waits_for_its_threads(
     transport: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
@@ -401,20 +391,17 @@ def test_a_cancelled_fetch_waits_for_its_threads(
         finally:
             left.set()
 
-    async def main() -> None:
-        fetching = asyncio.create_task(take(server.offer(4, transport), server))
-        await asyncio.to_thread(entered.wait, 10)
-        for _ in range(2):
-            fetching.cancel()
-            await asyncio.wait({fetching}, timeout=0.05)
-            assert not fetching.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-        assert left.is_set()
-
     monkeypatch.setattr(module, name, slow)
-    asyncio.run(main())
+    fetching = asyncio.create_task(take(server.offer(4, transport), server))
+    await asyncio.to_thread(entered.wait, 10)
+    for _ in range(2):
+        fetching.cancel()
+        await asyncio.wait({fetching}, timeout=0.05)
+        assert not fetching.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert left.is_set()
 
 
 # --- over ZeroMQ ---
@@ -465,16 +452,9 @@ BIG_CHUNKS = 4 + 2
 BIG_WEIGHTS = WeightsConfig(chunk_bytes=1 << 20, chunks_in_flight=2, deadline_s=20.0)
 
 
-def over_zmq(main: Callable[[Net], Coroutine[Any, Any, None]]) -> None:
-    async def go() -> None:
-        async with Net() as net:
-            await main(net)
+async def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
+    async with Net() as net:
 
-    asyncio.run(go())
-
-
-def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
-    async def main(net: Net) -> None:
         async def break_off(request: FetchChunk, chunk: Chunk) -> Chunk:
             if server.served.total() == 3:
                 # While two are in flight: what comes now is of a connection that is no more.
@@ -496,12 +476,10 @@ def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
         found.staged.close()
         server.close()
 
-    over_zmq(main)
-
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: bool) -> None:
-    async def main(net: Net) -> None:
+async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: bool) -> None:
+    async with Net() as net:
         reached = asyncio.Event()
 
         async def die(request: FetchChunk, chunk: Chunk) -> Chunk:
@@ -539,11 +517,10 @@ def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: boo
         for each in (old, *second.snapshots.values()):
             each.release()
 
-    over_zmq(main)
 
+async def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
+    async with Net() as net:
 
-def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
-    async def main(net: Net) -> None:
         def let_go(request: FetchChunk, chunk: Chunk) -> Chunk:
             if server.served.total() == 3:
                 server.snapshots.pop(4).release()
@@ -557,11 +534,9 @@ def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
         assert caught.value.version == 4
         assert not net.errors
 
-    over_zmq(main)
 
-
-def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
-    async def main(net: Net) -> None:
+async def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
+    async with Net() as net:
         server = Server(held(4, BIG))
         net.serve(server, "parameter_server/0")
         peers = [net.client("parameter_server/0", f"rollouter/{index}") for index in range(3)]
@@ -572,8 +547,6 @@ def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
             each.staged.close()
         assert set(server.served.values()) == {3}
         server.close()
-
-    over_zmq(main)
 
 
 def test_checksums_of_the_cases() -> None:

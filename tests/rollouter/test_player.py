@@ -183,23 +183,20 @@ def test_time_with_the_policy_is_not_the_agents(tmp_path):
     assert (trajectory.finish_reason, trajectory.reward) == ("stop", 1.0)
 
 
-def test_cancelling_it_ends_the_episode(tmp_path):
+async def test_cancelling_it_ends_the_episode(tmp_path):
     async def agent(world, key):
         world.speaks.clear()
         await world.chat(key, [user("hi")])
 
-    async def run():
-        async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent) as world:
-            playing = asyncio.create_task(world.player.play(world.ticket, world.account))
-            while not world.submitted:
-                await asyncio.sleep(0.005)
-            playing.cancel()
-            await asyncio.wait({playing})
-            while not world.ended:
-                await asyncio.sleep(0.005)
-            assert len(world.sessions) == 0
-
-    asyncio.run(run())
+    async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent) as world:
+        playing = asyncio.create_task(world.player.play(world.ticket, world.account))
+        while not world.submitted:
+            await asyncio.sleep(0.005)
+        playing.cancel()
+        await asyncio.wait({playing})
+        while not world.ended:
+            await asyncio.sleep(0.005)
+        assert len(world.sessions) == 0
 
 
 def test_all_samples_of_a_prompt_face_the_same_task():
@@ -349,10 +346,7 @@ def test_an_attempt_that_failed_is_repeated_at_another_host(tmp_path):
 
     async def run():
         limits = {"start_timeout_s": 0.2}
-        async with (
-            asyncio.timeout(WAIT_S),
-            World(tmp_path, agent=agent, choose=elsewhere([]), episode=limits) as world,
-        ):
+        async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent, choose=elsewhere([]), episode=limits) as world:
             with pytest.raises(EpisodeFailed, match="start: "):
                 await world.player.play(world.ticket, world.account)
             return await world.player.play(world.ticket, world.account), world.hosts

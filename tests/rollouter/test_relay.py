@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,8 @@ def no_leak() -> Any:
     assert comes_to(before)
 
 
-def over_zmq(main: Callable[[Net], Coroutine[Any, Any, None]]) -> None:
-    async def go() -> None:
-        async with Net() as net:
-            await main(net)
-
-    asyncio.run(go())
-
-
-def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> None:
-    async def main(net: Net) -> None:
+async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> None:
+    async with Net() as net:
         server = Server(held(4, CONTENTS))
         net.serve(server, "parameter_server/0")
         hosts = [Host(net, f"rollouter/{index}", WEIGHTS) for index in range(3)]
@@ -76,16 +68,15 @@ def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> No
         shared.close()
         server.close()
 
-    over_zmq(main)
-
 
 EVEN = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
 ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow: int) -> None:
-    async def main(net: Net) -> None:
+async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow: int) -> None:
+    async with Net() as net:
+
         async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
             await go_on.wait()
             return chunk
@@ -112,11 +103,9 @@ def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_oth
         for each in (server, *relays):
             each.close()
 
-    over_zmq(main)
 
-
-def test_a_relay_that_fails_is_left_for_its_stripe_alone() -> None:
-    async def main(net: Net) -> None:
+async def test_a_relay_that_fails_is_left_for_its_stripe_alone() -> None:
+    async with Net() as net:
         server = Server(held(4, CONTENTS))
         failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: has_let_go(chunk))
         good = Server(held(4, CONTENTS))
@@ -132,8 +121,6 @@ def test_a_relay_that_fails_is_left_for_its_stripe_alone() -> None:
         for each in (server, failing, good):
             each.close()
 
-    over_zmq(main)
-
 
 def shared_manifest(server: Server, paths: list[str]) -> Any:
     manifest = server.snapshots[4].manifest
@@ -141,8 +128,8 @@ def shared_manifest(server: Server, paths: list[str]) -> Any:
     return replace(manifest, buckets=buckets)
 
 
-def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
-    async def main(net: Net) -> None:
+async def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
+    async with Net() as net:
         reached, go_on = asyncio.Event(), asyncio.Event()
 
         async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
@@ -171,8 +158,6 @@ def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
             host.relay.close()
         server.close()
 
-    over_zmq(main)
-
 
 @asynccontextmanager
 async def host_process(address: str, manifest: Any) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
@@ -195,8 +180,9 @@ async def host_process(address: str, manifest: Any) -> AsyncIterator[tuple[str, 
         await process.wait()
 
 
-def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version() -> None:
-    async def main(net: Net) -> None:
+async def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version() -> None:
+    async with Net() as net:
+
         async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
             # From the relay alone: it never gets the second bucket.
             if request.bucket == 1 and not killed.is_set():
@@ -226,8 +212,6 @@ def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version()
         host.relay.close()
         server.close()
 
-    over_zmq(main)
-
 
 def arrived(host: Host) -> set[Piece]:
     held = host.relay._versions.get(4)
@@ -253,8 +237,8 @@ def has_a_defect(chunk: Chunk) -> Chunk:
 
 
 @pytest.mark.parametrize("what", [flips, cuts, has_let_go, has_a_defect], ids=lambda what: what.__name__)
-def test_a_relay_that_fails_is_left_for_the_next_above(what: Callable[[Chunk], Chunk]) -> None:
-    async def main(net: Net) -> None:
+async def test_a_relay_that_fails_is_left_for_the_next_above(what: Callable[[Chunk], Chunk]) -> None:
+    async with Net() as net:
         server = Server(held(4, CONTENTS))
         failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: what(chunk))
         good = Server(held(4, CONTENTS))
@@ -271,8 +255,6 @@ def test_a_relay_that_fails_is_left_for_the_next_above(what: Callable[[Chunk], C
         host.relay.close()
         for each in (server, failing, good):
             each.close()
-
-    over_zmq(main)
 
 
 def test_a_relay_that_gets_nothing_itself_is_left_in_time() -> None:

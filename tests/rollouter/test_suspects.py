@@ -78,78 +78,69 @@ class Ground:
     lone_uids = frozenset({"x", "y"})
 
 
-def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_ones_waiting():
-    async def main():
-        ground = Ground({"x"})
-        first, lone = asyncio.Event(), asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            ground.start("a", tasks, first)
-            ground.start("b", tasks, first)
+async def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_ones_waiting():
+    ground = Ground({"x"})
+    first, lone = asyncio.Event(), asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        ground.start("a", tasks, first)
+        ground.start("b", tasks, first)
+        await asyncio.sleep(0)
+        ground.start("x", tasks, lone)
+        ground.start("c", tasks)
+        ground.start("x", tasks, lone)
+        for _ in range(5):
             await asyncio.sleep(0)
-            ground.start("x", tasks, lone)
-            ground.start("c", tasks)
-            ground.start("x", tasks, lone)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert ground.log == ["a", "b"]
-            first.set()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            # Its samples together, and nobody else.
-            assert ground.log == ["a", "b", "x", "x"]
-            ground.start("x", tasks, lone)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert ground.log[4:] == ["x"]
-            lone.set()
-        assert ground.log == ["a", "b", "x", "x", "x", "c"]
-        assert ground.turns.lone is None
-        assert ground.turns.lone_turns == 1
-
-    asyncio.run(main())
-
-
-def test_after_a_death_those_that_wait_come_before_the_one_that_ran_alone():
-    async def main():
-        ground = Ground({"x"})
-        async with asyncio.TaskGroup() as tasks:
-
-            async def die_twice():
-                for _ in range(3):
-                    await ground.turns.take(ticket("x"))
-                    ground.log.append("x")
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0)
-                    ground.turns.end_lone()
-                    ground.turns.give_back(ticket("x"))
-
-            tasks.create_task(die_twice())
-            tasks.create_task(die_twice())
+        assert ground.log == ["a", "b"]
+        first.set()
+        for _ in range(5):
             await asyncio.sleep(0)
-            ground.start("a", tasks)
-            ground.start("b", tasks)
-        assert ground.log == ["x", "x", "a", "b", "x", "x", "x", "x"]
-
-    asyncio.run(main())
-
-
-def test_a_ticket_that_turns_suspect_while_it_waits_runs_alone():
-    async def main():
-        lone = set()
-        ground = Ground(lone)
-        first = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            lone.add("y")
-            ground.start("a", tasks, first)
-            ground.start("y", tasks)
-            ground.start("x", tasks)
-            ground.start("b", tasks)
+        # Its samples together, and nobody else.
+        assert ground.log == ["a", "b", "x", "x"]
+        ground.start("x", tasks, lone)
+        for _ in range(5):
             await asyncio.sleep(0)
-            lone.add("x")
-            first.set()
-        assert ground.log == ["a", "y", "x", "b"]
+        assert ground.log[4:] == ["x"]
+        lone.set()
+    assert ground.log == ["a", "b", "x", "x", "x", "c"]
+    assert ground.turns.lone is None
+    assert ground.turns.lone_turns == 1
 
-    asyncio.run(main())
+
+async def test_after_a_death_those_that_wait_come_before_the_one_that_ran_alone():
+    ground = Ground({"x"})
+    async with asyncio.TaskGroup() as tasks:
+
+        async def die_twice():
+            for _ in range(3):
+                await ground.turns.take(ticket("x"))
+                ground.log.append("x")
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                ground.turns.end_lone()
+                ground.turns.give_back(ticket("x"))
+
+        tasks.create_task(die_twice())
+        tasks.create_task(die_twice())
+        await asyncio.sleep(0)
+        ground.start("a", tasks)
+        ground.start("b", tasks)
+    assert ground.log == ["x", "x", "a", "b", "x", "x", "x", "x"]
+
+
+async def test_a_ticket_that_turns_suspect_while_it_waits_runs_alone():
+    lone = set()
+    ground = Ground(lone)
+    first = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        lone.add("y")
+        ground.start("a", tasks, first)
+        ground.start("y", tasks)
+        ground.start("x", tasks)
+        ground.start("b", tasks)
+        await asyncio.sleep(0)
+        lone.add("x")
+        first.set()
+    assert ground.log == ["a", "y", "x", "b"]
 
 
 @settings(max_examples=150, deadline=None)

@@ -189,11 +189,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
         committed, updated = [], []
         awaits = Awaits(clock.now)
         host = EngineHost(
-            config,
-            lambda: StubEngine(events, loads_left, offs_left),
-            clock,
-            StateLedger(clock.now, "engine"),
-            awaits,
+            config, lambda: StubEngine(events, loads_left, offs_left), clock, StateLedger(clock.now, "engine"), awaits
         )
         follower = UpdateFollower(
             config,
