@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
+from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.reference.engine import ReferenceEngine
@@ -83,17 +83,17 @@ def worst(found: list[float], expected: list[float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def models() -> list[Any]:
+def models():
     return [make_model(seed) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), make_model(0))
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
+def publisher():
     made = Publisher()
     yield made
     made.close()
@@ -123,9 +123,7 @@ async def load(engine: ReferenceEngine, manifest: Manifest, *, mode: Any = "abor
 
 
 @pytest.mark.parametrize("tied", [False, True])
-async def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(
-    tmp_path: Any, publisher: Publisher, tied: bool
-) -> None:
+async def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(tmp_path, publisher, tied):
     folder = save_model(tmp_path / "model", make_model(0, tied=tied))
     async with started(folder) as engine:
         reasons = set()
@@ -152,7 +150,7 @@ async def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(
         assert reasons == ({"length"} if tied else {"stop", "length"})
 
 
-async def test_a_response_ends_with_its_first_stop_token(folder: str, models: list[Any], publisher: Publisher) -> None:
+async def test_a_response_ends_with_its_first_stop_token(folder, models, publisher):
     async with started(folder) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         whole = await collect(engine, ask("whole"))
@@ -165,16 +163,16 @@ async def test_a_response_ends_with_its_first_stop_token(folder: str, models: li
         assert again.tokens == whole.tokens, "it is the request's alone"
 
 
-def test_i8_nothing_else_changes_a_bit_of_a_response(folder: str, models: list[Any], publisher: Publisher) -> None:
+def test_i8_nothing_else_changes_a_bit_of_a_response(folder, models, publisher):
     manifest = publisher.publish_model(0, models[0])
     prompts = [[(3 * i + n) % 90 for i in range(5 + 9 * n)] for n in range(8)]
 
-    async def alone() -> list[Answer]:
+    async def alone():
         async with started(folder, stream_interval=64) as engine:
             await load(engine, manifest)
             return [await collect(engine, ask(f"{n}", p, seed=n % 3)) for n, p in enumerate(prompts)]
 
-    async def crowded() -> list[Answer]:
+    async def crowded():
         async with started(folder, stream_interval=3) as engine:
             await load(engine, manifest)
             async with asyncio.TaskGroup() as tasks:
@@ -191,17 +189,15 @@ def test_i8_nothing_else_changes_a_bit_of_a_response(folder: str, models: list[A
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(
-    folder: str, models: list[Any], publisher: Publisher, temperature: float
-) -> None:
+async def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(folder, models, publisher, temperature):
     async with started(folder, stream_interval=4) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         whole, seed = Answer(), 0
         while len(whole.tokens) < 100:
             seed += 1
             whole = await collect(engine, ask(max_tokens=120, temperature=temperature, seed=seed))
-        tokens: list[int] = []
-        logprobs: list[float] = []
+        tokens = []
+        logprobs = []
         submissions, reason = 0, ""
         while reason in ("", "abort"):
             submissions += 1
@@ -225,7 +221,7 @@ async def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(
         assert (tokens, logprobs, reason) == (whole.tokens, whole.logprobs, whole.reason)
 
 
-async def test_requests_without_a_seed_differ_and_repeat(folder: str, models: list[Any], publisher: Publisher) -> None:
+async def test_requests_without_a_seed_differ_and_repeat(folder, models, publisher):
     async with started(folder) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         answers = [await collect(engine, ask(id, seed=None)) for id in ("a", "b", "a")]
@@ -233,7 +229,7 @@ async def test_requests_without_a_seed_differ_and_repeat(folder: str, models: li
         assert answers[0] == answers[2]
 
 
-def test_noise_is_uniform_and_the_choice_has_the_right_shares() -> None:
+def test_noise_is_uniform_and_the_choice_has_the_right_shares():
     noise = [uniform(seed, position) for seed in range(40) for position in range(500)]
     assert all(0.0 <= u < 1.0 for u in noise) and len(set(noise)) == len(noise)
     logits = torch.tensor([0.0, -math.inf, 2.0, 1.0, -math.inf])
@@ -247,13 +243,13 @@ def test_noise_is_uniform_and_the_choice_has_the_right_shares() -> None:
     assert [choose(logits, 1.0, u)[0] for u in (0.0, 1 - 2**-52)] == [0, 3]
 
 
-async def test_the_more_urgent_come_first(folder: str, models: list[Any], publisher: Publisher) -> None:
+async def test_the_more_urgent_come_first(folder, models, publisher):
     async with started(folder) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         await engine.pause("keep")
         ended = []
 
-        async def one(id: str, priority: int) -> None:
+        async def one(id, priority):
             await collect(engine, ask(id, priority=priority))
             ended.append(id)
 
@@ -269,9 +265,7 @@ async def test_the_more_urgent_come_first(folder: str, models: list[Any], publis
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-async def test_i3_kept_requests_go_on_under_the_new_weights(
-    folder: str, models: list[Any], publisher: Publisher, recompute_kv: bool
-) -> None:
+async def test_i3_kept_requests_go_on_under_the_new_weights(folder, models, publisher, recompute_kv):
     async with started(folder, stream_interval=4) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         begun, waiting = Answer(), Answer()
@@ -295,9 +289,7 @@ async def test_i3_kept_requests_go_on_under_the_new_weights(
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(
-    folder: str, models: list[Any], publisher: Publisher, mode: Any
-) -> None:
+async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(folder, models, publisher, mode):
     async with started(folder, stream_interval=4) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         expected = [await collect(engine, ask(id, max_tokens=90, temperature=0.0)) for id in "ab"]
@@ -319,9 +311,7 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(
         assert answers == expected
 
 
-async def test_an_aborting_pause_ends_all_with_what_they_have(
-    folder: str, models: list[Any], publisher: Publisher
-) -> None:
+async def test_an_aborting_pause_ends_all_with_what_they_have(folder, models, publisher):
     async with started(folder, stream_interval=512) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         async with asyncio.TaskGroup() as tasks:
@@ -343,9 +333,7 @@ async def test_an_aborting_pause_ends_all_with_what_they_have(
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), "have changed|mismatch|size"),
     ],
 )
-async def test_i4_all_of_the_weights_or_nothing(
-    folder: str, models: list[Any], publisher: Publisher, change: Callable[[dict[str, torch.Tensor]], Any], words: str
-) -> None:
+async def test_i4_all_of_the_weights_or_nothing(folder, models, publisher, change, words):
     tensors = parameters_of(models[1])
     change(tensors)
     async with started(folder) as engine:
@@ -363,8 +351,8 @@ async def test_i4_all_of_the_weights_or_nothing(
         assert await engine.score(PROMPT) == pytest.approx(logprobs_of(models[1], PROMPT), abs=TOLERANCE)
 
 
-def test_i4_checksums_agree_exactly_where_weights_do(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def sums(*versions: Any) -> list[str]:
+def test_i4_checksums_agree_exactly_where_weights_do(folder, models, publisher):
+    async def sums(*versions):
         async with started(folder) as engine:
             found = []
             for number, model in enumerate(versions):
@@ -377,12 +365,12 @@ def test_i4_checksums_agree_exactly_where_weights_do(folder: str, models: list[A
     assert first != second
 
 
-def test_half_precision_is_loaded_as_it_is(folder: str, models: list[Any], publisher: Publisher) -> None:
+def test_half_precision_is_loaded_as_it_is(folder, models, publisher):
     halves = {name: tensor.bfloat16() for name, tensor in parameters_of(models[0]).items()}
     rounded = make_model(1)
     rounded.load_state_dict({name: tensor.float() for name, tensor in halves.items()}, strict=False)
 
-    async def go() -> list[float]:
+    async def go():
         async with started(folder) as engine:
             await load(engine, publisher.publish(0, halves))
             return await engine.score(PROMPT)
@@ -390,12 +378,10 @@ def test_half_precision_is_loaded_as_it_is(folder: str, models: list[Any], publi
     assert worst(asyncio.run(go()), logprobs_of(rounded, PROMPT)) < TOLERANCE
 
 
-def test_broadcasts_are_received_verified_and_survived(folder: str, models: list[Any], publisher: Publisher) -> None:
+def test_broadcasts_are_received_verified_and_survived(folder, models, publisher):
     sender = Sender("gloo", "127.0.0.1", 60.0)
 
-    async def broadcast(
-        engine: ReferenceEngine, epoch: int, manifest: Manifest, buckets: Iterator[tuple[Bucket, int]]
-    ) -> list[Any]:
+    async def broadcast(engine, epoch, manifest, buckets):
         group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host=sender.host, port=sender.port)
         layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
         collective = Collective(group=group, first_rank=1, buckets=layouts)
@@ -406,16 +392,16 @@ def test_broadcasts_are_received_verified_and_survived(folder: str, models: list
             return_exceptions=True,
         )
 
-    def all_of(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
+    def all_of(manifest):
         return ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
 
-    def broken(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
+    def broken(manifest):
         buckets = all_of(manifest)
         yield next(buckets)
         sender.abort("enough")
         yield from buckets
 
-    async def go() -> None:
+    async def go():
         async with started(folder) as engine:
             for version, model in enumerate(models):
                 manifest = publisher.publish_model(version, model)
@@ -440,7 +426,7 @@ def test_broadcasts_are_received_verified_and_survived(folder: str, models: list
 # --- errors and ends ----------------------------------------------------------------------------------------
 
 
-async def test_impossible_requests_are_value_errors(folder: str, models: list[Any], publisher: Publisher) -> None:
+async def test_impossible_requests_are_value_errors(folder, models, publisher):
     async with started(folder) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         for prompt in ([], [1] * 1024, [96], [-1]):
@@ -452,8 +438,8 @@ async def test_impossible_requests_are_value_errors(folder: str, models: list[An
         assert await engine.score([1]) == []
 
 
-def test_what_it_cannot_run_is_a_config_error(folder: str, tmp_path: Any) -> None:
-    async def problem(**rollout: Any) -> str:
+def test_what_it_cannot_run_is_a_config_error(folder, tmp_path):
+    async def problem(**rollout):
         with pytest.raises(ConfigError) as raised:
             async with started(rollout.pop("folder", folder), **rollout):
                 pass
@@ -465,13 +451,13 @@ def test_what_it_cannot_run_is_a_config_error(folder: str, tmp_path: Any) -> Non
         config_for(folder, gpus_per_replica=1)
 
 
-async def test_the_event_loop_never_waits_for_the_model(folder: str, models: list[Any], publisher: Publisher) -> None:
+async def test_the_event_loop_never_waits_for_the_model(folder, models, publisher):
     async with started(folder) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         entered, go_on = threading.Event(), threading.Event()
         advance = engine._model.advance
 
-        def slow(*arguments: Any) -> Any:
+        def slow(*arguments):
             entered.set()
             assert go_on.wait(30)
             return advance(*arguments)
@@ -490,12 +476,10 @@ async def test_the_event_loop_never_waits_for_the_model(folder: str, models: lis
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-async def test_i5_an_engine_that_does_not_compute_is_dead(
-    folder: str, models: list[Any], publisher: Publisher, how: str
-) -> None:
+async def test_i5_an_engine_that_does_not_compute_is_dead(folder, models, publisher, how):
     released = threading.Event()
 
-    def broken(*_: Any) -> Any:
+    def broken(*_):
         if how == "hangs":
             released.wait(30)
         raise RuntimeError("out of order")
@@ -513,7 +497,7 @@ async def test_i5_an_engine_that_does_not_compute_is_dead(
         released.set()
 
 
-async def test_i7_closing_ends_everything_at_once(folder: str, models: list[Any], publisher: Publisher) -> None:
+async def test_i7_closing_ends_everything_at_once(folder, models, publisher):
     async with started(folder) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         answer = Answer()
@@ -527,7 +511,7 @@ async def test_i7_closing_ends_everything_at_once(folder: str, models: list[Any]
         await engine.close()
 
 
-async def test_a_cancelled_reader_leaves_nothing_behind(folder: str, models: list[Any], publisher: Publisher) -> None:
+async def test_a_cancelled_reader_leaves_nothing_behind(folder, models, publisher):
     async with started(folder, stream_interval=4) as engine:
         await load(engine, publisher.publish_model(0, models[0]))
         answer = Answer()

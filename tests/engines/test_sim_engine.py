@@ -84,7 +84,7 @@ def run(made: Batch, until: float = 1e9) -> tuple[Taken, float]:
     return taken, now
 
 
-def test_one_request_takes_prefill_and_its_steps() -> None:
+def test_one_request_takes_prefill_and_its_steps():
     made = batch()
     made.submit(0.0, request("a", prompt=500))
     taken, now = run(made)
@@ -94,7 +94,7 @@ def test_one_request_takes_prefill_and_its_steps() -> None:
     assert taken.last["a"].spans == [VersionSpan(0, 0, 20)]
 
 
-def test_what_an_earlier_turn_left_is_not_prefilled_again() -> None:
+def test_what_an_earlier_turn_left_is_not_prefilled_again():
     made = batch()
     question = [3] * 500
     made.submit(0.0, request("a", prompt=question, key="first"))
@@ -115,7 +115,7 @@ def test_what_an_earlier_turn_left_is_not_prefilled_again() -> None:
     assert run(made)[1] - now == pytest.approx(100 + 620 / 1000 + 20)
 
 
-def test_the_prefix_cache_keeps_what_was_used_last() -> None:
+def test_the_prefix_cache_keeps_what_was_used_last():
     cache = PrefixCache(10 * BLOCK)
     contexts = [cache.blocks("", [number] * 6 * BLOCK) for number in range(3)]
     for blocks in contexts[:2]:
@@ -126,14 +126,14 @@ def test_the_prefix_cache_keeps_what_was_used_last() -> None:
     assert cache.blocks("", [0] * (6 * BLOCK + 5)) == contexts[0] != cache.blocks("v1", [0] * 6 * BLOCK)
 
 
-def test_steps_grow_with_the_number_running() -> None:
+def test_steps_grow_with_the_number_running():
     made = batch()
     for id in "abc":
         made.submit(0.0, request(id, prompt=[ord(id)] * 100))
     assert run(made)[1] == pytest.approx(3 * 0.1 + 20 * (1.0 + 2 * 0.5))
 
 
-def test_max_tokens_cuts() -> None:
+def test_max_tokens_cuts():
     made = batch()
     made.submit(0.0, request("a", max_tokens=7))
     taken, _ = run(made)
@@ -141,19 +141,19 @@ def test_max_tokens_cuts() -> None:
     assert len(taken.tokens["a"]) == 7
 
 
-def test_requests_queue_for_the_cache_by_priority() -> None:
+def test_requests_queue_for_the_cache_by_priority():
     made = batch(kv_tokens=65)
     for id, priority in (("a", 0), ("b", 0), ("c", 1), ("d", 0), ("e", -1)):
         made.submit(0.0, request(id, priority=priority))
     assert (made.running, made.waiting) == (2, 3)
-    order: list[str] = []
+    order = []
     while (due := made.next_event()) is not None:
         made.advance(due)
         order += [id for id, delta in made.take() if delta.finish_reason]
     assert order == ["a", "b", "e", "d", "c"]
 
 
-def test_what_is_larger_than_the_cache_runs_alone() -> None:
+def test_what_is_larger_than_the_cache_runs_alone():
     made = batch(kv_tokens=25)
     made.submit(0.0, request("a"))
     made.submit(0.0, request("b"))
@@ -161,7 +161,7 @@ def test_what_is_larger_than_the_cache_runs_alone() -> None:
     assert run(made)[1] == pytest.approx(2 * (0.01 + 20))
 
 
-def test_frozen_requests_stand_still_and_carry_both_versions() -> None:
+def test_frozen_requests_stand_still_and_carry_both_versions():
     made = batch()
     made.submit(0.0, request("a", prompt=1000))
     made.advance(6.2)
@@ -175,7 +175,7 @@ def test_frozen_requests_stand_still_and_carry_both_versions() -> None:
     assert now == pytest.approx(100.0 + 1.005 + 15)
 
 
-def test_stale_cache_marks_the_spans_of_those_who_kept_it() -> None:
+def test_stale_cache_marks_the_spans_of_those_who_kept_it():
     made = batch(kv_tokens=45)
     made.submit(0.0, request("a"))
     made.submit(0.0, request("b"))
@@ -188,7 +188,7 @@ def test_stale_cache_marks_the_spans_of_those_who_kept_it() -> None:
     assert taken.last["b"].spans == [VersionSpan(1, 0, 20)]
 
 
-def test_crash_comes_after_its_steps() -> None:
+def test_crash_comes_after_its_steps():
     made = batch(crash_after=6)
     made.submit(0.0, request("a"))
     assert run(made)[1] == pytest.approx(0.01 + 6)
@@ -196,7 +196,7 @@ def test_crash_comes_after_its_steps() -> None:
     assert made.next_event() is None
 
 
-def test_lengths_are_lognormal() -> None:
+def test_lengths_are_lognormal():
     config = sim(length="lognormal", length_median=100.0, length_sigma=1.0)
     lengths = [response_length(config, 1, f"u{i}/0") for i in range(4000)]
     assert median(lengths) == pytest.approx(100, rel=0.1)
@@ -214,21 +214,19 @@ def test_lengths_are_lognormal() -> None:
     stops=st.lists(st.integers(33, 126), max_size=4),
 )
 @settings(max_examples=150, deadline=None)
-def test_interruptions_change_nothing_of_a_response(
-    cuts: list[float], keys: list[int], interval: int, kv_tokens: int, sigma: float, stops: list[int]
-) -> None:
+def test_interruptions_change_nothing_of_a_response(cuts, keys, interval, kv_tokens, sigma, stops):
     """Tokens, log-probs and length are a function of seed, key and stop tokens, however often it was aborted."""
     made = batch(interval, length="lognormal", length_median=15, length_sigma=sigma, kv_tokens=kv_tokens)
     config = sim(length="lognormal", length_median=15, length_sigma=sigma)
     taken, held, now = Taken(), dict.fromkeys(keys, 0), 0.0
 
-    def submit() -> None:
+    def submit():
         for key, count in held.items():
             if f"{key}/done" not in taken.last:
                 fields = {"key": f"{key}", "held": count, "stop_token_ids": stops}
                 made.submit(now, request(f"{key}", prompt=10 + count, max_tokens=300 - count, **fields))
 
-    def collect() -> None:
+    def collect():
         taken.take(made)
         for id in list(taken.last):
             if not id.endswith("/done"):
@@ -309,8 +307,8 @@ def on_engine(config: Config, body: Any) -> Any:
     return run_virtual(go())
 
 
-def test_engine_keeps_the_model_times() -> None:
-    async def body(engine: Engine, weights: Weights) -> tuple[float, int]:
+def test_engine_keeps_the_model_times():
+    async def body(engine, weights):
         loop = asyncio.get_running_loop()
         began = loop.time()
         answers = await asyncio.gather(*(collect(engine, request(f"r{i}")) for i in range(5)))
@@ -321,8 +319,8 @@ def test_engine_keeps_the_model_times() -> None:
     assert took == pytest.approx(5 * 10 / 50_000 + 40 * (0.02 + 4 * 0.0002), rel=1e-6)
 
 
-def test_updates_abort_keep_and_wait() -> None:
-    async def body(engine: Engine, weights: Weights) -> list[tuple[list[int], Delta]]:
+def test_updates_abort_keep_and_wait():
+    async def body(engine, weights):
         ended = []
         for version, mode in enumerate(("abort", "keep", "wait"), start=1):
             stream = asyncio.ensure_future(collect(engine, request(f"r{version}", key="same")))
@@ -341,8 +339,8 @@ def test_updates_abort_keep_and_wait() -> None:
     assert old.spans == [VersionSpan(2, 0, 40)]
 
 
-def test_requests_submitted_in_a_pause_run_after_it() -> None:
-    async def body(engine: Engine, weights: Weights) -> Delta:
+def test_requests_submitted_in_a_pause_run_after_it():
+    async def body(engine, weights):
         await engine.pause("keep")
         stream = asyncio.ensure_future(collect(engine, request("a")))
         await asyncio.sleep(10.0)
@@ -356,8 +354,8 @@ def test_requests_submitted_in_a_pause_run_after_it() -> None:
     assert on_engine(config_for(), body).spans == [VersionSpan(5, 0, 40)]
 
 
-def test_cancelled_reader_frees_its_place() -> None:
-    async def body(engine: Engine, weights: Weights) -> float:
+def test_cancelled_reader_frees_its_place():
+    async def body(engine, weights):
         stream = asyncio.ensure_future(collect(engine, request("a")))
         await asyncio.sleep(0.1)
         stream.cancel()
@@ -369,8 +367,8 @@ def test_cancelled_reader_frees_its_place() -> None:
     assert on_engine(config_for(), body) == 0.0
 
 
-def test_other_weights_are_refused() -> None:
-    async def body(engine: Engine, weights: Weights) -> None:
+def test_other_weights_are_refused():
+    async def body(engine, weights):
         other = stage(weights.publisher.publish(1, {"v": torch.ones(64, dtype=torch.int64)}))
         with closing(other), pytest.raises(WeightsCorrupt, match="missing"):
             await engine.accept(other)
@@ -380,8 +378,8 @@ def test_other_weights_are_refused() -> None:
     on_engine(config_for(), body)
 
 
-def test_crash_ends_streams_and_calls() -> None:
-    async def body(engine: Engine, weights: Weights) -> None:
+def test_crash_ends_streams_and_calls():
+    async def body(engine, weights):
         outcomes = await asyncio.gather(
             *(collect(engine, request(f"r{i}")) for i in range(3)), engine.pause("wait"), return_exceptions=True
         )
@@ -443,8 +441,8 @@ def in_broadcast(body: Callable[[Engine, Learner], Awaitable[None]]) -> None:
     assert threading.active_count() == threads
 
 
-def test_broadcast_loads_what_shared_memory_does() -> None:
-    async def body(engine: Engine, learner: Learner) -> None:
+def test_broadcast_loads_what_shared_memory_does():
+    async def body(engine, learner):
         for version in range(3):
             manifest = learner.published(version)
             sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, manifest))
@@ -461,8 +459,8 @@ def test_broadcast_loads_what_shared_memory_does() -> None:
     in_broadcast(body)
 
 
-def test_failed_broadcast_leaves_the_engine_to_the_next_load() -> None:
-    async def body(engine: Engine, learner: Learner) -> None:
+def test_failed_broadcast_leaves_the_engine_to_the_next_load():
+    async def body(engine, learner):
         manifest, other = learner.published(1), learner.published(2)
         sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, other))
         with pytest.raises(BroadcastFailed, match="expected OPEN"):
@@ -478,8 +476,8 @@ def test_failed_broadcast_leaves_the_engine_to_the_next_load() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.2])
-def test_close_ends_a_broadcast_that_nobody_sends(after_s: float) -> None:
-    async def body(engine: Engine, learner: Learner) -> None:
+def test_close_ends_a_broadcast_that_nobody_sends(after_s):
+    async def body(engine, learner):
         load = asyncio.create_task(engine.load(learner.offered(1, learner.published(1)), recompute_kv=False))
         await asyncio.sleep(after_s)
         # Less than the wait for the others would take.

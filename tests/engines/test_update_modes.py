@@ -85,13 +85,13 @@ class Borrowed:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
+def runner():
     with asyncio.Runner() as runner:
         yield runner
 
 
 @pytest.fixture(scope="module")
-def engine(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+def engine(runner, tmp_path_factory):
     folder = save_model(tmp_path_factory.mktemp("model"), make_model(0))
     engine = VllmEngine(config_for(folder), "rollouter/0")
     try:
@@ -103,7 +103,7 @@ def engine(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def versions() -> Iterator[int]:
+def versions():
     """Numbers that grow over all tests, as one engine sees them."""
     return itertools.count()
 
@@ -228,11 +228,11 @@ def check(changing: Changing, found: list[Response], *, stale: bool = False) -> 
     ("on_update", "keep_kv"), [("abort_resume", "recompute"), ("keep", "recompute"), ("keep", "stale")]
 )
 def test_tokens_on_both_sides_of_each_update_are_those_of_their_own_weights(
-    runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int], on_update: str, keep_kv: str
-) -> None:
+    runner, engine, versions, on_update, keep_kv
+):
     """I3: each token carries the log-prob and the version of the weights that sampled it."""
 
-    async def main() -> None:
+    async def main():
         changing = Changing(engine, versions, on_update=on_update, keep_kv=keep_kv)
         found = await changing.run()
         assert check(changing, found, stale=keep_kv == "stale") >= EPISODES / 2
@@ -288,20 +288,14 @@ GUARDS = {"salt": _without_the_salt, "drop": _without_the_drop}
     ids=str,
 )
 def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
-    runner: asyncio.Runner,
-    engine: VllmEngine,
-    versions: Iterator[int],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: tuple[str, str],
-    without: list[str],
-    exact: bool,
-) -> None:
+    runner, engine, versions, monkeypatch, mode, without, exact
+):
     """Prompts of several blocks come again under each version. Of the two guards each mode needs one: the drop of the
     cache in a load, and the salt of the version; without it the test sees old blocks."""
     for guard in without:
         GUARDS[guard](monkeypatch, engine)
 
-    async def main() -> None:
+    async def main():
         changing = Changing(engine, versions, on_update=mode[0], keep_kv=mode[1])
         changing.prompts = LONG_PROMPTS
         found = await changing.run_over_versions(updates=5, episodes=4, max_tokens=80)
@@ -312,18 +306,16 @@ def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
     runner.run(main())
 
 
-def test_drained_responses_meet_no_update(runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int]) -> None:
-    async def main() -> None:
+def test_drained_responses_meet_no_update(runner, engine, versions):
+    async def main():
         changing = Changing(engine, versions, on_update="drain")
         assert check(changing, await changing.run(updates=2)) == 0
 
     runner.run(main())
 
 
-def test_responses_end_at_their_limit_and_at_stop_strings_over_any_number_of_resumes(
-    runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int]
-) -> None:
-    async def main() -> None:
+def test_responses_end_at_their_limit_and_at_stop_strings_over_any_number_of_resumes(runner, engine, versions):
+    async def main():
         plain = Changing(engine, versions)
         texts = [Letters().decode(generated.tokens) for generated in await plain.run(updates=0)]
         # Strings that do occur, of two characters, so that updates fall into some of them.

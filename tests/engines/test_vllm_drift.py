@@ -73,7 +73,7 @@ LIMITS: dict[str, dict[str, float]] = {"float32": {}, "bfloat16": {"warn": 0.03,
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(request, tmp_path_factory):
     folder = save_model(tmp_path_factory.mktemp("model"), sharp_model(0))
     with paired(config_for(folder, request.param, drift=LIMITS[request.param]), random_prompts(0)) as pair:
         yield pair
@@ -85,18 +85,18 @@ def check_silent(followed: Followed, updates: int) -> None:
     assert all(times.drift is not None for times in followed.updated)
 
 
-def test_updates_stay_silent(pair: Pair) -> None:
+def test_updates_stay_silent(pair):
     check_silent(pair.follow(*(pair.offer() for _ in range(3))), 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", ["bfloat16"], indirect=True)
-def test_a_hundred_updates_stay_silent(pair: Pair) -> None:
+def test_a_hundred_updates_stay_silent(pair):
     for _ in range(20):
         check_silent(pair.follow(*(pair.offer() for _ in range(5))), 5)
 
 
-def test_a_hundredth_of_noise_on_the_weights_of_an_engine_ends_the_run(pair: Pair) -> None:
+def test_a_hundredth_of_noise_on_the_weights_of_an_engine_ends_the_run(pair):
     failure = pair.failure(pair.offer(), pair.offer(noise=0.01))
     for words in ("rollouter/0", f"version {pair._version}", "nats", "drift.stop", "weights of another version"):
         assert words in str(failure)
@@ -111,7 +111,7 @@ def cool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "sampling", cooler)
 
 
-def test_another_temperature_in_an_engine_ends_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_temperature_in_an_engine_ends_the_run(pair, monkeypatch):
     check_silent(pair.follow(pair.offer()), 1)
     cool(monkeypatch)
     failure = pair.failure(pair.offer())
@@ -125,7 +125,7 @@ def test_another_temperature_in_an_engine_ends_the_run(pair: Pair, monkeypatch: 
     "ASYNCRL_CHAT_MODEL" not in os.environ,
     reason="ASYNCRL_CHAT_MODEL does not name the folder of SmolLM2-135M-Instruct (make chat-model)",
 )
-def test_a_real_model_in_bfloat16_and_the_default_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_model_in_bfloat16_and_the_default_limits(monkeypatch):
     folder = str(Path(os.environ["ASYNCRL_CHAT_MODEL"]).absolute())
     with paired(config_for(folder, "bfloat16"), texts_of(folder)) as pair:
         followed = pair.follow(*(pair.offer() for _ in range(5)))

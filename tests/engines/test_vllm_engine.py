@@ -118,13 +118,13 @@ def worst(found: list[float], expected: list[float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
+def loop():
     with asyncio.Runner() as runner:
         yield runner
 
 
 @pytest.fixture(scope="module")
-def served(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(loop, tmp_path_factory):
     folder = save_model(tmp_path_factory.mktemp("model"), make_model(0))
     engine, publisher = VllmEngine(config_for(folder, concurrency="auto"), "rollouter/0"), Publisher()
     try:
@@ -137,14 +137,14 @@ def served(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def models() -> list[Any]:
+def models():
     return [make_model(seed) for seed in (1, 2)]
 
 
-def test_logprobs_are_the_models(served: Served, models: list[Any]) -> None:
+def test_logprobs_are_the_models(served, models):
     version = served.run(served.load(models[0]))
 
-    async def go() -> list[Answer]:
+    async def go():
         requests = [ask(PROMPT[: 8 + i], seed=i, temperature=t) for i in range(6) for t in (0.7, 1.0)]
         return await asyncio.gather(*(collect(served.engine, request) for request in requests))
 
@@ -163,12 +163,12 @@ def test_logprobs_are_the_models(served: Served, models: list[Any]) -> None:
     assert {answer.reason for answer in answers} == {"stop", "length"}
 
 
-def test_its_load_is_told(served: Served, models: list[Any]) -> None:
+def test_its_load_is_told(served, models):
     """Of 40 requests 32 run at a time."""
     served.run(served.load(models[0]))
     engine = served.engine
 
-    async def go() -> list[EngineLoad]:
+    async def go():
         answers = [asyncio.ensure_future(collect(engine, ask(seed=i, max_tokens=128))) for i in range(40)]
         seen = []
         while not all(answer.done() for answer in answers):
@@ -183,7 +183,7 @@ def test_its_load_is_told(served: Served, models: list[Any]) -> None:
     assert {load.preemptions for load in seen} == {0}
 
 
-def test_requests_that_vllm_puts_back_are_counted() -> None:
+def test_requests_that_vllm_puts_back_are_counted():
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
     from asyncrl.rollouter.engines.vllm.adapter import LoadLogger
@@ -207,9 +207,7 @@ def test_requests_that_vllm_puts_back_are_counted() -> None:
         ("NVIDIA H100 80GB HBM3", 79, {"max_num_batched_tokens": 4096}, 4096),
     ],
 )
-def test_a_step_on_a_gpu_takes_as_many_tokens_as_one_of_whole_batches(
-    monkeypatch: pytest.MonkeyPatch, device: str, gib: int, extra: dict[str, int], expected: int
-) -> None:
+def test_a_step_on_a_gpu_takes_as_many_tokens_as_one_of_whole_batches(monkeypatch, device, gib, extra, expected):
     """By vLLM's own table; an AsyncLLM without a context would get 2,048."""
     from vllm.engine import arg_utils
 
@@ -222,7 +220,7 @@ def test_a_step_on_a_gpu_takes_as_many_tokens_as_one_of_whole_batches(
     )
     found = []
 
-    def from_engine_args(arguments: Any, **options: Any) -> None:
+    def from_engine_args(arguments, **options):
         monkeypatch.setattr(arg_utils, "current_platform", gpu)
         model = SimpleNamespace(max_model_len=arguments.max_model_len, is_multimodal_model=False)
         arguments._set_default_max_num_seqs_and_batched_tokens_args(
@@ -237,10 +235,10 @@ def test_a_step_on_a_gpu_takes_as_many_tokens_as_one_of_whole_batches(
     assert found == [expected]
 
 
-def test_what_the_prefix_cache_has_is_told(served: Served, models: list[Any]) -> None:
+def test_what_the_prefix_cache_has_is_told(served, models):
     """By whole blocks, to whoever has the same salt, and with each delta."""
 
-    async def main() -> None:
+    async def main():
         await served.load(models[0])
         answers = [await collect(served.engine, ask(cache_salt=salt)) for salt in ("v1", "v1", "v2")]
         assert [answer.cached for answer in answers] == [0, 32, 0]
@@ -248,7 +246,7 @@ def test_what_the_prefix_cache_has_is_told(served: Served, models: list[Any]) ->
     served.run(main())
 
 
-def test_temperature_scales_the_logprobs(served: Served, models: list[Any]) -> None:
+def test_temperature_scales_the_logprobs(served, models):
     served.run(served.load(models[0]))
     answer = served.run(collect(served.engine, ask(seed=3, temperature=0.5)))
     with torch.no_grad():
@@ -258,7 +256,7 @@ def test_temperature_scales_the_logprobs(served: Served, models: list[Any]) -> N
     assert worst(answer.logprobs, expected) < TOLERANCE
 
 
-def test_a_response_ends_with_its_first_stop_token(served: Served, models: list[Any]) -> None:
+def test_a_response_ends_with_its_first_stop_token(served, models):
     served.run(served.load(models[0]))
     whole = served.run(collect(served.engine, ask(seed=5)))
     stop = whole.tokens[20]
@@ -268,16 +266,16 @@ def test_a_response_ends_with_its_first_stop_token(served: Served, models: list[
     assert cut.spans[-1].end == len(cut.logprobs) == first + 1
 
 
-def test_a_resume_replays_no_noise_of_the_response() -> None:
+def test_a_resume_replays_no_noise_of_the_response():
     seeds = [submission_seed(ask(seed=5, held=held)) for held in (0, 1, 2, 1)]
     assert seeds[0] == 5 and seeds[1] == seeds[3] and len(set(seeds)) == 3
     assert submission_seed(ask(seed=None, held=3)) is None
 
 
-def test_seeds_repeat_and_differ(served: Served, models: list[Any]) -> None:
+def test_seeds_repeat_and_differ(served, models):
     served.run(served.load(models[0]))
 
-    async def go() -> list[Answer]:
+    async def go():
         # More prompt tokens at once than one step processes, none of them shared.
         prompts = [[(seed * j + j // 7 + seed) % 90 for j in range(250)] for seed in range(20)]
         requests = [ask(prompt, seed=seed, cache_salt=copy) for copy in "ab" for seed, prompt in enumerate(prompts)]
@@ -288,7 +286,7 @@ def test_seeds_repeat_and_differ(served: Served, models: list[Any]) -> None:
     assert len({tuple(a.tokens) for a in answers[:20]}) > 10
 
 
-def test_score_follows_the_weights(served: Served, models: list[Any]) -> None:
+def test_score_follows_the_weights(served, models):
     for model, other in (models, models[::-1]):
         served.run(served.load(model))
         scores = served.run(served.engine.score(PROMPT))
@@ -297,10 +295,10 @@ def test_score_follows_the_weights(served: Served, models: list[Any]) -> None:
     assert served.run(served.engine.score(PROMPT[:1])) == []
 
 
-def test_abort_keeps_what_was_sampled(served: Served, models: list[Any]) -> None:
+def test_abort_keeps_what_was_sampled(served, models):
     version = served.run(served.load(models[0]))
 
-    async def go() -> tuple[list[Answer], Answer]:
+    async def go():
         answers = [Answer() for _ in range(4)]
         requests = [ask([*PROMPT, i], max_tokens=512, temperature=0.0) for i in range(4)]
         async with asyncio.TaskGroup() as tasks:
@@ -326,12 +324,12 @@ def test_abort_keeps_what_was_sampled(served: Served, models: list[Any]) -> None
     assert unscheduled.tokens or unscheduled.spans == []
 
 
-def test_i8_abort_and_resume_changes_nothing(served: Served, models: list[Any]) -> None:
+def test_i8_abort_and_resume_changes_nothing(served, models):
     served.run(served.load(models[0]))
     whole = served.run(collect(served.engine, ask(max_tokens=200, temperature=0.0)))
 
-    async def go() -> tuple[list[int], int]:
-        tokens: list[int] = []
+    async def go():
+        tokens = []
         submissions = 0
         while True:
             submissions += 1
@@ -351,10 +349,10 @@ def test_i8_abort_and_resume_changes_nothing(served: Served, models: list[Any]) 
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_kept_requests_go_on_under_the_new_weights(served: Served, models: list[Any], recompute_kv: bool) -> None:
+def test_kept_requests_go_on_under_the_new_weights(served, models, recompute_kv):
     old = served.run(served.load(models[0]))
 
-    async def go() -> tuple[Answer, int]:
+    async def go():
         answer = Answer()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(collect(served.engine, ask(max_tokens=300, temperature=0.0), answer))
@@ -376,13 +374,11 @@ def test_kept_requests_go_on_under_the_new_weights(served: Served, models: list[
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
-def test_a_pause_brings_what_the_scheduler_holds(
-    served: Served, models: list[Any], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_brings_what_the_scheduler_holds(served, models, mode, monkeypatch):
     monkeypatch.setattr(served.engine, "_stream_interval", 512)
     old = served.run(served.load(models[0]))
 
-    async def go() -> tuple[Answer, int, int]:
+    async def go():
         answer = Answer()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(collect(served.engine, ask(max_tokens=300, temperature=0.0), answer))
@@ -404,10 +400,10 @@ def test_a_pause_brings_what_the_scheduler_holds(
     assert worst(answer.logprobs[:split], before[:split]) < TOLERANCE
 
 
-def test_waiting_pause_lets_requests_finish(served: Served, models: list[Any]) -> None:
+def test_waiting_pause_lets_requests_finish(served, models):
     old = served.run(served.load(models[0]))
 
-    async def go() -> Answer:
+    async def go():
         async with asyncio.TaskGroup() as tasks:
             answer = Answer()
             tasks.create_task(collect(served.engine, ask(max_tokens=200, temperature=0.0), answer))
@@ -420,7 +416,7 @@ def test_waiting_pause_lets_requests_finish(served: Served, models: list[Any]) -
     assert answer.spans == [VersionSpan(old, 0, 200)]
 
 
-def test_prefix_cache_does_not_outlive_the_weights(served: Served, models: list[Any]) -> None:
+def test_prefix_cache_does_not_outlive_the_weights(served, models):
     for model in models:
         served.run(served.load(model))
         # The same salt on purpose: the load has dropped the blocks.
@@ -437,9 +433,7 @@ def test_prefix_cache_does_not_outlive_the_weights(served: Served, models: list[
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), "have changed"),
     ],
 )
-def test_wrong_sets_are_refused_before_the_load(
-    served: Served, models: list[Any], change: Callable[[dict[str, torch.Tensor]], Any], words: str
-) -> None:
+def test_wrong_sets_are_refused_before_the_load(served, models, change, words):
     served.run(served.load(models[0]))
     tensors = parameters_of(models[1])
     change(tensors)
@@ -450,7 +444,7 @@ def test_wrong_sets_are_refused_before_the_load(
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"])
-def test_failed_load_is_repeated_whole(served: Served, models: list[Any], missing: str) -> None:
+def test_failed_load_is_repeated_whole(served, models, missing):
     served.run(served.load(models[0]))
     engine, version = served.engine, next(served.versions)
     tensors = parameters_of(models[1])
@@ -459,7 +453,7 @@ def test_failed_load_is_repeated_whole(served: Served, models: list[Any], missin
     # Past the check that stands before every load, to the one in the worker.
     partial = stage(served.publisher.publish(version, tensors))
 
-    async def go() -> list[float]:
+    async def go():
         await engine.pause("abort")
         for _ in range(2):
             with pytest.raises(WeightsCorrupt, match="incomplete weights"):
@@ -472,13 +466,13 @@ def test_failed_load_is_repeated_whole(served: Served, models: list[Any], missin
         assert worst(served.run(go()), logprobs_of(models[1], PROMPT)) < TOLERANCE
 
 
-def test_publisher_may_die_once_staged(served: Served, models: list[Any]) -> None:
+def test_publisher_may_die_once_staged(served, models):
     served.run(served.load(models[0]))
     publisher = Publisher()
     staged = stage(publisher.publish_model(next(served.versions), models[1]))
     publisher.close()
 
-    async def go() -> list[float]:
+    async def go():
         await served.engine.pause("abort")
         await served.engine.load(staged, recompute_kv=True)
         await served.engine.resume()
@@ -492,7 +486,7 @@ def test_publisher_may_die_once_staged(served: Served, models: list[Any]) -> Non
 
 
 @pytest.fixture
-def sender() -> Iterator[Sender]:
+def sender():
     made = Sender("gloo", "127.0.0.1", 60.0)
     yield made
     made.close()
@@ -523,10 +517,10 @@ async def broadcast(
     )
 
 
-def test_broadcast_brings_the_new_weights(served: Served, models: list[Any], sender: Sender) -> None:
+def test_broadcast_brings_the_new_weights(served, models, sender):
     served.run(served.load(models[1]))
 
-    async def go() -> None:
+    async def go():
         # Twice over the same group.
         for model in models:
             manifest = served.publisher.publish_model(next(served.versions), model)
@@ -541,20 +535,20 @@ def test_broadcast_brings_the_new_weights(served: Served, models: list[Any], sen
     served.run(go())
 
 
-def test_broken_broadcast_is_made_good_from_shared_memory(served: Served, models: list[Any], sender: Sender) -> None:
+def test_broken_broadcast_is_made_good_from_shared_memory(served, models, sender):
     served.run(served.load(models[0]))
     manifest = served.publisher.publish_model(next(served.versions), models[1])
     tensors = parameters_of(models[1])
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     partial = served.publisher.publish(manifest.version, tensors)
 
-    def breaking() -> Iterator[tuple[Bucket, int]]:
+    def breaking():
         buckets = with_descriptors(manifest)
         yield next(buckets)
         sender.abort("enough")
         yield from buckets
 
-    async def go() -> list[float]:
+    async def go():
         await served.engine.pause("abort")
         for failed in await broadcast(served, sender, 1, manifest, breaking()):
             assert isinstance(failed, BroadcastFailed)
@@ -575,17 +569,17 @@ def test_broken_broadcast_is_made_good_from_shared_memory(served: Served, models
 # --- requests -----------------------------------------------------------------------------------------------
 
 
-def test_impossible_requests_are_value_errors(served: Served, models: list[Any]) -> None:
+def test_impossible_requests_are_value_errors(served, models):
     served.run(served.load(models[0]))
     with pytest.raises(ValueError, match="request t"):
         served.run(collect(served.engine, ask([1] * 5000)))
     assert served.run(collect(served.engine, ask(max_tokens=3))).reason in ("stop", "length")
 
 
-def test_cancelled_stream_leaves_nothing_behind(served: Served, models: list[Any]) -> None:
+def test_cancelled_stream_leaves_nothing_behind(served, models):
     served.run(served.load(models[0]))
 
-    async def go() -> None:
+    async def go():
         answer = Answer()
         stream = asyncio.create_task(collect(served.engine, ask(max_tokens=512, temperature=0.0), answer))
         await until(lambda: len(answer.tokens) > 10)

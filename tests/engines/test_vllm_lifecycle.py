@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def children() -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def scratch(monkeypatch, tmp_path):
     """The folder of all temporary files, empty again when the test is over."""
     # Not below tmp_path: the path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="ae-") as folder:
@@ -109,11 +109,11 @@ async def consume(engine: VllmEngine, name: str, tokens: list[int]) -> None:
         tokens += delta.tokens
 
 
-def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
+def test_tied_embeddings_follow_the_weights(tmp_path):
     models = [make_model(seed, tied=True) for seed in (1, 2)]
     save_model(tmp_path, models[0])
 
-    async def body(engine: VllmEngine, publisher: Publisher) -> None:
+    async def body(engine, publisher):
         for version, model in enumerate(models, start=1):
             await load(engine, publisher, version, model)
             pairs = zip(await engine.score(PROMPT), logprobs_of(model, PROMPT), strict=True)
@@ -122,12 +122,12 @@ def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
     asyncio.run(with_engine(config_for(tmp_path), models[0], body))
 
 
-def test_killed_core_is_noticed_everywhere(tmp_path: Path) -> None:
+def test_killed_core_is_noticed_everywhere(tmp_path):
     model = make_model(1)
     save_model(tmp_path, model)
 
-    async def body(engine: VllmEngine, publisher: Publisher) -> None:
-        tokens: list[list[int]] = [[], [], []]
+    async def body(engine, publisher):
+        tokens = [[], [], []]
         streams = [asyncio.ensure_future(consume(engine, f"s{i}", held)) for i, held in enumerate(tokens)]
         await until(lambda: all(tokens))
         [core] = engine._processes.pids
@@ -149,12 +149,12 @@ def test_killed_core_is_noticed_everywhere(tmp_path: Path) -> None:
     asyncio.run(with_engine(config_for(tmp_path), model, body))
 
 
-def test_hanging_core_counts_as_dead(tmp_path: Path) -> None:
+def test_hanging_core_counts_as_dead(tmp_path):
     model = make_model(1)
     save_model(tmp_path, model)
 
-    async def body(engine: VllmEngine, publisher: Publisher) -> None:
-        tokens: list[int] = []
+    async def body(engine, publisher):
+        tokens = []
         stream = asyncio.ensure_future(consume(engine, "s", tokens))
         await until(lambda: bool(tokens))
         os.kill(engine._processes.pids[0], signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_hanging_core_counts_as_dead(tmp_path: Path) -> None:
     asyncio.run(with_engine(config_for(tmp_path, engine_timeout_s=3.0), model, body))
 
 
-async def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+async def test_close_during_the_start_leaves_nothing(tmp_path):
     save_model(tmp_path, make_model(1))
     before = set(children())
     engine = VllmEngine(config_for(tmp_path), "rollouter/7")
@@ -181,17 +181,17 @@ async def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     assert set(children()) == before
 
 
-def test_start_says_what_is_wrong(tmp_path: Path) -> None:
+def test_start_says_what_is_wrong(tmp_path):
     save_model(tmp_path, make_model(1))
 
-    async def start(config: Config) -> None:
+    async def start(config):
         engine = make_engine(config, "rollouter/7")
         try:
             await engine.start()
         finally:
             await engine.close()
 
-    def check(config: Config, words: str) -> None:
+    def check(config, words):
         with pytest.raises(ConfigError, match=words):
             asyncio.run(start(config))
         assert not children()

@@ -86,7 +86,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
+def loop():
     with asyncio.Runner() as runner:
         yield runner
 
@@ -105,7 +105,7 @@ def serve(loop: asyncio.Runner, folder: Path, *, tied: bool = False, **lora: Any
 
 
 @pytest.fixture(scope="module")
-def served(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(loop, tmp_path_factory):
     yield from serve(loop, tmp_path_factory.mktemp("model"))
 
 
@@ -122,7 +122,7 @@ async def twenty_updates(served: Served) -> None:
     assert len(checksums) == 20
 
 
-def test_twenty_updates_are_exact_and_read_no_weights_of_the_base(served: Served) -> None:
+def test_twenty_updates_are_exact_and_read_no_weights_of_the_base(served):
     try:
         served.run(twenty_updates(served))
     finally:
@@ -131,7 +131,7 @@ def test_twenty_updates_are_exact_and_read_no_weights_of_the_base(served: Served
 
 
 @pytest.mark.slow
-def test_twenty_updates_are_exact_where_head_and_embedding_are_tied(loop: asyncio.Runner, tmp_path: Path) -> None:
+def test_twenty_updates_are_exact_where_head_and_embedding_are_tied(loop, tmp_path):
     for served in serve(loop, tmp_path, tied=True):
         served.run(twenty_updates(served))
 
@@ -151,8 +151,8 @@ class ChangingAdapters(Changing):
 @pytest.mark.parametrize(
     ("on_update", "keep_kv"), [("abort_resume", "recompute"), ("keep", "recompute"), ("keep", "stale")]
 )
-def test_requests_in_flight_go_on_with_the_new_adapter(served: Served, on_update: str, keep_kv: str) -> None:
-    async def go() -> None:
+def test_requests_in_flight_go_on_with_the_new_adapter(served, on_update, keep_kv):
+    async def go():
         changing = ChangingAdapters(served, on_update=on_update, keep_kv=keep_kv)
         found = await changing.run()
         assert check(changing, found, stale=keep_kv == "stale") >= EPISODES / 2
@@ -160,8 +160,8 @@ def test_requests_in_flight_go_on_with_the_new_adapter(served: Served, on_update
     served.run(go())
 
 
-def test_drained_requests_meet_no_update(served: Served) -> None:
-    async def go() -> None:
+def test_drained_requests_meet_no_update(served):
+    async def go():
         changing = ChangingAdapters(served, on_update="drain")
         assert check(changing, await changing.run(updates=2)) == 0
 
@@ -188,9 +188,7 @@ A, B = tensor_names("model.layers.1.self_attn.k_proj")
     ids=["layer", "half", "width", "rank", "name", "weight"],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-def test_other_adapters_are_refused_before_a_pause(
-    served: Served, spoil: Callable[[Adapter], Adapter], told: str, first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_adapters_are_refused_before_a_pause(served, spoil, told, first, monkeypatch):
     """The first version is held against the model's files, later ones against the first."""
     good = make_adapter(served.base, 5)
     served.run(served.load(good))
@@ -211,12 +209,10 @@ def test_other_adapters_are_refused_before_a_pause(
     ],
     ids=["name", "half", "rank"],
 )
-def test_what_the_worker_cannot_place_leaves_it_paused_until_an_update_is_whole(
-    served: Served, spoil: Callable[[Adapter], Adapter], told: str
-) -> None:
+def test_what_the_worker_cannot_place_leaves_it_paused_until_an_update_is_whole(served, spoil, told):
     adapter = make_adapter(served.base, 6)
 
-    async def go() -> None:
+    async def go():
         await served.load(make_adapter(served.base, 7))
         await served.engine.pause("abort")
         for _ in range(2):
@@ -231,13 +227,13 @@ def test_what_the_worker_cannot_place_leaves_it_paused_until_an_update_is_whole(
 
 
 @pytest.mark.slow
-def test_an_adapter_of_some_layers_leaves_the_others_alone(loop: asyncio.Runner, tmp_path: Path) -> None:
+def test_an_adapter_of_some_layers_leaves_the_others_alone(loop, tmp_path):
     """q and v without the k between them; a new engine serves base and newest adapter."""
     some = ["q_proj", "v_proj", "down_proj"]
     for served in serve(loop, tmp_path, targets=some):
         adapter = make_adapter(served.base, 8, some)
 
-        async def go(served: Served = served, adapter: Adapter = adapter) -> None:
+        async def go(served=served, adapter=adapter):
             for _ in range(2):
                 next(served.versions)
             await served.check_exact(adapter, await served.load(adapter))
@@ -248,6 +244,6 @@ def test_an_adapter_of_some_layers_leaves_the_others_alone(loop: asyncio.Runner,
         served.run(go())
 
 
-def test_a_rank_above_vllms_largest_is_refused() -> None:
+def test_a_rank_above_vllms_largest_is_refused():
     with pytest.raises(ConfigError, match=r"lora\.rank: is 513, and vLLM takes adapters up to 512"):
         config_for("unused", rank=513)

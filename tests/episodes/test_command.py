@@ -85,7 +85,7 @@ if words[0] == "eat":
 
 
 @pytest.fixture(autouse=True)
-def agent(tmp_path: Path, plays: Path) -> Path:
+def agent(tmp_path, plays):
     path = tmp_path / "agent.py"
     path.write_text(f"SECONDS = {SECONDS!r}\n{PROGRAM}")
     return path
@@ -119,7 +119,7 @@ def programs(host: Hosted) -> list[Any]:
     return list(host.actor._players._running.values())
 
 
-async def test_a_program_ends_its_episode_by_its_exit(tmp_path: Path) -> None:
+async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
     async with hosting(command(), tmp_path) as host:
         done = await host.play("env", sample=4)
         assert done.components == {"seed": 7.0, "sample": 4.0, "row": 1.0}
@@ -139,10 +139,8 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1000, 1.0), (100_000, 0.0), (3_000_000, 0.0)])
-async def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(
-    tmp_path: Path, size: int, fits: float
-) -> None:
-    paths: list[str] = []
+async def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(tmp_path, size, fits):
+    paths = []
     async with hosting(command(), tmp_path) as host:
         printed = host.watch_output()
         done = await host.play("file", row={"answer": "x" * size})
@@ -151,7 +149,7 @@ async def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(
     assert paths and not os.path.exists(paths[0])  # noqa: ASYNC240
 
 
-async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path: Path) -> None:
+async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):
     async with hosting(command(), tmp_path) as host:
         with capture_logs() as logs:
             host.actor.log = structlog.get_logger()
@@ -163,14 +161,14 @@ async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path: Path) -
         assert told in text
 
 
-async def test_a_program_that_cannot_be_started_says_so(tmp_path: Path) -> None:
+async def test_a_program_that_cannot_be_started_says_so(tmp_path):
     async with hosting(config_with(command=["no-such-agent"]), tmp_path) as host:
         done = await host.play()
         assert done.error.startswith("the program cannot be started: [Errno 2] No such file")
 
 
 @pytest.mark.parametrize("how", ["stay", "wait"])
-async def test_nothing_that_a_program_has_started_outlives_it(tmp_path: Path, how: str) -> None:
+async def test_nothing_that_a_program_has_started_outlives_it(tmp_path, how):
     assert sleepers() == []
     async with hosting(command(), tmp_path) as host:
         began = tmp_path / "began"
@@ -187,8 +185,8 @@ async def test_nothing_that_a_program_has_started_outlives_it(tmp_path: Path, ho
 
 
 @pytest.mark.parametrize("how", ["deaf", "polite"])
-def test_a_stopped_program_is_asked_and_then_killed(tmp_path: Path, how: str) -> None:
-    async def body() -> None:
+def test_a_stopped_program_is_asked_and_then_killed(tmp_path, how):
+    async def body():
         async with hosting(command(), tmp_path) as host:
             printed, began = host.watch_output(), tmp_path / "began"
             call = host.run(f"{how} {began}")
@@ -204,7 +202,7 @@ def test_a_stopped_program_is_asked_and_then_killed(tmp_path: Path, how: str) ->
         runner.run(body())
 
 
-async def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(tmp_path: Path) -> None:
+async def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(tmp_path):
     async with hosting(command(), tmp_path) as host:
         began = tmp_path / "began"
         call = host.run(f"deaf {began}")
@@ -216,7 +214,7 @@ async def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(t
         began.unlink()
 
 
-async def test_programs_end_with_a_host_that_is_killed(tmp_path: Path) -> None:
+async def test_programs_end_with_a_host_that_is_killed(tmp_path):
     """The keepers live in sessions of their own, and see it by the end of their sockets."""
     script = tmp_path / "host.py"
     script.write_text(
@@ -243,7 +241,7 @@ asyncio.run(main())
     await until(lambda: keepers(tmp_path) == [])
 
 
-async def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path: Path) -> None:
+async def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path):
     async with hosting(command(max_output_bytes=100_000), tmp_path) as host:
         printed = host.watch_output()
         assert (await host.play("flood")).reward == 5.0
@@ -255,7 +253,7 @@ async def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path: Pat
         assert len(failed.error) < 6000
 
 
-async def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path: Path) -> None:
+async def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path):
     async with hosting(command(), tmp_path) as host:
         printed = host.watch_output()
         assert (await host.play("mixed")).reward == 1.0
@@ -263,14 +261,14 @@ async def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path: Path) -> 
         assert sorted(lines) == sorted([*(f"error {n}" for n in range(20)), *(f"text {n}" for n in range(20)), "1"])
 
 
-async def test_a_program_that_takes_too_much_memory_is_killed(tmp_path: Path) -> None:
+async def test_a_program_that_takes_too_much_memory_is_killed(tmp_path):
     async with hosting(command(max_memory_bytes=100_000_000), tmp_path) as host:
         done = await host.play("eat 300000000")
         assert "took more than 100000000 bytes of memory (episode.max_memory_bytes" in done.error
         assert (done.blame, host.figure("out_of_memory")) == ("episode", 1)
 
 
-def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
+def test_a_program_inherits_nothing_of_the_run_but_its_own_key():
     inherited = {
         "PATH": "/bin",
         "ASYNCRL_PRIVATE": "secret",
@@ -326,5 +324,5 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
         ("[" * 100_000, None),
     ],
 )
-def test_a_last_line_is_a_reward_or_none(line: str, outcome: Any) -> None:
+def test_a_last_line_is_a_reward_or_none(line, outcome):
     assert outcome_of(line) == outcome

@@ -1,6 +1,3 @@
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hosted import Rollouter, config_with, hosting, is_over
 
@@ -9,7 +6,7 @@ from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.runtime.workers.user_code import NotCallable
 
 
-async def test_an_environment_is_reset_stepped_rewarded_and_closed(tmp_path: Path) -> None:
+async def test_an_environment_is_reset_stepped_rewarded_and_closed(tmp_path):
     rollouter = Rollouter("a", "b", "c")
     async with hosting(config_with(env="plays:Counting", workers=1), tmp_path, rollouter) as host:
         printed = host.watch_output()
@@ -32,12 +29,12 @@ async def test_an_environment_is_reset_stepped_rewarded_and_closed(tmp_path: Pat
         assert [text for _, text, _ in printed] == ["closed 0\n"] * 3
 
 
-async def test_an_environment_that_returns_something_else_is_told_what_is_expected(tmp_path: Path) -> None:
+async def test_an_environment_that_returns_something_else_is_told_what_is_expected(tmp_path):
     async with hosting(config_with(env="plays:Wrong"), tmp_path) as host:
         assert "reset() said 7; text, a message with a role, or a list of such is expected" in (await host.play()).error
 
 
-async def test_tools_are_called_until_the_policy_calls_none(tmp_path: Path) -> None:
+async def test_tools_are_called_until_the_policy_calls_none(tmp_path):
     rollouter = Rollouter(
         [("add", '{"a": 1, "b": 2}'), ("look_up", '{"key": "gold"}')],
         [("add", '{"a": "x"}'), ("subtract", "{}"), ("look_up", '{"key": "silver"}')],
@@ -81,7 +78,7 @@ async def test_tools_are_called_until_the_policy_calls_none(tmp_path: Path) -> N
         assert printed[-1] == ("0-1", "box closed with 1\n", 0)
 
 
-async def test_what_fails_to_validate_inside_a_tool_is_the_tools_error(tmp_path: Path) -> None:
+async def test_what_fails_to_validate_inside_a_tool_is_the_tools_error(tmp_path):
     rollouter = Rollouter([("check", '{"key": "silver"}')], "done")
     async with hosting(config_with(tools=["plays:check"], workers=1), tmp_path, rollouter) as host:
         assert await host.play() == EpisodeDone()
@@ -118,14 +115,7 @@ async def test_what_fails_to_validate_inside_a_tool_is_the_tools_error(tmp_path:
         ("tools", ["odd:lock"], {}, ["episode.tools: odd:lock cannot be described to the policy: Pydantic"]),
     ],
 )
-def test_what_cannot_be_played_is_found_before_the_first_episode(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    code: list[str],
-    options: dict[str, Any],
-    problems: list[str],
-) -> None:
+def test_what_cannot_be_played_is_found_before_the_first_episode(tmp_path, monkeypatch, kind, code, options, problems):
     (tmp_path / "odd.py").write_text("import threading\n\ndef lock(it: threading.Lock): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("plays", "odd"):

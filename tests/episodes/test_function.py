@@ -3,8 +3,6 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +19,7 @@ from asyncrl.wire.keys import create_credentials
 PLAY = {"function": "plays:play"}
 
 
-async def test_an_episode_asks_the_policy_and_its_value_is_the_reward(tmp_path: Path) -> None:
+async def test_an_episode_asks_the_policy_and_its_value_is_the_reward(tmp_path):
     rollouter = Rollouter("hello")
     async with hosting(config_with(**PLAY, options={"enable_thinking": False}), tmp_path, rollouter) as host:
         assert await host.play("reply") == EpisodeDone(reward=5.0)
@@ -36,7 +34,7 @@ async def test_an_episode_asks_the_policy_and_its_value_is_the_reward(tmp_path: 
         assert [each.state for each in host.actor.resources()] == ["idle", "idle"]
 
 
-async def test_rewards_of_turns_arrive_in_order_and_before_the_end(tmp_path: Path) -> None:
+async def test_rewards_of_turns_arrive_in_order_and_before_the_end(tmp_path):
     rollouter = Rollouter("a")
     async with hosting(config_with(**PLAY), tmp_path, rollouter) as host:
         assert await host.play("turns 3") == EpisodeDone()
@@ -46,8 +44,8 @@ async def test_rewards_of_turns_arrive_in_order_and_before_the_end(tmp_path: Pat
         assert roles == ["user", "assistant", "user", "assistant", "user"]
 
 
-def test_many_episodes_share_the_workers(tmp_path: Path) -> None:
-    async def body() -> None:
+def test_many_episodes_share_the_workers(tmp_path):
+    async def body():
         rollouter = Rollouter("abc")
         async with hosting(config_with(**PLAY), tmp_path, rollouter) as host:
             calls = [host.run("reply", uid=f"0-{number}") for number in range(50)]
@@ -75,9 +73,7 @@ def test_many_episodes_share_the_workers(tmp_path: Path) -> None:
         ("odd", "returned str 'good'; a finite number is expected"),
     ],
 )
-async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_of_it_once(
-    tmp_path: Path, prompt: str, error: str
-) -> None:
+async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_of_it_once(tmp_path, prompt, error):
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
         beside = host.run("wait")
         for _ in range(2):
@@ -93,7 +89,7 @@ async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_o
         beside.cancel()
 
 
-async def test_an_episode_that_is_over_has_ended_well(tmp_path: Path) -> None:
+async def test_an_episode_that_is_over_has_ended_well(tmp_path):
     rollouter = Rollouter("a", "a", is_over("turns"))
     async with hosting(config_with(**PLAY), tmp_path, rollouter) as host:
         assert await host.play("turns 9") == EpisodeDone()
@@ -103,14 +99,14 @@ async def test_an_episode_that_is_over_has_ended_well(tmp_path: Path) -> None:
         assert done.error.startswith("raised ChatRefused: tools: are none (")
 
 
-async def test_the_client_refuses_sampling_of_its_own(tmp_path: Path) -> None:
+async def test_the_client_refuses_sampling_of_its_own(tmp_path):
     async with hosting(config_with(**PLAY, options={"temperature": 0.5}), tmp_path) as host:
         told = "raised ChatRefused: temperature: is not for an episode to say; the run's own sampling holds ("
         assert (await host.play("reply")).error.startswith(told)
         assert host.rollouter.chats == []
 
 
-async def test_a_stopped_episode_is_cancelled_and_closes(tmp_path: Path) -> None:
+async def test_a_stopped_episode_is_cancelled_and_closes(tmp_path):
     rollouter = Rollouter(waits)
     async with hosting(config_with(**PLAY), tmp_path, rollouter) as host:
         printed = host.watch_output()
@@ -125,7 +121,7 @@ async def test_a_stopped_episode_is_cancelled_and_closes(tmp_path: Path) -> None
         assert host.figure("workers_killed") == 0
 
 
-async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path: Path) -> None:
+async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path):
     rollouter = Rollouter("ab", "cde")
     async with hosting(
         config_with(function="plays:plain", workers=1, close_timeout_s=1.0), tmp_path, rollouter
@@ -159,8 +155,8 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path:
     ],
 )
 async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_not_blamed(
-    tmp_path: Path, prompt: str, what: str, figure: str
-) -> None:
+    tmp_path, prompt, what, figure
+):
     # On a busy machine memory takes its time, and is not to be taken for standing still.
     stall_s = 1.0 if figure == "stalled" else 30.0
     config = config_with(**PLAY, workers=1, stall_timeout_s=stall_s, max_memory_bytes=100_000_000)
@@ -182,7 +178,7 @@ async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_
         assert host.figure("played_alone") == 2
 
 
-async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path: Path) -> None:
+async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
         assert (await host.play("fork")).reward == 1.0
         (worker,) = {slot.process.pid for slot in host.slots()}
@@ -201,7 +197,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with
                 child.kill()
 
 
-async def test_what_goes_on_behind_the_end_reaches_nobody(tmp_path: Path) -> None:
+async def test_what_goes_on_behind_the_end_reaches_nobody(tmp_path):
     rollouter = Rollouter("a")
     async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
         assert (await host.play("leak")).reward == 1.0
@@ -212,7 +208,7 @@ async def test_what_goes_on_behind_the_end_reaches_nobody(tmp_path: Path) -> Non
         assert len(rollouter.chats) == 1
 
 
-async def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_through(tmp_path: Path) -> None:
+async def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_through(tmp_path):
     rollouter = Rollouter("a")
     async with hosting(config_with(**PLAY, max_request_bytes=60_000_000), tmp_path, rollouter) as host:
         assert (await host.play("big 50000000")).reward == 1.0
@@ -231,7 +227,7 @@ async def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_throug
         ('messages "object"', "messages: cannot be sent: Encoding objects of type object is unsupported"),
     ],
 )
-async def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path: Path, prompt: str, refused: str) -> None:
+async def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path, prompt, refused):
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
         beside = host.run("wait", uid="0-2")
         done = await host.play(f"malformed {prompt}")
@@ -248,9 +244,7 @@ async def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path: Path, p
         ("return", "ended in what cannot be told: UnicodeEncodeError: .*", []),
     ],
 )
-async def test_text_that_cannot_be_encoded_ends_its_episode_all_the_same(
-    tmp_path: Path, how: str, error: str, text: list[str]
-) -> None:
+async def test_text_that_cannot_be_encoded_ends_its_episode_all_the_same(tmp_path, how, error, text):
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
         printed = host.watch_output()
         done = await host.play(f"surrogate {how}", timeout=20)
@@ -258,7 +252,7 @@ async def test_text_that_cannot_be_encoded_ends_its_episode_all_the_same(
         assert [each for _, each, _ in printed] == text
 
 
-async def test_a_call_that_the_code_gives_up_is_given_up(tmp_path: Path) -> None:
+async def test_a_call_that_the_code_gives_up_is_given_up(tmp_path):
     rollouter = Rollouter(waits, "abc")
     async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
         playing = host.run("give-up")
@@ -270,7 +264,7 @@ async def test_a_call_that_the_code_gives_up_is_given_up(tmp_path: Path) -> None
         playing.cancel()
 
 
-async def test_the_rollouter_is_told_when_a_worker_begins_with_an_episode(tmp_path: Path) -> None:
+async def test_the_rollouter_is_told_when_a_worker_begins_with_an_episode(tmp_path):
     rollouter = Rollouter("a")
     async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
         playing = host.run("wait", session="a" * 32)
@@ -287,7 +281,7 @@ async def test_the_rollouter_is_told_when_a_worker_begins_with_an_episode(tmp_pa
         playing.cancel()
 
 
-async def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again(tmp_path: Path) -> None:
+async def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again(tmp_path):
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
         host.actor._players._start_timeout_s = 3.0  # type: ignore[union-attr]
         (tmp_path / "hang").touch()
@@ -298,7 +292,7 @@ async def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again
         assert (await playing).reward == 3.0
 
 
-async def test_tasks_left_behind_that_do_not_end_are_told_of(tmp_path: Path) -> None:
+async def test_tasks_left_behind_that_do_not_end_are_told_of(tmp_path):
     async with hosting(config_with(**PLAY, workers=1, close_timeout_s=1.0), tmp_path) as host:
         assert (await host.play("deaf-task")).reward == 1.0
         ((_, text),) = host.notices().values()
@@ -307,9 +301,7 @@ async def test_tasks_left_behind_that_do_not_end_are_told_of(tmp_path: Path) -> 
 
 @pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
 @pytest.mark.parametrize("play", [{"function": "thief:episode"}, {"command": [sys.executable, "thief.py"]}])
-async def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_host(
-    tmp_path: Path, play: dict[str, Any]
-) -> None:
+async def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_host(tmp_path, play):
     private = tmp_path / "runs" / "mine" / "private"
     private.parent.mkdir(parents=True)
     create_credentials(private, RUN_ID, ["episodes/0"], attempts=1, curve=False)
@@ -322,15 +314,13 @@ async def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_wa
         loot.unlink()
 
 
-async def test_workers_do_not_inherit_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_do_not_inherit_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_API_KEY", "secret")
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
         assert (await host.play("environment")).reward == 0.0
 
 
-async def test_a_host_without_the_endpoints_library_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_host_without_the_endpoints_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "asyncrl.episodes.endpoint", None)
     with pytest.raises(BaseExceptionGroup) as caught:
         async with hosting(config_with(**PLAY), tmp_path):
@@ -338,7 +328,7 @@ async def test_a_host_without_the_endpoints_library_says_what_to_install(
     assert caught.group_contains(ConfigError, match=r"pip install 'asyncrl\[episodes\]'")
 
 
-async def test_output_is_told_apart_and_bounded(tmp_path: Path) -> None:
+async def test_output_is_told_apart_and_bounded(tmp_path):
     async with hosting(config_with(**PLAY, workers=1, max_output_bytes=100_000), tmp_path) as host:
         printed = host.watch_output()
         await asyncio.gather(*(host.play("print", uid=f"0-{number}") for number in range(5)))
@@ -353,7 +343,7 @@ async def test_output_is_told_apart_and_bounded(tmp_path: Path) -> None:
         assert host.figure("output_dropped_bytes") == 2000 * 1001 - kept
 
 
-async def test_code_that_cannot_be_played_ends_the_actor_before_it_is_ready(tmp_path: Path) -> None:
+async def test_code_that_cannot_be_played_ends_the_actor_before_it_is_ready(tmp_path):
     with pytest.raises(BaseExceptionGroup) as caught:
         async with hosting(config_with(function="plays:pay"), tmp_path):
             pass

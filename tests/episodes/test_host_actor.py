@@ -2,7 +2,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,7 +15,7 @@ from asyncrl.episodes import actor as actor_module
 from asyncrl.episodes.actor import ACTOR, EpisodesActor
 from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
-from asyncrl.messages.episodes import Chat, EpisodeDone, RunEpisode
+from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.runtime.actor import Actor
 
 HTTP = """
@@ -49,11 +48,11 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def by_http(tmp_path: Path, plays: Path) -> None:
+def by_http(tmp_path, plays):
     (tmp_path / "by_http.py").write_text(HTTP)
 
 
-async def test_programs_and_functions_ask_over_http_the_same_conversation(tmp_path: Path) -> None:
+async def test_programs_and_functions_ask_over_http_the_same_conversation(tmp_path):
     rollouter = Rollouter("hello")
     async with hosting(config_with(command=[sys.executable, "by_http.py"]), tmp_path, rollouter) as host:
         done = await host.play(session="a" * 32)
@@ -77,7 +76,7 @@ async def http(url: str, key: str, **changes: Any) -> tuple[int, str]:
         return answer.status, await answer.text()
 
 
-async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_path: Path) -> None:
+async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_path):
     rollouter = Rollouter("hello")
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
         url = host.actor._players._setup.base_url  # type: ignore[union-attr]
@@ -95,7 +94,7 @@ async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_
         assert host.actor._sessions == {}
 
 
-async def test_a_request_under_way_ends_with_its_episode(tmp_path: Path) -> None:
+async def test_a_request_under_way_ends_with_its_episode(tmp_path):
     rollouter = Rollouter(waits)
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
         url = host.actor._players._setup.base_url  # type: ignore[union-attr]
@@ -110,8 +109,8 @@ async def test_a_request_under_way_ends_with_its_episode(tmp_path: Path) -> None
         await until(lambda: rollouter.cancelled == 1)
 
 
-async def test_text_streams_as_the_rollouter_tells_it(tmp_path: Path) -> None:
-    async def slowly(rollouter: Rollouter, request: Chat) -> str:
+async def test_text_streams_as_the_rollouter_tells_it(tmp_path):
+    async def slowly(rollouter, request):
         assert request.stream
         rollouter.delta(request, 0, "hel")
         rollouter.delta(request, 3, "lo")
@@ -125,7 +124,7 @@ async def test_text_streams_as_the_rollouter_tells_it(tmp_path: Path) -> None:
         key = "c" * 32
         playing = host.run("wait", session=key)
         await until(lambda: host.figure("open") == 1)
-        heard: list[str] = []
+        heard = []
         async with (
             aiohttp.ClientSession() as client,
             client.post(
@@ -144,7 +143,7 @@ async def test_text_streams_as_the_rollouter_tells_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "fenced"])
-async def test_episodes_of_a_dead_rollouter_end(tmp_path: Path, how: str) -> None:
+async def test_episodes_of_a_dead_rollouter_end(tmp_path, how):
     async with hosting(config_with(function="plays:play"), tmp_path, Rollouter(waits)) as host:
         calls = [host.run("wait"), host.run("reply", uid="0-2")]
         await until(lambda: host.figure("open") == 2 and len(host.rollouter.chats) == 1)
@@ -166,7 +165,7 @@ def _request(prompt: str) -> Any:
     )
 
 
-async def test_a_host_for_all_plays_for_whoever_asks_as_many_as_a_rollouter_may_have(tmp_path: Path) -> None:
+async def test_a_host_for_all_plays_for_whoever_asks_as_many_as_a_rollouter_may_have(tmp_path):
     """Each episode asks the rollouter that it belongs to, and what is too much is refused."""
     tree = config_with(function="plays:play", extra_hosts=1).model_dump(mode="json")
     tree["rollout"] |= {"replicas": 2, "samples_per_prompt": 2, "episodes": 3}
@@ -193,7 +192,7 @@ async def test_a_host_for_all_plays_for_whoever_asks_as_many_as_a_rollouter_may_
             call.cancel()
 
 
-async def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_path: Path) -> None:
+async def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_path):
     rollouter = Rollouter("a")
     rollouter.refusal = RuntimeError("no room")
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
@@ -205,8 +204,8 @@ async def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_p
         assert await host.play("turns 1") == EpisodeDone()
 
 
-async def test_a_reward_over_http_keeps_to_the_bounds_of_all_rewards_and_names_a_given_answer(tmp_path: Path) -> None:
-    async def credit(url: str, key: str, **body: Any) -> tuple[int, Any]:
+async def test_a_reward_over_http_keeps_to_the_bounds_of_all_rewards_and_names_a_given_answer(tmp_path):
+    async def credit(url, key, **body):
         headers = {"Authorization": f"Bearer {key}"}
         async with (
             aiohttp.ClientSession() as client,
@@ -237,7 +236,7 @@ async def test_a_reward_over_http_keeps_to_the_bounds_of_all_rewards_and_names_a
         playing.cancel()
 
 
-async def test_a_heartbeat_names_the_episode_that_keeps_all_waiting(tmp_path: Path) -> None:
+async def test_a_heartbeat_names_the_episode_that_keeps_all_waiting(tmp_path):
     async with hosting(config_with(function="plays:play"), tmp_path, Rollouter(waits)) as host:
         assert (await host.play("components")).reward == 1.5
         asking = host.run("reply", uid="0-2")
@@ -254,7 +253,7 @@ async def test_a_heartbeat_names_the_episode_that_keeps_all_waiting(tmp_path: Pa
         asking.cancel()
 
 
-async def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path, monkeypatch):
     monkeypatch.setattr(actor_module, "QUIET_S", 0.3)
     async with hosting(config_with(function="plays:play"), tmp_path) as host:
         waiting = host.run("wait")
@@ -268,7 +267,7 @@ async def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path: Path, mo
         await until(lambda: host.actor.draining)
 
 
-async def test_the_host_ends_while_episodes_hang(tmp_path: Path) -> None:
+async def test_the_host_ends_while_episodes_hang(tmp_path):
     async with hosting(config_with(function="plays:play"), tmp_path) as host:
         calls = [host.run(prompt) for prompt in ("spin", "deaf", "fork", "wait")]
         await until(lambda: host.figure("open") + host.figure("played") >= 3)
@@ -277,7 +276,7 @@ async def test_the_host_ends_while_episodes_hang(tmp_path: Path) -> None:
     assert worker_pids() == []
 
 
-def test_what_users_import_is_light() -> None:
+def test_what_users_import_is_light():
     code = """
 import sys
 from asyncrl.episodes import BlockingClient, ChatRefused, Client, EpisodeOver, Reply, Task
@@ -288,7 +287,7 @@ print(sorted(heavy & set(sys.modules)))
     assert done.stdout == "[]\n"
 
 
-def test_the_role_is_found_by_name() -> None:
+def test_the_role_is_found_by_name():
     assert ACTOR is EpisodesActor
     assert EpisodesActor.role == "episodes"
     assert issubclass(EpisodesActor, Actor)

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.messages.reward import Completion, Score
 from asyncrl.monitor.catalogue import EDGES
 from asyncrl.reward import pool as pool_module
 from asyncrl.reward.actor import ACTOR, RewardActor
@@ -49,7 +49,7 @@ def workers() -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _module(tmp_path, monkeypatch):
     (tmp_path / "actor_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
 
@@ -99,26 +99,24 @@ def request(text: str, uid: str = "0-1") -> Score:
 
 
 @pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
-async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_actor(
-    tmp_path: Path,
-) -> None:
+async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_actor(tmp_path):
     private = tmp_path / "runs" / "mine" / "private"
     private.parent.mkdir(parents=True)
     create_credentials(private, RUN_ID, ["reward/0"], attempts=1, curve=False)
     thief.prepare(tmp_path, private, actor=os.getpid())
     config = config_with(function="thief:reward", timeout_s=60.0)
     async with serving(config, private.parent) as (actor, rollouter):
-        scores: Scores = await rollouter.call(request("x"), timeout=60.0)
+        scores = await rollouter.call(request("x"), timeout=60.0)
         assert (tmp_path / "loot").read_text() == "{}"
         assert scores.rewards == [0.0]
         assert actor._notices.take() == []
 
 
-def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:
-    async def body() -> None:
+def test_scores_and_failures_go_over_the_wire(tmp_path):
+    async def body():
         async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
             calls = [rollouter.call(request("x" * size)) for size in range(1, 100)]
-            scores: list[Scores] = await asyncio.gather(*calls)
+            scores = await asyncio.gather(*calls)
             assert [one.rewards for one in scores] == [[float(size)] for size in range(1, 100)]
             assert scores[4].components == [{"length": 5.0}]
             for text, named in (("raise", "raised ValueError: no judge"), ("sleep 99", "ran longer than 1 s")):
@@ -141,7 +139,7 @@ def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:
         runner.run(body())
 
 
-async def test_a_caller_that_cancels_gives_up_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_cancels_gives_up_its_task(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
     async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as (actor, rollouter):
         hanging = rollouter.call(request("sleep 500"))
@@ -155,14 +153,14 @@ async def test_a_caller_that_cancels_gives_up_its_task(tmp_path: Path, monkeypat
         assert actor.heartbeat(1, 0.0).counters["reward/workers_killed"] == 1
 
 
-async def test_the_actor_ends_while_a_function_hangs(tmp_path: Path) -> None:
+async def test_the_actor_ends_while_a_function_hangs(tmp_path):
     async with serving(config_with(timeout_s=600.0), tmp_path) as (_, rollouter):
         hanging = rollouter.call(request("sleep 500"))
         await asyncio.sleep(0.2)
     hanging.cancel()
 
 
-async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_ready(tmp_path: Path) -> None:
+async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_ready(tmp_path):
     actor = RewardActor(context_with(config_with(function="actor_rewards:akt"), tmp_path))
     with pytest.raises(ConfigError, match=r"reward\.function: .*did you mean act") as caught:
         await actor.main()
@@ -171,7 +169,7 @@ async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_read
     assert workers() == []
 
 
-async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(pool_module, "MAX_START_FAILURES", 2)
     actor = RewardActor(context_with(config_with(workers=1), tmp_path))
@@ -191,7 +189,7 @@ async def failing(rollouter: Peer, text: str, uid: str) -> str:
     return caught.value.code
 
 
-async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(tmp_path: Path) -> None:
+async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(tmp_path):
     async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
         for number in range(3):
             assert (await rollouter.call(request("abc"))).rewards == [3.0]
@@ -231,7 +229,7 @@ async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_co
 
 
 @pytest.mark.parametrize("text", ["raise", "exit", "sleep 99"])
-async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path: Path, text: str) -> None:
+async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path, text):
     """As with a number for timeouts: then these fail as well, though each has its reward."""
     named = {
         "raise": "raised ValueError: no judge",
@@ -263,7 +261,7 @@ async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path:
     assert workers() == []
 
 
-async def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path: Path) -> None:
+async def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path):
     async with serving(config_with(), tmp_path) as (_, rollouter):
         asked = [msgspec.structs.replace(request("raise", f"0-{number % 4}"), has_worked=True) for number in range(64)]
         outcomes = await asyncio.gather(*(rollouter.call(each) for each in asked), return_exceptions=True)
@@ -271,6 +269,6 @@ async def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(t
         assert (await rollouter.call(request("abc"))).rewards == [3.0]
 
 
-def test_the_role_is_found_by_name() -> None:
+def test_the_role_is_found_by_name():
     assert ACTOR is RewardActor
     assert RewardActor.role == "reward"

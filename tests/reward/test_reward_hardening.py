@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -127,19 +127,19 @@ LIMIT = 256 * MIB
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _module(tmp_path, monkeypatch):
     (tmp_path / "hard_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _libuv() -> None:
+def _libuv():
     """The first loop of a process opens a pipe for signals that is never closed."""
     uvloop.new_event_loop().close()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
+def _nothing_left():
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     pipes = open_pipes()
     yield
@@ -221,7 +221,7 @@ def pids(pool: RewardPool) -> list[int]:
         ("children_share", "reward.max_memory_bytes; its worker process and [1-3] below it held"),
     ],
 )
-async def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replaced(text: str, named: str) -> None:
+async def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replaced(text, named):
     async with started() as pool:
         before = pids(pool)
         others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(50)]
@@ -235,13 +235,13 @@ async def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replace
         assert pool.counters.out_of_memory == (text != "allocate_in_c")
 
 
-async def test_the_limit_holds_for_what_the_function_starts() -> None:
+async def test_the_limit_holds_for_what_the_function_starts():
     async with started() as pool:
         # Its own MemoryError ends the child; the function goes on.
         assert await reward(pool, "child_allocates") == 1.0
 
 
-async def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced() -> None:
+async def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced():
     async with started(workers=1, timeout_s=2.0) as pool:
         before = await reward(pool, "pid")
         with pytest.raises(RewardFailed):
@@ -249,7 +249,7 @@ async def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced() -> No
         assert await reward(pool, "pid") != before
 
 
-async def test_what_was_sent_ahead_of_a_full_worker_is_run_by_another() -> None:
+async def test_what_was_sent_ahead_of_a_full_worker_is_run_by_another():
     async with started(workers=1) as pool:
         await asyncio.gather(*(reward(pool, "abc") for _ in range(50)))
         texts = ["abc" * 20_000, *["ab"] * 5, "allocate", *["abcd"] * 20]
@@ -258,7 +258,7 @@ async def test_what_was_sent_ahead_of_a_full_worker_is_run_by_another() -> None:
         assert outcomes == [60_000.0, *[2.0] * 5, *[4.0] * 20]
 
 
-def test_memory_that_processes_share_counts_once() -> None:
+def test_memory_that_processes_share_counts_once():
     held = bytearray(os.urandom(64 * MIB))
     pid = os.fork()
     if not pid:
@@ -281,7 +281,7 @@ def test_memory_that_processes_share_counts_once() -> None:
 # --- output ---
 
 
-async def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept() -> None:
+async def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept():
     printed = Printed()
     async with started(printed, max_output_bytes=1000) as pool:
         printing = asyncio.ensure_future(reward(pool, "print", uid="0-7", mib=1026))
@@ -294,7 +294,7 @@ async def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept() 
     assert (len(printed.text), printed.dropped) == (1000, 1026 * MIB - 1000)
 
 
-async def test_a_function_that_prints_for_ever_is_ended_by_its_timeout() -> None:
+async def test_a_function_that_prints_for_ever_is_ended_by_its_timeout():
     printed = Printed()
     async with started(printed, workers=1, timeout_s=1.0, max_output_bytes=100) as pool:
         with pytest.raises(RewardFailed, match="ran longer than 1 s"):
@@ -304,7 +304,7 @@ async def test_a_function_that_prints_for_ever_is_ended_by_its_timeout() -> None
         assert printed.dropped > MIB
 
 
-async def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own() -> None:
+async def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own():
     printed = Printed()
     async with started(printed, workers=1, max_output_bytes=8) as pool:
         for number in range(5):
@@ -314,8 +314,8 @@ async def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own()
         await reward(pool, "say_late", uid="0-9")
         await until(lambda: "late\n" in printed.text)
     # What one call printed may be handed out in parts: Python writes the text and its newline apart.
-    texts: dict[str, str] = {}
-    dropped: dict[str, int] = {}
+    texts = {}
+    dropped = {}
     for uid, text, count in printed:
         texts[uid] = texts.get(uid, "") + text
         dropped[uid] = dropped.get(uid, 0) + count
@@ -323,7 +323,7 @@ async def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own()
     assert {uid: count for uid, count in dropped.items() if count} == {"0-8": 6}
 
 
-def test_output_is_bounded_whatever_is_written() -> None:
+def test_output_is_bounded_whatever_is_written():
     output = Output(10)
     try:
         os.write(output.write_fd, b"abc\xff")
@@ -351,7 +351,7 @@ def test_output_is_bounded_whatever_is_written() -> None:
         ("sleep_in_c", "ran longer than 1 s"),
     ],
 )
-async def test_what_a_function_did_to_its_worker_is_said(text: str, named: str) -> None:
+async def test_what_a_function_did_to_its_worker_is_said(text, named):
     async with started(timeout_s=1.0) as pool:
         others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(20)]
         with pytest.raises(RewardFailed, match=named) as caught:
@@ -362,7 +362,7 @@ async def test_what_a_function_did_to_its_worker_is_said(text: str, named: str) 
         assert pool.counters.failed == 1
 
 
-async def test_a_function_may_close_its_streams() -> None:
+async def test_a_function_may_close_its_streams():
     async with started(workers=1) as pool:
         before = await reward(pool, "pid")
         assert await reward(pool, "no_streams") == 1.0
@@ -371,7 +371,7 @@ async def test_a_function_may_close_its_streams() -> None:
 
 
 @pytest.mark.parametrize(("text", "end"), [("detached", "hang"), ("spawn_and_exit", "exit")])
-async def test_what_a_function_lets_go_of_is_ended_with_its_worker(tmp_path: Path, text: str, end: str) -> None:
+async def test_what_a_function_lets_go_of_is_ended_with_its_worker(tmp_path, text, end):
     """I7: also what has left its parent, its group and its session, and what a worker leaves that ends by itself."""
     path = tmp_path / "pid"
     async with started(timeout_s=2.0) as pool:
@@ -408,7 +408,7 @@ def judge(*, row):
 """
 
 
-def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_trains_the_rest(tmp_path: Path) -> None:
+def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_trains_the_rest(tmp_path):
     """I1 through asyncrl-launch: exit 0, every other prompt is trained once, the reasons say what each bad one did."""
     (tmp_path / "whole_rewards.py").write_text(WHOLE)
     kinds = ["good"] * 100

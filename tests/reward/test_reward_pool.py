@@ -6,9 +6,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -118,13 +117,13 @@ def last_words(*, messages):
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _module(tmp_path, monkeypatch):
     (tmp_path / "act_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
+def _nothing_left():
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
     assert not [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
@@ -164,7 +163,7 @@ async def reward(pool: RewardPool, completion: str, **row: Any) -> float:
     return (await pool.score(request(completion, **row))).rewards[0]
 
 
-async def test_rewards_come_back_in_order_with_their_components_and_time() -> None:
+async def test_rewards_come_back_in_order_with_their_components_and_time():
     async with started("act_rewards:awaited") as pool:
         scores = await pool.score(request("a", "abc"))
         assert scores.rewards == [1.5, 3.5]
@@ -174,7 +173,7 @@ async def test_rewards_come_back_in_order_with_their_components_and_time() -> No
         assert (pool.counters.scored, pool.counters.failed) == (2, 0)
 
 
-async def test_the_messages_of_an_episode_reach_the_function() -> None:
+async def test_the_messages_of_an_episode_reach_the_function():
     async with started("act_rewards:last_words") as pool:
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "four"}]
         told = Completion(text="four", finish_reason="stop", tokens=1, messages=said)
@@ -183,7 +182,7 @@ async def test_the_messages_of_an_episode_reach_the_function() -> None:
         assert (await pool.score(asked)).rewards == [4.0, -1.0]
 
 
-async def test_a_group_is_scored_as_a_whole() -> None:
+async def test_a_group_is_scored_as_a_whole():
     async with started("act_rewards:group", per="group") as pool:
         assert (await pool.score(request("a", "abc", "", count=3))).rewards == [1.0, 3.0, 0.0]
         with pytest.raises(RewardFailed, match="2 rewards for a group of 3"):
@@ -191,7 +190,7 @@ async def test_a_group_is_scored_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("function", ["exact", "math_verify", "reasoning_gym", "constant"])
-async def test_built_in_functions_run_in_workers(function: str) -> None:
+async def test_built_in_functions_run_in_workers(function):
     item = {"question": "?", "answer": "7", "metadata": {}}
     row = {"answer": "7", "task": "chain_sum", "options": {"seed": 1, "size": 2}, "item": item}
     async with started(function) as pool:
@@ -211,7 +210,7 @@ async def test_built_in_functions_run_in_workers(function: str) -> None:
         ("huge", "returned components of .* bytes"),
     ],
 )
-async def test_an_error_of_the_function_fails_its_task_and_keeps_the_worker(completion: str, named: str) -> None:
+async def test_an_error_of_the_function_fails_its_task_and_keeps_the_worker(completion, named):
     async with started() as pool:
         worker = await reward(pool, "pid")
         with pytest.raises(RewardFailed, match=named) as caught:
@@ -232,9 +231,7 @@ async def test_an_error_of_the_function_fails_its_task_and_keeps_the_worker(comp
         ("scribble", 60.0, "no result", 1),
     ],
 )
-async def test_a_task_that_takes_its_worker_with_it_fails_alone(
-    completion: str, timeout_s: float, named: str, killed: int
-) -> None:
+async def test_a_task_that_takes_its_worker_with_it_fails_alone(completion, timeout_s, named, killed):
     async with started(workers=2, timeout_s=timeout_s) as pool:
         others = [pool.score(request("abc")) for _ in range(20)]
         with pytest.raises(RewardFailed, match=named) as caught:
@@ -251,7 +248,7 @@ async def test_a_task_that_takes_its_worker_with_it_fails_alone(
 
 
 @pytest.mark.parametrize("truncated", ["score", "penalty"])
-async def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked_for_at_once(truncated: str) -> None:
+async def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked_for_at_once(truncated):
     async with started(workers=2, timeout_s=1.0, on_timeout=-0.5, truncated=truncated) as pool:
         others = [pool.score(request("abc")) for _ in range(20)]
         scores = await pool.score(request("loop"))
@@ -268,8 +265,8 @@ async def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked
         assert counted.failed == 3
 
 
-async def test_each_outcome_is_told_with_its_kind() -> None:
-    told: list[tuple[str, str]] = []
+async def test_each_outcome_is_told_with_its_kind():
+    told = []
     config = RewardConfig(function="act_rewards:act", workers=1, timeout_s=1.0)
     pool = RewardPool(
         config, max_tokens=100, on_outcome=lambda uid, fault: told.append((uid, fault.kind if fault else ""))
@@ -292,7 +289,7 @@ async def test_each_outcome_is_told_with_its_kind() -> None:
     assert [kinds[0], *kinds[2:]] == ["", "no reward", ended, "timed out", died, ""]
 
 
-async def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
+async def test_a_worker_that_is_stopped_does_not_hold_up_the_others():
     async with started(workers=2, timeout_s=2.0) as pool:
         deaf = pool.score(request("deaf"))
         longest, count = 0.0, 0
@@ -307,7 +304,7 @@ async def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
         assert count > 20
 
 
-async def test_the_timeout_counts_from_the_start_in_the_worker() -> None:
+async def test_the_timeout_counts_from_the_start_in_the_worker():
     async with started(workers=2, timeout_s=2.0) as pool:
         since = time.monotonic()
         rewards = await asyncio.gather(*(reward(pool, "sleep 0.5") for _ in range(10)))
@@ -317,7 +314,7 @@ async def test_the_timeout_counts_from_the_start_in_the_worker() -> None:
         assert pool.counters.timed_out == 0
 
 
-async def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_late() -> None:
+async def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_late():
     async with started(timeout_s=1.0) as pool:
         scoring = pool.score(request("sleep 0.1"))
         await asyncio.sleep(0.05)
@@ -326,14 +323,14 @@ async def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_lat
         assert pool.counters.workers_killed == 0
 
 
-async def test_an_async_function_that_hangs_is_ended() -> None:
+async def test_an_async_function_that_hangs_is_ended():
     async with started("act_rewards:awaited", timeout_s=1.0) as pool:
         with pytest.raises(RewardFailed, match="ran longer than"):
             await reward(pool, "hang")
         assert await reward(pool, "ab") == 2.5
 
 
-async def test_an_idle_worker_that_dies_is_replaced_and_nobody_notices() -> None:
+async def test_an_idle_worker_that_dies_is_replaced_and_nobody_notices():
     async with started(workers=2) as pool:
         for _ in range(3):
             for pid in {int(await reward(pool, "pid")) for _ in range(4)}:
@@ -345,7 +342,7 @@ async def test_an_idle_worker_that_dies_is_replaced_and_nobody_notices() -> None
         assert pool.counters.workers_died >= 3
 
 
-async def test_workers_killed_at_any_moment_cost_no_more_than_their_task() -> None:
+async def test_workers_killed_at_any_moment_cost_no_more_than_their_task():
     async with started(workers=2) as pool:
         for round_ in range(6):
             scoring = [pool.score(request("abc" * 1000)) for _ in range(200)]
@@ -358,14 +355,14 @@ async def test_workers_killed_at_any_moment_cost_no_more_than_their_task() -> No
             assert all(isinstance(error, RewardFailed) for error in failed)
 
 
-async def test_what_a_function_prints_goes_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_what_a_function_prints_goes_nowhere(capfd):
     async with started() as pool:
         assert await reward(pool, "print") == 1.0
         assert await reward(pool, "stdin") == 0.0
     assert capfd.readouterr() == ("", "")
 
 
-async def test_the_world_of_a_worker() -> None:
+async def test_the_world_of_a_worker():
     async with started() as pool:
         assert await reward(pool, "main_thread") == 1.0
         assert await reward(pool, "torch") == 0.0
@@ -378,7 +375,7 @@ async def test_the_world_of_a_worker() -> None:
         assert await reward(pool, "fork") == signal.SIGTERM
 
 
-async def test_a_cancelled_task_leaves_the_queue() -> None:
+async def test_a_cancelled_task_leaves_the_queue():
     async with started() as pool:
         first = pool.score(request("sleep 1.0"))
         await asyncio.sleep(0.05)
@@ -392,7 +389,7 @@ async def test_a_cancelled_task_leaves_the_queue() -> None:
         assert await reward(pool, "calls") == 3.0
 
 
-async def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 1.0)
     async with started(timeout_s=60.0) as pool:
         pid = await reward(pool, "pid")
@@ -408,7 +405,7 @@ async def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeyp
         assert (pool.counters.workers_killed, pool.counters.timed_out) == (1, 0)
 
 
-async def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not() -> None:
+async def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not():
     async with started(workers=2, timeout_s=5.0) as pool:
         await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
         quick = [pool.score(request("abc")) for _ in range(100)]
@@ -426,7 +423,7 @@ async def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not
         slow.cancel()
 
 
-async def test_what_runs_a_second_time_behind_a_slow_task_is_answered_to_nobody() -> None:
+async def test_what_runs_a_second_time_behind_a_slow_task_is_answered_to_nobody():
     async with started(workers=1) as pool:
         await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
         # The first keeps the worker busy, so that the others wait in the queue and are sent together.
@@ -438,7 +435,7 @@ async def test_what_runs_a_second_time_behind_a_slow_task_is_answered_to_nobody(
         assert pool.counters.workers_killed == 0
 
 
-async def test_a_task_sent_behind_one_that_hangs_or_dies_is_run_by_another_worker() -> None:
+async def test_a_task_sent_behind_one_that_hangs_or_dies_is_run_by_another_worker():
     for end in ("loop", "exit"):
         async with started(workers=1, timeout_s=2.0) as pool:
             await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
@@ -451,7 +448,7 @@ async def test_a_task_sent_behind_one_that_hangs_or_dies_is_run_by_another_worke
             assert lengths == [60_000.0, *[2.0] * 5, *[4.0] * 5]
 
 
-async def test_a_cancelled_task_that_was_sent_ahead_disturbs_no_other() -> None:
+async def test_a_cancelled_task_that_was_sent_ahead_disturbs_no_other():
     async with started() as pool:
         await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
         tasks = [pool.score(request(text)) for text in ["abc" * 20_000, *["ab", "abcd"] * 20]]
@@ -464,7 +461,7 @@ async def test_a_cancelled_task_that_was_sent_ahead_disturbs_no_other() -> None:
         assert pool.counters.workers_killed == 0
 
 
-async def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served() -> None:
+async def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served():
     async with started() as pool:
         with pytest.raises(RewardFailed, match="cannot be given 0-1") as caught:
             await reward(pool, "abc", odd=object())
@@ -474,7 +471,7 @@ async def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served() -> N
         assert await reward(pool, "abc") == 3.0
 
 
-async def test_large_tasks_pass() -> None:
+async def test_large_tasks_pass():
     async with started(workers=2) as pool:
         size = 3_000_001
         assert await asyncio.gather(*(reward(pool, "x" * size) for _ in range(6))) == [size] * 6
@@ -489,9 +486,7 @@ async def test_large_tasks_pass() -> None:
         ("penalty", "gsm@0-1", 3.0, {}),
     ],
 )
-async def test_only_the_penalty_changes_a_reward_and_only_in_training(
-    truncated: str, uid: str, expected: float, components: dict[str, float]
-) -> None:
+async def test_only_the_penalty_changes_a_reward_and_only_in_training(truncated, uid, expected, components):
     async with started(truncated=truncated, overlong={"margin_tokens": 20, "scale": 2.0}) as pool:
         scores = await pool.score(request("abc", uid=uid, tokens=90))
         assert scores.rewards == [expected]
@@ -509,14 +504,14 @@ async def test_only_the_penalty_changes_a_reward_and_only_in_training(
         ({"function": "act_rewards:act", "options": {"judge": 1}}, "reward.options.judge: "),
     ],
 )
-async def test_a_function_that_cannot_be_called_fails_the_start(fields: dict[str, Any], problem: str) -> None:
+async def test_a_function_that_cannot_be_called_fails_the_start(fields, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         async with started(workers=2, **fields):
             pass
     assert caught.value.exit_code == 78
 
 
-async def test_an_import_that_ends_its_process_or_never_returns_fails_the_start(tmp_path: Path) -> None:
+async def test_an_import_that_ends_its_process_or_never_returns_fails_the_start(tmp_path):
     (tmp_path / "ends.py").write_text("import os; os._exit(7)")
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(1000)")
     with pytest.raises(RewardFailed, match="exit code 7"):
@@ -527,9 +522,7 @@ async def test_an_import_that_ends_its_process_or_never_returns_fails_the_start(
         await pool.start()
 
 
-async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(pool_module, "MAX_START_FAILURES", 2)
     async with started(workers=2) as pool:
@@ -551,7 +544,7 @@ async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had(
         assert caught.value.retryable
 
 
-async def test_one_failed_restart_does_not_end_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_failed_restart_does_not_end_the_pool(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.01)
     async with started() as pool:
         (tmp_path / "act_rewards.py").write_text("")
@@ -562,7 +555,7 @@ async def test_one_failed_restart_does_not_end_the_pool(tmp_path: Path, monkeypa
         assert await reward(pool, "abc") == 3.0
 
 
-async def test_close_ends_hanging_tasks_their_helpers_and_what_waits(tmp_path: Path) -> None:
+async def test_close_ends_hanging_tasks_their_helpers_and_what_waits(tmp_path):
     async with started(workers=3) as pool:
         helpers = [int(await reward(pool, "helper"))]
         path = tmp_path / "helper.pid"
@@ -579,14 +572,14 @@ async def test_close_ends_hanging_tasks_their_helpers_and_what_waits(tmp_path: P
         assert [pid for pid in helpers if _lives(pid)] == []
 
 
-async def test_close_ends_the_helpers_of_an_idle_worker() -> None:
+async def test_close_ends_the_helpers_of_an_idle_worker():
     async with started() as pool:
         helper = int(await reward(pool, "helper"))
         assert _lives(helper)
     assert not _lives(helper)
 
 
-async def test_a_timeout_takes_what_the_function_has_started(tmp_path: Path) -> None:
+async def test_a_timeout_takes_what_the_function_has_started(tmp_path):
     async with started(timeout_s=1.0) as pool:
         path = tmp_path / "helper.pid"
         with pytest.raises(RewardFailed, match="ran longer"):
@@ -594,7 +587,7 @@ async def test_a_timeout_takes_what_the_function_has_started(tmp_path: Path) -> 
         await until(lambda: not _lives(int(path.read_text())))
 
 
-def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path: Path) -> None:
+def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path):
     script = tmp_path / "owner.py"
     script.write_text(
         textwrap.dedent("""
@@ -627,7 +620,7 @@ def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path: Path) -> None:
     assert [pid for pid in pids if _lives(pid)] == []
 
 
-async def test_state_times_add_up_to_the_life_of_the_workers() -> None:
+async def test_state_times_add_up_to_the_life_of_the_workers():
     since = time.monotonic()
     async with started(workers=2, timeout_s=1.5) as pool:
         await asyncio.gather(*(reward(pool, "sleep 0.3") for _ in range(2)))
@@ -646,8 +639,8 @@ async def test_state_times_add_up_to_the_life_of_the_workers() -> None:
 
 
 @pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.SelectorEventLoop])
-def test_a_thousand_small_tasks_are_done_beside_one_that_hangs(loop_factory: Callable[[], Any]) -> None:
-    async def body() -> None:
+def test_a_thousand_small_tasks_are_done_beside_one_that_hangs(loop_factory):
+    async def body():
         async with started(workers=3, timeout_s=4.0) as pool:
             hanging = pool.score(request("loop"))
             scores = await asyncio.gather(*(pool.score(request("x" * 8192)) for _ in range(1024)))

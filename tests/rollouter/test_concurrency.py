@@ -98,15 +98,6 @@ def test_it_finds_what_the_engine_bears_from_wherever_it_starts(calls, start):
     assert sum(b < a for a, b in zip(late, late[1:], strict=False)) <= 10
 
 
-def test_it_follows_an_engine_whose_calls_become_larger_and_smaller_again():
-    control, engine = Concurrency(1, 1024, 64), Cache(600)
-    for calls, low, high in ((600, 400, 600), (100, 60, 100), (600, 400, 600)):
-        engine.calls = calls
-        for _ in range(200):
-            control.look(engine.load(control.limit), running=control.limit)
-        assert low <= control.limit <= high
-
-
 def test_a_rollouter_finds_what_its_engine_bears(tmp_path, monkeypatch):
     """Its cache holds some 30 of these calls, and the run begins with 64."""
     monkeypatch.setattr(actor, "LOOK_S", 0.02)

@@ -56,7 +56,7 @@ def _heap():
 
 
 @pytest.fixture(autouse=True)
-def no_leak() -> Any:
+def no_leak():
     before = open_memory()
     yield
     assert comes_to(before)
@@ -92,7 +92,7 @@ def with_checksum(offer: Offer, bucket: int, checksum: int) -> Offer:
 
 
 @pytest.fixture
-def server() -> Any:
+def server():
     """Version 3, and version 4 with deltas against it."""
     base = held(3, OLD)
     made = Server(base, encode_deltas(base, held(4, NEW)))
@@ -101,7 +101,7 @@ def server() -> Any:
 
 
 @pytest.fixture
-def base(server: Server) -> Any:
+def base(server):
     """Version 3 as a replica holds it."""
     staged = stage(server.snapshots[3].manifest)
     yield staged
@@ -113,7 +113,7 @@ def base(server: Server) -> Any:
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 @pytest.mark.parametrize("delta", [False, True])
-def test_every_bit_arrives(transport: str, delta: bool, server: Server, base: Staged) -> None:
+def test_every_bit_arrives(transport, delta, server, base):
     found = asyncio.run(take(server.offer(4, transport), server, base if delta else None))
     staged, published = found.staged, server.snapshots[4].manifest
     server.close()
@@ -137,7 +137,7 @@ def test_every_bit_arrives(transport: str, delta: bool, server: Server, base: St
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_the_probe_stays_with_the_weights(transport: str, server: Server) -> None:
+def test_the_probe_stays_with_the_weights(transport, server):
     probe = make_probe()
     offer = server.offer(4, transport)
     offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
@@ -148,7 +148,7 @@ def test_the_probe_stays_with_the_weights(transport: str, server: Server) -> Non
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 @pytest.mark.parametrize("what", ["version", "layout", "nothing"])
-def test_a_base_that_does_not_fit_is_not_used(what: str, transport: str, server: Server) -> None:
+def test_a_base_that_does_not_fit_is_not_used(what, transport, server):
     other = held(3 if what == "layout" else 2, [] if what == "nothing" else [content + b"ab" for content in OLD])
     base = stage(other.manifest)
     found = asyncio.run(take(server.offer(4, transport), server, base))
@@ -160,7 +160,7 @@ def test_a_base_that_does_not_fit_is_not_used(what: str, transport: str, server:
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport: str, server: Server) -> None:
+def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport, server):
     # It says that it is version 3, and is not.
     other = held(3, [random_bytes(size, 77) for size in SIZES])
     base = stage(other.manifest)
@@ -177,7 +177,7 @@ def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport: st
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_bit_flipped_in_a_segment_is_found(transport: str, server: Server) -> None:
+def test_a_bit_flipped_in_a_segment_is_found(transport, server):
     offer = server.offer(4, transport)
     assert offer.manifest is not None
     wrong = with_checksum(offer, 2, offer.manifest.buckets[2].checksum ^ 1)
@@ -187,14 +187,14 @@ def test_a_bit_flipped_in_a_segment_is_found(transport: str, server: Server) -> 
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_version_that_is_no_longer_held_is_gone(transport: str, server: Server) -> None:
+def test_a_version_that_is_no_longer_held_is_gone(transport, server):
     offer = server.offer(4, transport)
     server.snapshots.pop(4).release()
     with pytest.raises(VersionGone, match="version 4"):
         asyncio.run(take(offer, server))
 
 
-def test_segments_that_are_no_segments_are_corrupt(server: Server) -> None:
+def test_segments_that_are_no_segments_are_corrupt(server):
     offer = server.offer(4, "shm")
     assert offer.manifest is not None
     buckets = [replace(offer.manifest.buckets[0], path="/etc/hostname"), *offer.manifest.buckets[1:]]
@@ -205,13 +205,13 @@ def test_segments_that_are_no_segments_are_corrupt(server: Server) -> None:
 # --- chunks ---
 
 
-def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flip(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch):
+    def flip(request, chunk):
         wrong = (request.bucket, request.offset) == (0, CHUNK) and server.served[0, CHUNK, -1] == 1
         return flipped(chunk) if wrong else chunk
 
     class Watched(Segment):
-        def write(self, offset: int, data: Any) -> None:
+        def write(self, offset, data):
             assert bytes(data) == NEW[SIZES.index(self.size)][offset : offset + len(data)]
             super().write(offset, data)
 
@@ -239,8 +239,8 @@ def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch: pyt
         (lambda chunk: replace(chunk, data=np.empty(0, np.float32)), "0 bytes instead of"),
     ],
 )
-def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil: Callable[[Chunk], Chunk], words: str) -> None:
-    def change(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil, words):
+    def change(request, chunk):
         return spoil(chunk) if (request.bucket, request.offset) == (2, CHUNK) else chunk
 
     server = Server(held(4, NEW), on_chunk=change)
@@ -251,7 +251,7 @@ def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil: Callable[[Chunk], 
 
 
 @pytest.mark.parametrize("credit", [1, 2, 5, 100])
-def test_no_more_is_asked_for_than_there_is_credit(credit: int) -> None:
+def test_no_more_is_asked_for_than_there_is_credit(credit):
     server = Server(held(4, NEW))
     weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=credit)
     found = asyncio.run(take(server.offer(4, "stream"), server, weights=weights))
@@ -273,10 +273,10 @@ def test_no_more_is_asked_for_than_there_is_credit(credit: int) -> None:
         (RemoteError("parameter_server/0", "too_large", "raise it"), False),
     ],
 )
-def test_calls_that_fail_are_repeated_where_that_can_help(error: Exception, again: bool) -> None:
-    failed: list[FetchChunk] = []
+def test_calls_that_fail_are_repeated_where_that_can_help(error, again):
+    failed = []
 
-    def fail(request: FetchChunk, chunk: Chunk) -> Chunk:
+    def fail(request, chunk):
         if (request.bucket, request.offset) == (0, CHUNK) and len(failed) < 2:
             failed.append(request)
             # A new one each time: with its traceback it would keep what was mapped.
@@ -297,12 +297,12 @@ def test_calls_that_fail_are_repeated_where_that_can_help(error: Exception, agai
     server.close()
 
 
-def test_progress_keeps_a_fetch_alive_and_silence_ends_it() -> None:
-    async def slow(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_progress_keeps_a_fetch_alive_and_silence_ends_it():
+    async def slow(request, chunk):
         await asyncio.sleep(15.0 if request.bucket < 2 else 1000.0)
         return chunk
 
-    async def main() -> tuple[float, DeadlineExceeded]:
+    async def main():
         weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0)
         try:
             await take(server.offer(4, "stream"), server, weights=weights)
@@ -319,12 +319,12 @@ def test_progress_keeps_a_fetch_alive_and_silence_ends_it() -> None:
     server.close()
 
 
-def test_a_fetch_that_goes_on_and_on_ends_at_the_deadline_of_all_of_it() -> None:
-    async def slow(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_a_fetch_that_goes_on_and_on_ends_at_the_deadline_of_all_of_it():
+    async def slow(request, chunk):
         await asyncio.sleep(15.0)
         return chunk
 
-    async def main() -> tuple[float, DeadlineExceeded]:
+    async def main():
         weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, stage_deadline_s=50.0)
         with pytest.raises(DeadlineExceeded) as caught:
             await take(server.offer(4, "stream"), server, weights=weights)
@@ -339,8 +339,8 @@ def test_a_fetch_that_goes_on_and_on_ends_at_the_deadline_of_all_of_it() -> None
     server.close()
 
 
-def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
-    def away(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_the_error_of_a_silent_fetch_says_what_was_tried_last():
+    def away(request, chunk):
         raise RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True)
 
     server = Server(held(4, NEW), on_chunk=away)
@@ -354,10 +354,10 @@ def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
 
 
 @pytest.mark.parametrize("chunks", range(CHUNKS))
-async def test_a_cancelled_stream_leaves_nothing(chunks: int) -> None:
+async def test_a_cancelled_stream_leaves_nothing(chunks):
     arrived = asyncio.Event()
 
-    async def stop(request: FetchChunk, chunk: Chunk) -> Chunk:
+    async def stop(request, chunk):
         if server.served.total() > chunks:
             arrived.set()
             await asyncio.sleep(3600)
@@ -376,14 +376,12 @@ async def test_a_cancelled_stream_leaves_nothing(chunks: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-async def test_a_cancelled_fetch_waits_for_its_threads(
-    transport: str, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkeypatch):
     entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
     name = "verify_segment" if transport == "shm" else "_write"
     real = getattr(module, name)
 
-    def slow(*arguments: Any, **named: Any) -> Any:
+    def slow(*arguments, **named):
         entered.set()
         go_on.wait(10)
         try:
@@ -452,10 +450,10 @@ BIG_CHUNKS = 4 + 2
 BIG_WEIGHTS = WeightsConfig(chunk_bytes=1 << 20, chunks_in_flight=2, deadline_s=20.0)
 
 
-async def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
+async def test_a_broken_connection_is_taken_up_at_the_missing_chunk():
     async with Net() as net:
 
-        async def break_off(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def break_off(request, chunk):
             if server.served.total() == 3:
                 # While two are in flight: what comes now is of a connection that is no more.
                 asyncio.get_running_loop().call_soon(cut)
@@ -478,11 +476,11 @@ async def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: bool) -> None:
+async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta):
     async with Net() as net:
         reached = asyncio.Event()
 
-        async def die(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def die(request, chunk):
             if first.served.total() > (1 if delta else 2):
                 reached.set()
                 await asyncio.sleep(3600)
@@ -518,10 +516,10 @@ async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delt
             each.release()
 
 
-async def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
+async def test_a_version_let_go_half_way_is_gone_for_the_fetch():
     async with Net() as net:
 
-        def let_go(request: FetchChunk, chunk: Chunk) -> Chunk:
+        def let_go(request, chunk):
             if server.served.total() == 3:
                 server.snapshots.pop(4).release()
             return chunk
@@ -535,7 +533,7 @@ async def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
         assert not net.errors
 
 
-async def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
+async def test_several_replicas_fetch_at_once_and_each_has_every_bit():
     async with Net() as net:
         server = Server(held(4, BIG))
         net.serve(server, "parameter_server/0")
@@ -549,7 +547,7 @@ async def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
         server.close()
 
 
-def test_checksums_of_the_cases() -> None:
+def test_checksums_of_the_cases():
     """The cases differ in every bucket, or the others would prove nothing."""
     for old, new in zip(OLD, NEW, strict=True):
         assert xxhash.xxh3_64_intdigest(old) != xxhash.xxh3_64_intdigest(new)

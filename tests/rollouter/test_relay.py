@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ PROCESS = Path(__file__).parent / "relay_process.py"
 
 
 @pytest.fixture(autouse=True)
-def no_leak() -> Any:
+def no_leak():
     before = open_memory()
     yield
     assert comes_to(before)
 
 
-async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> None:
+async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above():
     async with Net() as net:
         server = Server(held(4, CONTENTS))
         net.serve(server, "parameter_server/0")
@@ -74,10 +74,10 @@ ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow: int) -> None:
+async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow):
     async with Net() as net:
 
-        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def hold_back(request, chunk):
             await go_on.wait()
             return chunk
 
@@ -104,7 +104,7 @@ async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_
             each.close()
 
 
-async def test_a_relay_that_fails_is_left_for_its_stripe_alone() -> None:
+async def test_a_relay_that_fails_is_left_for_its_stripe_alone():
     async with Net() as net:
         server = Server(held(4, CONTENTS))
         failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: has_let_go(chunk))
@@ -128,11 +128,11 @@ def shared_manifest(server: Server, paths: list[str]) -> Any:
     return replace(manifest, buckets=buckets)
 
 
-async def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
+async def test_chunks_are_handed_on_while_the_rest_is_under_way():
     async with Net() as net:
         reached, go_on = asyncio.Event(), asyncio.Event()
 
-        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def hold_back(request, chunk):
             if request.bucket == 1:
                 await go_on.wait()
             return chunk
@@ -143,7 +143,7 @@ async def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
         manifest = as_streamed(server.snapshots[4].manifest)
         fetching = [asyncio.create_task(upper.take(manifest)), asyncio.create_task(lower.take(manifest, "rollouter/0"))]
 
-        async def watch() -> None:
+        async def watch():
             while upper.served["rollouter/1"] < 4:
                 await asyncio.sleep(0.002)
             reached.set()
@@ -180,10 +180,10 @@ async def host_process(address: str, manifest: Any) -> AsyncIterator[tuple[str, 
         await process.wait()
 
 
-async def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version() -> None:
+async def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version():
     async with Net() as net:
 
-        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def hold_back(request, chunk):
             # From the relay alone: it never gets the second bucket.
             if request.bucket == 1 and not killed.is_set():
                 await asyncio.sleep(3600)
@@ -237,7 +237,7 @@ def has_a_defect(chunk: Chunk) -> Chunk:
 
 
 @pytest.mark.parametrize("what", [flips, cuts, has_let_go, has_a_defect], ids=lambda what: what.__name__)
-async def test_a_relay_that_fails_is_left_for_the_next_above(what: Callable[[Chunk], Chunk]) -> None:
+async def test_a_relay_that_fails_is_left_for_the_next_above(what):
     async with Net() as net:
         server = Server(held(4, CONTENTS))
         failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: what(chunk))
@@ -257,8 +257,8 @@ async def test_a_relay_that_fails_is_left_for_the_next_above(what: Callable[[Chu
             each.close()
 
 
-def test_a_relay_that_gets_nothing_itself_is_left_in_time() -> None:
-    async def main() -> float:
+def test_a_relay_that_gets_nothing_itself_is_left_in_time():
+    async def main():
         async with Net(memory=True) as net:
             server = Server(held(4, CONTENTS))
             net.serve(server, "parameter_server/0")
@@ -295,7 +295,7 @@ def ask(relay: Relay, version: int, piece: Piece, base: int = -1) -> Chunk:
 FIRST = Piece(0, 0, 4096)
 
 
-def test_what_has_arrived_outlives_the_one_who_fetched_it() -> None:
+def test_what_has_arrived_outlives_the_one_who_fetched_it():
     relay, content = Relay(), random_bytes(4096)
     segment = segment_of(content)
     relay.begin(1)
@@ -316,14 +316,14 @@ def test_what_has_arrived_outlives_the_one_who_fetched_it() -> None:
         ask(relay, 1, FIRST)
 
 
-def test_one_whole_version_is_held_beside_the_one_that_comes() -> None:
+def test_one_whole_version_is_held_beside_the_one_that_comes():
     relay, staged = Relay(), {}
     for version in (1, 2, 3):
         snapshot = held(version, [random_bytes(100, version)])
         staged[version] = stage(snapshot.manifest)
         snapshot.release()
 
-    def versions() -> set[int]:
+    def versions():
         return set(relay._versions)
 
     relay.begin(1)
@@ -349,8 +349,8 @@ def test_one_whole_version_is_held_beside_the_one_that_comes() -> None:
         each.close()
 
 
-def test_who_waits_for_a_version_that_is_dropped_is_told_at_once() -> None:
-    async def main() -> None:
+def test_who_waits_for_a_version_that_is_dropped_is_told_at_once():
+    async def main():
         relay.begin(1)
         waiting = asyncio.create_task(relay.chunk(FetchChunk(version=1, bucket=0, offset=0, size=1), 1000.0))
         await asyncio.sleep(1)

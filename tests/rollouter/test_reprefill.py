@@ -141,7 +141,7 @@ def play(meanwhile, **rollout: Any) -> World:
 
 
 def test_aborted_requests_count_what_their_resumes_compute():
-    async def twice(world: World) -> None:
+    async def twice(world):
         await world.update()
         await world.update()
 
@@ -154,7 +154,7 @@ def test_aborted_requests_count_what_their_resumes_compute():
 
 
 def test_an_update_on_the_heels_of_another_counts_only_what_is_computed():
-    async def at_once(world: World) -> None:
+    async def at_once(world):
         await world.update(at_once=True)
         await world.update()
 
@@ -168,7 +168,7 @@ def test_an_update_on_the_heels_of_another_counts_only_what_is_computed():
 def test_kept_requests_count_what_they_held_at_the_load(keep_kv, counts):
     held = []
 
-    async def once(world: World) -> None:
+    async def once(world):
         held.append(SIBLINGS * len(PROMPT) + world.host.sampled_tokens)
         await world.update()
 
@@ -177,10 +177,10 @@ def test_kept_requests_count_what_they_held_at_the_load(keep_kv, counts):
 
 
 def test_a_drain_and_a_run_without_updates_count_nothing():
-    async def nothing(world: World) -> None:
+    async def nothing(world):
         pass
 
-    async def update(world: World) -> None:
+    async def update(world):
         await world.update()
 
     assert play(nothing).host.reprefill.tokens == 0
@@ -188,7 +188,7 @@ def test_a_drain_and_a_run_without_updates_count_nothing():
 
 
 def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
-    async def dies(world: World) -> None:
+    async def dies(world):
         engine = world.host._engine
         assert isinstance(engine, Engine)
         engine.kill()
@@ -205,7 +205,7 @@ def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
 
 
 def test_a_delta_tells_of_the_cache_also_where_it_is_merged_with_others():
-    async def main() -> Delta:
+    async def main():
         stream = DeltaStream(asyncio.get_running_loop())
         stream.put(Delta(tokens=[1], logprobs=[0.0], cached_tokens=32))
         stream.put(Delta(tokens=[], logprobs=[], finish_reason="abort"))

@@ -139,7 +139,7 @@ class Server:
 def publish():
     segments = []
 
-    def make(version: int, probe: bool = False, checksum_off: int = 0) -> Manifest:
+    def make(version, probe=False, checksum_off=0):
         specs, size = layout([("w", "uint8", (100,))])
         segment = Segment("test", size)
         segment.memory[:4] = version.to_bytes(4, "little")
