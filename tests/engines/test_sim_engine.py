@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
 from statistics import median
 from typing import Any
 
@@ -29,6 +29,8 @@ from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, conte
 from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
+
+RUN = run_virtual
 
 
 def request(id: str, *, prompt: int | list[int] = 10, max_tokens: int = 10_000, **fields: Any) -> GenerationRequest:
@@ -278,7 +280,7 @@ class Weights:
     async def load(self, version: int, mode: str = "abort", *, recompute_kv: bool = True) -> None:
         with closing(stage(self.publisher.publish(version, {"w": torch.full((64,), version)}))) as staged:
             await self._engine.accept(staged)
-            await self._engine.pause(mode)  # type: ignore[arg-type]
+            await self._engine.pause(mode)
             await self._engine.load(staged, recompute_kv=recompute_kv)
         await self._engine.resume()
 
@@ -290,46 +292,38 @@ async def collect(engine: Engine, asked: GenerationRequest) -> tuple[list[int], 
     return tokens, delta
 
 
-def on_engine(config: Config, body: Any) -> Any:
-    """Run ``body(engine, weights)`` on a virtual clock with an engine that serves version 0."""
-
-    async def go() -> Any:
-        engine = make_engine(config, "rollouter/0")
-        weights = Weights(engine)
-        try:
-            await engine.start()
-            await weights.load(0)
-            return await body(engine, weights)
-        finally:
-            await engine.close()
-            weights.publisher.close()
-
-    return run_virtual(go())
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[tuple[Engine, Weights]]:
+    """An engine that serves version 0."""
+    engine = make_engine(config_for(**fields), "rollouter/0")
+    weights = Weights(engine)
+    try:
+        await engine.start()
+        await weights.load(0)
+        yield engine, weights
+    finally:
+        await engine.close()
+        weights.publisher.close()
 
 
-def test_engine_keeps_the_model_times():
-    async def body(engine, weights):
+async def test_engine_keeps_the_model_times():
+    async with serving() as (engine, _):
         loop = asyncio.get_running_loop()
         began = loop.time()
         answers = await asyncio.gather(*(collect(engine, request(f"r{i}")) for i in range(5)))
-        return loop.time() - began, sum(len(tokens) for tokens, _ in answers)
-
-    took, tokens = on_engine(config_for(), body)
-    assert tokens == 200
-    assert took == pytest.approx(5 * 10 / 50_000 + 40 * (0.02 + 4 * 0.0002), rel=1e-6)
+        assert sum(len(tokens) for tokens, _ in answers) == 200
+        assert loop.time() - began == pytest.approx(5 * 10 / 50_000 + 40 * (0.02 + 4 * 0.0002), rel=1e-6)
 
 
-def test_updates_abort_keep_and_wait():
-    async def body(engine, weights):
-        ended = []
+async def test_updates_abort_keep_and_wait():
+    ended = []
+    async with serving() as (engine, weights):
         for version, mode in enumerate(("abort", "keep", "wait"), start=1):
             stream = asyncio.ensure_future(collect(engine, request(f"r{version}", key="same")))
             await asyncio.sleep(0.3)
             await weights.load(version, mode, recompute_kv=version == 1)
             ended.append(await stream)
-        return ended
-
-    (cut, aborted), (kept, switched), (waited, old) = on_engine(config_for(), body)
+    (cut, aborted), (kept, switched), (waited, old) = ended
     assert aborted.finish_reason == "abort"
     assert len(cut) == 14
     assert kept == waited
@@ -339,47 +333,39 @@ def test_updates_abort_keep_and_wait():
     assert old.spans == [VersionSpan(2, 0, 40)]
 
 
-def test_requests_submitted_in_a_pause_run_after_it():
-    async def body(engine, weights):
+async def test_requests_submitted_in_a_pause_run_after_it():
+    async with serving() as (engine, weights):
         await engine.pause("keep")
         stream = asyncio.ensure_future(collect(engine, request("a")))
         await asyncio.sleep(10.0)
         assert not stream.done()
-        with closing(stage(weights.publisher.publish(5, {"w": torch.zeros(64, dtype=torch.int64)}))) as staged:
-            await engine.accept(staged)
-            await engine.load(staged, recompute_kv=False)
-        await engine.resume()
-        return (await stream)[1]
-
-    assert on_engine(config_for(), body).spans == [VersionSpan(5, 0, 40)]
+        await weights.load(5, "keep", recompute_kv=False)
+        assert (await stream)[1].spans == [VersionSpan(5, 0, 40)]
 
 
-def test_cancelled_reader_frees_its_place():
-    async def body(engine, weights):
+async def test_cancelled_reader_frees_its_place():
+    async with serving() as (engine, _):
         stream = asyncio.ensure_future(collect(engine, request("a")))
         await asyncio.sleep(0.1)
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
         began = asyncio.get_running_loop().time()
         await engine.pause("wait")
-        return asyncio.get_running_loop().time() - began
-
-    assert on_engine(config_for(), body) == 0.0
+        assert asyncio.get_running_loop().time() == began
 
 
-def test_other_weights_are_refused():
-    async def body(engine, weights):
-        other = stage(weights.publisher.publish(1, {"v": torch.ones(64, dtype=torch.int64)}))
+async def test_other_weights_are_refused():
+    async with serving() as (engine, weights):
+        published = {name: torch.ones(64, dtype=torch.int64) for name in "vw"}
+        other, same = (stage(weights.publisher.publish(1, {name: each})) for name, each in published.items())
         with closing(other), pytest.raises(WeightsCorrupt, match="missing"):
             await engine.accept(other)
-        with closing(stage(weights.publisher.publish(1, {"w": torch.ones(64, dtype=torch.int64)}))) as same:
+        with closing(same):
             await engine.accept(same)
 
-    on_engine(config_for(), body)
 
-
-def test_crash_ends_streams_and_calls():
-    async def body(engine, weights):
+async def test_crash_ends_streams_and_calls():
+    async with serving(crash_probability=1.0) as (engine, _):
         outcomes = await asyncio.gather(
             *(collect(engine, request(f"r{i}")) for i in range(3)), engine.pause("wait"), return_exceptions=True
         )
@@ -387,8 +373,6 @@ def test_crash_ends_streams_and_calls():
         for call in (engine.checksum(), engine.pause("keep"), engine.resume(), engine.abort(["r0"])):
             with pytest.raises(EngineDied, match="rollouter/0: crashed"):
                 await call
-
-    on_engine(config_for(crash_probability=1.0), body)
 
 
 # --- the engine in a broadcast ------------------------------------------------------------------------------

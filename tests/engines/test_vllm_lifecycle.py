@@ -7,8 +7,8 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ def config_for(folder: Path, **rollout: Any) -> Config:
     )
 
 
-def children() -> list[int]:
+def children() -> set[int]:
     """Living processes below this one, but for Python's own resource tracker."""
-    return [
+    return {
         process.pid
         for process in psutil.Process().children(recursive=True)
         if "resource_tracker" not in title(process) and lives(process)
-    ]
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -72,19 +72,20 @@ def scratch(monkeypatch, tmp_path):
         assert list(Path(folder).iterdir()) == []
 
 
-async def with_engine(config: Config, model, body: Callable[[VllmEngine, Publisher], Awaitable[None]]) -> None:
-    """Start, load, run ``body``, close; then nothing may be left."""
-    before = set(children())
+@asynccontextmanager
+async def serving(config: Config, model: Any) -> AsyncIterator[tuple[VllmEngine, Publisher]]:
+    """An engine that has loaded the model; afterwards nothing may be left."""
+    before = children()
     publisher, engine = Publisher(), VllmEngine(config, "rollouter/7")
     try:
         await engine.start()
         await load(engine, publisher, 0, model)
-        await body(engine, publisher)
+        yield engine, publisher
     finally:
         await engine.close()
         await engine.close()
         publisher.close()
-    assert set(children()) == before
+    assert children() == before
     with pytest.raises(EngineDied):
         await engine.pause("abort")
 
@@ -109,24 +110,14 @@ async def consume(engine: VllmEngine, name: str, tokens: list[int]) -> None:
         tokens += delta.tokens
 
 
-def test_tied_embeddings_follow_the_weights(tmp_path):
+async def test_tied_embeddings_follow_the_weights_and_a_killed_core_is_noticed_everywhere(tmp_path):
     models = [make_model(seed, tied=True) for seed in (1, 2)]
     save_model(tmp_path, models[0])
-
-    async def body(engine, publisher):
+    async with serving(config_for(tmp_path), models[0]) as (engine, publisher):
         for version, model in enumerate(models, start=1):
             await load(engine, publisher, version, model)
             pairs = zip(await engine.score(PROMPT), logprobs_of(model, PROMPT), strict=True)
             assert max(abs(found - expected) for found, expected in pairs) < 1e-4
-
-    asyncio.run(with_engine(config_for(tmp_path), models[0], body))
-
-
-def test_killed_core_is_noticed_everywhere(tmp_path):
-    model = make_model(1)
-    save_model(tmp_path, model)
-
-    async def body(engine, publisher):
         tokens = [[], [], []]
         streams = [asyncio.ensure_future(consume(engine, f"s{i}", held)) for i, held in enumerate(tokens)]
         await until(lambda: all(tokens))
@@ -146,14 +137,11 @@ def test_killed_core_is_noticed_everywhere(tmp_path):
             with pytest.raises(EngineDied):
                 await consume(engine, "late", [])
 
-    asyncio.run(with_engine(config_for(tmp_path), model, body))
 
-
-def test_hanging_core_counts_as_dead(tmp_path):
+async def test_hanging_core_counts_as_dead(tmp_path):
     model = make_model(1)
     save_model(tmp_path, model)
-
-    async def body(engine, publisher):
+    async with serving(config_for(tmp_path, engine_timeout_s=3.0), model) as (engine, _):
         tokens = []
         stream = asyncio.ensure_future(consume(engine, "s", tokens))
         await until(lambda: bool(tokens))
@@ -164,21 +152,19 @@ def test_hanging_core_counts_as_dead(tmp_path):
             with pytest.raises(EngineDied):
                 await engine.pause("keep")
 
-    asyncio.run(with_engine(config_for(tmp_path, engine_timeout_s=3.0), model, body))
-
 
 async def test_close_during_the_start_leaves_nothing(tmp_path):
     save_model(tmp_path, make_model(1))
-    before = set(children())
+    before = children()
     engine = VllmEngine(config_for(tmp_path), "rollouter/7")
     start = asyncio.ensure_future(engine.start())
-    await until(lambda: bool(set(children()) - before))
+    await until(lambda: bool(children() - before))
     start.cancel()
     await asyncio.gather(start, return_exceptions=True)
     assert start.cancelled()
     async with asyncio.timeout(30):
         await engine.close()
-    assert set(children()) == before
+    assert children() == before
 
 
 def test_start_says_what_is_wrong(tmp_path):

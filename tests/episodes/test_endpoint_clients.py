@@ -286,16 +286,6 @@ async def test_a_response_is_answered_whole_and_streamed():
     assert (cut.status, cut.usage.input_tokens) == ("completed", 11)
 
 
-async def test_a_response_is_streamed_as_it_comes():
-    async with (
-        openai_client(ScriptedCore(told_in_pieces)) as (_, client),
-        client.responses.stream(model="m", input="Hi") as told,
-    ):
-        deltas = [event.delta async for event in told if event.type == "response.output_text.delta"]
-        final = await told.get_final_response()
-    assert len(deltas) >= 2 and "".join(deltas) == final.output_text == "".join(PIECES)
-
-
 async def test_a_message_of_anthropic_is_answered_whole_and_streamed():
     core = ScriptedCore(calls_a_tool)
     tool = {"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}

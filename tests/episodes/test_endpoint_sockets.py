@@ -118,19 +118,6 @@ async def test_a_retry_is_given_what_was_answered_meanwhile():
     assert served.counts["replayed"] == 2
 
 
-async def test_a_retry_is_not_given_what_its_sibling_was_answered():
-    gate = Gate()
-    async with http_client(gate.core) as (served, client):
-        gate.open.set()
-        sibling = await client.post(CHAT, json=HI)
-        gate.open.clear()
-        await asked_and_left(gate.core, client)
-        await until(lambda: unheard(served) == 1, "the server has seen it")
-        gate.open.set()
-        retry = await client.post(CHAT, json=HI, headers=RETRY)
-    assert (sibling.json()["id"], retry.json()["id"]) == ("chatcmpl-1", "chatcmpl-2")
-
-
 async def test_a_retry_goes_on_where_its_call_was_cut_off():
     gate = Gate()
     body = HI | {"stream": True}

@@ -9,7 +9,7 @@ from asyncrl.monitor.states import StateLedger
 
 def slot(heard: float, **stopped: float) -> Slot:
     made = Slot(StateLedger(lambda: 0.0, "player"), heard=heard)
-    made.open = {key: Open(None, None, stopped=at) for key, at in stopped.items()}  # type: ignore[arg-type]
+    made.open = {key: Open(None, None, stopped=at) for key, at in stopped.items()}
     return made
 
 

@@ -275,7 +275,7 @@ async def test_the_rollouter_is_told_when_a_worker_begins_with_an_episode(tmp_pa
         await until(lambda: host.figure("waiting") == 1)
         assert rollouter.began == ["a" * 32]
         slot.is_ready = True
-        host.actor._players._assign()  # type: ignore[union-attr]
+        host.actor._players._assign()
         assert (await waiting).reward == 1.5
         await until(lambda: rollouter.began == ["a" * 32, "b" * 32])
         playing.cancel()
@@ -283,7 +283,7 @@ async def test_the_rollouter_is_told_when_a_worker_begins_with_an_episode(tmp_pa
 
 async def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again(tmp_path):
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
-        host.actor._players._start_timeout_s = 3.0  # type: ignore[union-attr]
+        host.actor._players._start_timeout_s = 3.0
         (tmp_path / "hang").touch()
         assert (await host.play("exit")).blame == "host"
         playing = host.run("reply", uid="0-2", timeout=40)

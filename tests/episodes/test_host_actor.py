@@ -12,11 +12,9 @@ from structlog.testing import capture_logs
 
 from asyncrl.config.load import validate_config
 from asyncrl.episodes import actor as actor_module
-from asyncrl.episodes.actor import ACTOR, EpisodesActor
 from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
-from asyncrl.runtime.actor import Actor
 
 HTTP = """
 import json, os, urllib.error, urllib.request
@@ -79,7 +77,7 @@ async def http(url: str, key: str, **changes: Any) -> tuple[int, str]:
 async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_path):
     rollouter = Rollouter("hello")
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
-        url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+        url = host.actor._players._setup.base_url
         key = "b" * 32
         assert (await http(url, key))[0] == 401
         playing = host.run("wait", session=key)
@@ -97,7 +95,7 @@ async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_
 async def test_a_request_under_way_ends_with_its_episode(tmp_path):
     rollouter = Rollouter(waits)
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
-        url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+        url = host.actor._players._setup.base_url
         key = "e" * 32
         playing = host.run("wait", session=key)
         await until(lambda: host.figure("open") == 1)
@@ -120,7 +118,7 @@ async def test_text_streams_as_the_rollouter_tells_it(tmp_path):
     going_on = asyncio.Event()
     rollouter = Rollouter(slowly)
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
-        url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+        url = host.actor._players._setup.base_url
         key = "c" * 32
         playing = host.run("wait", session=key)
         await until(lambda: host.figure("open") == 1)
@@ -215,7 +213,7 @@ async def test_a_reward_over_http_keeps_to_the_bounds_of_all_rewards_and_names_a
 
     rollouter = Rollouter("a")
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
-        url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+        url = host.actor._players._setup.base_url
         key = "f" * 32
         playing = host.run("wait", session=key)
         await until(lambda: host.figure("open") == 1)
@@ -229,7 +227,7 @@ async def test_a_reward_over_http_keeps_to_the_bounds_of_all_rewards_and_names_a
         assert "the policy has given 2 answers" in error["message"]
         rollouter.refusal = RuntimeError("no room")
         with capture_logs() as logs:
-            host.actor._http._log = structlog.get_logger()  # type: ignore[union-attr]
+            host.actor._http._log = structlog.get_logger()
             status, error = await credit(url, key, value=1)
         assert (status, error["message"]) == (500, "the rollouter could not be asked")
         assert [each["event"] for each in logs] == ["a request of an episode failed"]
@@ -285,9 +283,3 @@ print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_the_role_is_found_by_name():
-    assert ACTOR is EpisodesActor
-    assert EpisodesActor.role == "episodes"
-    assert issubclass(EpisodesActor, Actor)

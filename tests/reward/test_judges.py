@@ -68,19 +68,6 @@ def in_prose(body):
     return f"<think>Maybe {told([])}</think>Well: \\frac{{1}}{{2}} {{x}}\n```json\n{right(body)}\n```\nThat is all."
 
 
-def one_less(body):
-    return told(scores(body)[1:])
-
-
-def one_more(body):
-    return told([*scores(body), {"id": "zzzzz", "explanation": "", "score": 1}])
-
-
-def twice(body):
-    entries = scores(body)
-    return told([*entries, {**entries[0], "score": 0.5}])
-
-
 def two_answers(body):
     other = [{**entry, "score": 0.5} for entry in scores(body)]
     return f"{right(body)}\nOr rather: {told(other)}"
@@ -90,31 +77,12 @@ def said_again(body):
     return f"{right(body)}\nThat is: {right(body)}"
 
 
-def with_score(value):
-    def answer(body):
-        entries = scores(body)
-        entries[0]["score"] = value
-        return told(entries)
-
-    return answer
-
-
 UNUSABLE = {
     "prose": lambda body: "They are all very good.",
-    "nothing": lambda body: "",
     "null": lambda body: None,
-    "one less": one_less,
-    "one more": one_more,
-    "twice": twice,
+    "one less": lambda body: told(scores(body)[1:]),
     "two answers": two_answers,
-    "unknown": lambda body: right(body).replace(next(iter(shown(body))), "aaaaa"),
-    "NaN": with_score(float("nan")),
-    "infinite": with_score(float("inf")),
-    "out of range": with_score(1.01),
-    "text": with_score("0.5"),
-    "true": with_score(True),
-    "none": with_score(None),
-    "list": lambda body: json.dumps([entry["score"] for entry in scores(body)]),
+    "out of range": lambda body: told([{**entry, "score": 1.01} for entry in scores(body)]),
     "by position": lambda body: json.dumps({"scores": [entry["score"] for entry in scores(body)]}),
     "cut short": lambda body: right(body)[:-5],
     "key twice": lambda body: right(body).replace('"score":', '"score": 0, "score":', 1),
@@ -188,7 +156,7 @@ async def test_a_request_that_fails_for_the_moment_is_sent_again_and_in_the_end_
         assert caught.value.retryable and len(server.bodies) == 4
 
 
-@pytest.mark.parametrize("code", [301, 400, 401, 404])
+@pytest.mark.parametrize("code", [301, 404])
 async def test_a_refusal_for_good_is_not_repeated(code):
     answer = status(code, "no such model", Location="/v1/chat/completions")
     async with judging(answer) as (server, pool):

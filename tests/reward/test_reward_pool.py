@@ -189,7 +189,7 @@ async def test_a_group_is_scored_as_a_whole():
             await pool.score(request("a", "abc", "", count=2))
 
 
-@pytest.mark.parametrize("function", ["exact", "math_verify", "reasoning_gym", "constant"])
+@pytest.mark.parametrize("function", ["math_verify", "reasoning_gym"])
 async def test_built_in_functions_run_in_workers(function):
     item = {"question": "?", "answer": "7", "metadata": {}}
     row = {"answer": "7", "task": "chain_sum", "options": {"seed": 1, "size": 2}, "item": item}
@@ -197,28 +197,29 @@ async def test_built_in_functions_run_in_workers(function):
         assert await reward(pool, "7", **row) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "named"),
-    [
-        ("raise", r"act_rewards:act: raised KeyError: 'no such judge' \(.*act_rewards.py:\d+\)"),
-        ("sys_exit", "raised SystemExit: 4"),
-        ("interrupt", "raised KeyboardInterrupt"),
-        ("odd", "raised Odd"),
-        ("nan", "act_rewards:act: returned nan"),
-        ("none", "returned None"),
-        ("text", "returned str 'good'"),
-        ("huge", "returned components of .* bytes"),
-    ],
-)
-async def test_an_error_of_the_function_fails_its_task_and_keeps_the_worker(completion, named):
+async def test_an_error_of_the_function_or_its_task_fails_it_alone_and_keeps_the_worker():
+    errors = {
+        "raise": r"act_rewards:act: raised KeyError: 'no such judge' \(.*act_rewards.py:\d+\)",
+        "sys_exit": "raised SystemExit: 4",
+        "interrupt": "raised KeyboardInterrupt",
+        "odd": "raised Odd",
+        "nan": "act_rewards:act: returned nan",
+        "none": "returned None",
+        "text": "returned str 'good'",
+        "huge": "returned components of .* bytes",
+    }
     async with started() as pool:
         worker = await reward(pool, "pid")
-        with pytest.raises(RewardFailed, match=named) as caught:
-            await reward(pool, completion)
-        assert caught.value.retryable
-        assert caught.value.function == "act_rewards:act"
+        for failed, (completion, named) in enumerate(errors.items(), 1):
+            with pytest.raises(RewardFailed, match=named) as caught:
+                await reward(pool, completion)
+            assert (caught.value.retryable, caught.value.function) == (True, "act_rewards:act")
+            assert (await reward(pool, "pid"), pool.counters.failed) == (worker, failed)
+        for text, row in (("abc", {"odd": object()}), ("\ud800", {})):
+            with pytest.raises(RewardFailed, match="cannot be given 0-1") as caught:
+                await reward(pool, text, **row)
+            assert not caught.value.retryable
         assert await reward(pool, "pid") == worker
-        assert pool.counters.failed == 1
 
 
 @pytest.mark.parametrize(
@@ -247,15 +248,13 @@ async def test_a_task_that_takes_its_worker_with_it_fails_alone(completion, time
         assert pool.counters.timed_out == (named.startswith("ran longer"))
 
 
-@pytest.mark.parametrize("truncated", ["score", "penalty"])
-async def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked_for_at_once(truncated):
-    async with started(workers=2, timeout_s=1.0, on_timeout=-0.5, truncated=truncated) as pool:
+async def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked_for_at_once():
+    async with started(workers=2, timeout_s=1.0, on_timeout=-0.5, truncated="penalty") as pool:
         others = [pool.score(request("abc")) for _ in range(20)]
         scores = await pool.score(request("loop"))
         assert (scores.rewards, scores.components, scores.run_s) == ([-0.5], [{"timed_out": -0.5}], 1.0)
         # The penalty of five tokens where all that is longer than none is too long.
-        plain = 3.0 if truncated == "score" else 3.0 - 33 / 128
-        assert [scores.rewards for scores in await asyncio.gather(*others)] == [[plain]] * 20
+        assert [scores.rewards for scores in await asyncio.gather(*others)] == [[3.0 - 33 / 128]] * 20
         counted = pool.counters
         assert (counted.scored, counted.failed, counted.timed_out, counted.workers_killed) == (21, 0, 1, 1)
         # Any other fault is an error as ever.
@@ -287,21 +286,6 @@ async def test_each_outcome_is_told_with_its_kind():
     died = "died with its worker process (SIGSEGV)"
     ended = "ended its worker process (exit code 3)"
     assert [kinds[0], *kinds[2:]] == ["", "no reward", ended, "timed out", died, ""]
-
-
-async def test_a_worker_that_is_stopped_does_not_hold_up_the_others():
-    async with started(workers=2, timeout_s=2.0) as pool:
-        deaf = pool.score(request("deaf"))
-        longest, count = 0.0, 0
-        while not deaf.done():
-            since = time.monotonic()
-            await reward(pool, "abc")
-            longest, count = max(longest, time.monotonic() - since), count + 1
-        with pytest.raises(RewardFailed):
-            await deaf
-        # Far below the timeout, however slow the machine.
-        assert longest < 2.0
-        assert count > 20
 
 
 async def test_the_timeout_counts_from_the_start_in_the_worker():
@@ -461,46 +445,24 @@ async def test_a_cancelled_task_that_was_sent_ahead_disturbs_no_other():
         assert pool.counters.workers_killed == 0
 
 
-async def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served():
-    async with started() as pool:
-        with pytest.raises(RewardFailed, match="cannot be given 0-1") as caught:
-            await reward(pool, "abc", odd=object())
-        assert not caught.value.retryable
-        with pytest.raises(RewardFailed, match="cannot be given"):
-            await reward(pool, "\ud800")
-        assert await reward(pool, "abc") == 3.0
-
-
 async def test_large_tasks_pass():
     async with started(workers=2) as pool:
         size = 3_000_001
         assert await asyncio.gather(*(reward(pool, "x" * size) for _ in range(6))) == [size] * 6
 
 
-@pytest.mark.parametrize(
-    ("truncated", "uid", "expected", "components"),
-    [
-        ("score", "0-1", 3.0, {}),
-        ("mask", "0-1", 3.0, {}),
-        ("penalty", "0-1", 2.0, {"overlong_penalty": -1.0}),
-        ("penalty", "gsm@0-1", 3.0, {}),
-    ],
-)
-async def test_only_the_penalty_changes_a_reward_and_only_in_training(truncated, uid, expected, components):
-    async with started(truncated=truncated, overlong={"margin_tokens": 20, "scale": 2.0}) as pool:
-        scores = await pool.score(request("abc", uid=uid, tokens=90))
-        assert scores.rewards == [expected]
-        assert scores.components == [components]
+async def test_only_the_penalty_changes_a_reward_and_only_in_training():
+    penalty = (2.0, {"overlong_penalty": -1.0})
+    for truncated, expected in {"mask": [(3.0, {})] * 2, "penalty": [penalty, (3.0, {})]}.items():
+        async with started(truncated=truncated, overlong={"margin_tokens": 20, "scale": 2.0}) as pool:
+            scores = [await pool.score(request("abc", uid=uid, tokens=90)) for uid in ("0-1", "gsm@0-1")]
+            assert [(each.rewards[0], each.components[0]) for each in scores] == expected
 
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"function": "exakt"}, "reward.function: .*did you mean exact"),
-        ({"function": "no_such_module:f"}, "reward.function: there is no module 'no_such_module'"),
         ({"function": "act_rewards:akt"}, "reward.function: module act_rewards .*has no 'akt'; did you mean act"),
-        ({"function": "act_rewards:calls"}, "reward.function: calls of act_rewards is int"),
-        ({"function": "regex"}, "reward.options.pattern: is required"),
         ({"function": "act_rewards:act", "options": {"judge": 1}}, "reward.options.judge: "),
     ],
 )
@@ -534,7 +496,7 @@ async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had(tmp_path, mon
         named = ["exit code 3"] * 2 + ["has no worker process left: reward.function: .*has no 'act'"] * 2
         for outcome, pattern in zip(outcomes, named, strict=True):
             with pytest.raises(RewardFailed, match=pattern):
-                raise outcome  # type: ignore[misc]
+                raise outcome
         with pytest.raises(RewardFailed, match="no worker process left"):
             await watching
         with pytest.raises(RewardFailed, match="no worker process left") as caught:
@@ -577,14 +539,6 @@ async def test_close_ends_the_helpers_of_an_idle_worker():
         helper = int(await reward(pool, "helper"))
         assert _lives(helper)
     assert not _lives(helper)
-
-
-async def test_a_timeout_takes_what_the_function_has_started(tmp_path):
-    async with started(timeout_s=1.0) as pool:
-        path = tmp_path / "helper.pid"
-        with pytest.raises(RewardFailed, match="ran longer"):
-            await reward(pool, "helper_loop", path=str(path))
-        await until(lambda: not _lives(int(path.read_text())))
 
 
 def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path):
@@ -641,7 +595,7 @@ async def test_state_times_add_up_to_the_life_of_the_workers():
 @pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.SelectorEventLoop])
 def test_a_thousand_small_tasks_are_done_beside_one_that_hangs(loop_factory):
     async def body():
-        async with started(workers=3, timeout_s=4.0) as pool:
+        async with started(workers=3, timeout_s=2.0) as pool:
             hanging = pool.score(request("loop"))
             scores = await asyncio.gather(*(pool.score(request("x" * 8192)) for _ in range(1024)))
             assert all(one.rewards == [8192.0] for one in scores)

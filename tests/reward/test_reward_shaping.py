@@ -7,20 +7,7 @@ from asyncrl.reward.shaping import overlong_penalty, shaped
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        (0, 0.0),
-        (1, 0.0),
-        (79, 0.0),
-        (80, 0.0),
-        (81, -0.05),
-        (90, -0.5),
-        (95, -0.75),
-        (99, -0.95),
-        (100, -1.0),
-        (101, -1.0),
-        (10_000, -1.0),
-    ],
+    ("tokens", "expected"), [(0, 0.0), (80, 0.0), (81, -0.05), (95, -0.75), (100, -1.0), (101, -1.0)]
 )
 def test_penalty_is_dapo_equation_13(tokens, expected):
     assert overlong_penalty(tokens, max_tokens=100, margin_tokens=20, scale=1.0) == pytest.approx(expected)

@@ -60,7 +60,7 @@ class Server:
     def offer(self, version: int, transport: str) -> Offer:
         manifest = self.snapshots[version].manifest
         manifest = manifest if transport == "shm" else as_streamed(manifest)
-        return Offer(version=version, transport=transport, manifest=manifest)  # type: ignore[arg-type]
+        return Offer(version=version, transport=transport, manifest=manifest)
 
     def close(self) -> None:
         for snapshot in self.snapshots.values():
@@ -74,7 +74,7 @@ class Host:
         self.name, self.relay, self.weights = name, Relay(), weights
         self.served: Counter[str] = Counter()
         """By caller."""
-        self.address: str = net.serve(self, name).address  # type: ignore[attr-defined]
+        self.address: str = net.serve(self, name).address
         endpoint = net.endpoint(name)
         self._peers = {other: net.peer(endpoint, other) for other in (PARAMETER_SERVER,)}
         self._net, self._endpoint = net, endpoint

@@ -6,13 +6,11 @@ import asyncio
 import copy
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
+from cuts import way_to
 from fetch_cases import Server, calling
 from harness import Net, replace
 from probes import make_probe
@@ -194,14 +192,6 @@ def test_a_version_that_is_no_longer_held_is_gone(transport, server):
         asyncio.run(take(offer, server))
 
 
-def test_segments_that_are_no_segments_are_corrupt(server):
-    offer = server.offer(4, "shm")
-    assert offer.manifest is not None
-    buckets = [replace(offer.manifest.buckets[0], path="/etc/hostname"), *offer.manifest.buckets[1:]]
-    with pytest.raises(WeightsCorrupt, match="bucket 0: '/etc/hostname' is no"):
-        asyncio.run(take(replace(offer, manifest=replace(offer.manifest, buckets=buckets)), None))
-
-
 # --- chunks ---
 
 
@@ -297,45 +287,31 @@ def test_calls_that_fail_are_repeated_where_that_can_help(error, again):
     server.close()
 
 
-def test_progress_keeps_a_fetch_alive_and_silence_ends_it():
+@pytest.mark.parametrize(
+    ("whole_s", "waits_s", "ended", "what"),
+    [
+        # Silence ends it, and not before: each chunk that comes is a sign of life.
+        (None, 1000.0, 5 * 15.0 + 20.0, f"chunks of version 4 ({SIZES[0] + SIZES[1]} of {sum(SIZES)} bytes are here)"),
+        (50.0, 15.0, 50.0, f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes"),
+    ],
+)
+def test_a_fetch_ends_by_silence_or_by_the_deadline_of_all_of_it(whole_s, waits_s, ended, what):
     async def slow(request, chunk):
-        await asyncio.sleep(15.0 if request.bucket < 2 else 1000.0)
+        await asyncio.sleep(15.0 if request.bucket < 2 else waits_s)
         return chunk
 
     async def main():
-        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0)
-        try:
-            await take(server.offer(4, "stream"), server, weights=weights)
-        except DeadlineExceeded as error:
-            return asyncio.get_running_loop().time(), error
-        raise AssertionError("it ended")
-
-    server = Server(held(4, NEW), on_chunk=slow)
-    ended, error = run_virtual(main())
-    assert ended == 5 * 15.0 + 20.0
-    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 20.0)
-    arrived = SIZES[0] + SIZES[1]
-    assert f"chunks of version 4 ({arrived} of {sum(SIZES)} bytes are here)" in str(error)
-    server.close()
-
-
-def test_a_fetch_that_goes_on_and_on_ends_at_the_deadline_of_all_of_it():
-    async def slow(request, chunk):
-        await asyncio.sleep(15.0)
-        return chunk
-
-    async def main():
-        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, stage_deadline_s=50.0)
+        more = {} if whole_s is None else {"stage_deadline_s": whole_s}
+        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, **more)
         with pytest.raises(DeadlineExceeded) as caught:
             await take(server.offer(4, "stream"), server, weights=weights)
-        return asyncio.get_running_loop().time(), caught.value
+        assert asyncio.get_running_loop().time() == ended
+        return caught.value
 
     server = Server(held(4, NEW), on_chunk=slow)
-    ended, error = run_virtual(main())
-    assert ended == 50.0
-    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
-    told = f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes are here)"
-    assert told in str(error)
+    error = run_virtual(main())
+    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", whole_s or 20.0)
+    assert what in str(error)
     server.close()
 
 
@@ -405,46 +381,6 @@ async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkey
 # --- over ZeroMQ ---
 
 
-@asynccontextmanager
-async def cut_by(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A TCP relay to ``address``: its own address, and what cuts every connection that goes through it."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    writers: set[asyncio.StreamWriter] = set()
-    pumps: set[asyncio.Task[None]] = set()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(port))
-        writers.update((writer, back))
-        for source, target in ((reader, back), (there, writer)):
-            task = asyncio.create_task(pump(source, target))
-            pumps.add(task)
-            task.add_done_callback(pumps.discard)
-
-    def cut() -> None:
-        while writers:
-            writers.pop().transport.abort()
-
-    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
-    try:
-        yield f"tcp://127.0.0.1:{listening.sockets[0].getsockname()[1]}", cut
-    finally:
-        listening.close()
-        cut()
-        if pumps:
-            await asyncio.wait(set(pumps))
-        await listening.wait_closed()
-
-
 BIG = [random_bytes(size, 5) for size in ((3 << 20) + 77, 2 << 20)]
 BIG_CHUNKS = 4 + 2
 BIG_WEIGHTS = WeightsConfig(chunk_bytes=1 << 20, chunks_in_flight=2, deadline_s=20.0)
@@ -456,14 +392,15 @@ async def test_a_broken_connection_is_taken_up_at_the_missing_chunk():
         async def break_off(request, chunk):
             if server.served.total() == 3:
                 # While two are in flight: what comes now is of a connection that is no more.
-                asyncio.get_running_loop().call_soon(cut)
+                asyncio.get_running_loop().call_soon(way.cut)
                 await asyncio.sleep(0.05)
+                await way.open()
             return chunk
 
         server = Server(held(4, BIG), on_chunk=break_off)
-        address = net.serve(server, "parameter_server/0", register=False).address  # type: ignore[attr-defined]
-        async with cut_by(address) as (relayed, cut):
-            net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=relayed))
+        address = net.serve(server, "parameter_server/0", register=False).address
+        async with way_to(address) as way:
+            net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=way.address))
             peer = net.client("parameter_server/0", "rollouter/4")
             found = await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
         assert contents_of(found.staged.manifest) == BIG
@@ -514,40 +451,3 @@ async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delt
         found.staged.close()
         for each in (old, *second.snapshots.values()):
             each.release()
-
-
-async def test_a_version_let_go_half_way_is_gone_for_the_fetch():
-    async with Net() as net:
-
-        def let_go(request, chunk):
-            if server.served.total() == 3:
-                server.snapshots.pop(4).release()
-            return chunk
-
-        server = Server(held(4, BIG), on_chunk=let_go)
-        net.serve(server, "parameter_server/0")
-        peer = net.client("parameter_server/0", "rollouter/4")
-        with pytest.raises(VersionGone, match="parameter_server/0 has let it go") as caught:
-            await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
-        assert caught.value.version == 4
-        assert not net.errors
-
-
-async def test_several_replicas_fetch_at_once_and_each_has_every_bit():
-    async with Net() as net:
-        server = Server(held(4, BIG))
-        net.serve(server, "parameter_server/0")
-        peers = [net.client("parameter_server/0", f"rollouter/{index}") for index in range(3)]
-        offer = server.offer(4, "stream")
-        found = await asyncio.gather(*(fetch(offer, None, call=calling(peer), weights=BIG_WEIGHTS) for peer in peers))
-        for each in found:
-            assert contents_of(each.staged.manifest) == BIG
-            each.staged.close()
-        assert set(server.served.values()) == {3}
-        server.close()
-
-
-def test_checksums_of_the_cases():
-    """The cases differ in every bucket, or the others would prove nothing."""
-    for old, new in zip(OLD, NEW, strict=True):
-        assert xxhash.xxh3_64_intdigest(old) != xxhash.xxh3_64_intdigest(new)

@@ -205,21 +205,24 @@ def test_a_bug_of_the_reward_pool_that_stays_quarantines_nothing(per):
     assert (error.code, error.retryable) == ("AssertionError", False)
 
 
+class Pool:
+    """Has a long queue: answers when it is told to."""
+
+    def __init__(self, count=1):
+        self.came, self.answers, self.count = asyncio.Event(), asyncio.Event(), count
+
+    @handler
+    async def score(self, request: Score, caller: Caller) -> Scores:
+        self.came.set()
+        await self.answers.wait()
+        return Scores(rewards=[1.0] * self.count, components=[{}] * self.count, run_s=0.0)
+
+
 @pytest.mark.parametrize("count", [1, SAMPLES])
 async def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count):
     """As what is generated is: a group reward has them all in one call."""
 
-    class Pool:
-        def __init__(self):
-            self.came, self.answers = asyncio.Event(), asyncio.Event()
-
-        @handler
-        async def score(self, request: Score, caller: Caller) -> Scores:
-            self.came.set()
-            await self.answers.wait()
-            return Scores(rewards=[1.0] * count, components=[{}] * count, run_s=0.0)
-
-    pool, completion = Pool(), Completion(text="x", finish_reason="stop", tokens=1)
+    pool, completion = Pool(count), Completion(text="x", finish_reason="stop", tokens=1)
     async with asyncio.timeout(30), Net(memory=True) as net:
         for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner()), ("reward/0", pool)):
             net.serve(served, name, 1)
@@ -233,24 +236,11 @@ async def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path,
             assert life.rollouter.figures()["rollout/scoring"] == 0
 
 
-class SlowPool:
-    """Has a long queue."""
-
-    def __init__(self):
-        self.came, self.answers = asyncio.Event(), asyncio.Event()
-
-    @handler
-    async def score(self, request: Score, caller: Caller) -> Scores:
-        self.came.set()
-        await self.answers.wait()
-        return Scores(rewards=[1.0], components=[{}], run_s=0.0)
-
-
 @pytest.mark.parametrize("away", [False, True])
 async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path, away):
     """However long its queue; silence ends the wait, though the queue of a large run may honestly take hours."""
     patience_s = 1.0
-    pool, completion = SlowPool(), Completion(text="x", finish_reason="stop", tokens=1)
+    pool, completion = Pool(), Completion(text="x", finish_reason="stop", tokens=1)
     async with asyncio.timeout(30), Net(memory=True) as net:
         for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner())):
             net.serve(served, name, 1)

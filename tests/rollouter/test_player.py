@@ -55,11 +55,6 @@ def test_an_episode_becomes_a_trajectory(tmp_path):
     assert request.seed == task_seed(world.config.run.seed, "0-1")
 
 
-def test_an_episode_without_a_reward_is_left_to_the_reward_function(tmp_path):
-    trajectory, _ = played(tmp_path, two_turns)
-    assert trajectory.reward is None
-
-
 def test_rewards_of_turns_add_up(tmp_path):
     async def agent(world, key):
         conversation = world.sessions.find(key, HOST).conversation
@@ -81,23 +76,6 @@ def test_the_return_of_an_episode(said, turns, total):
     assert total_reward(said, turns) == total
 
 
-def test_what_user_code_does_wrong_fails_the_attempt(tmp_path):
-    async def agent(world, key):
-        return await two_turns(world, key, error="raised KeyError('x') at agent.py:3")
-
-    failure, world = played(tmp_path, agent)
-    assert "agent.py:3" in str(failure)
-    assert world.account.attempts == 1
-
-
-def test_an_episode_that_never_called_fails(tmp_path):
-    async def agent(world, key):
-        return EpisodeDone(reward=1.0)
-
-    failure, _ = played(tmp_path, agent)
-    assert "without an answer" in str(failure)
-
-
 def test_the_death_of_a_host_or_a_worker_is_nobodys_attempt(tmp_path):
     async def agent(world, key):
         if len(world.ran) == 1:
@@ -112,18 +90,6 @@ def test_the_death_of_a_host_or_a_worker_is_nobodys_attempt(tmp_path):
     assert len({request.session for request in world.ran}) == 3
     assert world.account.failed_attempts == 0
     assert len(trajectory.sequences) == 1, "nothing of the earlier attempts is trained"
-
-
-@pytest.mark.parametrize("stage", ["start", "turn"])
-def test_an_episode_that_hangs_fails_by_the_deadline_of_its_stage(tmp_path, stage):
-    async def agent(world, key):
-        if stage == "turn":
-            await world.chat(key, [user("hi")])
-        await asyncio.Event().wait()
-
-    failure, _ = played(tmp_path, agent, episode={f"{stage}_timeout_s": 0.2})
-    assert str(failure).startswith(f"{stage}: ")
-    assert f"episode.{stage}_timeout_s" in str(failure)
 
 
 def test_time_that_is_over_is_an_outcome_and_closes(tmp_path):
@@ -231,21 +197,6 @@ def test_branches_are_the_other_ends_of_a_conversation(tmp_path):
     trajectory, _ = played(tmp_path, agent)
     assert [m["content"] for m in trajectory.messages] == ["hi", "Hello.", "right", "Hello."]
     assert [[m["content"] for m in branch] for branch in trajectory.branches] == [["hi", "Hello.", "left", "Hello."]]
-
-
-def test_an_episode_whose_host_dies_is_begun_anew_whatever_its_deadlines_say(tmp_path):
-    async def agent(world, key):
-        first = await world.chat(key, [user("hi")])
-        if len(world.ran) == 1:
-            # Its host is gone, and nobody answers for it.
-            asyncio.get_running_loop().call_soon(world.sessions.host_died, HOST)
-            await asyncio.Event().wait()
-        await world.chat(key, [user("hi"), said(first), user("more")])
-        return EpisodeDone(reward=1.0)
-
-    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01})
-    assert (trajectory.reward, trajectory.finish_reason) == (1.0, "stop")
-    assert (len(world.ran), world.account.failed_attempts) == (2, 0)
 
 
 def test_an_episode_without_any_reward_fails_and_one_that_met_a_limit_for_good(tmp_path):

@@ -56,7 +56,7 @@ class Asked:
 def probe(engine: Asked, timeout: float = 5.0):
     async def main():
         async with asyncio.timeout(timeout):
-            return await probe_engine(engine, PROBE, version=4, temperature=0.7)  # type: ignore[arg-type]
+            return await probe_engine(engine, PROBE, version=4, temperature=0.7)
 
     return asyncio.run(main())
 

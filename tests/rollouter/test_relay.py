@@ -191,7 +191,7 @@ async def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_ver
 
         killed = asyncio.Event()
         server = Server(held(4, CONTENTS), on_chunk=hold_back)
-        address = net.serve(server, "parameter_server/0").address  # type: ignore[attr-defined]
+        address = net.serve(server, "parameter_server/0").address
         manifest = as_streamed(server.snapshots[4].manifest)
         async with host_process(address, manifest) as (relay, process):
             net.register(ActorRecord(name="rollouter/1", incarnation=1, address=relay))

@@ -108,7 +108,7 @@ class World:
         version = self.host.version + 1
         await self.host.quiesced(1000.0)
         await self.host.pause(version)
-        await self.host.load(SimpleNamespace(version=version))  # type: ignore[arg-type]
+        await self.host.load(SimpleNamespace(version=version))
         await self.host.commit()
         if not at_once:
             await asyncio.sleep(10.0)
@@ -117,8 +117,8 @@ class World:
         ticket = replace(
             make_group("0-1").ticket, max_tokens=TOKENS, prompt_ids=np.array(PROMPT, np.int32), temperature=1.0
         )
-        call = PolicyCall(self.host, Letters(), self.config, ticket, SampleAccount("0-1", sample, lambda: 0.0).call())  # type: ignore[arg-type]
-        await single_turn(call, ticket, sample, Stops(), Letters())  # type: ignore[arg-type]
+        call = PolicyCall(self.host, Letters(), self.config, ticket, SampleAccount("0-1", sample, lambda: 0.0).call())
+        await single_turn(call, ticket, sample, Stops(), Letters())
 
     async def play(self, meanwhile: Any) -> None:
         await self.host.start()

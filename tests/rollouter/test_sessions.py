@@ -3,10 +3,9 @@
 import asyncio
 import time
 
-import numpy as np
 import pytest
 from harness import replace
-from session_cases import HOST, TOOL, World, call_of, result, said, user
+from session_cases import TOOL, World, call_of, result, said, user
 
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.stops import Stops
@@ -96,19 +95,6 @@ async def test_a_call_that_was_cancelled_goes_on_from_its_tokens(tmp_path):
         assert sequence.spans[1].version == 1
 
 
-async def test_weights_that_change_under_a_call_are_not_noticed(tmp_path):
-    async with World(tmp_path, say=lambda prompt: "A long answer of many words.") as world:
-        session = world.open()
-        world.pause_after = 2
-        asked = asyncio.create_task(world.chat(session.key, [user("hi")]))
-        await until(lambda: world.spoken == 2 and not world.speaks.is_set())
-        world.speaks.set()
-        await world.update()
-        assert (await asked).content == "A long answer of many words."
-        (sequence,) = session.conversation.sequences()
-        assert [s.version for s in sequence.spans] == [0, 1]
-
-
 async def test_parallel_calls_have_noise_that_their_order_does_not_change(tmp_path):
     async def keys(world, order):
         session = world.open()
@@ -176,15 +162,6 @@ async def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path):
         assert "Observation:" in world.tokenizer.decode(sequence.tokens.tolist())
 
 
-async def test_auxiliary_calls_are_not_trained(tmp_path):
-    async with World(tmp_path) as world:
-        session = world.open()
-        await world.chat(session.key, [user("hi")])
-        before = [whole(sequence) for sequence in session.conversation.sequences()]
-        await world.chat(session.key, [user("a title?")], untrained=True)
-        assert [whole(sequence) for sequence in session.conversation.sequences()] == before
-
-
 async def test_nobody_reaches_a_session_but_its_host_and_only_while_it_is_open(tmp_path):
     async with World(tmp_path) as world:
         session = world.open()
@@ -244,23 +221,6 @@ async def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
         world.speaks.set()
         assert {reply.content for reply in [await task for task in asked]} == {"Hello."}
         assert world.sessions.gauges()["rollout/episodes_at/user"] == 6
-
-
-async def test_context_is_what_the_engine_had_also_where_it_forks(tmp_path):
-    """Each path of the forest is a submission of the engine's, and what it sampled for it."""
-    async with World(tmp_path) as world:
-        session = world.open()
-        one = await world.chat(session.key, [user("hi")])
-        await world.chat(session.key, [user("hi"), said(one), user("left")])
-        await world.chat(session.key, [user("hi"), said(one), user("right")])
-        await world.chat(session.key, [user("another")])
-        sequences = session.conversation.sequences()
-        assert sorted(sum(span.role == "repeated" for span in s.spans) for s in sequences) == [0, 0, 1]
-        assert sum(len(s.logprobs) for s in sequences) == sum(len(node.ids) for node in session.conversation.nodes)
-        paths = [np.array(whole(s)) for s in sequences]
-        for prompt, _, _ in world.submitted:
-            assert any(np.array_equal(path[: len(prompt)], prompt) for path in paths)
-        assert session.host == HOST
 
 
 async def test_a_fork_is_rendered_with_our_answers_as_they_were_given(tmp_path):

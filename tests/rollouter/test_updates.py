@@ -313,13 +313,6 @@ def test_a_broadcast_that_breaks_leaves_the_engine_paused_for_the_other_way(publ
     assert host.restarts == 0
 
 
-def test_what_breaks_one_broadcast_leaves_the_engine_paused_for_the_next(publish):
-    broken = BroadcastFailed(1, "connection closed")
-    events, server, _ = follow(lambda: Server([rolling(publish(0)), broadcast(1), broadcast(1)]), loads=[None, broken])
-    assert events[-4:] == ["load 1 broadcast", "pause abort", "load 1 broadcast", "resume"]
-    assert [report.committed for report in server.reports] == [True, False, True]
-
-
 def test_a_fault_of_its_own_in_a_broadcast_is_told_as_such(publish):
     corrupt = WeightsCorrupt("half of it", version=1)
     _, server, _ = follow(lambda: Server([rolling(publish(0)), broadcast(1)]), loads=[None, corrupt])
