@@ -72,7 +72,7 @@ LIMITS: dict[str, dict[str, float]] = {"float32": {}, "bfloat16": {"warn": 0.03,
 """In bfloat16 the default ones are those of models that are deeper."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def pair(request, tmp_path_factory):
     folder = save_model(tmp_path_factory.mktemp("model"), sharp_model(0))
     with paired(config_for(folder, request.param, drift=LIMITS[request.param]), random_prompts(0)) as pair:
