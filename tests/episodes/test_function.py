@@ -29,19 +29,22 @@ async def test_an_episode_asks_the_policy_and_its_value_is_the_reward(tmp_path):
         assert await host.play("components") == EpisodeDone(reward=1.5, components={"a": 1.0, "b": 0.5})
         seen = await host.play("seen", sample=3, attempt=2)
         assert seen.components == {"seed": 7.0, "sample": 3.0, "attempt": 2.0, "row": 1.0}
-        assert host.figure("played") == 3
-        assert host.figure("open") == 0
+        assert (host.figure("played"), host.figure("open")) == (3, 0)
         assert [each.state for each in host.actor.resources()] == ["idle", "idle"]
 
 
-async def test_rewards_of_turns_arrive_in_order_and_before_the_end(tmp_path):
+async def test_rewards_of_turns_arrive_in_order_and_an_episode_that_is_over_has_ended_well(tmp_path):
     rollouter = Rollouter("a")
     async with hosting(config_with(**PLAY), tmp_path, rollouter) as host:
         assert await host.play("turns 3") == EpisodeDone()
         assert [(node, value) for _, node, value in rollouter.rewards] == [(0, 0.0), (1, 1.0), (2, 2.0)]
         assert rollouter.order == ["chat", "reward"] * 3
-        roles = [message["role"] for message in rollouter.chats[-1].messages]
-        assert roles == ["user", "assistant", "user", "assistant", "user"]
+        assert [message["role"] for message in rollouter.chats[-1].messages] == ["user", *["assistant", "user"] * 2]
+        rollouter.answers, rollouter.chats, rollouter.rewards = ["a", "a", is_over("turns")], [], []
+        assert await host.play("turns 9") == EpisodeDone()
+        assert len(rollouter.rewards) == 2
+        rollouter.answers = [refuses("tools", "are none")]
+        assert (await host.play("reply")).error.startswith("raised ChatRefused: tools: are none (")
 
 
 def test_many_episodes_share_the_workers(tmp_path):
@@ -65,38 +68,27 @@ def test_many_episodes_share_the_workers(tmp_path):
         runner.run(body())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "error"),
-    [
-        ("raise", r"raised ValueError: no luck \(.*/plays\.py:\d+\)"),
-        ("leave", r"raised SystemExit: 3 \(.*/plays\.py:\d+\)"),
-        ("odd", "returned str 'good'; a finite number is expected"),
-    ],
-)
-async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_of_it_once(tmp_path, prompt, error):
+async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_of_it_once(tmp_path):
+    errors = {
+        "raise": r"raised ValueError: no luck \(.*/plays\.py:\d+\)",
+        "leave": r"raised SystemExit: 3 \(.*/plays\.py:\d+\)",
+        "odd": "returned str 'good'; a finite number is expected",
+        "surrogate raise": r"raised ValueError: file \\udcff\.txt \(.*",
+        "surrogate return": "ended in what cannot be told: UnicodeEncodeError: .*",
+    }
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
-        beside = host.run("wait")
-        for _ in range(2):
-            done = await host.play(prompt)
-            assert done.blame == "episode"
-            assert done.reward is None
-            assert re.fullmatch(error, done.error)
-        assert host.figure("open") == 1
-        ((count, text),) = host.notices().values()
-        assert count == 2
-        assert text.startswith("episode (function = plays:play): ")
-        assert text.endswith("(prompt 0-1)")
+        printed, beside = host.watch_output(), host.run("wait")
+        for prompt, error in errors.items():
+            for _ in range(2):
+                done = await host.play(prompt, timeout=20)
+                assert (done.blame, done.reward) == ("episode", None)
+                assert re.fullmatch(error, done.error)
+            ((count, text),) = host.notices().values()
+            assert count == 2 and text.startswith("episode (function = plays:play): ") and text.endswith("(prompt 0-1)")
+        assert (host.figure("open"), printed) == (1, [])
+        assert (await host.play("surrogate print")).error == ""
+        assert [text for _, text, _ in printed] == ["half \\ud83d"]
         beside.cancel()
-
-
-async def test_an_episode_that_is_over_has_ended_well(tmp_path):
-    rollouter = Rollouter("a", "a", is_over("turns"))
-    async with hosting(config_with(**PLAY), tmp_path, rollouter) as host:
-        assert await host.play("turns 9") == EpisodeDone()
-        assert len(rollouter.rewards) == 2
-        rollouter.answers = [refuses("tools", "are none")]
-        done = await host.play("reply")
-        assert done.error.startswith("raised ChatRefused: tools: are none (")
 
 
 async def test_the_client_refuses_sampling_of_its_own(tmp_path):
@@ -217,39 +209,21 @@ async def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_throug
         assert len(rollouter.chats) == 1
 
 
-@pytest.mark.parametrize(
-    ("prompt", "refused"),
-    [
-        ("max_tokens 0", "max_tokens: Expected `int` >= 1"),
-        ("max_tokens 1.5", "max_tokens: Expected `int | null`, got `float`"),
-        ("stop [1]", "stop[0]: Expected `str`, got `int`"),
-        ('messages "text"', "messages: cannot be sent: 'utf-8' codec can't encode"),
-        ('messages "object"', "messages: cannot be sent: Encoding objects of type object is unsupported"),
-    ],
-)
-async def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path, prompt, refused):
+async def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path):
+    malformed = {
+        "max_tokens 0": "max_tokens: Expected `int` >= 1",
+        "max_tokens 1.5": "max_tokens: Expected `int | null`, got `float`",
+        "stop [1]": "stop[0]: Expected `str`, got `int`",
+        'messages "text"': "messages: cannot be sent: 'utf-8' codec can't encode",
+        'messages "object"': "messages: cannot be sent: Encoding objects of type object is unsupported",
+    }
     async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
         beside = host.run("wait", uid="0-2")
-        done = await host.play(f"malformed {prompt}")
-        assert done.error.startswith(f"raised ChatRefused: {refused}")
-        assert (done.blame, beside.done(), host.rollouter.chats) == ("episode", False, [])
+        for prompt, refused in malformed.items():
+            done = await host.play(f"malformed {prompt}")
+            assert done.error.startswith(f"raised ChatRefused: {refused}")
+            assert (done.blame, beside.done(), host.rollouter.chats) == ("episode", False, [])
         beside.cancel()
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "text"),
-    [
-        ("raise", r"raised ValueError: file \\udcff\.txt \(.*", []),
-        ("print", "", ["half \\ud83d"]),
-        ("return", "ended in what cannot be told: UnicodeEncodeError: .*", []),
-    ],
-)
-async def test_text_that_cannot_be_encoded_ends_its_episode_all_the_same(tmp_path, how, error, text):
-    async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
-        printed = host.watch_output()
-        done = await host.play(f"surrogate {how}", timeout=20)
-        assert re.fullmatch(error, done.error)
-        assert [each for _, each, _ in printed] == text
 
 
 async def test_a_call_that_the_code_gives_up_is_given_up(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 import structlog
-from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
+from hosted import Hosted, Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
 from structlog.testing import capture_logs
 
 from asyncrl.config.load import validate_config
@@ -15,6 +15,7 @@ from asyncrl.episodes import actor as actor_module
 from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
+from asyncrl.runtime.peer import CallFuture
 
 HTTP = """
 import json, os, urllib.error, urllib.request
@@ -65,6 +66,13 @@ async def test_programs_and_functions_ask_over_http_the_same_conversation(tmp_pa
         assert host.figure("http_refused") == 1
 
 
+async def asked_over_http(host: Hosted, key: str) -> tuple[CallFuture, str, str]:
+    """An episode that is played, with where its key opens its conversation."""
+    playing = host.run("wait", session=key)
+    await until(lambda: host.figure("open") == 1)
+    return playing, host.actor._players._setup.base_url, key
+
+
 async def http(url: str, key: str, **changes: Any) -> tuple[int, str]:
     body = {"model": "x", "messages": [{"role": "user", "content": "hi"}], **changes}
     async with (
@@ -95,10 +103,7 @@ async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_
 async def test_a_request_under_way_ends_with_its_episode(tmp_path):
     rollouter = Rollouter(waits)
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
-        url = host.actor._players._setup.base_url
-        key = "e" * 32
-        playing = host.run("wait", session=key)
-        await until(lambda: host.figure("open") == 1)
+        playing, url, key = await asked_over_http(host, "e" * 32)
         asking = asyncio.create_task(http(url, key))
         await until(lambda: len(rollouter.chats) == 1)
         playing.cancel()
@@ -118,10 +123,7 @@ async def test_text_streams_as_the_rollouter_tells_it(tmp_path):
     going_on = asyncio.Event()
     rollouter = Rollouter(slowly)
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
-        url = host.actor._players._setup.base_url
-        key = "c" * 32
-        playing = host.run("wait", session=key)
-        await until(lambda: host.figure("open") == 1)
+        playing, url, key = await asked_over_http(host, "c" * 32)
         heard = []
         async with (
             aiohttp.ClientSession() as client,
@@ -213,10 +215,7 @@ async def test_a_reward_over_http_keeps_to_the_bounds_of_all_rewards_and_names_a
 
     rollouter = Rollouter("a")
     async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
-        url = host.actor._players._setup.base_url
-        key = "f" * 32
-        playing = host.run("wait", session=key)
-        await until(lambda: host.figure("open") == 1)
+        playing, url, key = await asked_over_http(host, "f" * 32)
         status, error = await credit(url, key, value=1e300)
         assert (status, error["param"]) == (400, "value")
         assert "a number of a magnitude up to 1e+18 is expected" in error["message"]
