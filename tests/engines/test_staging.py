@@ -13,13 +13,19 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from published_weights import stage
+from published_weights import only_new_objects_collected, stage
 from tiny_models import Publisher
 
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.segments import ITEM_BYTES, size_of
 from asyncrl.weights.staging import check_complete, layout_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap():
+    with only_new_objects_collected():
+        yield
 
 
 @pytest.fixture

@@ -140,7 +140,6 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path)
 @pytest.mark.parametrize(
     ("prompt", "what", "figure"),
     [
-        ("spin", r"stood still for 1 s \(episode.stall_timeout_s\)", "stalled"),
         ("native", r"stood still for 1 s \(episode.stall_timeout_s\)", "stalled"),
         ("exit", r"ended its worker process \(exit code 1\)", "workers_died"),
         ("eat 200000000", "took more than 100000000 bytes of memory", "out_of_memory"),

@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import shown
 
@@ -64,6 +64,7 @@ def test_nothing_but_one_good_score_for_each_is_taken(names, data):
             match(entries, "id", names, number)
 
 
+@settings(max_examples=40)
 @given(st.text('{}"[]:,scores1 \n\\', max_size=200))
 def test_any_text_is_read_or_refused(text):
     with contextlib.suppress(BadAnswer):
@@ -109,6 +110,7 @@ def test_room_is_shared_evenly_by_those_that_want_more(sizes, total):
     assert not cut or max(rooms) - min(cut) <= 1
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=80), st.integers(0, 90))
 def test_a_text_that_is_too_long_loses_its_middle(text, room):
     short = shorten(text, room)

@@ -364,13 +364,10 @@ async def test_what_a_function_lets_go_of_is_ended_with_its_worker(tmp_path, tex
 # --- a whole run ---
 
 KINDS = {
-    "loop": "ran longer than 2 s",
     "allocate": "raised MemoryError",
     "exit": "exit code 3",
     "close": "closed the socket",
     "print_for_ever": "ran longer than 2 s",
-    "sleep_in_c": "ran longer than 2 s",
-    "share": "reward.max_memory_bytes",
 }
 WHOLE = """
 import os
@@ -378,9 +375,6 @@ import hard_rewards
 
 def judge(*, row):
     kind = row["kind"]
-    if kind == "loop":
-        while True:
-            pass
     if kind == "exit":
         os._exit(3)
     if kind != "good":
@@ -392,9 +386,9 @@ def judge(*, row):
 def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_trains_the_rest(tmp_path):
     """I1 through asyncrl-launch: exit 0, every other prompt is trained once, the reasons say what each bad one did."""
     (tmp_path / "whole_rewards.py").write_text(WHOLE)
-    kinds = ["good"] * 100
+    kinds = ["good"] * 40
     for index, kind in enumerate(KINDS):
-        kinds[index * 13 + 5] = kind
+        kinds[index * 9 + 5] = kind
     rows = [{"prompt": f"prompt {index}", "index": index, "kind": kind} for index, kind in enumerate(kinds)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     good = kinds.count("good")

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from harness import replace
 from inprocess import sim_config
-from session_cases import HOST, World, said, user
+from session_cases import HOST, World, played, said, user
 from test_messages import make_group
 
 from asyncrl.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
@@ -16,23 +16,6 @@ from asyncrl.rollouter.player import EpisodeFailed, first_messages, task_seed, t
 from asyncrl.trajectories import sampled_tokens
 
 WAIT_S = 20.0
-
-
-def played(folder, agent, **options):
-    """What becomes of an episode, and the world it was in."""
-
-    async def run():
-        async with asyncio.timeout(WAIT_S), World(folder, agent=agent, **options) as world:
-            try:
-                return await world.player.play(world.ticket, world.account), world
-            except EpisodeFailed as failure:
-                return failure, world
-
-    found, world = asyncio.run(run())
-    # Nothing outlives an attempt.
-    assert len(world.sessions) == 0
-    assert len(world.ended) == len(world.ran)
-    return found, world
 
 
 async def two_turns(world, key, **done):
