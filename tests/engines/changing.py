@@ -106,7 +106,7 @@ class Changing:
         self._versions, self.publisher = versions, Publisher()
 
     async def update(self) -> None:
-        """As the update follower does it."""
+        """An update as the follower makes it."""
         version = next(self._versions)
         model = self.of[version] = self.models[version % 2]
         staged = await asyncio.to_thread(stage, self.publish(version, model))

@@ -1,4 +1,4 @@
-"""What the worker makes of an adapter, over a manager of adapters that forgets things as vLLM's would."""
+"""The worker's loading of an adapter, over a manager of adapters that forgets things as vLLM's would."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def batch(interval: int = 4, crash_after: int | None = None, **fields: Any) -> B
 
 
 class Taken:
-    """What a batch has handed over, joined by request."""
+    """Deltas that a batch has handed over, joined by request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)

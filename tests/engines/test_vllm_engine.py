@@ -141,7 +141,7 @@ async def test_logprobs_are_the_models(served, models):
 
 
 async def test_its_load_is_told(served, models):
-    """Of 40 requests 32 run at a time."""
+    """32 of 40 requests run at a time."""
     await served.load(models[0])
     engine = served.engine
     answers = [asyncio.ensure_future(collect(engine, ask(seed=i, max_tokens=128))) for i in range(40)]
@@ -492,7 +492,7 @@ async def test_tokens_on_both_sides_of_each_update_are_those_of_their_own_weight
 
 
 def check_reprefill(changing: Changing, kept: str) -> None:
-    """What was aborted counts without what a sibling has brought into the cache, and what was kept as a whole."""
+    """Aborted requests count without what a sibling has brought into the cache, and kept ones as a whole."""
     again, resumed = changing.host.reprefill.tokens, changing.borrowed.resumed
     if kept == "stale":
         assert (again, resumed) == (0, [])

@@ -31,7 +31,7 @@ LONG_S = 60.0
 
 
 class Wire:
-    """What was packed and not yet received."""
+    """Buckets that were packed and not yet received."""
 
     def __init__(self) -> None:
         self.buckets: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()

@@ -13,7 +13,7 @@ from asyncrl.rollouter.engines.vllm.scheduler import OutputBatches, join
 
 
 def output(request: str, token: int, *, end: bool = False, width: int = 1) -> EngineCoreOutput:
-    """Of one token; its log-prob is -token, its rank token + 1."""
+    """An output of one token; its log-prob is -token, its rank token + 1."""
     return EngineCoreOutput(
         request_id=request,
         new_token_ids=[token],

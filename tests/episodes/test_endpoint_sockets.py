@@ -469,7 +469,7 @@ def test_no_key_is_in_a_log():
 
 
 async def closed(reader):
-    """What is sent until the connection is closed."""
+    """All that is sent until the connection is closed."""
     async with asyncio.timeout(30):
         try:
             return await reader.read()

@@ -96,7 +96,7 @@ def agent():
 
 
 def hang(folder, how, *, say=lambda prompt: "Hello.", row=None, **episode):
-    """What became of it; afterwards the same host plays another episode."""
+    """Its trajectory or error; afterwards the same host plays another episode."""
 
     async def main():
         world = World(folder, say=say, episode=QUICK | episode, rollout={"max_attempts": 2, "retry_backoff_s": 0.05})

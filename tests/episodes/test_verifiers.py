@@ -72,7 +72,7 @@ needs_verifiers = pytest.mark.skipif(not PYTHON, reason="ASYNCRL_VERIFIERS_PYTHO
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the user launches. What asks for more than loopback fails."""
+    """The folder in which the user launches. A program that asks for more than loopback fails."""
     home, where = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     where.mkdir()

@@ -230,7 +230,7 @@ async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_co
 
 @pytest.mark.parametrize("text", ["raise", "sleep 99"])
 async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path, text):
-    """As with a number for timeouts: then these fail as well, though each has its reward."""
+    """Timeouts that have a number for a reward are failures as well."""
     named = {"raise": "raised ValueError: no judge", "sleep 99": "ran longer than 0.2 s"}[text]
     config = config_with(timeout_s=0.2, on_timeout=0.0)
     actor = RewardActor(context_with(config, tmp_path))

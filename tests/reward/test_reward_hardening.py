@@ -1,4 +1,4 @@
-"""What a reward function may do to its worker, and what the pool says of it: memory, output, descriptors, processes."""
+"""Harm that a reward function may do to its worker, and what is said of it: memory, output, descriptors, processes."""
 
 import asyncio
 import contextlib

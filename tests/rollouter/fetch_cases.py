@@ -24,7 +24,7 @@ from asyncrl.runtime.actor import Caller, handler
 
 
 class Server:
-    """What the parameter server does for a fetch. ``on_chunk`` may change, delay or refuse a reply."""
+    """The parameter server as far as a fetch needs it. ``on_chunk`` may change, delay or refuse a reply."""
 
     def __init__(self, *snapshots: Snapshot, on_chunk: Callable[..., Any] | None = None) -> None:
         self.snapshots = {snapshot.manifest.version: snapshot for snapshot in snapshots}
@@ -111,7 +111,7 @@ class Host:
 
 
 def calling(*peers: Any) -> Any:
-    """What a fetch asks others with; the peers by their names."""
+    """A fetch's way to ask others; the peers by their names."""
     known = {peer.name: peer for peer in peers}
     return lambda name, request, timeout: known[name].call(request, timeout)
 

@@ -1,4 +1,4 @@
-"""What is counted of episodes: how they end, fail and fork, where their time goes, what is computed again."""
+"""Figures of episodes: how they end, fail and fork, where their time goes, what is computed again."""
 
 import asyncio
 import re

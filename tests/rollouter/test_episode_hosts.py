@@ -1,4 +1,4 @@
-"""Where an episode is played, by tables and properties."""
+"""The choice of an episode's host, by tables and properties."""
 
 from collections import Counter
 

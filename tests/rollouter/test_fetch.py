@@ -40,7 +40,7 @@ from asyncrl.weights.staging import Staged
 
 CHUNK = 4096
 SIZES = (3 * CHUNK + 101, 1, 2 * CHUNK, 50)
-"""Of the buckets: one that chunks do not divide, one of next to nothing, one that they divide, one below a chunk."""
+"""Bucket sizes: one that chunks do not divide, one of next to nothing, one that they divide, one below a chunk."""
 CHUNKS = 4 + 1 + 2 + 1
 WEIGHTS = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=3, deadline_s=20.0)
 OLD = [random_bytes(size, seed) for seed, size in enumerate(SIZES)]

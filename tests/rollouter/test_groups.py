@@ -33,7 +33,7 @@ class Scripted:
         self.events = []
         self.generated = 0
         self.has_worked = []
-        """What each score said of the function."""
+        """Each score's word on the function."""
 
     async def episode(self, ticket, sample):
         await asyncio.sleep(self.lengths[sample])
@@ -135,7 +135,7 @@ def test_or_is_left_out_while_enough_survive():
 
 
 def test_a_reward_that_fails_costs_its_trajectory_alone_where_it_may_be_left_out():
-    """As a response on which a verifier hangs: its siblings are scored once, and are the group."""
+    """A response on which a verifier hangs is left out: its siblings are scored once, and are the group."""
     script = Scripted(refusals={2: 99})
     group = run(script, rollout={"on_failed_trajectory": "drop", "max_attempts": 3})
     assert (group.failure, group.dropped, group.failed_attempts) == (None, 1, 3)
@@ -220,7 +220,7 @@ class Pool:
 
 @pytest.mark.parametrize("count", [1, SAMPLES])
 async def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count):
-    """As what is generated is: a group reward has them all in one call."""
+    """A group reward has them all in one call."""
 
     pool, completion = Pool(count), Completion(text="x", finish_reason="stop", tokens=1)
     async with asyncio.timeout(30), Net(memory=True) as net:

@@ -1,4 +1,4 @@
-"""What updates make engines compute again: counted when it is computed, once, and not what the prefix cache has."""
+"""Tokens that updates make engines compute again: counted when computed, once, without what the prefix cache has."""
 
 from __future__ import annotations
 

@@ -57,23 +57,27 @@ class Ground:
         self.inside = Counter()
         self.log = []
 
-    def start(self, uid, tasks, hold=None):
-        async def one():
-            await self.turns.take(ticket(uid))
-            try:
-                self.inside[uid] += 1
-                self.log.append(uid)
-                if uid in self.lone_uids:
-                    assert set(+self.inside) == {uid}, "somebody else is inside"
-                    assert self.turns.lone == uid
-                else:
-                    assert not self.lone_uids & set(+self.inside)
-                await (hold.wait() if hold else asyncio.sleep(0))
-            finally:
-                self.inside[uid] -= 1
-                self.turns.give_back(ticket(uid))
+    async def pass_through(self, uid, hold=0):
+        """``hold`` is an event, or so many rounds of the loop."""
+        await self.turns.take(ticket(uid))
+        try:
+            self.inside[uid] += 1
+            self.log.append(uid)
+            if uid in self.lone_uids:
+                assert set(+self.inside) == {uid}, "somebody else is inside"
+                assert self.turns.lone == uid
+            else:
+                assert not self.lone_uids & set(+self.inside)
+            for _ in range(hold if isinstance(hold, int) else 0):
+                await asyncio.sleep(0)
+            if isinstance(hold, asyncio.Event):
+                await hold.wait()
+        finally:
+            self.inside[uid] -= 1
+            self.turns.give_back(ticket(uid))
 
-        return tasks.create_task(one())
+    def start(self, uid, tasks, hold=1):
+        return tasks.create_task(self.pass_through(uid, hold))
 
     lone_uids = frozenset({"x", "y"})
 
@@ -154,37 +158,22 @@ async def test_a_ticket_that_turns_suspect_while_it_waits_runs_alone():
 def test_everybody_gets_a_turn_whoever_is_cancelled(script):
     async def main():
         ground = Ground(Ground.lone_uids)
-        done, cancelled = [], []
+        cancelled, entered = set(), set()
 
         async def body(number, uid, hold):
-            await ground.turns.take(ticket(uid))
-            try:
-                ground.inside[uid] += 1
-                if uid in ground.lone_uids:
-                    assert set(+ground.inside) == {uid}
-                else:
-                    assert not ground.lone_uids & set(+ground.inside)
-                done.append((number, uid))
-                for _ in range(hold):
-                    await asyncio.sleep(0)
-            finally:
-                ground.inside[uid] -= 1
-                ground.turns.give_back(ticket(uid))
+            await ground.pass_through(uid, hold)
+            entered.add(number)
 
         tasks = []
         for number, (uid, hold, cancel, pause) in enumerate(script):
             tasks.append(asyncio.create_task(body(number, uid, hold)))
             for _ in range(pause):
                 await asyncio.sleep(0)
-            if cancel:
-                victim = tasks[number // 2]
-                if not victim.done():
-                    victim.cancel()
-                    cancelled.append(number // 2)
+            if cancel and tasks[number // 2].cancel():
+                cancelled.add(number // 2)
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
         assert not [r for r in results if isinstance(r, Exception)]
-        entered = {number for number, _ in done}
-        assert all(number in entered or number in cancelled for number in range(len(script)))
+        assert entered | cancelled == set(range(len(script)))
         assert ground.turns.lone is None and not ground.turns._inside and not ground.turns._waiting
 
     asyncio.run(main())

@@ -104,7 +104,7 @@ class Server:
         self.asked: list[NextUpdate] = []
         self.reports: list[ReportUpdate] = []
         self.paths: list[list[str]] = []
-        """Of what was held for others at each pause."""
+        """Paths of the version held for others at each pause."""
         self.told: list[tuple[str, str, dict]] = []
         self.done = asyncio.Event()
 
