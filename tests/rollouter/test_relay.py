@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.weights import Chunk, FetchChunk
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.rollouter.relay import Relay
 from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.chunks import Piece
@@ -73,21 +73,29 @@ EVEN = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
 ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
 
 
+@asynccontextmanager
+async def below(*scripts: Any) -> AsyncIterator[tuple[Host, list[Server], Manifest]]:
+    """A host below the parameter server, rollouter/0 and rollouter/1, whose replies ``scripts`` change."""
+    async with Net() as net:
+        servers = [Server(held(4, CONTENTS), on_chunk=script) for script in scripts]
+        for name, server in zip(("parameter_server/0", "rollouter/0", "rollouter/1"), servers, strict=True):
+            net.serve(server, name)
+        host = Host(net, "rollouter/2", WEIGHTS)
+        yield host, servers, as_streamed(servers[0].snapshots[4].manifest)
+        host.relay.close()
+        for server in servers:
+            server.close()
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow):
-    async with Net() as net:
+    async def hold_back(request, chunk):
+        await go_on.wait()
+        return chunk
 
-        async def hold_back(request, chunk):
-            await go_on.wait()
-            return chunk
-
-        go_on = asyncio.Event()
-        server = Server(held(4, CONTENTS))
-        relays = [Server(held(4, CONTENTS), on_chunk=hold_back if stripe == slow else None) for stripe in (0, 1)]
-        for name, owner in (("parameter_server/0", server), ("rollouter/0", relays[0]), ("rollouter/1", relays[1])):
-            net.serve(owner, name)
-        host = Host(net, "rollouter/2", WEIGHTS)
-        manifest = as_streamed(server.snapshots[4].manifest)
+    go_on = asyncio.Event()
+    ways = [hold_back if stripe == slow else None for stripe in (0, 1)]
+    async with below(None, *ways) as (host, (server, *relays), manifest):
         fetching = asyncio.create_task(host.take(manifest, "rollouter/0", more=[["rollouter/1"]]))
         async with asyncio.timeout(20):
             while arrived(host) != (EVEN, ODD)[1 - slow]:
@@ -99,27 +107,14 @@ async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_
         for relay, pieces in zip(relays, (EVEN, ODD), strict=True):
             assert relay.served == {(piece.bucket, piece.offset, -1): 1 for piece in pieces}
         found.staged.close()
-        host.relay.close()
-        for each in (server, *relays):
-            each.close()
 
 
 async def test_a_relay_that_fails_is_left_for_its_stripe_alone():
-    async with Net() as net:
-        server = Server(held(4, CONTENTS))
-        failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: has_let_go(chunk))
-        good = Server(held(4, CONTENTS))
-        for name, owner in (("parameter_server/0", server), ("rollouter/1", failing), ("rollouter/0", good)):
-            net.serve(owner, name)
-        host = Host(net, "rollouter/2", WEIGHTS)
-        manifest = as_streamed(server.snapshots[4].manifest)
+    async with below(None, None, lambda _, chunk: has_let_go(chunk)) as (host, (server, good, _), manifest):
         found = await host.take(manifest, "rollouter/1", more=[["rollouter/0"]])
         assert contents_of(found.staged.manifest) == CONTENTS
         assert (server.served.total(), good.served.total()) == (CHUNKS / 2, CHUNKS / 2)
         found.staged.close()
-        host.relay.close()
-        for each in (server, failing, good):
-            each.close()
 
 
 def shared_manifest(server: Server, paths: list[str]) -> Any:
@@ -130,7 +125,7 @@ def shared_manifest(server: Server, paths: list[str]) -> Any:
 
 async def test_chunks_are_handed_on_while_the_rest_is_under_way():
     async with Net() as net:
-        reached, go_on = asyncio.Event(), asyncio.Event()
+        go_on = asyncio.Event()
 
         async def hold_back(request, chunk):
             if request.bucket == 1:
@@ -143,13 +138,9 @@ async def test_chunks_are_handed_on_while_the_rest_is_under_way():
         manifest = as_streamed(server.snapshots[4].manifest)
         fetching = [asyncio.create_task(upper.take(manifest)), asyncio.create_task(lower.take(manifest, "rollouter/0"))]
 
-        async def watch():
+        async with asyncio.timeout(20):
             while upper.served["rollouter/1"] < 4:
                 await asyncio.sleep(0.002)
-            reached.set()
-
-        async with asyncio.timeout(20):
-            await watch()
         assert not fetching[0].done()
         go_on.set()
         for each in fetching:
@@ -238,23 +229,13 @@ def has_a_defect(chunk: Chunk) -> Chunk:
 
 @pytest.mark.parametrize("what", [flips, cuts, has_let_go, has_a_defect], ids=lambda what: what.__name__)
 async def test_a_relay_that_fails_is_left_for_the_next_above(what):
-    async with Net() as net:
-        server = Server(held(4, CONTENTS))
-        failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: what(chunk))
-        good = Server(held(4, CONTENTS))
-        for name, owner in (("parameter_server/0", server), ("rollouter/1", failing), ("rollouter/0", good)):
-            net.serve(owner, name)
-        host = Host(net, "rollouter/2", WEIGHTS)
+    async with below(None, None, lambda _, chunk: what(chunk)) as (host, (server, good, _), manifest):
         with capture_logs() as logs:
-            found = await host.take(as_streamed(server.snapshots[4].manifest), "rollouter/1", "rollouter/0")
+            found = await host.take(manifest, "rollouter/1", "rollouter/0")
         assert contents_of(found.staged.manifest) == CONTENTS
-        assert server.served.total() == 0
-        assert good.served.total() == CHUNKS
+        assert (server.served.total(), good.served.total()) == (0, CHUNKS)
         assert [line["relay"] for line in logs if line["event"] == "relay is left"] == ["rollouter/1"]
         found.staged.close()
-        host.relay.close()
-        for each in (server, failing, good):
-            each.close()
 
 
 def test_a_relay_that_gets_nothing_itself_is_left_in_time():
