@@ -5,6 +5,10 @@ import asyncio
 import pytest
 from test_engine_deaths import World
 
+from asyncrl.runtime.clock import run_virtual
+
+RUN = run_virtual
+
 
 @pytest.mark.parametrize("own", [True, False])
 async def test_the_requests_of_a_response_have_its_seed_or_none(own):

@@ -147,7 +147,7 @@ async def test_a_ticket_that_turns_suspect_while_it_waits_runs_alone():
     assert ground.log == ["a", "y", "x", "b"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcxy"), st.integers(0, 3), st.booleans(), st.integers(0, 3)),
