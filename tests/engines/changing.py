@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from published_weights import stage
 from test_messages import make_group
 from tiny_models import VOCAB, Publisher, logprobs_of, make_model
@@ -26,6 +27,11 @@ from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import resolve_stops
 
+LEAVES_CONTEXTS = [
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
+]
+"""vLLM leaves its ZeroMQ contexts to the garbage collector."""
 TOLERANCE = 1e-4
 EPISODES = 12
 UPDATES = 5
@@ -35,20 +41,16 @@ LONG_PROMPTS = [[(7 * i + 3) % 89 for i in range(104)], [(5 * i + 1) % 89 for i 
 """Three blocks of the KV cache and a part of one."""
 
 
-def config_for(folder: str, **rollout: Any) -> Config:
+def config_for(folder: str, *, lora: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    """An engine on the CPU for a model of ``folder``."""
     vllm = {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32} | rollout.pop("vllm", {})
+    defaults = {"gpus_per_replica": 0, "max_tokens": 512, "engine_timeout_s": 60.0, "stream_interval": 8}
     return validate_config(
         {
             "model": {"path": folder},
             "data": {"source": "synthetic", "max_prompt_tokens": 256},
-            "rollout": {
-                "gpus_per_replica": 0,
-                "max_tokens": 512,
-                "engine_timeout_s": 60.0,
-                "stream_interval": 8,
-                "vllm": vllm,
-                **rollout,
-            },
+            "rollout": {**defaults, "vllm": vllm, **rollout},
+            "lora": lora or {},
         }
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changing import LEAVES_CONTEXTS
 from drifting import Followed, Learner, Replica, config_for, random_prompts, texts_of
 from tiny_models import save_model, sharp_model
 
@@ -21,11 +22,7 @@ from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Offer
 from asyncrl.rollouter.engines.vllm import adapter
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = LEAVES_CONTEXTS
 
 
 class Pair:

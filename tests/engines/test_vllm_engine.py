@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from changing import EPISODES, LONG_PROMPTS, MAX_TOKENS, PROMPTS, TOLERANCE, Changing, Letters, check, config_for
+from changing import (
+    EPISODES,
+    LEAVES_CONTEXTS,
+    LONG_PROMPTS,
+    MAX_TOKENS,
+    PROMPTS,
+    TOLERANCE,
+    Changing,
+    Letters,
+    check,
+    config_for,
+)
 from published_weights import stage
 from test_vllm_lifecycle import children
 from tiny_models import EOS, VOCAB, Publisher, logprobs_of, make_model, parameters_of, save_model
@@ -28,11 +39,7 @@ from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = LEAVES_CONTEXTS
 
 PROMPT = [(7 * i + 3) % 90 for i in range(40)]
 RUNNER = asyncio.Runner()

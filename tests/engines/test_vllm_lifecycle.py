@@ -14,40 +14,20 @@ from typing import Any
 
 import psutil
 import pytest
+from changing import LEAVES_CONTEXTS, config_for
 from published_weights import stage
 from tiny_models import Publisher, logprobs_of, make_model, save_model
 
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from tools.live_run import lives, title
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = LEAVES_CONTEXTS
 
 PROMPT = [(5 * i + 2) % 90 for i in range(40)]
-
-
-def config_for(folder: Path, **rollout: Any) -> Config:
-    return validate_config(
-        {
-            "model": {"path": str(folder)},
-            "data": {"source": "synthetic", "max_prompt_tokens": 256},
-            "rollout": {
-                "gpus_per_replica": 0,
-                "max_tokens": 512,
-                "stream_interval": 4,
-                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
-                **rollout,
-            },
-        }
-    )
 
 
 def children() -> set[int]:
@@ -113,7 +93,7 @@ async def consume(engine: VllmEngine, name: str, tokens: list[int]) -> None:
 async def test_tied_embeddings_follow_the_weights_and_a_killed_core_is_noticed_everywhere(tmp_path):
     models = [make_model(seed, tied=True) for seed in (1, 2)]
     save_model(tmp_path, models[0])
-    async with serving(config_for(tmp_path), models[0]) as (engine, publisher):
+    async with serving(config_for(str(tmp_path)), models[0]) as (engine, publisher):
         for version, model in enumerate(models, start=1):
             await load(engine, publisher, version, model)
             pairs = zip(await engine.score(PROMPT), logprobs_of(model, PROMPT), strict=True)
@@ -141,7 +121,7 @@ async def test_tied_embeddings_follow_the_weights_and_a_killed_core_is_noticed_e
 async def test_hanging_core_counts_as_dead(tmp_path):
     model = make_model(1)
     save_model(tmp_path, model)
-    async with serving(config_for(tmp_path, engine_timeout_s=3.0), model) as (engine, _):
+    async with serving(config_for(str(tmp_path), engine_timeout_s=3.0), model) as (engine, _):
         tokens = []
         stream = asyncio.ensure_future(consume(engine, "s", tokens))
         await until(lambda: bool(tokens))
@@ -156,7 +136,7 @@ async def test_hanging_core_counts_as_dead(tmp_path):
 async def test_close_during_the_start_leaves_nothing(tmp_path):
     save_model(tmp_path, make_model(1))
     before = children()
-    engine = VllmEngine(config_for(tmp_path), "rollouter/7")
+    engine = VllmEngine(config_for(str(tmp_path)), "rollouter/7")
     start = asyncio.ensure_future(engine.start())
     await until(lambda: bool(children() - before))
     start.cancel()
@@ -182,8 +162,8 @@ def test_start_says_what_is_wrong(tmp_path):
             asyncio.run(start(config))
         assert not children()
 
-    check(config_for(tmp_path / "absent"), "model.path: .* is no folder")
-    check(config_for(tmp_path, vllm={"cpu_kv_cache_bytes": 1000}), "cpu_kv_cache_bytes: is 1000")
-    check(config_for(tmp_path, gpus_per_replica=1), "rollout.gpus_per_replica")
-    check(config_for(tmp_path, max_tokens=4096, vllm={"max_model_len": 8192}), "vLLM refuses")
-    check(config_for(tmp_path, vllm={"extra": {"no_such_argument": 1}}), "no_such_argument")
+    check(config_for(str(tmp_path / "absent")), "model.path: .* is no folder")
+    check(config_for(str(tmp_path), vllm={"cpu_kv_cache_bytes": 1000}), "cpu_kv_cache_bytes: is 1000")
+    check(config_for(str(tmp_path), gpus_per_replica=1), "rollout.gpus_per_replica")
+    check(config_for(str(tmp_path), max_tokens=4096, vllm={"max_model_len": 8192}), "vLLM refuses")
+    check(config_for(str(tmp_path), vllm={"extra": {"no_such_argument": 1}}), "no_such_argument")

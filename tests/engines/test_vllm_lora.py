@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from changing import EPISODES, TOLERANCE, Changing, check
+from changing import EPISODES, LEAVES_CONTEXTS, TOLERANCE, Changing, check, config_for
 from published_weights import stage
 from test_vllm_engine import PROMPT, ask, collect, worst
 from tiny_adapters import ALPHA, RANK, make_adapter, with_adapter
 from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_model
 
-from asyncrl.config import Config
-from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, WeightsCorrupt
 from asyncrl.lora import tensor_names
 from asyncrl.messages.groups import VersionSpan
@@ -27,32 +25,11 @@ from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.staging import Staged
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = LEAVES_CONTEXTS
 
 RUNNER = asyncio.Runner()
 RUN = RUNNER.run
 Adapter = dict[str, torch.Tensor]
-
-
-def config_for(folder: str, **lora: Any) -> Config:
-    return validate_config(
-        {
-            "model": {"path": folder},
-            "data": {"source": "synthetic", "max_prompt_tokens": 256},
-            "lora": {"rank": RANK, "alpha": ALPHA, **lora},
-            "rollout": {
-                "gpus_per_replica": 0,
-                "max_tokens": 512,
-                "engine_timeout_s": 60.0,
-                "stream_interval": 8,
-                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32},
-            },
-        }
-    )
 
 
 @dataclass
@@ -88,7 +65,7 @@ class Served:
 
 def serve(folder: Path, *, tied: bool = False, **lora: Any) -> Iterator[Served]:
     base = make_model(0, tied=tied)
-    config = config_for(save_model(folder, base), **lora)
+    config = config_for(save_model(folder, base), lora={"rank": RANK, "alpha": ALPHA, **lora})
     engine, publisher = VllmEngine(config, "rollouter/0"), Publisher()
     try:
         RUN(engine.start())
@@ -221,4 +198,4 @@ def test_an_adapter_of_some_layers_leaves_the_others_alone(tmp_path):
 
 def test_a_rank_above_vllms_largest_is_refused():
     with pytest.raises(ConfigError, match=r"lora\.rank: is 513, and vLLM takes adapters up to 512"):
-        config_for("unused", rank=513)
+        config_for("unused", lora={"rank": 513})
