@@ -25,7 +25,7 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.episode_figures import EpisodeFigures
 from asyncrl.rollouter.generation import PolicyCall
-from asyncrl.rollouter.player import EpisodePlayer
+from asyncrl.rollouter.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.sessions import Sessions
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.stops import Stops
@@ -264,3 +264,18 @@ def call_of(name, **arguments):
 
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+
+
+def played(folder, agent, **options):
+    """The world of an episode that has ended, and its trajectory or why there is none; nothing outlives an attempt."""
+
+    async def play():
+        async with asyncio.timeout(20.0), World(folder, agent=agent, **options) as world:
+            try:
+                return await world.player.play(world.ticket, world.account), world
+            except EpisodeFailed as failure:
+                return failure, world
+
+    found, world = asyncio.run(play())
+    assert len(world.sessions) == 0 and len(world.ended) == len(world.ran)
+    return found, world

@@ -32,7 +32,7 @@ from asyncrl.runtime.awaits import Awaits
 
 
 def config_for(folder: str, dtype: str = "float32", **tables: Any) -> Config:
-    """Of a rollouter with one engine, and its learner."""
+    """A rollouter with one engine, and its learner."""
     return validate_config(
         {
             "model": {"path": folder},
@@ -103,7 +103,7 @@ class Learner:
         self._publisher = Publisher()
 
     def step(self, seed: int, size: float = 1e-3) -> None:
-        """As an update of the weights moves them."""
+        """A step that moves them as an update does."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in self._policy.model.parameters():
@@ -125,7 +125,7 @@ class Learner:
 
 @dataclass
 class Followed:
-    """What became of the offers."""
+    """The offers' outcome."""
 
     updated: list[UpdateTimes] = field(default_factory=list)
     told: list[tuple[str, str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the user is told of episodes that fail without an exception of theirs."""
+"""Notices to the user of episodes that fail without an exception of theirs."""
 
 import pytest
 from inprocess import sim_config
