@@ -1,4 +1,4 @@
-"""Ranks for a module's tests."""
+"""Ranks for all tests of a process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from learner_cases import RankPool, run_alone
+from rank_pool import Pools, run_alone
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -23,6 +23,18 @@ def run(request) -> Callable[..., tuple[Any, list[Any]]]:
     def play(config, main, *arguments):
         if config.learner.ranks == 1:
             return run_alone(config, main, *arguments), []
-        return request.getfixturevalue("pair").run(config, main, *arguments)
+        return request.getfixturevalue("pools").run(config, main, *arguments)
+
+    return play
+
+
+@pytest.fixture
+def run_well(run) -> Callable[..., Any]:
+    """Runs a case as ``run`` does; no other rank may fail."""
+
+    def play(config, main, *arguments):
+        found, others = run(config, main, *arguments)
+        assert others == [None] * (config.learner.ranks - 1)
+        return found
 
     return play

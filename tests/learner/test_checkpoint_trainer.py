@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from disks import small_disk
-from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
+from learner_cases import make_config, random_groups, save_small_model
+from rank_pool import run_alone
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from asyncrl.checkpoint.trainer_contents import read_trainer_contents
@@ -31,27 +31,6 @@ SCHEDULE = {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "steps": 10, "de
 def folder(tmp_path_factory) -> Path:
     # One row that no two ranks can share.
     return save_small_model(tmp_path_factory.mktemp("model"), intermediate_size=1)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def run(request) -> Callable[..., Any]:
-    """Runs a case on as many ranks as its config says; none of the others may fail."""
-
-    def play(config, main, *arguments):
-        if config.learner.ranks == 1:
-            return run_alone(config, main, *arguments)
-        found, others = request.getfixturevalue("pair").run(config, main, *arguments)
-        assert others == [None]
-        return found
-
-    return play
 
 
 def _config(folder: Path, ranks: int):
@@ -127,10 +106,10 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (2, 2), (2, 1), (1, 2)])
 def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for_bit(
-    wrote, reads, folder, tmp_path, run
+    wrote, reads, folder, tmp_path, run_well
 ) -> None:
     target = tmp_path / "trainer"
-    saved = run(_config(folder, wrote), _save_then_train, target)
+    saved = run_well(_config(folder, wrote), _save_then_train, target)
     assert not saved["early"]
     contents = read_trainer_contents(target)
     assert (contents.steps, contents.world_size) == (2, wrote)
@@ -142,7 +121,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for
         assert np.array_equal(written[f"weights/{name}"][: len(before)], before)
         assert np.array_equal(written[f"exp_avg_sq/{name}"][: len(moment)], moment)
         assert written[f"step/{name}"] == 2
-    loaded = run(_config(folder, reads), _load_then_train, target)
+    loaded = run_well(_config(folder, reads), _load_then_train, target)
     assert loaded["steps"] == 2
     assert _same(_numbers(loaded["again"]), written)
     for found, expected in zip(loaded["generators"], saved["generators"], strict=True):
@@ -161,8 +140,8 @@ def _save_before_any_step(backend, config, target: Path) -> list[list[bool]]:
     return [[key in backend._optimizer.state for key in backend._parameters], [backend.steps == 0]]
 
 
-def test_a_state_without_moments_is_put_back_without_them(folder, tmp_path, run) -> None:
-    moments, steps = run(_config(folder, 1), _save_before_any_step, tmp_path / "trainer")
+def test_a_state_without_moments_is_put_back_without_them(folder, tmp_path, run_well) -> None:
+    moments, steps = run_well(_config(folder, 1), _save_before_any_step, tmp_path / "trainer")
     assert steps == [True]
     assert not any(moments)
 
@@ -186,9 +165,9 @@ def _fail_then_save(backend, config, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_one_rank_cannot_write_is_told_on_rank_0_and_training_goes_on(ranks, folder, tmp_path, run) -> None:
+def test_what_one_rank_cannot_write_is_told_on_rank_0_and_training_goes_on(ranks, folder, tmp_path, run_well) -> None:
     (tmp_path / "in the way of one" / f"__{ranks - 1}_0.distcp").mkdir(parents=True)
-    problems = run(_config(folder, ranks), _fail_then_save, tmp_path)
+    problems = run_well(_config(folder, ranks), _fail_then_save, tmp_path)
     assert len(problems) == 2
     assert f"__{ranks - 1}_0.distcp: Is a directory (learner/{ranks - 1})" in problems[0]
     assert "no folder/trainer: No such file or directory (learner/0)" in problems[1]
@@ -213,10 +192,10 @@ def _save_and_look_elsewhere(backend, config, folder: Path) -> list[str]:
     return problems
 
 
-def test_ranks_without_a_common_folder_are_refused(folder, tmp_path, run) -> None:
+def test_ranks_without_a_common_folder_are_refused(folder, tmp_path, run_well) -> None:
     shutil.rmtree("trainer", ignore_errors=True)
     try:
-        seen, written = run(_config(folder, 2), _save_and_look_elsewhere, tmp_path)
+        seen, written = run_well(_config(folder, 2), _save_and_look_elsewhere, tmp_path)
     finally:
         shutil.rmtree("trainer")
     assert "checkpoint.dir must be seen by all ranks: learner/1 does not see" in seen
@@ -276,23 +255,25 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("ranks", "name", "how", "expected"), DAMAGES)
-def test_after_a_damaged_one_all_ranks_load_another(ranks, name, how, expected, good, folder, tmp_path, run) -> None:
+def test_after_a_damaged_one_all_ranks_load_another(
+    ranks, name, how, expected, good, folder, tmp_path, run_well
+) -> None:
     source = tmp_path / "trainer"
     shutil.copytree(good, source)
     _damage(source / name, how)
-    found, second, steps = run(_config(folder, ranks), _step_back, source, good)
+    found, second, steps = run_well(_config(folder, ranks), _step_back, source, good)
     assert found.startswith(f"DamagedCheckpoint: checkpoint {source / name}: ")
     assert expected in found
     assert (second, steps) == ("loaded", [2])
 
 
-def test_a_checkpoint_of_another_model_says_what_differs(good, tmp_path, run) -> None:
+def test_a_checkpoint_of_another_model_says_what_differs(good, tmp_path, run_well) -> None:
     wider = save_small_model(tmp_path / "wider", intermediate_size=2)
     tied = save_small_model(tmp_path / "tied", intermediate_size=1, tied=True)
-    assert "is of another model: model.model.layers.0.mlp.gate_proj.weight is [1, 64], and [2, 64]" in run(
+    assert "is of another model: model.model.layers.0.mlp.gate_proj.weight is [1, 64], and [2, 64]" in run_well(
         _config(wider, 1), _load, good
     )
-    assert "weights/model.lm_head.weight: the model has none of that name" in run(_config(tied, 1), _load, good)
+    assert "weights/model.lm_head.weight: the model has none of that name" in run_well(_config(tied, 1), _load, good)
 
 
 def _stop_while_saving(backend, config, target: Path) -> Any:
@@ -310,8 +291,8 @@ def _stop_while_saving(backend, config, target: Path) -> Any:
     return unfinished
 
 
-def test_a_rank_that_stops_waits_for_a_limited_time_and_a_second_save_is_a_mistake(folder, tmp_path, run) -> None:
-    assert run(_config(folder, 1), _stop_while_saving, tmp_path / "trainer")
+def test_a_rank_that_stops_waits_for_a_limited_time_and_a_second_save_is_a_mistake(folder, tmp_path, run_well) -> None:
+    assert run_well(_config(folder, 1), _stop_while_saving, tmp_path / "trainer")
 
 
 # --- a disk that is full ---
@@ -333,15 +314,15 @@ def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_about_as_much_is_written_as_is_expected(folder, tmp_path, run) -> None:
-    found = run(_config(folder, 2), _save_and_export, tmp_path)
+def test_about_as_much_is_written_as_is_expected(folder, tmp_path, run_well) -> None:
+    found = run_well(_config(folder, 2), _save_and_export, tmp_path)
     assert 0.8 < _bytes(tmp_path / "trainer") / found["checkpoint"] < 1.25
     assert 0.9 < (tmp_path / "export" / "model.safetensors").stat().st_size / found["export"] < 1.1
 
 
-def test_a_full_disk_is_recognised_on_any_rank(folder, tmp_path, run) -> None:
+def test_a_full_disk_is_recognised_on_any_rank(folder, tmp_path, run_well) -> None:
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
-        found = run(_config(folder, 2), _save_and_export, disk)
+        found = run_well(_config(folder, 2), _save_and_export, disk)
         assert found["save"][0] == found["export"][0] == errno.ENOSPC
         assert "No space left on device" in found["save"][1] and "unexpected pos" not in found["save"][1]
         assert [path.name for path in disk.iterdir()] == ["trainer"], "nothing is left of the export"

@@ -12,7 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from learner_cases import VOCABULARY, make_config, random_groups, run_alone, save_small_model
+from learner_cases import VOCABULARY, make_config, random_groups, save_small_model
+from rank_pool import run_alone
 from safetensors.torch import load_file
 from segment_reading import read_manifest
 from torch import nn

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import make_config
-from model_matrix import EXPERTS, FAMILIES, VOCABULARY, WINDOW, make_family, plain_logprobs, plain_model, save_family
+from model_matrix import HALF, VOCABULARY, WINDOW, make_family, plain_logprobs, plain_model, save_family
 from safetensors.torch import load_file
 from segment_reading import read_manifest
 
@@ -75,8 +75,7 @@ def _plain(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
     return torch.cat(scores).detach(), torch.cat(entropies), {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES + EXPERTS)
+@pytest.mark.parametrize(("family", "tied"), HALF)
 def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_path: Path, run, monkeypatch) -> None:
     # Chunks of 7 positions.
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
@@ -107,10 +106,8 @@ def _probed(backend: Any, config: Any) -> tuple[np.ndarray, dict[str, torch.Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "family"), list(enumerate(FAMILIES + EXPERTS)))
-def test_two_ranks_compute_and_publish_the_same(at: int, family: str, tmp_path: Path, run) -> None:
-    # Every second one tied: the other half is as the test above has found it.
-    tied = bool(at % 2)
+@pytest.mark.parametrize(("family", "tied"), HALF)
+def test_two_ranks_compute_and_publish_the_same(family: str, tied: bool, tmp_path: Path, run) -> None:
     folder = save_family(tmp_path / "model", make_family(family, tied=tied))
     (logprobs, weights), followers = run(make_config(folder, ranks=2), _probed)
     assert followers == [None]

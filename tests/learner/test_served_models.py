@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from learner_cases import make_config, run_alone
+from learner_cases import make_config
 from model_matrix import EXPERTS, VOCABULARY, WINDOW, make_family, plain_logprobs, save_family
+from rank_pool import run_alone
 from serving import Job, Served
 
 ROOT = Path(__file__).parents[2]

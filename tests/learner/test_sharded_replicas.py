@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
+from learner_cases import make_config, random_groups, save_small_model
 from segment_reading import read_manifest
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -25,14 +24,6 @@ ALONE, WHOLE, CUT = (1, 1), (2, 2), (4, 2)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One row that no two ranks can share.
     return save_small_model(tmp_path_factory.mktemp("model"), intermediate_size=1)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def _weights(backend: Any) -> dict[str, np.ndarray]:
@@ -72,16 +63,12 @@ def _same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("mesh", [WHOLE, pytest.param(CUT, marks=pytest.mark.slow)])
-def test_replicas_train_publish_and_save_as_one_rank_does(mesh: tuple[int, int], folder: Path, pools, tmp_path) -> None:
+def test_replicas_train_publish_and_save_as_one_rank_does(
+    mesh: tuple[int, int], folder: Path, run_well, tmp_path
+) -> None:
     def run(mesh: tuple[int, int], main: Any, *arguments: Any) -> Any:
         ranks, replicas = mesh
-        config = make_config(folder, ranks=ranks, replicas=replicas, max_grad_norm=1e9)
-        if ranks == 1:
-            return run_alone(config, main, *arguments)
-        pools[ranks] = pools.get(ranks) or RankPool(ranks)
-        found, others = pools[ranks].run(config, main, *arguments)
-        assert others == [None] * (ranks - 1)
-        return found
+        return run_well(make_config(folder, ranks=ranks, replicas=replicas, max_grad_norm=1e9), main, *arguments)
 
     alone, found = run(ALONE, _train, tmp_path / "alone"), run(mesh, _train, tmp_path / "cut")
     expected, numbers = _numbers(tmp_path / "alone"), _numbers(tmp_path / "cut")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import VOCABULARY, context_of, make_config, random_groups, save_small_model
+from rank_pool import run_alone
 from segment_reading import read_manifest
 
 from asyncrl.config.sft import SftConfig
@@ -257,8 +258,6 @@ def _refuse(backend, config) -> list[tuple[str, list[str], list[str], str, bool]
 
 
 def test_a_loss_that_is_not_finite_blames_conversations_and_no_group(folder) -> None:
-    from learner_cases import run_alone
-
     config = _config(folder, sft=TAUGHT | {"warm_steps": 1}, on_nonfinite="skip")
     found = run_alone(config, _refuse)
     assert [each[0] for each in found] == ["supervised loss"] * 2

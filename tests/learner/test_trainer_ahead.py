@@ -9,7 +9,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from learner_cases import RANK_WAIT_S, make_config, random_groups, save_small_model
+from learner_cases import make_config, random_groups, save_small_model
+from rank_pool import RANK_WAIT_S
 from segment_reading import read_manifest
 
 from asyncrl.errors import DeadlineExceeded
