@@ -104,9 +104,9 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("wrote", [1, 2])
 def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for_bit(
-    wrote, reads, folder, tmp_path, run_well
+    wrote, folder, tmp_path, run_well
 ) -> None:
     target = tmp_path / "trainer"
     saved = run_well(_config(folder, wrote), _save_then_train, target)
@@ -121,16 +121,17 @@ def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for
         assert np.array_equal(written[f"weights/{name}"][: len(before)], before)
         assert np.array_equal(written[f"exp_avg_sq/{name}"][: len(moment)], moment)
         assert written[f"step/{name}"] == 2
-    loaded = run_well(_config(folder, reads), _load_then_train, target)
-    assert loaded["steps"] == 2
-    assert _same(_numbers(loaded["again"]), written)
-    for found, expected in zip(loaded["generators"], saved["generators"], strict=True):
-        assert np.array_equal(found, expected) if isinstance(found, np.ndarray) else found == expected
-    for found, expected in zip(loaded["metrics"], saved["metrics"], strict=True):
-        assert found["learner/lr"] == expected["learner/lr"]
-        assert found == pytest.approx(expected, rel=1e-3) if wrote != reads else found == expected
-    if wrote == reads == 1:
-        assert all(np.array_equal(*pair) for pair in zip(loaded["end"], saved["end"], strict=True))
+    for reads in (1, 2):
+        loaded = run_well(_config(folder, reads), _load_then_train, target)
+        assert loaded["steps"] == 2
+        assert _same(_numbers(loaded["again"]), written)
+        for found, expected in zip(loaded["generators"], saved["generators"], strict=True):
+            assert np.array_equal(found, expected) if isinstance(found, np.ndarray) else found == expected
+        for found, expected in zip(loaded["metrics"], saved["metrics"], strict=True):
+            assert found["learner/lr"] == expected["learner/lr"]
+            assert found == pytest.approx(expected, rel=1e-3) if wrote != reads else found == expected
+        if wrote == reads == 1:
+            assert all(np.array_equal(*pair) for pair in zip(loaded["end"], saved["end"], strict=True))
 
 
 def _save_before_any_step(backend, config, target: Path) -> list[list[bool]]:
@@ -159,18 +160,16 @@ def _fail_then_save(backend, config, folder: Path) -> list[str]:
     # As after an exchange that broke off: the ranks meet in a new group.
     backend._saver.broken, before = True, backend._saver._group
     backend.save(folder / "better").result(60)
-    assert (backend._saver._group is before) == (config.learner.ranks == 1)
+    assert backend._saver._group is not before
     assert not backend._saver.broken
     return problems
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_one_rank_cannot_write_is_told_on_rank_0_and_training_goes_on(ranks, folder, tmp_path, run_well) -> None:
-    (tmp_path / "in the way of one" / f"__{ranks - 1}_0.distcp").mkdir(parents=True)
-    problems = run_well(_config(folder, ranks), _fail_then_save, tmp_path)
-    assert len(problems) == 2
-    assert f"__{ranks - 1}_0.distcp: Is a directory (learner/{ranks - 1})" in problems[0]
-    assert "no folder/trainer: No such file or directory (learner/0)" in problems[1]
+def test_a_rank_that_cannot_write_is_told_of_on_rank_0_and_training_goes_on(folder, tmp_path, run_well) -> None:
+    (tmp_path / "in the way of one" / "__1_0.distcp").mkdir(parents=True)
+    first, second = run_well(_config(folder, 2), _fail_then_save, tmp_path)
+    assert "__1_0.distcp: Is a directory (learner/1)" in first
+    assert "no folder/trainer: No such file or directory (learner/0)" in second
     assert (read_trainer_contents(tmp_path / "good").steps, read_trainer_contents(tmp_path / "better").steps) == (1, 3)
 
 
@@ -210,12 +209,12 @@ def _load(backend, config, source: Path) -> str:
     return "loaded"
 
 
-def _step_back(backend, config, damaged: Path, whole: Path) -> tuple[str, str, list[int]]:
-    first = _load(backend, config, damaged)
-    second = _load(backend, config, whole)
+def _step_back(backend, config, damaged: list[Path], whole: Path) -> tuple[list[str], str, int]:
+    problems = [_load(backend, config, source) for source in damaged]
+    loaded = _load(backend, config, whole)
     # All ranks are in step and train on.
     _train(backend, config, 1)
-    return first, second, [backend.steps]
+    return problems, loaded, backend.steps
 
 
 def _damage(path: Path, how: str) -> None:
@@ -243,28 +242,28 @@ def _save_only(backend, config, target: Path) -> None:
 
 
 DAMAGES = [
-    (1, "contents.json", "missing", "cannot be read"),
-    (1, "contents.json", "torn", "cannot be read"),
-    (1, ".metadata", "flipped", "does not hold what was written (its checksum differs)"),
-    (2, ".metadata", "missing", "No such file or directory"),
-    (2, "__0_0.distcp", "flipped", "does not hold what was written (its checksum differs)"),
-    (2, "__0_0.distcp", "torn", "bytes instead of"),
-    (2, "__0_0.distcp", "missing", "No such file or directory"),
-    (2, "rank_00000.msgpack", "torn", "bytes instead of"),
+    ("contents.json", "missing", "cannot be read"),
+    ("contents.json", "torn", "cannot be read"),
+    (".metadata", "flipped", "does not hold what was written (its checksum differs)"),
+    (".metadata", "missing", "No such file or directory"),
+    ("__0_0.distcp", "flipped", "does not hold what was written (its checksum differs)"),
+    ("__0_0.distcp", "torn", "bytes instead of"),
+    ("__0_0.distcp", "missing", "No such file or directory"),
+    ("rank_00000.msgpack", "torn", "bytes instead of"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "name", "how", "expected"), DAMAGES)
-def test_after_a_damaged_one_all_ranks_load_another(
-    ranks, name, how, expected, good, folder, tmp_path, run_well
-) -> None:
-    source = tmp_path / "trainer"
-    shutil.copytree(good, source)
-    _damage(source / name, how)
-    found, second, steps = run_well(_config(folder, ranks), _step_back, source, good)
-    assert found.startswith(f"DamagedCheckpoint: checkpoint {source / name}: ")
-    assert expected in found
-    assert (second, steps) == ("loaded", [2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_damaged_ones_all_ranks_load_another(ranks, good, folder, tmp_path, run_well) -> None:
+    sources = [tmp_path / str(number) for number in range(len(DAMAGES))]
+    for source, (name, how, _) in zip(sources, DAMAGES, strict=True):
+        shutil.copytree(good, source)
+        _damage(source / name, how)
+    problems, loaded, steps = run_well(_config(folder, ranks), _step_back, sources, good)
+    for source, (name, _, expected), problem in zip(sources, DAMAGES, problems, strict=True):
+        assert problem.startswith(f"DamagedCheckpoint: checkpoint {source / name}: ")
+        assert expected in problem
+    assert (loaded, steps) == ("loaded", 2)
 
 
 def test_a_checkpoint_of_another_model_says_what_differs(good, tmp_path, run_well) -> None:

@@ -187,8 +187,7 @@ def _expected(other: Path, estimator: str) -> list[tuple[int, float]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize(("ranks", "estimator"), [(1, "k3"), (2, "k1")])
 def test_advantages_have_the_divergence_from_the_reference_on_any_number_of_ranks(
     estimator, ranks, folder, other, run
 ) -> None:

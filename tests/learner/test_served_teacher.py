@@ -290,10 +290,9 @@ def _own_scores(other: Path, temperature: float):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_is_the_same_with_the_teacher_s_folder_and_with_its_scores(ranks, models, run) -> None:
+def test_a_step_is_the_same_with_the_teacher_s_folder_and_with_its_scores(models, run) -> None:
     policy, teacher = models
-    settings = {"loss": "distill", "ranks": ranks, "lr": 1e-3, "budget": 40}
+    settings = {"loss": "distill", "ranks": 2, "lr": 1e-3, "budget": 40}
     (by_folder, first), _ = run(make_config(policy, teacher=str(teacher), **settings), _distil, None)
     # The learner's temperature is that of make_config; a server's would be 1.
     scores = _own_scores(teacher, 0.8)
