@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from learner_cases import save_small_model
 from rank_pool import Pools, run_alone
 
 
@@ -38,3 +40,15 @@ def run_well(run) -> Callable[..., Any]:
         return found
 
     return play
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model."""
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of another shape, for a reference or a teacher."""
+    return save_small_model(tmp_path_factory.mktemp("other"), seed=5, intermediate_size=128)

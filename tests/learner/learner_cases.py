@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
-from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan, build_step
 from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
 
@@ -165,3 +165,44 @@ def _random_sequence(random: np.random.Generator, length: int, after: Sequence |
         prompt_ids = random.integers(0, VOCABULARY, 4).astype(np.int32)
     logprobs = (-4.0 * random.random(roles.count("s"))).astype(np.float32)
     return make_sequence(tokens, roles=roles, logprobs=logprobs, prompt_ids=prompt_ids)
+
+
+def plan_of(backend: Any, config: Config, step: int, count: int = 4) -> StepPlan:
+    """A step of random groups, as the backend computes it."""
+    return build_step(
+        random_groups(step, count),
+        version=0,
+        config=config,
+        world_size=config.learner.ranks,
+        packed=backend.packed,
+        shared=backend.shares_prefixes,
+    )
+
+
+def train(backend: Any, config: Config, step: int, count: int = 4) -> dict[str, float]:
+    metrics: dict[str, float] = backend.train(plan_of(backend, config, step, count))
+    return metrics
+
+
+def gradients_of(backend: Any) -> list[dict[str, np.ndarray]]:
+    """Grows by rank 0's shards of the gradient of each update to come, before the optimizer sees it."""
+    found: list[dict[str, np.ndarray]] = []
+    named = {name.removeprefix("model."): p for name, p in backend._policy.named_parameters() if p.requires_grad}
+    backend._optimizer.register_step_pre_hook(
+        lambda *_: found.append({name: p.grad.to_local().clone().numpy() for name, p in named.items()})
+    )
+    return found
+
+
+def read_checkpoint(target: Path) -> dict[str, np.ndarray]:
+    """Arrays that DCP's own tool makes of a trainer's folder."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    whole = target.with_suffix(".pt")
+    dcp_to_torch_save(target, whole)
+    return {name: tensor.numpy() for name, tensor in torch.load(whole, weights_only=True).items()}
+
+
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)

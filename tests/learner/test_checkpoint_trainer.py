@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from disks import small_disk
-from learner_cases import make_config, random_groups, save_small_model
+from learner_cases import make_config, read_checkpoint, same, save_small_model, train
 from rank_pool import run_alone
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from asyncrl.checkpoint.trainer_contents import read_trainer_contents
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError
-from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.fsdp import dcp, saver
 
 SCHEDULE = {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "steps": 10, "decay": "linear"}
@@ -37,28 +35,10 @@ def _config(folder: Path, ranks: int):
     return make_config(folder, ranks=ranks, **SCHEDULE)
 
 
-def _train(backend, config, step: int) -> dict[str, float]:
-    groups = random_groups(step, 4)
-    return backend.train(
-        build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
-    )
-
-
-def _numbers(target: Path) -> dict[str, np.ndarray]:
-    """What DCP's own tool makes of a checkpoint."""
-    whole = target.with_suffix(".pt")
-    dcp_to_torch_save(target, whole)
-    return {name: tensor.numpy() for name, tensor in torch.load(whole, weights_only=True).items()}
-
-
-def _same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
-
-
 def _save_then_train(backend, config, target: Path) -> dict[str, Any]:
     """Two steps, a save that is held up before it writes, two more steps, then it may write."""
     for step in range(2):
-        _train(backend, config, step)
+        train(backend, config, step)
     before = [p.detach().to_local().clone() for p in backend._parameters]
     moments = [backend._optimizer.state[p]["exp_avg_sq"].to_local().clone() for p in backend._parameters]
     go, real = threading.Event(), dcp._write_own
@@ -70,7 +50,7 @@ def _save_then_train(backend, config, target: Path) -> dict[str, Any]:
     dcp._write_own = held_up
     generators = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     saving = backend.save(target)
-    metrics = [_train(backend, config, step) for step in (2, 3)]
+    metrics = [train(backend, config, step) for step in (2, 3)]
     torch.rand(3), np.random.rand(3), random.random()
     with backend.publish(1).result():
         pass
@@ -99,7 +79,7 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
         "steps": steps,
         "generators": generators,
         "again": again,
-        "metrics": [_train(backend, config, step) for step in (2, 3)],
+        "metrics": [train(backend, config, step) for step in (2, 3)],
         "end": [p.detach().full_tensor().numpy() for p in backend._parameters] if config.learner.ranks == 1 else None,
     }
 
@@ -114,7 +94,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for
     contents = read_trainer_contents(target)
     assert (contents.steps, contents.world_size) == (2, wrote)
     assert sorted(p.name for p in target.iterdir()) == sorted(["contents.json", *contents.files])
-    written = _numbers(target)
+    written = read_checkpoint(target)
     assert len(written) == 4 * len(saved["names"])
     for name, before, moment in zip(saved["names"], saved["before"], saved["moments"], strict=True):
         # Rank 0's rows come first.
@@ -124,7 +104,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for
     for reads in (1, 2):
         loaded = run_well(_config(folder, reads), _load_then_train, target)
         assert loaded["steps"] == 2
-        assert _same(_numbers(loaded["again"]), written)
+        assert same(read_checkpoint(loaded["again"]), written)
         for found, expected in zip(loaded["generators"], saved["generators"], strict=True):
             assert np.array_equal(found, expected) if isinstance(found, np.ndarray) else found == expected
         for found, expected in zip(loaded["metrics"], saved["metrics"], strict=True):
@@ -136,7 +116,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for
 
 def _save_before_any_step(backend, config, target: Path) -> list[list[bool]]:
     backend.save(target).result(60)
-    _train(backend, config, 0)
+    train(backend, config, 0)
     backend.load(target)
     return [[key in backend._optimizer.state for key in backend._parameters], [backend.steps == 0]]
 
@@ -149,14 +129,14 @@ def test_a_state_without_moments_is_put_back_without_them(folder, tmp_path, run_
 
 def _fail_then_save(backend, config, folder: Path) -> list[str]:
     problems = []
-    _train(backend, config, 0)
+    train(backend, config, 0)
     backend.save(folder / "good").result(60)
     for target in (folder / "in the way of one", folder / "no folder" / "trainer"):
         try:
             backend.save(target).result(60)
         except CheckpointError as error:
             problems.append(str(error))
-        _train(backend, config, 1)
+        train(backend, config, 1)
     # As after an exchange that broke off: the ranks meet in a new group.
     backend._saver.broken, before = True, backend._saver._group
     backend.save(folder / "better").result(60)
@@ -213,7 +193,7 @@ def _step_back(backend, config, damaged: list[Path], whole: Path) -> tuple[list[
     problems = [_load(backend, config, source) for source in damaged]
     loaded = _load(backend, config, whole)
     # All ranks are in step and train on.
-    _train(backend, config, 1)
+    train(backend, config, 1)
     return problems, loaded, backend.steps
 
 
@@ -237,7 +217,7 @@ def good(folder: Path, tmp_path_factory) -> Path:
 
 
 def _save_only(backend, config, target: Path) -> None:
-    _train(backend, config, 0)
+    train(backend, config, 0)
     backend.save(target).result(60)
 
 
@@ -298,7 +278,7 @@ def test_a_rank_that_stops_waits_for_a_limited_time_and_a_second_save_is_a_mista
 
 
 def _save_and_export(backend, config, folder: Path) -> dict[str, Any]:
-    _train(backend, config, 1)
+    train(backend, config, 1)
     found: dict[str, Any] = {"checkpoint": backend.checkpoint_bytes(), "export": backend.export_bytes()}
     for name, write in (("save", lambda: backend.save(folder / "trainer").result()), ("export", backend.export)):
         try:

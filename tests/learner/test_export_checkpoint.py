@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import make_config, random_groups, save_small_model
+from learner_cases import make_config, save_small_model, train
 from rank_pool import run_alone
 from safetensors.torch import load_file
 
@@ -20,13 +20,11 @@ from asyncrl.cli.export import main
 from asyncrl.config.load import config_to_json
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
-from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.messages.groups import LedgerState
 
 
 def _train_save_export(backend, config, trainer: Path, target: Path) -> None:
-    groups = random_groups(0, 4)
-    backend.train(build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed))
+    train(backend, config, 0)
     backend.save(trainer).result(60)
     backend.export(target)
 

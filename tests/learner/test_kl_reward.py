@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups, save_small_model
+from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.errors import NonFiniteStep
@@ -136,16 +136,6 @@ def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut
 def test_signal_is_judged_by_the_rewards_without_the_penalty() -> None:
     flat = make_group(0, [1], [make_trajectory([n, n + 1], reward=1.0) for n in range(3)])
     assert not has_signal(flat, _config().learner)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("other"), seed=5, intermediate_size=128)
 
 
 def _plan_and_train(backend, config) -> tuple[list[tuple[int, float]], dict[str, float]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import make_config, random_groups, save_small_model
+from learner_cases import gradients_of, make_config, random_groups
 
 from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.batch import StepPlan, build_step
@@ -32,17 +32,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 """Whatever looks beyond one token and the scores of one model; losses of single tokens are sums of the same kind."""
 BUDGETS = (10_000, 10)
 TEMPERATURE = 0.8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Path:
-    """Another model of another shape, for a reference or a teacher."""
-    return save_small_model(tmp_path_factory.mktemp("other"), seed=5, intermediate_size=128)
 
 
 def _plan(config, step: int, *, packed: bool = True, budget: int | None = None) -> StepPlan:
@@ -109,13 +98,7 @@ def _gradients(backend, config, *budgets: int) -> tuple[list[dict[str, np.ndarra
 
     Of a step for each of the ``budgets``.
     """
-    found: list[dict[str, np.ndarray]] = []
-    named = dict(backend._policy.named_parameters())
-
-    def keep(*_: Any) -> None:
-        found.append({name.removeprefix("model."): p.grad.to_local().clone().numpy() for name, p in named.items()})
-
-    backend._optimizer.register_step_pre_hook(keep)
+    found = gradients_of(backend)
     for budget in budgets:
         metrics = backend.train(_plan(config, 0, packed=backend.packed, budget=budget))
     return found, metrics

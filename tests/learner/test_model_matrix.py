@@ -13,7 +13,7 @@ import torch
 from learner_cases import make_config
 from model_matrix import HALF, VOCABULARY, WINDOW, make_family, plain_logprobs, plain_model, save_family
 from safetensors.torch import load_file
-from segment_reading import read_manifest
+from segment_reading import weights_of
 
 from asyncrl.learner.fsdp import head
 from asyncrl.learner.fsdp.policy import Likeliest, make_row
@@ -39,27 +39,13 @@ def _learned(backend: Any, config: Any) -> dict[str, Any]:
     _, _, tokens, logprobs = policy.score_likeliest(row, everywhere)
     scores, entropies = policy.score(row, TEMPERATURE)
     scores.sum().backward()
-    with backend.publish(0).result() as publication:
-        weights = _weights(publication)
     return {
         "way": (backend.packed, policy.model.config._attn_implementation, policy.chunked),
         "scores": scores.detach(),
         "likeliest": logprobs.gather(-1, (tokens == row.targets[:, None]).int().argmax(-1, keepdim=True))[:, 0],
         "entropies": entropies.detach(),
-        "gradient": {
-            name.removeprefix(
-                "model.",
-            ): p.grad.to_local().clone()
-            for name, p in policy.named_parameters()
-        },
-        "weights": weights,
-    }
-
-
-def _weights(publication: Any) -> dict[str, torch.Tensor]:
-    return {
-        spec.name: torch.frombuffer(bytearray(view), dtype=torch.float32).view(spec.shape)
-        for spec, view in read_manifest(publication.manifest)
+        "gradient": {name.removeprefix("model."): p.grad.to_local().clone() for name, p in policy.named_parameters()},
+        "weights": weights_of(backend.publish(0).result()),
     }
 
 
@@ -101,8 +87,7 @@ def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_p
 
 def _probed(backend: Any, config: Any) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     probe = backend.probe([ProbeSequence(tokens, 1) for tokens in PROBED])
-    with backend.publish(0).result() as publication:
-        return probe.logprobs, _weights(publication)
+    return probe.logprobs, weights_of(backend.publish(0).result())
 
 
 @pytest.mark.slow

@@ -22,11 +22,6 @@ LENGTHS = [9, 1, 30, 4]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def loaded(folder: Path) -> Policy:
     return load_policy(ModelConfig(path=str(folder)))

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_cases import VOCABULARY, make_config, random_groups, save_small_model
+from learner_cases import VOCABULARY, make_config, train
 from rank_pool import run_alone
 from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
-from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.fsdp.probe import PLACES
 from asyncrl.learner.probe_sequences import LENGTH, ProbeSequence, from_prompts
 
 TEMPERATURE = 0.8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 def chosen() -> list[ProbeSequence]:
@@ -38,9 +31,7 @@ def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, 
     probes = [backend.probe(chosen())] if probing else []
     metrics = []
     for step in range(2):
-        groups = random_groups(step, 4)
-        plan = build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
-        metrics.append(backend.train(plan))
+        metrics.append(train(backend, config, step))
         if probing:
             probes.append(backend.probe(chosen()))
     # No rank holds more of the weights than its share.

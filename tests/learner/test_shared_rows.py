@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from learner_cases import VOCABULARY, make_config, make_group, make_trajectory, only, random_groups, save_small_model
+from learner_cases import VOCABULARY, make_config, make_group, make_trajectory, only, random_groups
 from model_matrix import WINDOW, make_family, save_family
 from torch import nn
 
@@ -158,11 +158,6 @@ def test_i8_a_row_of_many_who_share_has_the_same_gradient_every_time(
     first = _learn(policy, only(step))
     for _ in range(4):
         assert all(map(torch.equal, _learn(policy, only(step)), first))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 # --- ranks ---

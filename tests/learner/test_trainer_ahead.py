@@ -9,40 +9,28 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from learner_cases import make_config, random_groups, save_small_model
+from learner_cases import make_config, plan_of
 from rank_pool import RANK_WAIT_S
-from segment_reading import read_manifest
+from segment_reading import weights_of
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.learner.algorithm.batch import StepPlan, build_step
 from asyncrl.learner.sent_ahead import Sending
 
 STEPS = 3
 Trained = tuple[list[dict[str, float]], dict[str, bytes]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
-
-
-def _plan(backend: Any, config: Any, step: int) -> StepPlan:
-    groups = random_groups(step, 4)
-    return build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
-
-
-def _weights(backend: Any) -> dict[str, bytes]:
-    with backend.publish(1).result() as publication:
-        return {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
+def _bytes(backend: Any) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in weights_of(backend.publish(1).result()).items()}
 
 
 def _at_begin(backend: Any, config: Any, steps: list[int]) -> Trained:
-    return [backend.train(_plan(backend, config, step)) for step in steps], _weights(backend)
+    return [backend.train(plan_of(backend, config, step)) for step in steps], _bytes(backend)
 
 
 def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
     """Each step is held on rank 0, and with it on the other rank, until the next one is there."""
-    plans = [_plan(backend, config, step) for step in range(STEPS)]
+    plans = [plan_of(backend, config, step) for step in range(STEPS)]
     events: list[str] = []
     threads: list[threading.Thread] = []
     step = backend._updates.step
@@ -64,7 +52,7 @@ def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
 
     with mock.patch.object(backend._updates, "step", slow):
         metrics = [backend.train(plan, number) for number, plan in enumerate(plans)]
-    return (metrics, _weights(backend)), events
+    return (metrics, _bytes(backend)), events
 
 
 @pytest.mark.parametrize("extra", [{}, {"updates_per_batch": 2}], ids=["one update", "two updates"])
@@ -89,7 +77,7 @@ def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(extra, f
 
 
 def _withdrawn(backend: Any, config: Any) -> Trained:
-    plans = [_plan(backend, config, step) for step in range(4)]
+    plans = [plan_of(backend, config, step) for step in range(4)]
     backend.send(plans[0], Sending(1, 0))
     backend.send(plans[1], Sending(2, 0))
     metrics = [backend.train(plans[1], 2)]
@@ -98,7 +86,7 @@ def _withdrawn(backend: Any, config: Any) -> Trained:
     metrics.append(backend.train(plans[2]))
     backend.send(plans[3], Sending(4, 2))
     metrics.append(backend.train(plans[3], 4))
-    return metrics, _weights(backend)
+    return metrics, _bytes(backend)
 
 
 def test_what_was_withdrawn_is_never_trained(folder: Path, run: Callable) -> None:
@@ -110,10 +98,10 @@ def test_what_was_withdrawn_is_never_trained(folder: Path, run: Callable) -> Non
 
 
 def _of_another(backend: Any, config: Any) -> str:
-    backend.send(_plan(backend, config, 0), Sending(1, 0))
-    backend.send(_plan(backend, config, 1), Sending(2, 0))
+    backend.send(plan_of(backend, config, 0), Sending(1, 0))
+    backend.send(plan_of(backend, config, 1), Sending(2, 0))
     try:
-        backend.train(_plan(backend, config, 0), 1)
+        backend.train(plan_of(backend, config, 0), 1)
     except (DeadlineExceeded, RuntimeError) as error:
         return type(error).__name__
     return ""
@@ -127,10 +115,10 @@ def test_a_rank_that_is_told_to_train_what_was_withdrawn_fails(folder: Path, run
 
 
 def _alone(backend: Any, config: Any) -> Trained:
-    plan = _plan(backend, config, 0)
+    plan = plan_of(backend, config, 0)
     backend.send(plan, Sending(1, 0))
     backend.send(plan, Sending(2, 1))
-    return [backend.train(plan, 2)], _weights(backend)
+    return [backend.train(plan, 2)], _bytes(backend)
 
 
 def test_a_single_rank_has_nobody_to_send_to(folder: Path, run: Callable) -> None:
