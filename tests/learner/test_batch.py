@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -303,7 +301,7 @@ def _computed(plan: Any) -> Iterator[tuple]:
     world_size=st.integers(1, 3),
     budget=st.sampled_from([1, 12, 200]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_step_trains_what_a_loop_over_the_answers_would_train(
     data, advantage, aggregation, truncated, late, packed, shared, world_size, budget
 ) -> None:
@@ -407,11 +405,3 @@ def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> N
     assert "staleness/masked_tokens" not in trained
     assert trained["staleness/late_fraction"] == pytest.approx(3 / 5)
     assert trained["staleness/token_max"] == 3.0
-
-
-def test_planning_does_not_import_torch() -> None:
-    code = (
-        "import sys, asyncrl.learner.backend, asyncrl.learner.sim, asyncrl.learner.algorithm.batch;"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

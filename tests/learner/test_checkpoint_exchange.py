@@ -13,29 +13,6 @@ from rank_pool import RANK_WAIT_S, meet
 from asyncrl.errors import DeadlineExceeded
 
 
-def _beside_the_training(rank: int, addresses: Any) -> Any:
-    ranks = meet(rank, addresses)
-    group = ranks.another_group(RANK_WAIT_S)
-    answers: list[Any] = []
-    # Rank 1 is late, and the ranks train meanwhile.
-    late = threading.Thread(
-        target=lambda: (
-            time.sleep(0.5 * rank),
-            answers.append(ranks.exchange(b"x" * rank, group, "words", RANK_WAIT_S)),
-        )
-    )
-    late.start()
-    sums = [ranks.all_gather([rank, step], "sums").tolist() for step in range(200)]
-    late.join(RANK_WAIT_S)
-    again = ranks.exchange(b"again", group, "words", RANK_WAIT_S)
-    ranks.close()
-    return sums == [[[0.0, step], [1.0, step]] for step in range(200)], answers, again
-
-
-def test_the_ranks_exchange_words_while_they_train(pools) -> None:
-    assert pools.play(2, _beside_the_training) == [(True, [[b"", b"x"]], [b"again", b"again"])] * 2
-
-
 def _without_the_other(rank: int, addresses: Any) -> Any:
     ranks = meet(rank, addresses)
     slow, lost = ranks.another_group(1.0), ranks.another_group(RANK_WAIT_S)

@@ -125,7 +125,7 @@ def _gradients(policy: Policy, row: Row) -> tuple[dict[str, torch.Tensor], int]:
 
 @pytest.mark.parametrize(
     ("attention", "kind", "again"),
-    [("packed", "full", True), ("packed", "selective", True), ("varlen", "full", True), ("varlen", "selective", False)],
+    [("packed", "selective", True), ("varlen", "full", True), ("varlen", "selective", False)],
 )
 def test_activations_are_computed_again_in_compiled_layers(
     attention: Attention, kind: Any, again: bool, request, tmp_path: Path, monkeypatch
