@@ -108,7 +108,7 @@ def make_trajectory(
     version: int | list[int] = 0,
     **fields: Any,
 ) -> Trajectory:
-    """Of the sequences given, or of one made of ``tokens``, ``version`` and the fields of a sequence."""
+    """A trajectory of the sequences given, or of one made of ``tokens``, ``version`` and the fields of a sequence."""
     if sequences is None:
         own = {
             name: fields.pop(name) for name in ("roles", "spans", "logprobs", "turns", "prompt_ids") if name in fields

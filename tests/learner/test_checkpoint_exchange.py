@@ -1,4 +1,4 @@
-"""What the ranks tell one another while a checkpoint is written, beside the collectives of the training."""
+"""Words that ranks exchange while a checkpoint is written, where one is late or dies."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_what_holds_files_and_is_not_complete_is_never_removed(checkpoints) -> N
 
 
 def test_nothing_is_committed_below_the_newest(checkpoints) -> None:
-    """Whoever does not know of the newest would have its steps trained for nothing: the next one goes on from there."""
+    """A learner that does not know of the newest trains for nothing: the next one goes on from there."""
     _write(checkpoints, 40)
     for version, step in ((20, 90), (41, 79)):
         partial = checkpoints.begin(version)
@@ -294,7 +294,7 @@ class _Machine:
             self.unflushed_renames.append((Path(arguments[0]), Path(arguments[1])))
 
     def power_cut(self, *, undo_renames: bool) -> None:
-        """What was not flushed is gone."""
+        """Lose all that was not flushed."""
         for name, real in self._real.items():
             setattr(os, name, real)
         if undo_renames:

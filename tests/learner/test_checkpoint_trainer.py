@@ -1,4 +1,4 @@
-"""What the trainer writes to a checkpoint and reads back, with real ranks over gloo."""
+"""Checkpoints as the trainer writes and reads them, with real ranks over gloo."""
 
 from __future__ import annotations
 
@@ -305,15 +305,3 @@ def test_a_full_disk_is_recognised_on_any_rank(folder, tmp_path, run_well) -> No
         assert found["save"][0] == found["export"][0] == errno.ENOSPC
         assert "No space left on device" in found["save"][1] and "unexpected pos" not in found["save"][1]
         assert [path.name for path in disk.iterdir()] == ["trainer"], "nothing is left of the export"
-
-
-def test_what_torchs_writer_says_of_a_full_disk_is_put_into_words(tmp_path) -> None:
-    with small_disk(tmp_path / "disk", 64 << 10) as disk:
-
-        def write() -> None:
-            with (disk / "tensor").open("wb") as file:
-                torch.save(torch.zeros(1 << 16), file)
-
-        with pytest.raises(CheckpointError) as caught:
-            dcp._guard(disk, write)
-    assert (caught.value.full, caught.value.reason) == (errno.ENOSPC, "No space left on device")

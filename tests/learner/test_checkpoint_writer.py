@@ -376,7 +376,7 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
 
 
 def test_a_disk_that_fills_up_under_one_keeps_nothing_of_it(tmp_path, thread) -> None:
-    """And where the disk refuses although it says that there is room, the next one is tried when it is due."""
+    """The next one is tried when it is due where the disk refuses although it says that there is room."""
     held = _Held(create(CONFIG, 0))
 
     async def script(checkpoints: Checkpoints) -> None:

@@ -114,7 +114,7 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
 
 
 def _gradients(policy: Policy, row: Row) -> tuple[dict[str, torch.Tensor], int]:
-    """Of the sum of log-probs, and the matrix products of the backward pass."""
+    """Gradients of the sum of log-probs, and the number of matrix products of the backward pass."""
     policy.zero_grad()
     loss = policy.score(row, 1.0)[0].sum()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:

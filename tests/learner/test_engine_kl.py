@@ -17,7 +17,7 @@ from asyncrl.messages.groups import Group, VersionSpan
 
 NEWEST = 3
 SPANS = (VersionSpan(2, 0, 2), VersionSpan(NEWEST, 2, 5), VersionSpan(NEWEST, 5, 6, mixed_kv=True))
-"""Of a response of 6 tokens: older weights, the newest, and the newest over an older KV cache."""
+"""Spans of a response of 6 tokens: older weights, the newest, and the newest over an older KV cache."""
 OFF = np.array([0.5, -0.4, 0.1, -0.2, 0.3, 0.6], dtype=np.float32)
 """Distance of the engine's log-probs from the learner's, nats."""
 TEMPERATURE = 0.8

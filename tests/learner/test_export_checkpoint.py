@@ -61,7 +61,7 @@ def write_run(tmp_path: Path, config, versions: list[int], run) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, pools) -> Path:
-    """Of two ranks."""
+    """A run of two ranks."""
     tmp_path = tmp_path_factory.mktemp("run")
     config = make_config(save_small_model(tmp_path / "model"), ranks=2, lr=3e-3)
     return write_run(tmp_path, config, [3, 5], pools.run)
@@ -88,7 +88,7 @@ def test_tied_weights_are_written_once(tmp_path):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory, pools) -> Path:
-    """Of two ranks, with adapters."""
+    """A run of two ranks, with adapters."""
     tmp_path = tmp_path_factory.mktemp("adapted")
     config = make_config(save_small_model(tmp_path / "model"), ranks=2, lr=3e-2)
     config = config.model_copy(update={"lora": LoraConfig(rank=4, targets=["q_proj", "down_proj"])})

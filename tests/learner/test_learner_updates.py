@@ -29,7 +29,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
     "teacher": {"loss": "distill", "loss_options": {"reward": 0.5}, "teacher": ""},
 }
-"""Whatever looks beyond one token and the scores of one model; losses of single tokens are sums of the same kind."""
+"""Objectives that look beyond one token or one model; losses of single tokens are sums of the same kind."""
 BUDGETS = (10_000, 10)
 TEMPERATURE = 0.8
 

@@ -51,7 +51,7 @@ def _rank(rank: int, addresses: Any, world: int, replicas: int, case: Callable[.
 
 
 def _play(pools: Pools, case: Callable[..., Any], *arguments: Any, world: int = 2, replicas: int = 1) -> list[Any]:
-    """What ``case(ranks, mesh, *arguments)`` returns on each rank, or the problems of its ConfigError."""
+    """Returns what ``case(ranks, mesh, *arguments)`` does on each rank, or the problems of its ConfigError."""
     return pools.play(world, _rank, world, replicas, case, arguments)
 
 
@@ -212,7 +212,7 @@ def _load(ranks: Ranks, mesh: Any, folder: Path) -> None:
 
 
 class _Slice:
-    """Of a tensor in a file, that counts how often each number is read."""
+    """A tensor in a file, that counts how often each number is read."""
 
     def __init__(self, whole: Any) -> None:
         self._whole = whole
@@ -278,7 +278,7 @@ class _Peak(threading.Thread):
             self.peak = max(self.peak, self._now())
 
     def stop(self) -> int:
-        """Of the peak, what it had not at first."""
+        """Returns the growth from first to peak."""
         self._stop_asked.set()
         self.join()
         return max(self.peak, self._now()) - self.first

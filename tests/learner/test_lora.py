@@ -191,7 +191,7 @@ def test_training_is_the_same_on_any_number_of_ranks_and_the_reference_needs_no_
 
 
 def _penalties(backend, config, target: Path) -> float:
-    """What the reference takes from the rewards of the second step; a checkpoint is written right after it scored."""
+    """The reference's share of the rewards of the second step; a checkpoint is written right after it scored."""
     train(backend, config, 0)
     assert isinstance(backend._scorers.reference, WithoutAdapters) == (config.learner.kl.path is None)
     plan = plan_step(random_groups(1, 3), version=0, fresh=True, step=1, config=config, backend=backend)

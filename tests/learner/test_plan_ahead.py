@@ -1,4 +1,4 @@
-"""What is planned early is used where it is what would be planned when the step begins, and nowhere else."""
+"""A plan made early is used where the same would be planned when the step begins, and nowhere else."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Steps:
         return True
 
     def end(self, how: str) -> None:
-        """Of the step in training; a version is published where one is due, unless that fails."""
+        """End the step in training; a version is published where one is due, unless that fails."""
         if not self.in_training:
             return
         self.in_training = []
@@ -146,7 +146,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 24), st.integers(-2, 0), st.integer
 """Index, versions behind the newest one, and 0 for a group without a signal."""
 ENDS = st.sampled_from(["trained"] * 4 + ["masked", "not finite", "not published", "published at the second try"])
 ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.booleans())
-"""Of a step: what comes before it begins and while it is trained, a look, what comes after that, its end, a look."""
+"""Arrivals before a step begins and while it is trained, a look, those after that, its end, a look."""
 
 
 @given(

@@ -19,7 +19,7 @@ TEMPERATURE = 0.8
 
 
 def chosen() -> list[ProbeSequence]:
-    """Of all lengths."""
+    """Sequences of all lengths."""
     random = np.random.default_rng(3)
     lengths = (1, 2, 5, 9, 17, 40)
     prompts = [random.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]

@@ -1,4 +1,4 @@
-"""Which bytes of a model's files a rank reads."""
+"""Bytes of a model's files that a rank reads."""
 
 from __future__ import annotations
 

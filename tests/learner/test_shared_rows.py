@@ -207,7 +207,7 @@ def test_a_model_whose_state_runs_along_the_row_computes_whole_sequences(folder:
 
 
 def _told(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:
-    """What was settled, and the prefixes of a step's rows, and of those of a scoring pass."""
+    """The way that was settled, and the prefixes of a step's rows, and of those of a scoring pass."""
     plan = plan_step(_groups(VOCABULARY), version=0, fresh=True, step=1, config=config, backend=backend)
     shared = backend.shares_prefixes
     scoring = build_scoring(_groups(VOCABULARY), config=config, world_size=1, packed=True, shared=shared)

@@ -26,7 +26,7 @@ BUDGETS = (10_000, 25)
 
 
 def _conversations(count: int = 5, batch: int = 3) -> Conversations:
-    """Of one or two sequences each; their tokens are runs of letters, which can be learnt."""
+    """Conversations of one or two sequences each; their tokens are runs of letters, which can be learnt."""
     random, rows = np.random.default_rng(1), []
     for number in range(count):
         sequences = []

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import make_config, only, plan_of, random_groups, same, save_small_model
+from publications import open_descriptors
 from safetensors.torch import load_file
 from segment_reading import weights_of
 
@@ -267,7 +267,7 @@ def test_a_version_is_of_one_moment_whatever_is_trained_while_it_is_assembled(ra
 
 
 def _train_beside_a_slow_gather(backend, config) -> list[str]:
-    """What happened, in order, while each bucket of a version was gathered only once another step was trained."""
+    """Events, in order, while each bucket of a version was gathered only once another step was trained."""
     from asyncrl.learner.fsdp import gather
 
     real, trained, sealed = gather._Gather.wait, threading.Semaphore(0), threading.Semaphore(0)
@@ -327,7 +327,7 @@ def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
     """Out of memory while publishing and a file in the way while exporting; then everything works again."""
     from asyncrl.learner.fsdp import gather
 
-    opened = len(os.listdir("/proc/self/fd"))
+    opened = open_descriptors()
     real, calls, problems = gather.Segment, [], []
 
     class Full(real):
@@ -344,7 +344,7 @@ def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
         except OSError as error:
             problems.append(type(error).__name__)
     gather.Segment = real
-    leaked = len(os.listdir("/proc/self/fd")) - opened
+    leaked = len(open_descriptors() - opened)
     backend.train(plan_of(backend, config, 0))
     assert len(weights_of(backend.publish(1).result())) == 27
     return problems, leaked

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 from learner_cases import make_config, plan_of
 from rank_pool import RANK_WAIT_S
 from segment_reading import weights_of
 
-from asyncrl.errors import DeadlineExceeded
 from asyncrl.learner.sent_ahead import Sending
 
 STEPS = 3
@@ -55,9 +53,8 @@ def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
     return (metrics, _bytes(backend)), events
 
 
-@pytest.mark.parametrize("extra", [{}, {"updates_per_batch": 2}], ids=["one update", "two updates"])
-def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(extra, folder: Path, run: Callable) -> None:
-    config = make_config(folder, ranks=2, budget=50, **extra)
+def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(folder: Path, run: Callable) -> None:
+    config = make_config(folder, ranks=2, budget=50, updates_per_batch=2)
     (ahead, events), followers = run(config, _slow_steps)
     assert followers == [None]
     assert events == [
@@ -95,23 +92,6 @@ def test_what_was_withdrawn_is_never_trained(folder: Path, run: Callable) -> Non
     assert followers == [None]
     expected, _ = run(config, _at_begin, [1, 2, 3])
     assert found == expected
-
-
-def _of_another(backend: Any, config: Any) -> str:
-    backend.send(plan_of(backend, config, 0), Sending(1, 0))
-    backend.send(plan_of(backend, config, 1), Sending(2, 0))
-    try:
-        backend.train(plan_of(backend, config, 0), 1)
-    except (DeadlineExceeded, RuntimeError) as error:
-        return type(error).__name__
-    return ""
-
-
-def test_a_rank_that_is_told_to_train_what_was_withdrawn_fails(folder: Path, run: Callable) -> None:
-    config = make_config(folder, ranks=2, budget=50, collective_timeout_s=5.0)
-    found, followers = run(config, _of_another)
-    assert found
-    assert followers == ["ValueError: parcel 1 is to be trained, and parcel 2 is held"]
 
 
 def _alone(backend: Any, config: Any) -> Trained:
