@@ -1,4 +1,4 @@
-"""What the learner tells the dataloader is known there in the end, whatever that has lost."""
+"""Reports of the learner are known to the dataloader in the end, whatever that has lost."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind at its end, on disks with and without room."""
+"""Files that a run leaves behind at its end, on disks with and without room."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_making_way_ends_the_wait(disk, thread) -> None:
 
 
 def test_a_model_that_cannot_be_exported_is_in_the_checkpoint(tmp_path, thread) -> None:
-    """And what an earlier end of the run exported is not taken for it."""
+    """An export of an earlier end of the run is not taken for it."""
     scene = Scene(tmp_path, thread, 0.01)
     (tmp_path / "export").mkdir()
     scene.backend.problem = OSError(errno.EIO, "Input/output error", str(tmp_path / "export" / "x"))

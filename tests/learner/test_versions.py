@@ -357,5 +357,6 @@ def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_num
 
 
 def test_a_simulated_learner_does_without_torch() -> None:
-    look = "import sys, asyncrl.learner.actor; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    modules = "asyncrl.learner.actor, asyncrl.learner.algorithm.batch"
+    look = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", look], check=True)
