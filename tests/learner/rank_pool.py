@@ -180,10 +180,9 @@ def meet(rank: int, addresses: Any, timeout_s: float = TIMEOUT_S) -> Any:
     import torch.distributed as dist
 
     from asyncrl.learner.fsdp import ranks as rendezvous
-    from asyncrl.learner.fsdp import store_line
 
     torch.set_num_threads(1)
-    store_line.IDLE_WAIT_S = 0.2
+    rendezvous.IDLE_WAIT_S = 0.2
     store = None
     if rank == 0:
         store = rendezvous.open_store("127.0.0.1", RANK_WAIT_S)
