@@ -1,8 +1,9 @@
-"""The words between the launcher and a host's entry point (``remote``) before the agent lives: a JSON line each.
+"""The words between a command and a host's entry point (``remote``): a JSON line each, over one connection.
 
-``remote`` says first what the host offers. Orders follow: which way leads to the head, and then either what the host
-is to do in the run, or to see that nothing is left of a run. Answers come in the order of the orders. The first line
-is read field by field, because the version that it names may be another than ours.
+The entry point says first what the host offers. Orders follow, and answers come in the order of the orders. The
+launcher asks which way leads to the head, and then says either what the host is to do in the run, whose guard takes
+the connection over (``spec``), or to see that nothing is left of a run. The orders of the doctor are in
+``doctor/talk``. The first line is read field by field, because the version that it names may be another than ours.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
     cpus: int
     gpus: list[str]
     """Values that CUDA_VISIBLE_DEVICES may take there."""
+    gpu_problem: str = ""
+    """Reason that they cannot be told."""
     interfaces: dict[str, str]
     """IPv4 address by network interface."""
     client: str = ""
@@ -111,10 +114,6 @@ class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
 
     reason: str
     exit_code: int = 1
-
-
-Order = RouteQuery | ModelQuery | HostSpec | EndOrder
-Answer = Routes | ModelFound | Prepared | Ended | Refusal
 
 
 def private_name(index: int) -> str:

@@ -44,7 +44,7 @@ from asyncrl.launcher.folders import (
 )
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.hosts import local_host
+from asyncrl.launcher.hosts import find_facts
 from asyncrl.launcher.hostspec import Facts, HostSpec, ModelFound, ModelQuery, Prepared, RouteQuery, Routes
 from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.link import agent_name
@@ -170,14 +170,9 @@ class _Launch:
         names = [line.name for line in self.lines[self.head_is_here :]]
         await self.reached.reach(names)
         if self.head_is_here:
-            host = await asyncio.to_thread(local_host)
-            self.facts[self.head] = Facts(
-                version=version("asyncrl"),
-                hostname=host.name,
-                cpus=host.cpus,
-                gpus=list(host.gpus),
-                interfaces=addresses.interfaces(),
-            )
+            self.facts[self.head] = facts = await asyncio.to_thread(find_facts)
+            if facts.gpu_problem:
+                raise UsageError(facts.gpu_problem)
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
 
     async def _place(self, resumption: Resumption | None, *, with_checks: bool) -> None:
