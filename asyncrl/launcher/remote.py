@@ -55,7 +55,12 @@ AGENT = "asyncrl.launcher.agent"
 def main() -> int:
     """Serve orders until standard input ends, or become the guard."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    answers = {RouteQuery: find_routes, ModelQuery: find_model, EndOrder: end, HostSpec: _become_guard}
+    answers: dict[type[Any], Callable[[Any], Any]] = {
+        RouteQuery: find_routes,
+        ModelQuery: find_model,
+        EndOrder: end,
+        HostSpec: _become_guard,
+    }
     return serve(find_facts(), answers)
 
 
