@@ -49,9 +49,9 @@ from asyncrl.errors import ConfigError, HostFailed, UsageError
 from asyncrl.launcher.addresses import by_interface, by_route, interface_of, usable
 from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.hostspec import RouteQuery, Routes
 from asyncrl.launcher.placement import Host, Placed, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.several import passed_on
+from asyncrl.launcher.spec import RouteQuery, Routes
 from asyncrl.launcher.start import StartCommand
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.runtime.supervision import role_of

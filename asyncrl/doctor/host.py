@@ -41,8 +41,8 @@ from asyncrl.doctor.talk import (
 from asyncrl.launcher.addresses import find_routes, interface_of
 from asyncrl.launcher.checks import check_sinks
 from asyncrl.launcher.hosts import find_facts
-from asyncrl.launcher.hostspec import Facts, RouteQuery
 from asyncrl.launcher.remote import serve
+from asyncrl.launcher.spec import Facts, RouteQuery
 from asyncrl.preflight.findings import Finding
 from asyncrl.preflight.limits import judge_descriptors
 from asyncrl.preflight.model import digest

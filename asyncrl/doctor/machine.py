@@ -18,7 +18,7 @@ import psutil
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.talk import Card, HostFacts
 from asyncrl.launcher.hosts import NVIDIA_SMI_S
-from asyncrl.launcher.hostspec import Facts
+from asyncrl.launcher.spec import Facts
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.weights.place import host_id
 

@@ -1,4 +1,4 @@
-"""Orders of the doctor to a host and their answers, in the protocol of ``launcher/hostspec``.
+"""Orders of the doctor to a host and their answers, in the protocol of ``launcher/spec``.
 
 An answer that a host of another version gives can be read too: unknown fields are passed over, missing ones are empty.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.launcher.hostspec import Facts
+from asyncrl.launcher.spec import Facts
 from asyncrl.preflight.findings import Finding
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, Union
 import msgspec
 
 from asyncrl.errors import HostFailed
-from asyncrl.launcher.hostspec import Facts, Refusal
+from asyncrl.launcher.spec import Facts, Refusal
 from asyncrl.launcher.start import StartCommand, last_line
 
 LONGEST_LINE_BYTES = 64 << 20

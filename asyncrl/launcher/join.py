@@ -26,7 +26,6 @@ from asyncrl.launcher import addresses
 from asyncrl.launcher.folders import RUN_ID
 from asyncrl.launcher.guests import Guests
 from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.living import Controller, LivingRun
 from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
@@ -35,7 +34,7 @@ from asyncrl.launcher.placement import Host, place_replicas, replicas_of
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.reach import Reached
 from asyncrl.launcher.several import host_of, host_spec, start_agent
-from asyncrl.launcher.spec import CONTROLLER_AT
+from asyncrl.launcher.spec import CONTROLLER_AT, Facts, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.launcher.start import StartCommand, shown
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, Leave, NewHost
 from asyncrl.runtime.incarnations import attempt_begins_above

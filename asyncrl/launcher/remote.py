@@ -1,6 +1,6 @@
 """A host's entry point into a run: ``python -m asyncrl.launcher.remote``, started by ssh or srun.
 
-It says what the host offers, answers orders (see ``hostspec``), and becomes the guard of the host's agent, in the same
+It says what the host offers, answers orders (see ``spec``), and becomes the guard of the host's agent, in the same
 process and with the same standard input and output. Its orders come through standard input alone. Until it has
 become the guard it ends when standard input does, or when no order comes for ORDER_S, and leaves nothing behind. The
 doctor's entry point serves its own orders by ``serve``.
@@ -30,7 +30,7 @@ from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.addresses import find_routes
 from asyncrl.launcher.folders import CONFIG, PART, RUN_ID, hold_private, is_living, remove_abandoned
 from asyncrl.launcher.hosts import find_facts
-from asyncrl.launcher.hostspec import (
+from asyncrl.launcher.spec import (
     Ended,
     EndOrder,
     Facts,

@@ -51,7 +51,6 @@ from asyncrl.launcher.folders import (
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.hosts import find_facts
-from asyncrl.launcher.hostspec import Facts, HostSpec, ModelFound, ModelQuery, Prepared, RouteQuery, Routes
 from asyncrl.launcher.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.link import agent_name
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
@@ -61,7 +60,17 @@ from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.reach import Reached
 from asyncrl.launcher.resume import Resumption, find_resumption
-from asyncrl.launcher.spec import KILL, AgentSpec
+from asyncrl.launcher.spec import (
+    KILL,
+    AgentSpec,
+    Facts,
+    HostSpec,
+    ModelFound,
+    ModelQuery,
+    Prepared,
+    RouteQuery,
+    Routes,
+)
 from asyncrl.launcher.start import LocalStart, StartCommand, shown
 from asyncrl.monitor.printable import say
 from asyncrl.preflight.findings import Finding, on_host
