@@ -39,8 +39,8 @@ from asyncrl.launcher.begun import (
     logs_of,
     read_tree,
 )
-from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
+from asyncrl.launcher.spec import private_name
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
-from asyncrl.launcher.hostspec import private_name
+from asyncrl.launcher.spec import private_name
 from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
