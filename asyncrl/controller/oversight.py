@@ -21,10 +21,10 @@ from asyncrl.controller.sight import look_at, standings
 from asyncrl.controller.watchdog import Report, Watchdog, patience_of
 from asyncrl.controller.watching import Watching
 from asyncrl.messages.actors import Condemned, Stuck
+from asyncrl.roles import is_replicated, role_of
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.registry import Registry
-from asyncrl.runtime.supervision import is_replicated, role_of
 
 CUTS_OF_A_REPLICA = 2
 """Cuts in a row after which a replica is not at fault by chance, and is set aside."""

@@ -13,7 +13,7 @@ from asyncrl.disk import in_bytes
 from asyncrl.doctor.talk import HostFacts
 from asyncrl.launcher.placement import Placed
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 SKEW_S = 0.5
 """Difference above which clocks are named: they decide nothing, but times of two hosts are shown side by side."""

@@ -50,7 +50,7 @@ from asyncrl.launcher.hostspec import RouteQuery, Routes
 from asyncrl.launcher.placement import Host, Placed, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.start import StartCommand
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 T = TypeVar("T")
 CONNECT_S = 5.0

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import ROLES, role_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -271,7 +271,7 @@ def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequen
 
 def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
     """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
-    on_head = sum(role_of(name) not in ("learner", "rollouter", "reward", "episodes") for name in config.actors)
+    on_head = sum(ROLES[role_of(name)].place == "head" for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     free = [

@@ -24,7 +24,7 @@ from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.placement import Host, place, with_episode_hosts
 from asyncrl.launcher.resume import AUTO
 from asyncrl.launcher.start import SlurmStart
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 ANSWER_S = 60.0
 """Longest time in which a command of SLURM answers."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.disk import in_bytes
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 CHECKPOINT_BYTES = 12
 """Bytes for each number that is trained."""

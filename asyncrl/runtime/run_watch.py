@@ -14,10 +14,10 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
+from asyncrl.roles import ROLES
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import REPEAT_S
 from asyncrl.runtime.roster import CONTROLLER
-from asyncrl.runtime.supervision import ROLES
 
 if TYPE_CHECKING:
     from asyncrl.runtime.actor import Actor

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from asyncrl.config.load import validate_config
 from asyncrl.episodes import actor as actor_module
-from asyncrl.episodes.actor import ACTOR, EpisodesActor
+from asyncrl.episodes.actor import EpisodesActor
 from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import Chat, EpisodeDone, RunEpisode
@@ -326,8 +326,5 @@ print(sorted(heavy & set(sys.modules)))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
-
-def test_the_role_is_found_by_name() -> None:
-    assert ACTOR is EpisodesActor
     assert EpisodesActor.role == "episodes"
     assert issubclass(EpisodesActor, Actor)

@@ -19,7 +19,7 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.monitor.catalogue import EDGES
 from asyncrl.reward import pool as pool_module
-from asyncrl.reward.actor import ACTOR, RewardActor
+from asyncrl.reward.actor import RewardActor
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.workers.confinement import why_not
@@ -298,7 +298,4 @@ def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_pat
 
     asyncio.run(body())
 
-
-def test_the_role_is_found_by_name() -> None:
-    assert ACTOR is RewardActor
     assert RewardActor.role == "reward"
