@@ -140,7 +140,9 @@ class Config(Section):
     def publishes_adapter(self) -> bool:
         """Whether a version is the adapters alone."""
         lora = self.lora
-        return lora.is_on and (lora.publish == "adapter" or (lora.publish == "auto" and self.rollout.engine == "vllm"))
+        return lora.is_on and (
+            lora.publish == "adapter" or (lora.publish == "auto" and self.rollout.traits.adapter_rank > 0)
+        )
 
     @property
     def groups_per_version(self) -> int:

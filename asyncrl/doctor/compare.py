@@ -108,10 +108,8 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
         names = needed.setdefault(actor.host, [])
         if role == "learner" and config.learner.backend != "sim":
             names += ["torch", "transformers"]
-        if role == "rollouter" and config.rollout.engine == "vllm":
-            names += ["torch", "vllm"]
-        if role == "rollouter" and config.rollout.engine == "reference":
-            names += ["torch", "transformers"]
+        if role == "rollouter":
+            names += config.rollout.traits.packages
         if role == "episodes":
             names.append("aiohttp")
     return {host: list(dict.fromkeys(names)) for host, names in needed.items()}

@@ -103,7 +103,7 @@ def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
     if config.rollout.gpus_per_replica is not None:
         return config
     tree = config.model_dump(mode="json")
-    on_gpu = config.rollout.engine == "vllm" and any(host.gpus for host in hosts)
+    on_gpu = config.rollout.traits.gpus and any(host.gpus for host in hosts)
     tree["rollout"]["gpus_per_replica"] = 1 if on_gpu else 0
     return validate_config(tree)
 
@@ -161,7 +161,7 @@ def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
 
 
 def _gpus_per_replica(config: Config) -> int:
-    if config.rollout.engine != "vllm":
+    if not config.rollout.traits.gpus:
         return 0
     assert config.rollout.gpus_per_replica is not None
     return config.rollout.gpus_per_replica
@@ -288,14 +288,15 @@ def _threads(config: Config, host: Host, ranks: int, replicas: int, on_gpu: bool
     counts = {}
     if config.learner.backend != "sim":
         counts["learner"] = ranks
-    if config.rollout.engine == "vllm":
+    threads_key = config.rollout.traits.threads_key
+    if threads_key:
         counts["rollouter"] = replicas
     share = max(1, host.cpus // max(1, sum(counts.values())))
     threads = dict.fromkeys(counts, share)
     if "learner" in counts and not on_gpu:
         threads["learner"] = config.learner.threads or max(1, host.cpus // max(1, ranks))
-    if "rollouter" in counts and config.rollout.vllm.threads:
-        threads["rollouter"] = config.rollout.vllm.threads
+    if "rollouter" in counts and (asked := config.rollout.value_of(threads_key)):
+        threads["rollouter"] = asked
     return threads
 
 

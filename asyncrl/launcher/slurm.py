@@ -150,7 +150,7 @@ def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str
 def gpus_of_a_node(config: Config, nodes: int) -> int | None:
     """The fewest GPUs on each of so many nodes with which the run has a place; None if only the nodes can tell."""
     learner, rollout = config.learner, config.rollout
-    each = rollout.gpus_per_replica if rollout.engine == "vllm" else 0
+    each = rollout.gpus_per_replica if rollout.traits.gpus else 0
     if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):
         # Both take GPUs where there are some.
         return None
