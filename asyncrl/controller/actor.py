@@ -63,13 +63,13 @@ from asyncrl.messages.monitor import (
     WatchSnapshot,
 )
 from asyncrl.monitor.sinks.feed import SinkFeed
+from asyncrl.roles import role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
-from asyncrl.runtime.supervision import role_of
 
 FEW_ACTORS = 64
 """Most actors in the registry with which each of its changes is followed at once."""
@@ -578,6 +578,3 @@ class Controller(Actor):
         self._watchers.wake()
         self._followers.wake()
         self._members.wake()
-
-
-ACTOR = Controller

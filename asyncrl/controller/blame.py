@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.messages.monitor import AwaitRecord
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 FIRST = "learner/0"
 CONTROLLER, PARAMETER_SERVER = "controller", "parameter_server"

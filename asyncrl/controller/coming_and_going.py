@@ -25,9 +25,9 @@ from asyncrl.controller.membership import Departure, Guest, KnownHost, Membershi
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.errors import InvalidRequest, NotKept
 from asyncrl.messages.hosts import Join, Joined, Leave, LeaveBegun, Members
+from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
-from asyncrl.runtime.supervision import ROLES, role_of
 
 MEMBERS_FILE = "members.json"
 """File in the run's private folder; absent as long as nobody has joined or left."""

@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages.actors import Dead, Leaving
 from asyncrl.messages.hosts import Join, JoinedHost, Leave, MemberHost, Members, NewHost
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
 ABOVE_ALL = 1 << 62

@@ -23,10 +23,10 @@ from asyncrl.controller.watchdog import Report, Watchdog, patience_of
 from asyncrl.controller.watching import Watching
 from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.roles import is_replicated, role_of
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.registry import Entry, Registry
-from asyncrl.runtime.supervision import is_replicated, role_of
 
 CUTS_OF_A_REPLICA = 2
 """Cuts in a row after which a replica is not at fault by chance, and is set aside."""

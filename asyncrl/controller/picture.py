@@ -18,8 +18,8 @@ from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.monitor.metrics_line import is_voided
+from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.registry import Entry, HeardResource, Registry
-from asyncrl.runtime.supervision import ROLES, role_of
 from asyncrl.snapshot import (
     EVENTS,
     TRAIN_LINES,

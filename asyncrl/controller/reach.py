@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.messages.monitor import MOST_UNREACHED
-from asyncrl.runtime.supervision import is_gang, role_of
+from asyncrl.roles import is_gang, role_of
 
 COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
 """Loss by starting an actor again, by role, in order; paths between others are no matter of the run's, nor are those

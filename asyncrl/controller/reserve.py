@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 LONGEST_REST = 8
 ROLLOUTER, EPISODES, REWARD = "rollouter", "episodes", "reward"

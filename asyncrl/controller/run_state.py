@@ -27,15 +27,8 @@ from dataclasses import dataclass, field
 from asyncrl.controller.reserve import ROLLOUTER, Reserve, Rest
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
-from asyncrl.runtime.supervision import (
-    ROLES,
-    UNHEALABLE_EXITS,
-    describe_exit,
-    drain_rank,
-    is_gang,
-    is_replicated,
-    role_of,
-)
+from asyncrl.roles import ROLES, drain_rank, is_gang, is_replicated, role_of
+from asyncrl.runtime.supervision import UNHEALABLE_EXITS, describe_exit
 from asyncrl.snapshot import OVER
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}

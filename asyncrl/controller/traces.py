@@ -27,7 +27,7 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
 from asyncrl.monitor.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
-from asyncrl.runtime.supervision import ROLES, role_of
+from asyncrl.roles import ROLES, role_of
 
 FOLDER = "trace"
 WAIT_S = 8.0

@@ -25,7 +25,7 @@ from asyncrl.config import Config
 from asyncrl.config.operation import WatchdogConfig
 from asyncrl.controller.blame import FIRST, LEISURE, Seen, find_culprit
 from asyncrl.messages.actors import RunPhase
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 LONGEST_GAP = 0.25
 """Share of the time to a stall after which a gap between two looks is time in which nobody could be heard."""

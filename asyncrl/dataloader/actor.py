@@ -517,6 +517,3 @@ class Dataloader(Actor):
         if tickets.supply_number != self._supply_number:
             self._supply_number = tickets.supply_number
             self._watchers.wake()
-
-
-ACTOR = Dataloader

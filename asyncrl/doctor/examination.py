@@ -54,7 +54,7 @@ from asyncrl.launcher.several import passed_on
 from asyncrl.launcher.spec import RouteQuery, Routes
 from asyncrl.launcher.start import StartCommand
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 T = TypeVar("T")
 REMOTE = ("-m", "asyncrl.doctor.host")

@@ -244,6 +244,3 @@ def _http_figures(counts: Counter[str]) -> dict[str, float]:
         "episodes/http_retries": total("joined", "replayed", "resumed"),
         "episodes/http_cut": total("cut/"),
     }
-
-
-ACTOR = EpisodesActor

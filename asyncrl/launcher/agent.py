@@ -61,11 +61,11 @@ from asyncrl.launcher.spec import (
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
+from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.incarnations import Incarnations
 from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
-from asyncrl.runtime.supervision import ROLES, role_of
 
 LOOK_FOR_CONTROLLER_S = 0.02
 UNREAD_BYTES = 1 << 20

@@ -34,9 +34,10 @@ from asyncrl.launcher.instructions import (
 )
 from asyncrl.launcher.spec import EndedEvent
 from asyncrl.messages.actors import RunState
+from asyncrl.roles import is_replicated
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.registry import FIRST_WORD_S
-from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit, is_replicated
+from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
 """Longest drain of a run that never got going, which has nothing worth waiting for."""

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from asyncrl.launcher.addresses import interfaces
 from asyncrl.launcher.checks import installed_sinks
 from asyncrl.launcher.spec import Facts
-from asyncrl.preflight.limits import descriptor_limit
+from asyncrl.preflight.room import descriptor_limit
 
 NVIDIA_SMI_S = 30.0
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import ROLES, role_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -103,7 +103,7 @@ def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
     if config.rollout.gpus_per_replica is not None:
         return config
     tree = config.model_dump(mode="json")
-    on_gpu = config.rollout.engine == "vllm" and any(host.gpus for host in hosts)
+    on_gpu = config.rollout.traits.gpus and any(host.gpus for host in hosts)
     tree["rollout"]["gpus_per_replica"] = 1 if on_gpu else 0
     return validate_config(tree)
 
@@ -161,7 +161,7 @@ def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
 
 
 def _gpus_per_replica(config: Config) -> int:
-    if config.rollout.engine != "vllm":
+    if not config.rollout.traits.gpus:
         return 0
     assert config.rollout.gpus_per_replica is not None
     return config.rollout.gpus_per_replica
@@ -271,7 +271,7 @@ def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequen
 
 def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
     """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
-    on_head = sum(role_of(name) not in ("learner", "rollouter", "reward", "episodes") for name in config.actors)
+    on_head = sum(ROLES[role_of(name)].place == "head" for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     free = [
@@ -288,14 +288,15 @@ def _threads(config: Config, host: Host, ranks: int, replicas: int, on_gpu: bool
     counts = {}
     if config.learner.backend != "sim":
         counts["learner"] = ranks
-    if config.rollout.engine == "vllm":
+    threads_key = config.rollout.traits.threads_key
+    if threads_key:
         counts["rollouter"] = replicas
     share = max(1, host.cpus // max(1, sum(counts.values())))
     threads = dict.fromkeys(counts, share)
     if "learner" in counts and not on_gpu:
         threads["learner"] = config.learner.threads or max(1, host.cpus // max(1, ranks))
-    if "rollouter" in counts and config.rollout.vllm.threads:
-        threads["rollouter"] = config.rollout.vllm.threads
+    if "rollouter" in counts and (asked := config.rollout.value_of(threads_key)):
+        threads["rollouter"] = asked
     return threads
 
 

@@ -27,8 +27,8 @@ from asyncrl.monitor.metrics_line import Line, is_eval_mean, versions_in_words
 from asyncrl.monitor.numbers import count, duration, fixed
 from asyncrl.monitor.printable import printable
 from asyncrl.monitor.streams import send_nowhere
+from asyncrl.roles import role_of
 from asyncrl.runtime.roster import CONTROLLER
-from asyncrl.runtime.supervision import role_of
 
 NAMES_SHOWN = 4
 WARM_STEP = "warm step"

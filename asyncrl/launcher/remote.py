@@ -43,7 +43,6 @@ from asyncrl.launcher.spec import (
     private_name,
 )
 from asyncrl.preflight.model import check_model
-from asyncrl.preflight.room import descriptor_limit
 from asyncrl.runtime.processes import children_of
 
 ORDER_S = 900.0

@@ -75,10 +75,9 @@ from asyncrl.launcher.start import LocalStart, StartCommand, shown
 from asyncrl.monitor.printable import say
 from asyncrl.preflight.findings import Finding, on_host
 from asyncrl.preflight.needs import descriptors_need
-from asyncrl.preflight.part import WITH_MODEL
 from asyncrl.preflight.room import judge_descriptors
+from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.roster import LAUNCHER
-from asyncrl.runtime.supervision import role_of
 from asyncrl.wire.keys import VIEWER, Keyring
 
 PASSED_ON = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_")
@@ -226,7 +225,7 @@ class Launch:
             if limit := self.facts[name].descriptors:
                 found.append(judge_descriptors(limit, descriptors_need(self.config, None), name))
         if self.config.model.path is not None:
-            with_model = {actor.host for actor in self.placed if role_of(actor.name) in WITH_MODEL}
+            with_model = {actor.host for actor in self.placed if ROLES[role_of(actor.name)].reads_model}
             query = ModelQuery(path=self.config.model.path, folder=os.getcwd())
             asked = dict.fromkeys([name for name in self.reached.contacts if name in with_model], query)
             answers = await self.reached.ask(asked, ModelFound, "answered")

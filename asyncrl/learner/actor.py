@@ -574,6 +574,3 @@ class Learner(Actor):
                     log_away(self.log, "controller", error)
                 else:
                     return
-
-
-ACTOR = Learner

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from msgspec import Struct
 
 from asyncrl.messages import Count, Message, Request, Uid
 from asyncrl.messages.groups import Group
-
-
-class Deliver(Request, frozen=True, kw_only=True):
-    """Rollouter to learner: a finished group."""
-
-    reply: ClassVar[type[Message]]
-    group: Group
+from asyncrl.messages.senders import DATALOADER, ROLLOUTER
 
 
 class Delivered(Message, frozen=True, kw_only=True):
@@ -23,14 +15,12 @@ class Delivered(Message, frozen=True, kw_only=True):
     duplicate: bool = False
 
 
-Deliver.reply = Delivered
+class Deliver(Request, frozen=True, kw_only=True):
+    """Rollouter to learner: a finished group."""
 
-
-class Holds(Request, frozen=True, kw_only=True):
-    """Dataloader to learner: which of these groups do you hold or have you finished?"""
-
-    reply: ClassVar[type[Message]]
-    uids: list[Uid]
+    reply = Delivered
+    senders = ROLLOUTER
+    group: Group
 
 
 class Held(Message, frozen=True, kw_only=True):
@@ -39,7 +29,12 @@ class Held(Message, frozen=True, kw_only=True):
     uids: list[Uid]
 
 
-Holds.reply = Held
+class Holds(Request, frozen=True, kw_only=True):
+    """Dataloader to learner: which of these groups do you hold or have you finished?"""
+
+    reply = Held
+    senders = DATALOADER
+    uids: list[Uid]
 
 
 class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
@@ -75,6 +70,7 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
 class RolloutStats(Message, frozen=True, kw_only=True):
     """Rollouter to learner, cast: what generation did since the last one."""
 
+    senders = ROLLOUTER
     sampled_tokens: Count
     """Tokens sampled since the start of this incarnation, eval included."""
     sampling: list[tuple[float, float]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request
+from asyncrl.messages.senders import LEARNER, MEMBERS, VIEWER
 from asyncrl.snapshot import Gpu, Histogram
 
 MOST_UNREACHED = 8
@@ -65,6 +66,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     were last sent, and from time to time all (runtime/telling.py): what is not named is as it was.
     """
 
+    senders = MEMBERS
     beat: Count
     progress: Count
     state: str
@@ -103,15 +105,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 class MetricsLine(Message, frozen=True, kw_only=True):
     """Learner to controller, cast: a line that was just written to metrics.jsonl."""
 
+    senders = LEARNER
     line: dict[str, Any]
-
-
-class WatchSnapshot(Request, frozen=True, kw_only=True):
-    """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
-
-    reply: ClassVar[type[Message]]
-    idle = True
-    seen: int = -1
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True):
@@ -121,13 +116,13 @@ class SnapshotTaken(Message, frozen=True, kw_only=True):
     snapshot: bytes = b""
 
 
-WatchSnapshot.reply = SnapshotTaken
+class WatchSnapshot(Request, frozen=True, kw_only=True):
+    """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
 
-
-class RequestTrace(Request, frozen=True, kw_only=True):
-    """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
-
-    reply: ClassVar[type[Message]]
+    reply = SnapshotTaken
+    senders = VIEWER
+    idle = True
+    seen: int = -1
 
 
 class TraceWritten(Message, frozen=True, kw_only=True):
@@ -141,7 +136,11 @@ class TraceWritten(Message, frozen=True, kw_only=True):
     """Actors that did not hand theirs in in time."""
 
 
-RequestTrace.reply = TraceWritten
+class RequestTrace(Request, frozen=True, kw_only=True):
+    """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
+
+    reply = TraceWritten
+    senders = VIEWER
 
 
 class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
@@ -162,6 +161,7 @@ class TracePart(Request, frozen=True, kw_only=True):
     """Actor to controller: a part of its spans, oldest first, because RunState.trace asks for them or it ends."""
 
     reply = Done
+    senders = MEMBERS
     idempotent = False
     number: Count
     """RunState.trace; 0 at the end of an actor."""

@@ -150,6 +150,3 @@ class RewardActor(Actor):
     def _scored(self, scores: asyncio.Future[Scores], began: float) -> None:
         if not scores.cancelled() and scores.exception() is None:
             self.histograms.observe("reward/score_s", self.clock.now() - began)
-
-
-ACTOR = RewardActor

@@ -578,6 +578,3 @@ class Rollouter(Actor):
             **self._follower.drifts.figures,
             **(self._sessions.gauges(self._scoring.total()) if self._player is not None else {}),
         }
-
-
-ACTOR = Rollouter

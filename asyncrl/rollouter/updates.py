@@ -163,7 +163,7 @@ class UpdateFollower:
             serving=self._host.version,
             host=self._place,
             workers=self._host.workers,
-            on_gpu=self._config.rollout.engine == "vllm" and bool(self._config.rollout.gpus_per_replica),
+            on_gpu=self._config.rollout.on_gpu,
             base=-1 if self._base is None else self._base.version,
         )
         reply: Update | None = await self._ask(request)

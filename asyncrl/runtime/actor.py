@@ -25,6 +25,7 @@ from asyncrl.monitor.logging import get_logger, lost_lines
 from asyncrl.monitor.states import Kind, StateLedger
 from asyncrl.monitor.story_log import StoryLog
 from asyncrl.monitor.trace import STATES, Trace, spans_kept
+from asyncrl.roles import ROLES
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
@@ -35,7 +36,7 @@ from asyncrl.runtime.roster import CONTROLLER, Roster
 from asyncrl.runtime.run_watch import RunWatch
 from asyncrl.runtime.server import CallServer
 from asyncrl.runtime.services import ActorServices
-from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
+from asyncrl.runtime.supervision import UNHEALABLE_EXITS
 from asyncrl.runtime.telling import Events, Telling
 from asyncrl.runtime.vitals import Vitals, VitalSigns
 from asyncrl.wire.keys import Credentials

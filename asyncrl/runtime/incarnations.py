@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.messages.actors import Dead
-from asyncrl.runtime.supervision import is_gang, role_of
+from asyncrl.roles import is_gang, role_of
 
 SPAN = 1 << 32
 """More than the lives of a name within one attempt."""

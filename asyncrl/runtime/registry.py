@@ -24,8 +24,8 @@ import msgspec
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.roles import is_gang, role_of
 from asyncrl.runtime.intake import take_in
-from asyncrl.runtime.supervision import is_gang, role_of
 from asyncrl.snapshot import Histogram
 
 FIRST_WORD_S = 30.0

@@ -14,9 +14,9 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
+from asyncrl.roles import ROLES
 from asyncrl.runtime.retry import wait_out
 from asyncrl.runtime.roster import CONTROLLER
-from asyncrl.runtime.supervision import ROLES
 
 if TYPE_CHECKING:
     from asyncrl.runtime.actor import Actor

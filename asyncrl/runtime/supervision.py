@@ -1,6 +1,6 @@
-"""The meaning of an actor's end: how soon and how often it is started again, and in which order roles end.
+"""The meaning of an actor's end: how soon and how often it is started again.
 
-One table says what is particular to each role; ``Supervisor`` applies it to the deaths that a node agent sees.
+``Supervisor`` decides over the deaths that a node agent sees.
 Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time
 after a pause twice as long as the one before, but for deaths that are not its own fault; after any other it is given
 up, with a reason that can be printed. Pure: the caller brings the time.
@@ -15,54 +15,6 @@ from dataclasses import dataclass, field
 LONGEST_BACKOFF_S = 60.0
 UNHEALABLE_EXITS = frozenset({2, 78})
 """Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolePolicy:
-    """The policy that is particular to one role."""
-
-    drain_rank: int
-    """Rank in the end of the run: the actors of a rank are told to end once all of the lower ranks have."""
-    gang: bool = False
-    """Whether its actors compute together: when one dies all are started again, so that new ones meet new ones."""
-    replicated: bool = False
-    """Whether each does the same work: a run goes on with those that are left."""
-    fixed: bool = False
-    """Whether it is found at one address with one key for the whole run, so its successor takes over both."""
-
-
-ROLES: dict[str, RolePolicy] = {
-    "rollouter": RolePolicy(drain_rank=1, replicated=True),
-    "reward": RolePolicy(drain_rank=1, replicated=True),
-    # After the rollouters, whose last episodes these play.
-    "episodes": RolePolicy(drain_rank=2, replicated=True),
-    "parameter_server": RolePolicy(drain_rank=2),
-    "dataloader": RolePolicy(drain_rank=2),
-    "learner": RolePolicy(drain_rank=3, gang=True),
-    "controller": RolePolicy(drain_rank=4, fixed=True),
-}
-
-
-def role_of(name: str) -> str:
-    """The role in an actor's name, ROLE/INDEX."""
-    return name.partition("/")[0]
-
-
-def drain_rank(name: str) -> int:
-    """The drain rank of an actor."""
-    return ROLES[role_of(name)].drain_rank
-
-
-def is_gang(name: str) -> bool:
-    """Whether an actor dies and starts with all of its role; False for what is none of the run's actors."""
-    policy = ROLES.get(role_of(name))
-    return policy is not None and policy.gang
-
-
-def is_replicated(name: str) -> bool:
-    """Whether a run goes on without an actor as long as there are others of its role."""
-    policy = ROLES.get(role_of(name))
-    return policy is not None and policy.replicated
 
 
 def describe_exit(exit_code: int) -> str:

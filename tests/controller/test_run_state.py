@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from asyncrl.controller.run_state import LAST_RANK, RunStateMachine
 from asyncrl.messages.actors import Condemned
-from asyncrl.runtime.supervision import drain_rank
+from asyncrl.roles import drain_rank
 
 ACTORS = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1", "rollouter/0", "rollouter/1")
 RANKS = [

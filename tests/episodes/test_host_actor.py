@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from asyncrl.config.load import validate_config
 from asyncrl.episodes import actor as actor_module
+from asyncrl.episodes.actor import EpisodesActor
 from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
@@ -282,3 +283,5 @@ print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+    assert EpisodesActor.role == "episodes"

@@ -13,7 +13,7 @@ from launched import Launched, marked, wait_until
 from asyncrl.launcher.ended import read_ended
 from asyncrl.launcher.folders import RunFolder, next_attempt
 from asyncrl.launcher.spec import EndedEvent
-from asyncrl.runtime.supervision import drain_rank
+from asyncrl.roles import drain_rank
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import zmq
+from every_message import EVERY_MESSAGE
 from wire.knocking import Guise, Knocker
 
 from asyncrl.config.load import validate_config
@@ -19,7 +20,6 @@ from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.folders import is_living, make_run_keyring
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
-from asyncrl.messages.senders import SENDERS
 from asyncrl.monitor.client import Away, Target, Viewer, find_target, watch
 from asyncrl.monitor.reach import why_unreachable
 from asyncrl.runtime import server
@@ -147,7 +147,7 @@ def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_pa
 
 
 def test_the_rights_of_viewers_are_those_two():
-    assert {kind.__name__ for kind, senders in SENDERS.items() if "viewer" in senders} == {
+    assert {kind.__name__ for kind in EVERY_MESSAGE.values() if "viewer" in kind.senders} == {
         "WatchSnapshot",
         "RequestTrace",
     }

@@ -12,7 +12,7 @@ from inprocess import sim_config
 from asyncrl.errors import RemoteError
 from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.wire.keys import Credentials
@@ -21,9 +21,7 @@ from asyncrl.wire.zeromq import ZmqTransport
 
 class Take(Request, frozen=True, kw_only=True):
     reply = Done
-
-
-SENDERS.update(dict.fromkeys([Take], ANYBODY))
+    senders = ANYBODY
 
 
 class Taker(Actor):

@@ -13,7 +13,7 @@ from harness import Net
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime import server as server_module
 from asyncrl.runtime.handlers import Caller, handler
@@ -24,6 +24,7 @@ from asyncrl.wire.pieces import PIECE_BYTES
 
 class Echo(Request, frozen=True, kw_only=True):
     reply = Done
+    senders = ANYBODY
     n: int = 0
 
 
@@ -34,6 +35,7 @@ class Sum(Message, frozen=True, kw_only=True):
 
 class Add(Request, frozen=True, kw_only=True):
     reply = Sum
+    senders = ANYBODY
     data: np.ndarray
 
 
@@ -41,23 +43,24 @@ class Count(Request, frozen=True, kw_only=True):
     """Not to be repeated."""
 
     reply = Done
+    senders = ANYBODY
     idempotent = False
 
 
 class Park(Request, frozen=True, kw_only=True):
     reply = Done
+    senders = ANYBODY
 
 
 class Fail(Request, frozen=True, kw_only=True):
     reply = Done
+    senders = ANYBODY
     known: bool = True
 
 
 class Note(Message, frozen=True, kw_only=True):
+    senders = ANYBODY
     text: str
-
-
-SENDERS.update(dict.fromkeys([Echo, Add, Count, Park, Fail, Note], ANYBODY))
 
 
 @dataclass
@@ -224,7 +227,7 @@ def test_calls_casts_buffers_and_errors(memory):
 
 def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(memory, monkeypatch):
     for kind in (Echo, Note):
-        monkeypatch.setitem(SENDERS, kind, frozenset({"learner", "agent"}))
+        monkeypatch.setattr(kind, "senders", frozenset({"learner", "agent"}))
 
     async def main():
         async with Net(memory=memory) as net:

@@ -12,7 +12,7 @@ from virtual import run_virtual
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.peer import Peer
@@ -26,11 +26,13 @@ NEVER_S = 10_000.0
 
 class Give(Request, frozen=True, kw_only=True):
     reply = Done
+    senders = ANYBODY
     data: np.ndarray
 
 
 class Ping(Request, frozen=True, kw_only=True):
     reply = Done
+    senders = ANYBODY
 
 
 class Piece(Message, frozen=True, kw_only=True):
@@ -39,10 +41,8 @@ class Piece(Message, frozen=True, kw_only=True):
 
 class Fetch(Request, frozen=True, kw_only=True):
     reply = Piece
+    senders = ANYBODY
     n: int
-
-
-SENDERS.update(dict.fromkeys([Give, Ping, Fetch], ANYBODY))
 
 
 class Receiver:

@@ -14,17 +14,9 @@ from asyncrl.errors import (
     RunChanged,
     UsageError,
 )
+from asyncrl.roles import ROLES, drain_rank, is_gang
 from asyncrl.runtime.actor import Actor
-from asyncrl.runtime.supervision import (
-    LONGEST_BACKOFF_S,
-    ROLES,
-    GiveUp,
-    Restart,
-    Supervisor,
-    describe_exit,
-    drain_rank,
-    is_gang,
-)
+from asyncrl.runtime.supervision import LONGEST_BACKOFF_S, GiveUp, Restart, Supervisor, describe_exit
 
 
 def supervisor(**changes):
@@ -135,3 +127,8 @@ def test_what_is_particular_to_a_role():
     assert {role for role, policy in ROLES.items() if policy.fixed} == {"controller"}
     assert is_gang("learner/3")
     assert not is_gang("agent/0")
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_the_class_of_a_role_is_where_the_table_says(name):
+    assert ROLES[name].load().role == name

@@ -8,17 +8,15 @@ from harness import Net, replace
 
 from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime.handlers import Caller, handler
 
 
 class Store(Request, frozen=True, kw_only=True):
     reply = Done
+    senders = ANYBODY
     data: np.ndarray
-
-
-SENDERS.update(dict.fromkeys([Store], ANYBODY))
 
 
 class Server:

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Done, Request
-from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.wire import listening
 from asyncrl.wire.listening import BURST, PER_S, REOPENS_WITH, Door
@@ -19,9 +19,7 @@ from asyncrl.wire.listening import BURST, PER_S, REOPENS_WITH, Door
 
 class Knock(Request, frozen=True, kw_only=True):
     reply = Done
-
-
-SENDERS.update(dict.fromkeys([Knock], ANYBODY))
+    senders = ANYBODY
 
 
 class House:

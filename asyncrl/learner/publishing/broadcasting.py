@@ -70,8 +70,7 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
         return transport
     if config.publishes_adapter:
         return None
-    engines_on_gpu = config.rollout.engine == "vllm" and bool(config.rollout.gpus_per_replica)
-    return "nccl" if transport == "auto" and on_gpu and engines_on_gpu else None
+    return "nccl" if transport == "auto" and on_gpu and config.rollout.on_gpu else None
 
 
 class Sending:
