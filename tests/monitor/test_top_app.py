@@ -8,18 +8,16 @@ import msgspec
 import pytest
 from driven import known, recording, settled, shown, text_of, until, within_a_loop
 from pictures import WALL, Run
-from textual.geometry import Region
 
 from asyncrl.errors import ActorFailed
 from asyncrl.monitor import recording as recorded
 from asyncrl.monitor.client import Away, Target
 from asyncrl.monitor.recording import Recorder, segments
 from asyncrl.monitor.top import app as terminal
-from asyncrl.monitor.top import live
+from asyncrl.monitor.top import replay as sources
 from asyncrl.monitor.top.history import SHORTEST_S
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.replay import Replay, open_replay, recent_history
-from asyncrl.monitor.top.source import Source
+from asyncrl.monitor.top.replay import Replay, Source, open_replay, recent_history
 from asyncrl.snapshot import Event
 
 pytestmark = pytest.mark.usefixtures("utc")
@@ -194,9 +192,9 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
         yield run.at(100.0)
         yield Away("", 8.0)
 
-    monkeypatch.setattr(live, "watch", watched)
+    monkeypatch.setattr(sources, "watch", watched)
     target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
-    async with shown(Source(feed=lambda: live.follow(target))) as (app, pilot):
+    async with shown(Source(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")
         await until(pilot, "failed: nothing is known after this, when it was running")
         head = text_of(app).splitlines()[0]

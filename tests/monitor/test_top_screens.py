@@ -12,8 +12,7 @@ import pytest
 from driven import SIZES, known, recording, settled, shown, text_of, until, within_a_loop
 from pictures import STATES, WALL, Run
 
-from asyncrl.monitor.top.replay import Replay
-from asyncrl.monitor.top.source import Source
+from asyncrl.monitor.top.replay import Replay, Source
 
 pytestmark = pytest.mark.usefixtures("utc")
 SCREENS = Path(__file__).parent / "screens"
