@@ -18,6 +18,7 @@ from asyncrl.monitor.top import replay as sources
 from asyncrl.monitor.top.history import SHORTEST_S
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.replay import Replay, Source, open_replay, recent_history
+from asyncrl.monitor.top.widgets import Rows
 from asyncrl.snapshot import Event
 
 pytestmark = pytest.mark.usefixtures("utc")
@@ -330,15 +331,13 @@ def test_a_viewer_that_comes_knows_the_last_minutes_and_reads_no_more(tmp_path, 
 
 
 @within_a_loop
-async def test_lines_that_changed_are_drawn_again_and_no_others():
+async def test_cells_that_changed_are_drawn_again_and_no_others():
     history = known(Run(rollouters=40, hosts=1, steps=100_000).between())
     async with shown(Source(history=history), "200x50") as (app, pilot):
-        view = app._body.panes["rollouters"]
-        drawn = []
-        refresh = view.refresh
-        view.refresh = lambda *regions, **options: (drawn.append(regions), refresh(*regions, **options))[1]
+        rows, drawn = app.panes["rollouters"].query_one(Rows), []
+        update = rows.update_cell_at
+        rows.update_cell_at = lambda at, cell: (drawn.append((at[0], cell.plain.strip())), update(at, cell))
         app._draw()
-        await settled(pilot)
         assert drawn == []
         newest = history.newest
         actors = [
@@ -350,6 +349,15 @@ async def test_lines_that_changed_are_drawn_again_and_no_others():
         history.add(msgspec.structs.replace(newest, wall=newest.wall + 0.001, actors=actors))
         app._draw()
         await settled(pilot)
-        # Below the titles.
-        assert drawn == [(Region(0, 1 + 7, view.size.width, 1),)]
-        assert "999" in text_of(app)
+        assert drawn == [(7, "999")] and "999" in text_of(app)
+
+
+@within_a_loop
+async def test_the_cursor_stays_with_its_actor_wherever_that_is_sorted_to():
+    async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
+        rows = app.panes["rollouters"].query_one(Rows)
+        await pilot.press("down", "down", "r")
+        await until(pilot, "host▾")
+        assert rows.chosen == "rollouter/2"
+        await pilot.press("s", "s", "s", "enter")
+        await until(pilot, "rollouter/2   esc back")

@@ -20,7 +20,7 @@ from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
 from textual.geometry import Size
 from textual.timer import Timer
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.client import Away
@@ -150,7 +150,7 @@ class Top(App[int]):
         self._header, self._pipeline, self._time, self._tab_line, self._foot = (
             Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
         )
-        self._small = Static(id="small", markup=False)
+        self._small = Block(id="small")
         self.panes = {name: PaneView(name) for name in PANES}
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
 
@@ -203,7 +203,7 @@ class Top(App[int]):
         for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
             base.set_class(found, name)
         said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.update(rich_text([(said, "")], self.glyphs))
+        self._small.show([rich_text([(line, "")], self.glyphs) for line in said.splitlines()])
         for each in base.query("#body *"):
             each.set_class(each is seen or each in seen.ancestors, "seen")
         if self.screen is base:

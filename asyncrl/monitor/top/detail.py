@@ -179,9 +179,10 @@ def _entry(lead: str, text: str, level: str, width: int, most: int, glyphs: Glyp
 
 # --- keys ---
 
-HELP = """\
-The stage marked with a diamond sets the pace; the line below the pipeline says why. Bars split all time by what it was \
-spent on:"""
+HELP = (
+    "The stage marked with a diamond sets the pace; the line below the pipeline says why. "
+    "Bars split all time by what it was spent on:"
+)
 KEYS = (
     ("1 … 8, tab", "panes"),
     ("↑ ↓ enter", "an actor in detail, n p: the next ones"),

@@ -196,7 +196,8 @@ class HelpScreen(ModalScreen[None]):
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the width that there is."""
-        self._lines.show(help_page(min(76, event.size.width) - 2 - SIDES, self._glyphs))
+        room = min(76, event.size.width) - 2 - SIDES
+        self.call_after_refresh(self._lines.show, help_page(room, self._glyphs))
 
 
 class DetailScreen(Screen[None]):
@@ -234,7 +235,7 @@ class DetailScreen(Screen[None]):
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the width that there is."""
-        self.draw(event.size.width)
+        self.call_after_refresh(self.draw)
 
     @work(thread=True, exclusive=True)
     def _read_log(self) -> None:
@@ -249,9 +250,9 @@ class DetailScreen(Screen[None]):
             self._log = log
             self.draw()
 
-    def draw(self, width: int | None = None) -> None:
+    def draw(self) -> None:
         """Draw the newest document."""
-        room = max(1, (width or self.size.width) - SIDES)
+        room = max(1, self.size.width - SIDES)
         keys = "   esc back   n p another actor   ↑ ↓ scroll"
         self._top.show([fit([(self._actor, "bold"), (keys, "dim")], room, self._glyphs)])
         document = self._document()
