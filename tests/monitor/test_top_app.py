@@ -75,10 +75,10 @@ async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen
         await until(pilot, "who waits on whom")
         seen = text_of(app)
         assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
-        assert "oldest: age of a trajectory" not in seen
+        assert "age of a trajectory" not in seen
         for _ in range(40):
             await pilot.press("down")
-        await until(pilot, "oldest: age of a trajectory")
+        await until(pilot, "age of a trajectory")
         assert "who waits on whom" not in text_of(app)
 
 

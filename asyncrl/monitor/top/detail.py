@@ -36,6 +36,8 @@ LOG_LINES = 3
 EVENT_LINES = 40
 """Lines of the screen for an event."""
 LABEL = 12
+NONE: list[Line] = [[("none", "dim")]]
+NONE_SO_FAR: list[Line] = [[("none up to here", "dim")]]
 HELP_WIDTH = 70
 """Columns from which on there is room for two keys side by side."""
 KEY_WIDTH = 13
@@ -59,10 +61,10 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
         style: Style = "dim" if wait.idle else ""
         idle = "  (idle)" if wait.idle else ""
         waits.append([(f"{duration(wait.seconds):>8}  {wait.whom}  {wait.what}", style), (idle, "dim")])
-    parts.append(("OPEN AWAITS, the oldest first", waits or [[("none", "dim")]]))
+    parts.append(("OPEN AWAITS, the oldest first", waits or NONE))
     if log is not None:
         told = [line for text in log for line in _log_lines(text, width, glyphs)]
-        parts.append(("LOG, its last lines", told or [[("none up to here", "dim")]]))
+        parts.append(("LOG, its last lines", told or NONE_SO_FAR))
     events = [event for event in document.events if (event.actor or CONTROLLER) == name][-EVENTS_SHOWN:]
     told = [
         line
@@ -72,7 +74,7 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
             EVENT_LINES, glyphs,
         )
     ]  # fmt: skip
-    parts.append(("EVENTS, the newest first", told or [[("none", "dim")]]))
+    parts.append(("EVENTS, the newest first", told or NONE))
     if actor.figures:
         figures: list[tuple[str, str, Style]] = [
             (figure, _figure(figure, value), "") for figure, value in sorted(actor.figures.items())
