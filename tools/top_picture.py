@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from asyncrl.errors import UsageError
 from asyncrl.monitor.top.app import Top
 from asyncrl.monitor.top.history import History
-from asyncrl.monitor.top.replay import open_replay
-from asyncrl.monitor.top.source import Source
+from asyncrl.monitor.top.replay import Source, open_replay
 from asyncrl.snapshot import Snapshot
 
 PICTURE = Path(__file__).parent.parent / "docs" / "figures" / "top.svg"

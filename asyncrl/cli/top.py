@@ -21,8 +21,7 @@ from asyncrl.monitor.printable import json_in_ascii, printable, say
 if TYPE_CHECKING:
     from asyncrl.monitor.client import Target
     from asyncrl.monitor.top.history import History
-    from asyncrl.monitor.top.replay import Replay
-    from asyncrl.monitor.top.source import Source
+    from asyncrl.monitor.top.replay import Replay, Source
 
 TRACE_S = 30.0
 """Longest wait for a trace, whose last parts the controller awaits for less than half of it."""
@@ -169,8 +168,7 @@ def _watch(given: argparse.Namespace) -> int:
     from asyncrl.launcher.folders import is_living
     from asyncrl.monitor.client import Viewer, find_target
     from asyncrl.monitor.top.history import History
-    from asyncrl.monitor.top.live import follow
-    from asyncrl.monitor.top.replay import recent_history
+    from asyncrl.monitor.top.replay import follow, recent_history
 
     target = replace(find_target(living_run(given.run), Path(given.keys) if given.keys else None), lives=is_living)
     if target.run_dir is None:
@@ -181,7 +179,7 @@ def _watch(given: argparse.Namespace) -> int:
         return _print(history, given)
 
     from asyncrl.messages.monitor import RequestTrace, TraceWritten
-    from asyncrl.monitor.top.source import Source
+    from asyncrl.monitor.top.replay import Source
 
     async def trace() -> str:
         with Viewer(target) as viewer:
@@ -201,7 +199,7 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
-    from asyncrl.monitor.top.source import Source
+    from asyncrl.monitor.top.replay import Source
 
     def whole() -> Replay | None:
         return None if _may_live(run_dir) else open_replay(run_dir, lives=False)
@@ -229,7 +227,7 @@ async def _take_one(target: Target, history: History) -> None:
 
     from asyncrl.errors import ActorFailed
     from asyncrl.monitor.client import Away
-    from asyncrl.monitor.top.live import follow
+    from asyncrl.monitor.top.replay import follow
 
     first: float | None = None
     reason = f"{target.address} does not answer"
@@ -262,13 +260,13 @@ def _print(history: History, given: argparse.Namespace) -> int:
     if given.json:
         print(json_in_ascii(to_json(document).decode()))
         return 0
-    from asyncrl.monitor.top.plain import page
+    from asyncrl.monitor.top.panes import page
     from asyncrl.monitor.top.text import ASCII, UNICODE
 
     unicode = _knows_unicode()
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
     glyphs, whole = UNICODE if unicode else ASCII, not sys.stdout.isatty()
-    text = page(document, max(80, columns), glyphs, ascii_only=not unicode, whole=whole)
+    text = page(document, max(80, columns), glyphs, whole=whole)
     say(text.removesuffix("\n"), sys.stdout)
     return 0
 

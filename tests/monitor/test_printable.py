@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures import Run
 from rich.cells import cell_len
-from rich.style import Style
-from textual.strip import Strip
 
 from asyncrl.cli import top as command
 from asyncrl.launcher.progress import Progress
@@ -23,8 +21,7 @@ from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.history import History
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.table import Column, Row, Table
-from asyncrl.monitor.top.text import ASCII, UNICODE, cut, fit, length, plain, wrapped
-from asyncrl.monitor.top.widgets import to_strip
+from asyncrl.monitor.top.text import ASCII, UNICODE, fit, wrapped
 from asyncrl.snapshot import Event
 
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
@@ -67,29 +64,26 @@ def test_what_an_encoding_does_not_know_is_escaped():
 
 @given(WRITTEN, st.integers(0, 30))
 def test_a_line_takes_exactly_the_cells_it_is_given(text, width):
-    line = fit([(text, "dim"), ("tail", "")], width)
-    assert cell_len(plain(line)) == width == length(line)
-    assert cell_len(cut(text, width)) <= width
-    for ascii_only in (False, True):
-        strip = to_strip([(text, ""), ("tail", "")], width, Style(), ascii_only=ascii_only)
-        assert Strip(list(strip)).cell_length == width
-        assert not controls(strip.text, keep="") and (strip.text.isascii() or not ascii_only)
+    for glyphs in (UNICODE, ASCII):
+        line = fit([(text, "dim"), ("tail", "")], width, glyphs)
+        assert line.cell_len == cell_len(line.plain) == width
+        assert not controls(line.plain, keep="") and (line.plain.isascii() or glyphs is UNICODE)
 
 
-@given(WRITTEN, st.integers(1, 30))
+@given(WRITTEN, st.integers(2, 30))
 def test_lines_that_are_wrapped_fit(text, width):
-    lines = wrapped(text, width)
-    assert all(cell_len(line) <= max(2, width) for line in lines)
-    whole = "".join(printable(line) for line in text.splitlines())
-    assert "".join("".join(lines).split()) == "".join(whole.split())
+    lines = [line.plain for line in wrapped([(text, "")], width, 500, UNICODE)]
+    assert all(cell_len(line) <= width for line in lines)
+    assert "".join("".join(lines).split()) == "".join(printable(text).split())
 
 
 def test_columns_stand_below_each_other_whatever_is_in_them():
     names = ["plain", "字字", "e\u0301e\u0301", "👍", "a\x1b[2J"]
-    table = Table([Column(title="name"), Column(title="n", right=True)], [Row(n, ((n, ""), ("7", ""))) for n in names])
-    _, line = table.laid(30)
-    drawn = [plain(line(number)) for number in range(len(names))]
-    assert {cell_len(each[: each.index("7")]) for each in drawn} == {drawn[0].index("7")}
+    rows = [Row(name, ((name, ""), ("7", ""))) for name in names]
+    drawn = [
+        line.plain for line in Table([Column(title="name"), Column(title="n", right=True)], rows).lines(30, UNICODE)
+    ]
+    assert {cell_len(each[: each.index("7")]) for each in drawn[1:]} == {drawn[1].index("7")}
 
 
 @pytest.fixture
@@ -145,9 +139,8 @@ def test_nothing_in_the_details_of_an_actor_is_obeyed(run_dir, glyphs):
     replay = open_replay(run_dir, lives=False)
     document = build(replay.history())
     log = (run_dir / "logs" / "attempt_1" / "reward-0.log").read_text().split("\n")
-    for line in detail(document, "reward/0", log, 100, glyphs).lines():
-        strip = to_strip(line, 100, Style(), ascii_only=glyphs is ASCII)
-        assert not controls(strip.text, keep="") and Strip(list(strip)).cell_length == 100
+    for line in detail(document, "reward/0", log, 100, glyphs):
+        assert not controls(line.plain, keep="") and line.cell_len <= 100
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -169,8 +162,8 @@ def test_a_line_of_a_log_that_nobody_could_read_is_shown_as_text():
     history = History()
     history.add(Run().at(40.0))
     for text in ("9" * 5000, "[" * 15_000, '{"event": ' + "[" * 15_000, '{"event": 1' + "0" * 5000 + "}"):
-        drawn = detail(build(history), "learner/0", [text, "after"], 100, UNICODE).lines()
-        assert any("after" in plain(line) for line in drawn)
+        drawn = detail(build(history), "learner/0", [text, "after"], 100, UNICODE)
+        assert any("after" in line.plain for line in drawn)
 
 
 def test_a_story_forges_no_lines(run_dir):

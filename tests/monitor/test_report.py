@@ -22,7 +22,7 @@ from asyncrl.monitor.report import write_report
 from asyncrl.monitor.states import STATES
 from asyncrl.monitor.top.history import History
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.plain import page
+from asyncrl.monitor.top.panes import page
 from asyncrl.monitor.top.replay import open_replay
 from asyncrl.monitor.top.text import UNICODE
 from asyncrl.monitor.utilisation import evenly, spans

@@ -19,9 +19,8 @@ from asyncrl.monitor.sound import decode_snapshot
 from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import History
-from asyncrl.monitor.top.layout import heights
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.plain import page
+from asyncrl.monitor.top.panes import page
 from asyncrl.monitor.top.text import UNICODE
 from asyncrl.monitor.utilisation import spans
 
@@ -87,10 +86,8 @@ def test_whatever_stands_in_a_snapshot_it_can_be_shown(data):
         return
     document = build(history)
     assert page(document, 120, UNICODE)
-    for rows, width in ((24, "narrow"), (60, "wide")):
-        heights(document, width, rows)
     for actor in document.actors:
-        assert detail(document, actor.name, [], 100, UNICODE).lines()
+        assert detail(document, actor.name, [], 100, UNICODE)
     jsonschema.Draft202012Validator(json_schema()).validate(json.loads(to_json(document)))
 
 

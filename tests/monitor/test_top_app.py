@@ -8,18 +8,17 @@ import msgspec
 import pytest
 from driven import known, recording, settled, shown, text_of, until, within_a_loop
 from pictures import WALL, Run
-from textual.geometry import Region
 
 from asyncrl.errors import ActorFailed
 from asyncrl.monitor import recording as recorded
 from asyncrl.monitor.client import Away, Target
 from asyncrl.monitor.recording import Recorder, segments
 from asyncrl.monitor.top import app as terminal
-from asyncrl.monitor.top import live
+from asyncrl.monitor.top import replay as sources
 from asyncrl.monitor.top.history import SHORTEST_S
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.replay import Replay, open_replay, recent_history
-from asyncrl.monitor.top.source import Source
+from asyncrl.monitor.top.replay import Replay, Source, open_replay, recent_history
+from asyncrl.monitor.top.widgets import Rows
 from asyncrl.snapshot import Event
 
 pytestmark = pytest.mark.usefixtures("utc")
@@ -76,10 +75,10 @@ async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen
         await until(pilot, "who waits on whom")
         seen = text_of(app)
         assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
-        assert "oldest: age of a trajectory" not in seen
+        assert "age of a trajectory" not in seen
         for _ in range(40):
             await pilot.press("down")
-        await until(pilot, "oldest: age of a trajectory")
+        await until(pilot, "age of a trajectory")
         assert "who waits on whom" not in text_of(app)
 
 
@@ -194,9 +193,9 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
         yield run.at(100.0)
         yield Away("", 8.0)
 
-    monkeypatch.setattr(live, "watch", watched)
+    monkeypatch.setattr(sources, "watch", watched)
     target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
-    async with shown(Source(feed=lambda: live.follow(target))) as (app, pilot):
+    async with shown(Source(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")
         await until(pilot, "failed: nothing is known after this, when it was running")
         head = text_of(app).splitlines()[0]
@@ -332,15 +331,13 @@ def test_a_viewer_that_comes_knows_the_last_minutes_and_reads_no_more(tmp_path, 
 
 
 @within_a_loop
-async def test_lines_that_changed_are_drawn_again_and_no_others():
+async def test_cells_that_changed_are_drawn_again_and_no_others():
     history = known(Run(rollouters=40, hosts=1, steps=100_000).between())
     async with shown(Source(history=history), "200x50") as (app, pilot):
-        view = app._body.panes["rollouters"]
-        drawn = []
-        refresh = view.refresh
-        view.refresh = lambda *regions, **options: (drawn.append(regions), refresh(*regions, **options))[1]
+        rows, drawn = app.panes["rollouters"].query_one(Rows), []
+        update = rows.update_cell_at
+        rows.update_cell_at = lambda at, cell: (drawn.append((at[0], cell.plain.strip())), update(at, cell))
         app._draw()
-        await settled(pilot)
         assert drawn == []
         newest = history.newest
         actors = [
@@ -352,6 +349,15 @@ async def test_lines_that_changed_are_drawn_again_and_no_others():
         history.add(msgspec.structs.replace(newest, wall=newest.wall + 0.001, actors=actors))
         app._draw()
         await settled(pilot)
-        # Below the titles.
-        assert drawn == [(Region(0, 1 + 7, view.size.width, 1),)]
-        assert "999" in text_of(app)
+        assert drawn == [(7, "999")] and "999" in text_of(app)
+
+
+@within_a_loop
+async def test_the_cursor_stays_with_its_actor_wherever_that_is_sorted_to():
+    async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
+        rows = app.panes["rollouters"].query_one(Rows)
+        await pilot.press("down", "down", "r")
+        await until(pilot, "host▾")
+        assert rows.chosen == "rollouter/2"
+        await pilot.press("s", "s", "s", "enter")
+        await until(pilot, "rollouter/2   esc back")

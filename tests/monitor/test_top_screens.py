@@ -12,8 +12,7 @@ import pytest
 from driven import SIZES, known, recording, settled, shown, text_of, until, within_a_loop
 from pictures import STATES, WALL, Run
 
-from asyncrl.monitor.top.replay import Replay
-from asyncrl.monitor.top.source import Source
+from asyncrl.monitor.top.replay import Replay, Source
 
 pytestmark = pytest.mark.usefixtures("utc")
 SCREENS = Path(__file__).parent / "screens"
@@ -91,8 +90,8 @@ async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
     log.parent.mkdir(parents=True)
     log.write_text('{"event": "engine is up", "level": "info", "timestamp": "2026-01-02T03:04:05Z", "gpu": 3}\nplain\n')
     async with shown(Source(history=known(Run().between()), run_dir=tmp_path)) as (app, pilot):
-        # The headings of hosts are passed over: the entries are node0, 0, 1, node1, 2.
-        await pilot.press("down", "down", "enter")
+        # The rows are node0, 0, 1, node1, 2.
+        await pilot.press("down", "down", "down", "down", "enter")
         await until(pilot, "engine is up")
         text = text_of(app)
         assert "rollouter/2" in text and "dataloader/0  Lease" in text and "(idle)" in text

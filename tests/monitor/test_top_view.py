@@ -12,26 +12,39 @@ from harness import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pictures import STATES, WALL, Run, empty
-from rich.cells import cell_len
 
 from asyncrl.monitor import catalogue
 from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.numbers import count, duration, exact, size
-from asyncrl.monitor.top.bars import sparkline, state_bar
-from asyncrl.monitor.top.detail import detail
+from asyncrl.monitor.top.detail import detail, help_page
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import KEPT, History
-from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, RANKS_FRAME, heights, help_lines
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.panes import PANES, pane
-from asyncrl.monitor.top.panes.base import Choice
-from asyncrl.monitor.top.panes.rollouters import SORTS, sorted_next
+from asyncrl.monitor.top.panes import PANES, page, pane
 from asyncrl.monitor.top.pipeline import header, pipeline
-from asyncrl.monitor.top.plain import page
-from asyncrl.monitor.top.text import ASCII, UNICODE, columns, fit, length, plain, to_ascii, wrapped
+from asyncrl.monitor.top.table import Choice
+from asyncrl.monitor.top.tables import SORTS, sorted_next
+from asyncrl.monitor.top.text import (
+    ASCII,
+    UNICODE,
+    columns,
+    fit,
+    length,
+    rich_text,
+    sparkline,
+    state_bar,
+    to_ascii,
+    wrapped,
+)
 from asyncrl.snapshot import ActorView, Event, Resource
 
 ROOT = Path(__file__).parents[2]
+
+
+def lines_of(name, document, width, choice=None):
+    """The lines of a pane, without blanks at their ends."""
+    drawn = pane(name, document, choice or Choice(), width, UNICODE).lines(width, UNICODE)
+    return [line.plain.rstrip() for line in drawn]
 
 
 def seen(snapshots):
@@ -309,16 +322,16 @@ def test_a_figure_that_is_no_number_is_absent(value):
 def test_the_learner_pane_tells_whether_the_policy_learns():
     snapshot = Run().at(100.0)
     document = seen([snapshot])
-    assert plain(pane("learner", document, Choice(), 78, UNICODE).head[1]).split("   ") == [
+    assert lines_of("learner", document, 78)[1].split("   ") == [
         *("loss 0.007", "grad norm 1.234", "entropy 2.100", "KL 0.00042", "lr 1e-06")
     ]
     assert document.learning.step == 50 and document.learning.reward_std == 0.25
     # Absent is not 0, which stands out.
     still = snapshot.train[-1] | {"policy/grad_norm": 0.0, "learner/lr": 0.0, "policy/entropy": None}
     line = pane("learner", seen([msgspec.structs.replace(snapshot, train=[still])]), Choice(), 78, UNICODE).head[1]
-    assert "grad norm 0.000   entropy –" in plain(line)
+    assert "grad norm 0.000   entropy –" in rich_text(line, UNICODE).plain
     assert [text for text, style in line if style == "bad"] == ["0.000", "0.000"]
-    assert plain(pane("learner", document, Choice(), 40, UNICODE).head[1]) == "loss 0.007   grad norm 1.234"
+    assert lines_of("learner", document, 40)[1] == "loss 0.007   grad norm 1.234"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +361,7 @@ def test_who_is_down_is_named_before_any_bottleneck(change, down):
     newest = msgspec.structs.replace(newest, actors=actors)
     document = seen([*snapshots[:-1], newest])
     assert document.run.down == down
-    said = [plain(line).strip() for line in pipeline(document, 160, UNICODE)[-2:]]
+    said = [line.plain.strip() for line in pipeline(document, 160, UNICODE)[-2:]]
     assert said[len(down)].startswith("◆ learner: ")
     assert not down or said[0] == f"down: {down[0]}"
     over = msgspec.structs.replace(newest, run=msgspec.structs.replace(newest.run, phase="draining"))
@@ -358,9 +371,7 @@ def test_who_is_down_is_named_before_any_bottleneck(change, down):
 def test_the_learner_pane_tells_how_far_the_engine_is_from_the_learner_where_that_is_known():
     snapshot = Run().at(100.0)
     lines = {
-        said: plain(
-            pane("learner", seen([msgspec.structs.replace(snapshot, train=[line])]), Choice(), 78, UNICODE).head[2]
-        )
+        said: lines_of("learner", seen([msgspec.structs.replace(snapshot, train=[line])]), 78)[2]
         for line, said in (
             (snapshot.train[-1], ""),
             (snapshot.train[-1] | {"policy/engine_kl": 0.00012}, "engine KL 0.00012"),
@@ -372,7 +383,7 @@ def test_the_learner_pane_tells_how_far_the_engine_is_from_the_learner_where_tha
 def test_an_evaluation_is_shown_with_the_versions_that_it_sampled():
     document = seen([Run().at(100.0)])
     assert document.run.eval_versions == {"heldout": (2, 3)}
-    assert "heldout 0.250 v2–3" in plain(header(document, 200, UNICODE)[1])
+    assert "heldout 0.250 v2–3" in header(document, 200, UNICODE)[1].plain
 
 
 def test_a_gate_of_which_nothing_is_told_is_not_known():
@@ -395,7 +406,7 @@ def test_nothing_in_flight_has_no_age():
 
 def test_columns_of_which_nothing_is_known_are_left_out():
     def titles(run):
-        return plain(pane("learner", seen(run.between()), Choice(), 120, UNICODE).head[-1])
+        return lines_of("learner", seen(run.between()), 120)[3]
 
     assert "GPU memory" in titles(Run(gpus=True)) and "GPU" not in titles(Run())
 
@@ -416,7 +427,7 @@ def test_a_single_snapshot_has_shares_of_whole_lives_and_no_rates():
 
 
 def test_every_figure_that_is_shown_is_declared():
-    source = "".join(path.read_text() for path in (ROOT / "asyncrl/monitor/top/model").glob("*.py"))
+    source = "".join((ROOT / f"asyncrl/monitor/top/{name}.py").read_text() for name in ("facts", "model", "history"))
     names = set(re.findall(r'"([a-z]+/[a-z_0-9]+)"', source))
     assert len(names) > 20
     assert not [name for name in names if catalogue.find(name) is None]
@@ -491,15 +502,16 @@ def test_every_line_of_every_pane_fits_the_width_that_it_is_drawn_for(state, wid
     document = seen(STATES[state]())
     for glyphs in (UNICODE, ASCII):
         for line in (*header(document, width, glyphs), *pipeline(document, width, glyphs)):
-            assert length(line) <= width
+            assert line.cell_len <= width
         for name in PANES:
-            for line in pane(name, document, Choice(), width, glyphs).lines():
-                assert length(line) <= width, (name, plain(line))
+            for line in pane(name, document, Choice(), width, glyphs).lines(width, glyphs):
+                assert line.cell_len <= width, (name, line.plain)
 
 
 @given(st.text(max_size=300), st.integers(0, 50))
 def test_a_line_is_cut_or_padded_to_a_width(text, width):
-    assert length(fit([(text[:9], "bold"), (text[9:], "")], width)) == width
+    for glyphs in (UNICODE, ASCII):
+        assert fit([(text[:9], "bold"), (text[9:], "")], width, glyphs).cell_len == width
 
 
 @given(st.lists(st.tuples(st.text("ab", max_size=20), st.text("01", max_size=9)), min_size=1), st.integers(1, 120))
@@ -522,8 +534,8 @@ def test_what_became_of_late_groups_is_shown_where_there_were_any():
         ({"requeued": 2.0}, "   so far 2 requeued"),
     ):
         staleness = msgspec.structs.replace(document.staleness, **changes)
-        told = pane("staleness", msgspec.structs.replace(document, staleness=staleness), Choice(), 120, UNICODE)
-        assert plain(told.lines()[0]).rstrip().partition(" groups")[2] == shown
+        told = lines_of("staleness", msgspec.structs.replace(document, staleness=staleness), 120)
+        assert told[0].partition(" groups")[2] == shown
 
 
 @pytest.mark.parametrize(
@@ -531,46 +543,35 @@ def test_what_became_of_late_groups_is_shown_where_there_were_any():
 )
 def test_staleness_is_shown_up_to_the_limit_however_large_that_is(most, last):
     document = seen(Run(staleness_max=most).between())
-    lines = [plain(line) for line in pane("staleness", document, Choice(), 80, UNICODE).lines()]
+    lines = lines_of("staleness", document, 80)
     assert lines[-1].split()[0] == last and not any("late" in line for line in lines[2:])
-    shown = heights(document, "wide", 100)["staleness"] - BUCKETS_FRAME
-    assert shown == min(len(lines) - 2, MOST_BUCKETS)
     assert f"of {most} " in page(document, 80, UNICODE)
 
 
 @pytest.mark.parametrize("width", [40, 56, 72, 100])
 def test_the_help_tells_the_same_at_every_width_and_is_cut_nowhere(width):
-    lines = help_lines(width, UNICODE.kinds)
-    assert max(map(len, lines)) <= width
-    words = sorted(" ".join(help_lines(72, UNICODE.kinds)).split())
+    lines = [line.plain for line in help_page(width, UNICODE)]
+    assert max(map(len, lines)) <= width and "…" not in " ".join(lines).replace("1 … 8", "")
+    words = sorted(" ".join(line.plain for line in help_page(72, UNICODE)).split())
     assert sorted(" ".join(lines).split()) == words
 
 
 def test_a_stage_keeps_its_name_and_a_blank_before_the_arrow_on_a_small_terminal():
     document = seen(Run(rollouters=64, hosts=1, dead=tuple(f"rollouter/{n}" for n in range(60))).between())
-    top, rates, *_ = map(plain, pipeline(document, 80, UNICODE))
+    top, rates, *_ = (line.plain for line in pipeline(document, 80, UNICODE))
     assert "roll. ─── 4/64" in top
     document = seen(Run(rollouters=64, hosts=1).between())
-    top, rates, *_ = map(plain, pipeline(document, 80, UNICODE))
+    top, rates, *_ = (line.plain for line in pipeline(document, 80, UNICODE))
     assert "rollouters  64" in top and "56.3k tok/s   →" in rates
-    assert "56.3k tokens/s" in plain(pipeline(document, 120, UNICODE)[1])
+    assert "56.3k tokens/s" in pipeline(document, 120, UNICODE)[1].plain
 
 
 def test_by_what_is_sorted_is_seen_where_that_column_is_not():
     document = seen(Run(engine={"waiting": 1.0}).between())
-    head = plain(pane("rollouters", document, Choice(), 78, UNICODE).head[0])
+    head = lines_of("rollouters", document, 78)[0]
     assert head.startswith("by host▴ ") and head.count("host") == 1
-    head = plain(pane("rollouters", document, Choice(), 120, UNICODE).head[0])
+    head = lines_of("rollouters", document, 120)[0]
     assert head.startswith("rollouter  host▴")
-
-
-def test_ranks_and_buckets_share_the_room_by_what_they_need():
-    def given(ranks, rows):
-        found = heights(seen(Run(ranks=ranks).between()), "wide", rows)
-        return found["learner"] - RANKS_FRAME, found["staleness"] - BUCKETS_FRAME
-
-    assert given(2, 40) == (1, 2) and given(1, 40) == (1, 2)
-    assert given(2, 50) == (2, 5) and given(8, 100) == (6, 5)
 
 
 def test_events_are_cut_where_a_terminal_ends_and_nowhere_else():
@@ -587,7 +588,7 @@ def test_the_pipeline_always_takes_seven_lines():
 
 
 def test_without_colour_and_unicode_everything_can_still_be_read():
-    text = page(seen(Run(rank={"training": 0.95, "waiting": 0.05}).between()), 80, ASCII, ascii_only=True)
+    text = page(seen(Run(rank={"training": 0.95, "waiting": 0.05}).between()), 80, ASCII)
     assert text.isascii()
     assert "* learner: training 95 % of the time" in text
     assert re.search(r"#+%\.", text), "states differ by their glyphs"
@@ -603,12 +604,13 @@ def test_sorting_and_filtering():
     assert keys(sort="name", descending=True)[0] == "rollouter/11"
     assert keys(sort="waiting", descending=True)[:4] == [f"rollouter/{n}" for n in (2, 5, 8, 11)]
     by_host = keys()
-    assert by_host[0] == "" and by_host.count("") == 3, "a heading for each host"
+    assert by_host[:3] == ["rollouter/0", "rollouter/0", "rollouter/1"], "a heading leads to the first below it"
+    assert len(by_host) == 12 + 3, "a heading for each host"
     assert keys(needle="node2", sort="name") == [f"rollouter/{n}" for n in range(8, 12)]
     assert keys(needle="ROLLOUTER/11", sort="name") == ["rollouter/11"]
-    assert "no rollouter matches xyz" in plain(pane("rollouters", document, Choice(needle="xyz"), 80, UNICODE).head[1])
+    assert "no rollouter matches xyz" in lines_of("rollouters", document, 80, Choice(needle="xyz"))[0]
     for sort in SORTS:
-        assert sorted(key for key in keys(sort=sort) if key) == sorted(f"rollouter/{n}" for n in range(12))
+        assert sorted(set(keys(sort=sort))) == sorted(f"rollouter/{n}" for n in range(12))
 
 
 def test_every_number_is_sorted_from_the_largest_on_at_first():
@@ -662,7 +664,7 @@ def test_what_an_actor_has_not_told_is_not_shown_as_0(condition, facts, said):
     snapshot = Run().at(100.0)
     actor = ActorView(**{"name": "rollouter/9", "host": "", "condition": condition} | facts)
     document = seen([msgspec.structs.replace(snapshot, actors=[*snapshot.actors, actor])])
-    lines = [plain(line) for line in detail(document, "rollouter/9", None, 80, UNICODE).lines()]
+    lines = [line.plain.rstrip() for line in detail(document, "rollouter/9", None, 80, UNICODE)]
     assert lines[:3] == said
 
 
@@ -689,10 +691,9 @@ def test_a_sparkline_has_a_mark_for_each_of_the_newest_values(values, width):
     assert len(sparkline(values, width, UNICODE)) == min(len(values), width)
 
 
-@given(st.text(max_size=300), st.integers(0, 50))
+@given(st.text(max_size=300), st.integers(2, 50))
 def test_wrapping_ends_and_fits(text, width):
-    # A character of two cells has no line of one.
-    assert all(cell_len(line) <= max(1, width) or len(line) == 1 for line in wrapped(text, width))
+    assert all(line.cell_len <= width for line in wrapped([(text, "")], width, 400, UNICODE))
 
 
 def test_numbers_for_people():

@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from textual import work
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
 from textual.geometry import Size
 from textual.timer import Timer
@@ -23,37 +24,106 @@ from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.client import Away
-from asyncrl.monitor.top.body import Body
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.frame import foot, status, tabs, time_bar
-from asyncrl.monitor.top.keys import KEYS
-from asyncrl.monitor.top.layout import CSS, LEAST, TOO_SMALL, room
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.panes import panes_of
-from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
-from asyncrl.monitor.top.panes.rollouters import sorted_next
-from asyncrl.monitor.top.pipeline import header, pipeline
-from asyncrl.monitor.top.replay import Replay
-from asyncrl.monitor.top.screens import DetailScreen, HelpScreen
-from asyncrl.monitor.top.source import Feed, Source
-from asyncrl.monitor.top.text import ASCII, UNICODE
-from asyncrl.monitor.top.widgets import Block, PaneView
+from asyncrl.monitor.top.panes import PANES, pane, panes_of, title
+from asyncrl.monitor.top.pipeline import foot, header, pipeline, status, tabs, time_bar
+from asyncrl.monitor.top.replay import Feed, Replay, Source
+from asyncrl.monitor.top.table import LEVELS, Choice, PaneName
+from asyncrl.monitor.top.tables import sorted_next
+from asyncrl.monitor.top.text import ASCII, UNICODE, fit, rich_text
+from asyncrl.monitor.top.widgets import Block, DetailScreen, HelpScreen, PaneView
 
+WIDE = (150, 40)
+"""Width and height from which on all panes are seen at once."""
+LEAST = (60, 16)
+"""Width and height below which there is no room for anything."""
 DRAW_S = 0.8
 TICK_S = 0.25
 LOOK_S = 2.0
 """Time between two looks whether a run has ended, at the end of its replay (s)."""
+OWN_HEIGHT = ("learner", "staleness", "episodes")
+"""Panes that are as high as what is in them, where all are seen."""
 NOTE_S = 8.0
 """Time for which the outcome of a trace is told (s)."""
+
+
+TOO_SMALL = """\
+needs {width}×{height}, better 80×24:
+this terminal is {columns}×{rows}. Make it larger, or
+print everything once: asyncrl-top RUN --once
+q quits; the run does not notice"""
 
 
 class Top(App[int]):
     """The application of the terminal; the module tells its rules."""
 
-    CSS = CSS
+    CSS = """
+    Screen { background: #1c2029; color: #d5dae5; }
+    Static { text-wrap: nowrap; text-overflow: clip; }
+    #header { height: 2; background: #252b37; padding: 0 1; }
+    #pipeline { height: 8; padding: 1 1 0 1; }
+    #time { height: 1; padding: 0 1; display: none; }
+    #tabs { height: 1; padding: 0 1; background: #252b37; }
+    #foot { height: 1; padding: 0 1; background: #252b37; }
+    #small { height: 1fr; padding: 0 1; display: none; }
+    #filter { height: 1; border: none; padding: 0 1; display: none; background: #313a4b; }
+    #body { height: 1fr; }
+    .lines, DataTable { scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; scrollbar-gutter: stable;
+        scrollbar-color: #3d475c; scrollbar-background: #1c2029; overflow-x: hidden; background: #1c2029; }
+    .lines:focus, DataTable:focus { background-tint: transparent; }
+    DataTable { height: 1fr; color: #d5dae5; }
+    DataTable > .datatable--header, DataTable:focus > .datatable--header {
+        background: #1c2029; background-tint: transparent; text-style: none; }
+    DataTable > .datatable--cursor, DataTable:focus > .datatable--cursor {
+        background: #1c2029; color: #d5dae5; text-style: reverse; }
+    DataTable > .datatable--hover { background: #1c2029; }
+    .pane { padding: 0 0 0 1; height: 1fr; }
+    .pane > .lines { height: auto; max-height: 70%; }
+    .pane.alone > .lines { height: 1fr; max-height: 100%; }
+    .narrow #left, .narrow #right, .narrow #pair, .narrow .pane { display: none; height: 1fr; width: 1fr; }
+    .narrow #left.seen, .narrow #right.seen, .narrow #pair.seen, .narrow .pane.seen { display: block; }
+    .replay #time { display: block; }
+    .small > *, .small #time { display: none; }
+    .small #small { display: block; }
+    .wide #tabs { display: none; }
+    .wide #left { width: 1fr; }
+    .wide #right { width: 48%; min-width: 76; max-width: 96; }
+    .wide .pane { border: round #3d475c; border-title-color: #aab3c5; }
+    .wide .pane:focus-within { border: round #7aa2c4; border-title-color: #ffffff; }
+    .wide #rollouters { height: 2fr; }
+    .wide #episodes { max-height: 33%; }
+    .wide #learner { max-height: 25%; }
+    .wide #staleness { max-height: 21%; }
+    .wide .pane.absent { display: none; }
+    .wide #pair { height: 10; }
+    .wide #reward, .wide #ledger { width: 1fr; }
+    """
     TITLE = "asyncrl-top"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = KEYS
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", show=False),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding("question_mark,h", "help", show=False),
+        Binding("s", "sort", show=False),
+        Binding("r", "reverse", show=False),
+        # Before anything else is done with keys: what is typed right after it is meant for the filter.
+        Binding("slash", "filter", show=False, priority=True),
+        Binding("escape", "unfilter", show=False),
+        Binding("space", "freeze", show=False),
+        Binding("l", "level", show=False),
+        Binding("t", "trace", show=False),
+        Binding("tab", "next(1)", show=False, priority=True),
+        Binding("shift+tab", "next(-1)", show=False, priority=True),
+        *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
+        # Before a table takes them for itself.
+        Binding("left", "step(-1)", show=False, priority=True),
+        Binding("right", "step(1)", show=False, priority=True),
+        Binding("less_than_sign,comma", "seek(-0.05)", show=False),
+        Binding("greater_than_sign,full_stop", "seek(0.05)", show=False),
+        Binding("plus,equals_sign", "speed(1)", show=False),
+        Binding("minus", "speed(-1)", show=False),
+    ]
 
     def __init__(self, source: Source, *, ascii_only: bool = False) -> None:
         # Then Textual leaves colours out altogether, and does not make greys of them.
@@ -62,7 +132,6 @@ class Top(App[int]):
         self.document: Document | None = None
         self.failure: AsyncRLError | None = None
         """Reason that there is nothing to see."""
-        self.ascii_only = ascii_only
         self.glyphs = ASCII if ascii_only else UNICODE
         self._history = source.history
         self._choice = Choice()
@@ -77,20 +146,34 @@ class Top(App[int]):
         self._stale = False
         """Whether there is something that is not drawn."""
         self._seen: PaneName = "rollouters"
-        self._header, self._pipeline, self._time, self._tab_line, self._foot, self._small = (
-            Block(ascii_only=ascii_only, id=name) for name in ("header", "pipeline", "time", "tabs", "foot", "small")
+        self._wide = False
+        self._header, self._pipeline, self._time, self._tab_line, self._foot = (
+            Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
         )
-        self._body = Body(ascii_only=ascii_only)
+        self._small = Block(id="small")
+        self.panes = {name: PaneView(name) for name in PANES}
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
 
     # --- the screen ---
 
     def compose(self) -> ComposeResult:
+        panes = self.panes
         yield self._header
         yield self._pipeline
         yield self._time
         yield self._tab_line
-        yield self._body
+        with Horizontal(id="body"):
+            with Vertical(id="left"):
+                yield panes["rollouters"]
+                yield panes["episodes"]
+                yield panes["events"]
+            with Vertical(id="right"):
+                yield panes["learner"]
+                yield panes["weights"]
+                yield panes["staleness"]
+                with Horizontal(id="pair"):
+                    yield panes["reward"]
+                    yield panes["ledger"]
         yield self._filter
         yield self._foot
         yield self._small
@@ -114,14 +197,17 @@ class Top(App[int]):
         """Show all panes at once, or one of them, or none."""
         # While a new size is told the app still has the old one.
         columns, rows = size or self.size
-        found, base = room(columns, rows), self.screen_stack[0]
-        for each in ("small", "narrow", "wide"):
-            base.set_class(each == found, each)
+        small = columns < LEAST[0] or rows < LEAST[1]
+        self._wide = columns >= WIDE[0] and rows >= WIDE[1]
+        base, seen = self.screen_stack[0], self.panes[self._seen]
+        for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
+            base.set_class(found, name)
         said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.show([[(line, "")] for line in said.splitlines()])
-        self._body.see(self._seen)
+        self._small.show([rich_text([(line, "")], self.glyphs) for line in said.splitlines()])
+        for each in base.query("#body *"):
+            each.set_class(each is seen or each in seen.ancestors, "seen")
         if self.screen is base:
-            self._body.panes[self._seen].focus()
+            seen.focus_entries()
         self.call_after_refresh(self._draw)
 
     # --- snapshots ---
@@ -187,19 +273,27 @@ class Top(App[int]):
             self.document = build(self._history)
         self._draw_foot()
         if self.document is None:
-            self._header.show([[("asyncrl-top", "bold")], [("waiting for the run", "dim")]])
+            said = ("asyncrl-top", "waiting for the run")
+            self._header.show([rich_text([(each, "dim")], self.glyphs) for each in said])
             return
-        document, glyphs = self.document, self.glyphs
+        document, glyphs, choice = self.document, self.glyphs, self._choice
         wide = self._header.size.width
         if not wide:
             return
         self._header.show(header(document, wide, glyphs))
         self._pipeline.show(pipeline(document, wide, glyphs))
-        self._tab_line.show([tabs(panes_of(document), self._seen, wide)])
+        self._tab_line.show([rich_text(tabs(panes_of(document), self._seen, wide), glyphs)])
         if self.source.replay is not None:
-            self._time.show([time_bar(self.source.replay, wide, glyphs)])
-        self._body.show(document, self._choice, glyphs, room(*self.size), self.size.height)
-        if self.screen_stack and isinstance(self.screen, DetailScreen):
+            self._time.show([fit(time_bar(self.source.replay, wide, glyphs), wide, glyphs)])
+        self.panes["episodes"].set_class(document.episodes is None, "absent")
+        for number, (name, view) in enumerate(self.panes.items(), 1):
+            if view.is_on_screen and view.room > 0:
+                own = self._wide and name in OWN_HEIGHT
+                view.show(pane(name, document, choice, view.room, glyphs), glyphs, tall=not own)
+                view.border_title = f"{number} {title(name, document, choice)}"
+        if self.focused is None and self.screen is self.screen_stack[0]:
+            self.panes[self._seen].focus_entries()
+        if isinstance(self.screen, DetailScreen):
             self.screen.draw()
 
     def _draw_foot(self) -> None:
@@ -212,7 +306,9 @@ class Top(App[int]):
             attached=self.document is not None,
         )
         width = self._foot.size.width
-        self._foot.show([foot(said, self._choice, width, replay=self.source.replay is not None)])
+        self._foot.show(
+            [fit(foot(said, self._choice, width, replay=self.source.replay is not None), width, self.glyphs)]
+        )
 
     # --- keys ---
 
@@ -270,7 +366,7 @@ class Top(App[int]):
 
     def _end_filter(self, needle: str) -> None:
         self._filter.display = False
-        self._body.panes[self._seen].focus()
+        self.panes[self._seen].focus_entries()
         self._choose(replace(self._choice, needle=needle))
 
     def _choose(self, choice: Choice) -> None:
@@ -285,6 +381,10 @@ class Top(App[int]):
         else:
             replay.play_or_stop()
         self._draw()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether a key is meant for this: the arrows of the filter's text are not."""
+        return action != "step" or (self.source.replay is not None and self.focused is not self._filter)
 
     def action_step(self, by: int) -> None:
         """Go by snapshots in a replay."""
@@ -307,20 +407,12 @@ class Top(App[int]):
     def action_help(self) -> None:
         """Show the keys."""
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(self.glyphs, ascii_only=self.ascii_only))
+            self.push_screen(HelpScreen(self.glyphs))
 
     def on_pane_view_chosen(self, event: PaneView.Chosen) -> None:
         """Show an actor."""
-        self.push_screen(
-            DetailScreen(
-                event.key,
-                lambda: self.document,
-                self.source.run_dir,
-                self.glyphs,
-                past=self.source.replay is not None,
-                ascii_only=self.ascii_only,
-            )
-        )
+        past = self.source.replay is not None
+        self.push_screen(DetailScreen(event.key, lambda: self.document, self.source.run_dir, self.glyphs, past=past))
 
     def on_pane_view_resized(self, event: PaneView.Resized) -> None:
         """Draw for the new width."""

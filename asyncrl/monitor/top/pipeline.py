@@ -1,16 +1,32 @@
-"""The header and the pipeline as it flows, with who waits on whom. Pure."""
+"""What stands around the panes: the header, the pipeline with who waits on whom, tabs, time bar and foot. Pure."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from rich.text import Text
+
 from asyncrl.monitor.bottleneck import kind_of
+from asyncrl.monitor.client import Away
 from asyncrl.monitor.numbers import count, duration, fixed, percent, rate
 from asyncrl.monitor.phase import phase_and_reason, phase_word
-from asyncrl.monitor.top.bars import level_bar, sparkline, state_bar
 from asyncrl.monitor.top.document import Document, RunRow, StageRow
-from asyncrl.monitor.top.table import NARROW
-from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, fitting, joined, length, wrapped
+from asyncrl.monitor.top.replay import Replay
+from asyncrl.monitor.top.table import LEVELS, NARROW, Choice, PaneName
+from asyncrl.monitor.top.text import (
+    Glyphs,
+    Line,
+    Style,
+    fit,
+    fitting,
+    joined,
+    length,
+    level_bar,
+    sparkline,
+    state_bar,
+    wrapped,
+)
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -30,7 +46,7 @@ ROOMY = 16
 """Width from which on a stage has room for blanks."""
 
 
-def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
+def header(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
     """Two lines: the state of the run, and its rates."""
     run = document.run
     phase = _said_phase(run)
@@ -54,7 +70,7 @@ def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
         [(f"{name} ", "dim"), (fixed(mean, 3), ""), (_versions(run.eval_versions.get(name)), "dim")]
         for name, mean in sorted(run.evals.items())
     ]
-    return [fit(fitting(first, width), width), fit(fitting(second, width), width)]
+    return [fit(fitting(parts, width), width, glyphs) for parts in (first, second)]
 
 
 def _versions(served: tuple[int, int] | None) -> str:
@@ -71,21 +87,16 @@ def _said_phase(run: RunRow) -> str:
     return phase_word(run.phase, run.exit_code)
 
 
-def pipeline(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
+def pipeline(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
     """Each stage with its rate, depth, time and main state, and below them the verdict: seven lines."""
     between = f"{glyphs.arrow} " if width < NARROW else f" {glyphs.arrow} "
     stages = document.stages
     wide = min(34, (width - len(between) * (len(stages) - 1)) // len(stages))
-    boxes = [_stage(stage, document, wide, glyphs) for stage in stages]
-    lines: list[Line] = []
-    for number in range(len(boxes[0])):
-        line: Line = []
-        for index, box in enumerate(boxes):
-            if index:
-                line.append((between if number == 1 else " " * len(between), "dim"))
-            line += fit(box[number], wide)
-        lines.append(fit(line, width))
-    return [*lines, *(fit(line, width) for line in verdict(document, width, glyphs))]
+    boxes = [[fit(line, wide, glyphs) for line in _stage(stage, document, wide, glyphs)] for stage in stages]
+    # The arrows stand between the rates.
+    gaps = [fit([(between if number == 1 else "", "dim")], len(between), glyphs) for number in range(len(boxes[0]))]
+    lines = [gap.join(parts) for gap, parts in zip(gaps, zip(*boxes, strict=True), strict=True)]
+    return [*lines, *verdict(document, width, glyphs)]
 
 
 def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> list[Line]:
@@ -156,8 +167,8 @@ def _state(stage: StageRow, document: Document) -> Line:
     return [(f"{percent(share)} {state}", "dim" if kind_of(state) == "wait" else "")]
 
 
-def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
-    """One or two lines: who is down, and who sets the pace, or what keeps the run."""
+def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
+    """Two lines: who is down, and who sets the pace, or what keeps the run."""
     run, found = document.run, document.bottleneck
     said: tuple[str, str, Style]
     if run.phase in ("done", "failed", "draining", "preempting"):
@@ -172,9 +183,6 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
         said = "bottleneck", found.why or "unknown", "dim"
     else:
         said = f"{glyphs.mark} {found.stage}", found.why, "mark"
-    head = said[0] + (":" if said[1] else "")
-    first, *rest = wrapped(f"{head} {said[1]}".rstrip(), width) or [""]
-    lines: list[Line] = [[(first[: len(head)], said[2]), (first[len(head) :], "")]]
     missing: list[Line] = []
     if run.lost_hosts:
         missing.append([("lost hosts: ", "bad"), (_some(run.lost_hosts), "")])
@@ -182,20 +190,73 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
         missing.append([("set aside: ", "bad"), (_some([f"{name} ({why})" for name, why in run.aside.items()]), "")])
     if run.down:
         missing.append([("down: ", "bad"), (_some(run.down), "")])
-    if missing:
-        # All that wait, wait for these.
-        lines.insert(0, joined(missing))
-    lines += [[(text, "")] for text in rest]
-    if len(lines) > 2:
-        lines[1] = fit(
-            [*lines[1], (" …", "")]
-            if length(lines[1]) + 2 <= width
-            else [*lines[1][:-1], (f"{lines[1][-1][0]} …", "")],
-            width,
-        )
-    return [*lines, []][:2]
+    # All that wait, wait for these.
+    first = [fit(joined(missing), width, glyphs)] if missing else []
+    head: Line = [(said[0] + (":" if said[1] else ""), said[2]), (f" {said[1]}", "")]
+    return [*first, *wrapped(head, width, 2 - len(first), glyphs), Text()][:2]
 
 
 def _some(names: Sequence[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- tabs, time bar, foot ---
+
+KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
+"""Hints of the keys, as many as there is room for."""
+
+
+def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
+    """The panes of the run, of which one is seen; where there is no room for all of their names, that one's."""
+    line: Line = []
+    for number, name in enumerate(panes, 1):
+        line += [(f"{number} {name}", "chosen" if name == seen else "dim"), ("  ", "")]
+    if length(line[:-1]) > width:
+        line = []
+        for number, name in enumerate(panes, 1):
+            line += [(f"{number} {name}", "chosen") if name == seen else (f"{number}", "dim"), ("  ", "")]
+    return line[:-1]
+
+
+def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
+    """Place of the viewer in a recording, as a bar."""
+    past, whole = replay.position - replay.begin, replay.end - replay.begin
+    left = f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}  "
+    right = f"  ×{replay.speed:g} {'playing' if replay.playing else 'paused'}"
+    bar = level_bar(past, whole, max(4, width - len(left) - len(right)), glyphs)
+    return [(left, ""), *bar, (right, "dim")]
+
+
+def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: Away | None, attached: bool) -> Line:
+    """Status of the picture that is seen: a note, frozen, a replay, over, away, live or attaching."""
+    if note:
+        return [("frozen  ", "bad"), (note, "warn")] if frozen else [(note, "warn")]
+    if frozen:
+        return [("frozen, space goes on", "warn")]
+    said: Line
+    if replay is not None:
+        said = [("replay", "level")]
+        if replay.note:
+            said.append((f"  {replay.note}", "warn"))
+        elif replay.at_end and replay.lives:
+            said.append(("  up to here; the run goes on", "warn"))
+        return said
+    if over:
+        return [(over, "warn")]
+    if away is not None:
+        said = [(f"no answer for {duration(away.seconds)}", "bad"), (", asked on", "dim")]
+        return [*said, (f": {away.reason}", "dim")] if away.reason else said
+    return [("live", "good")] if attached else [("attaching", "start")]
+
+
+def foot(status: Line, choice: Choice, width: int, *, replay: bool) -> Line:
+    """The status, what is filtered, and the keys where there is room for them."""
+    chosen = [f"filter: {choice.needle}"] if choice.needle else []
+    if choice.level != LEVELS[0]:
+        chosen.append(f"events: {choice.level}")
+    line = [*status, (f"   {'   '.join(chosen)}", "warn")] if chosen else list(status)
+    keys, room = [key.format(space="play" if replay else "freeze") for key in KEYS], width - length(line)
+    while keys and len("  ".join(keys)) + 2 > room:
+        keys.pop()
+    return [*line, (f"{'  '.join(keys):>{room}}", "dim")] if keys else line

@@ -1,18 +1,22 @@
-"""A recorded run, gone through at will. Snapshots stay as they lie on disk until they are shown.
+"""The snapshots that the terminal shows: of a run that lives, or of a recording that is gone through at will.
 
-Invariant: a recording of a run that does not live ends with the run's end; where nothing tells it, with that. Fails
-with UsageError when nothing is recorded, or nothing of it can be read.
+Recorded snapshots stay as they lie on disk until they are shown. Invariant: the last snapshot of a run that has ended
+is one of its end; of a run that was killed as a whole it is made of what was recorded or seen last. Fails with
+UsageError when nothing is recorded, or nothing of it can be read.
 """
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from asyncrl.errors import UsageError
+from asyncrl.monitor.client import Away, Target, watch
 from asyncrl.monitor.recording import FOLDER, decode, read_bodies, read_latest
 from asyncrl.monitor.top.history import LONGEST_S, History
 from asyncrl.snapshot import OVER, Snapshot
@@ -168,3 +172,35 @@ def recent_history(run_dir: Path) -> History:
     replay = Replay(entries, lives=True)
     replay.jump(replay.end)
     return replay.history()
+
+
+async def follow(target: Target) -> AsyncIterator[Snapshot | Away]:
+    """Snapshots of ``watch``, and then one of the end. Raises UsageError as ``watch`` does."""
+    last: Snapshot | None = None
+    async for seen in watch(target):
+        yield seen
+        if isinstance(seen, Snapshot):
+            last = seen
+    if target.run_dir is not None and (last is None or last.run.phase not in OVER):
+        end = await asyncio.to_thread(ending, target.run_dir, last)
+        if end is not None:
+            yield end
+
+
+Feed = Callable[[], AsyncIterator[Snapshot | Away]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Source of snapshots: a feed, or a recording."""
+
+    feed: Feed | None = None
+    replay: Replay | None = None
+    history: History = field(default_factory=History)
+    """Snapshots that are known before the first one comes."""
+    whole: Callable[[], Replay | None] | None = None
+    """The recording once more, as a whole, when the run has ended; None before. Blocks; raises UsageError, OSError."""
+    run_dir: Path | None = None
+    """Run folder that holds the logs, if they can be read."""
+    trace: Callable[[], Awaitable[str]] | None = None
+    """Function that has a trace written; says what came of it."""

@@ -1,29 +1,50 @@
-"""Styled text, and the characters that are drawn with. Pure: no terminal is known here.
+"""Lines of the picture: their parts and styles, the characters of bars, and the Rich text that is made of them. Pure.
 
-A line is a list of (text, style). Styles are names: the terminal gives them colours, and everything can be read
-without any: bars differ in their glyphs, marks are characters. Widths are cells of a terminal: some characters take
-two, some none. Invariant: text is measured, cut and handed out as it is printed, without controls (printable.py).
+Invariant: Rich text is made here alone, of printable text (printable.py), so that no terminal obeys what a run says;
+for a terminal that knows ASCII alone it is ASCII.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rich.cells import cell_len, set_cell_size, split_graphemes
+from rich.cells import cell_len
+from rich.console import Console
+from rich.style import Style as RichStyle
+from rich.text import Text
 
-from asyncrl.monitor.bottleneck import Kind
+from asyncrl.monitor.bottleneck import KINDS, Kind
 from asyncrl.monitor.numbers import ABSENT
 from asyncrl.monitor.printable import printable
 
 Style = Literal[
     "", "dim", "bold", "good", "warn", "bad", "mark", "work", "weights", "upkeep", "start", "wait", "level", "chosen"
 ]
+STYLES: dict[Style, RichStyle] = {
+    "": RichStyle(),
+    "dim": RichStyle(color="#8a93a6"),
+    "bold": RichStyle(bold=True),
+    "good": RichStyle(color="#8fbf7f"),
+    "warn": RichStyle(color="#e0b050"),
+    "bad": RichStyle(color="#e06c75", bold=True),
+    "mark": RichStyle(color="#f0a060", bold=True),
+    "work": RichStyle(color="#6aa784"),
+    "weights": RichStyle(color="#6b93c9"),
+    "upkeep": RichStyle(color="#a585c0"),
+    "start": RichStyle(color="#d9b45b"),
+    "wait": RichStyle(color="#59617a"),
+    "level": RichStyle(color="#7aa2c4"),
+    "chosen": RichStyle(color="#f0a060", bold=True, underline=True),
+}
 GAP = 4
-"""Blanks between two columns."""
+"""Blanks between two columns of facts."""
 Span = tuple[str, Style]
 Line = list[Span]
+_CONSOLE = Console(file=io.StringIO(), width=80)
+_TO_ASCII = str.maketrans(dict(zip(f"{ABSENT}…→←↑↓×·µ≤±▾▴", "-~><^vx.u<~v^", strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +59,12 @@ class Glyphs:
     strong_rule: str
     arrow: str
     mark: str
+    ascii: bool = False
+    """Whether all else is to be ASCII, too."""
+
+    def seen(self, text: str) -> str:
+        """Text as a terminal may be given it."""
+        return to_ascii(printable(text)) if self.ascii else printable(text)
 
 
 UNICODE = Glyphs(
@@ -59,64 +86,58 @@ ASCII = Glyphs(
     strong_rule="=",
     arrow=">",
     mark="*",
+    ascii=True,
 )
 
 
 def to_ascii(text: str) -> str:
     """Text for a terminal that knows no more; one character for one, so that no glyph moves."""
-    for glyph, plain in (
-        (ABSENT, "-"),
-        ("…", "~"),
-        ("→", ">"),
-        ("←", "<"),
-        ("↑", "^"),
-        ("↓", "v"),
-        ("×", "x"),
-        ("·", "."),
-        ("µ", "u"),
-        ("≤", "<"),
-        ("±", "~"),
-        ("▾", "v"),
-        ("▴", "^"),
-    ):
-        text = text.replace(glyph, plain)
-    return text.encode("ascii", "replace").decode()
+    return text.translate(_TO_ASCII).encode("ascii", "replace").decode()
 
 
-def cells(text: str) -> int:
-    """Cells that a text takes."""
-    return len(text) if text.isascii() and text.isprintable() else cell_len(printable(text))
+# --- Rich text ---
+
+
+def rich_text(line: Line, glyphs: Glyphs) -> Text:
+    """Rich text of a line, as long as it is."""
+    found = Text(no_wrap=True)
+    for part, style in line:
+        found.append(glyphs.seen(part), STYLES[style])
+    return found
+
+
+def fit(line: Line, width: int, glyphs: Glyphs, *, right: bool = False) -> Text:
+    """Rich text of exactly ``width`` cells: padded, at its left if it is to end ``right``, or cut, with a mark."""
+    found = rich_text(line, glyphs)
+    missing = width - found.cell_len
+    if missing < 0:
+        found.truncate(max(1, width), overflow="ellipsis", pad=True)
+        if glyphs.ascii:
+            found.plain = to_ascii(found.plain)
+        return found if width else Text()
+    (found.pad_left if right else found.pad_right)(missing)
+    return found
+
+
+def wrapped(line: Line, width: int, most: int, glyphs: Glyphs) -> list[Text]:
+    """Rich text broken into at most so many lines of ``width`` cells; where some of it is left out, with a mark."""
+    found = list(rich_text(line, glyphs).wrap(_CONSOLE, max(2, width), no_wrap=False, overflow="fold"))
+    if len(found) > most:
+        last = found[most - 1]
+        last.rstrip()
+        last.truncate(width - 2)
+        last.append(glyphs.seen(" …"))
+    for each in found:
+        each.rstrip()
+    return found[:most]
+
+
+# --- parts of lines ---
 
 
 def length(line: Line) -> int:
     """Cells that a line takes."""
-    return sum(cells(text) for text, _ in line)
-
-
-def cut(text: str, width: int) -> str:
-    """At most ``width`` cells of a text; where some of it is left out, exactly as many and a mark at the end."""
-    text = printable(text)
-    if cell_len(text) <= width:
-        return text
-    return f"{set_cell_size(text, width - 1)}…" if width > 1 else set_cell_size(text, max(0, width))
-
-
-def fit(line: Line, width: int) -> Line:
-    """The line, cut or padded to exactly ``width`` cells."""
-    found: Line = []
-    left = width
-    for text, style in line:
-        wide = cells(text)
-        if wide > left:
-            return [*found, (cut(text, left), style)] if left else found
-        found.append((printable(text), style))
-        left -= wide
-    return [*found, (" " * left, "")] if left else found
-
-
-def plain(line: Line) -> str:
-    """Text of a line, without styles."""
-    return "".join(printable(text) for text, _ in line)
+    return sum(len(text) if text.isascii() and text.isprintable() else cell_len(printable(text)) for text, _ in line)
 
 
 def joined(parts: Sequence[Line], between: str = "   ") -> Line:
@@ -130,13 +151,8 @@ def joined(parts: Sequence[Line], between: str = "   ") -> Line:
 
 def fitting(parts: Sequence[Line], width: int) -> Line:
     """The first parts that stand side by side in this width; there is always one."""
-    found = joined(parts[:1])
-    for number in range(2, len(parts) + 1):
-        line = joined(parts[:number])
-        if length(line) > width:
-            break
-        found = line
-    return found
+    most = next((n for n in range(len(parts), 1, -1) if length(joined(parts[:n])) <= width), 1)
+    return joined(parts[:most])
 
 
 def columns(
@@ -146,43 +162,46 @@ def columns(
 
     ``right``: values end at the same place, and do not begin there.
     """
-    name_wide = max(cells(name) for name, _, _ in items)
-    value_wide = max(cells(value) for _, value, _ in items)
+    name_wide, value_wide = (max(len(item[i]) for item in items) for i in (0, 1))
     across = max(1, (width + GAP) // (name_wide + 2 + value_wide + GAP))
-    down = -(-len(items) // (across if most is None else min(across, most)))
-    lines: list[Line] = []
-    for i in range(down):
-        line: Line = []
-        for name, value, style in items[i::down]:
-            blanks = " " * (value_wide - cells(value))
-            shown = f"{blanks}{value}" if right else f"{value}{blanks}"
-            between: Line = [(" " * GAP, "")] if line else []
-            line += [*between, (f"{name}{' ' * (name_wide - cells(name))}  ", "dim"), (shown, style)]
-        lines.append(line)
-    return lines
+    down = -(-len(items) // min(across, most or across))
+
+    def entry(name: str, value: str, style: Style) -> Line:
+        return [(f"{name:<{name_wide}}  ", "dim"), (f"{value:{'>' if right else '<'}{value_wide}}", style)]
+
+    return [joined([entry(*item) for item in items[i::down]], " " * GAP) for i in range(down)]
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most ``width`` cells, broken at blanks where there are some."""
-    width = max(1, width)
-    lines: list[str] = []
-    for paragraph in map(printable, text.splitlines()):
-        while cell_len(paragraph) > width:
-            most = _room_for(paragraph, width)
-            cut_at = paragraph.rfind(" ", most // 2, most + 1)
-            cut_at = cut_at if cut_at > 0 else most
-            lines.append(paragraph[:cut_at].rstrip())
-            paragraph = paragraph[cut_at:].lstrip()
-        lines.append(paragraph)
-    return lines
+# --- bars ---
 
 
-def _room_for(text: str, width: int) -> int:
-    """Number of characters of a text that fit into so many cells; one at least."""
-    if text.isascii():
-        return width
-    for start, end, wide in split_graphemes(text[: 4 * width])[0]:
-        if wide > width:
-            return start or end
-        width -= wide
-    return max(1, end)
+def state_bar(kinds: Mapping[Kind, float], width: int, glyphs: Glyphs) -> Line:
+    """A bar over all of the time, split by what it was spent on. Shares that add up to 1 fill it exactly."""
+    shares = [max(0.0, kinds.get(kind, 0.0)) for kind in KINDS]
+    if (whole := sum(shares)) <= 0:
+        return [(" " * width, "")]
+    exact = [share / whole * width for share in shares]
+    cells = [int(each) for each in exact]
+    # By largest remainders.
+    for index in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: width - sum(cells)]:
+        cells[index] += 1
+    return [(glyphs.kinds[kind] * n, kind) for kind, n in zip(KINDS, cells, strict=True) if n]
+
+
+def level_bar(value: float | None, limit: float | None, width: int, glyphs: Glyphs, style: Style = "level") -> Line:
+    """A bar of how full something is."""
+    if value is None or not limit:
+        return [(" " * width, "")]
+    cells = max(0, min(width, round(value / limit * width)))
+    return [(glyphs.level * cells, style), (glyphs.empty * (width - cells), "dim")]
+
+
+def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
+    """The newest ``width`` values, between the least and the largest of them."""
+    shown = list(values)[-width:]
+    # Halved, or the difference of the largest numbers that there are would be infinite.
+    low, high = min(shown, default=0.0) / 2, max(shown, default=0.0) / 2
+    steps = len(glyphs.spark) - 1
+    return "".join(
+        glyphs.spark[round((value / 2 - low) / (high - low) * steps) if high > low else 0] for value in shown
+    )
