@@ -50,6 +50,7 @@ pages: $(STAMP) ## Write anew the pages that are made from code, and the schema 
 	$(BIN)/python -m asyncrl.monitor.catalogue > docs/metrics.md
 	$(BIN)/python -m asyncrl.monitor.top.document > docs/top.schema.json
 	$(BIN)/python -m tools.configuration_page > docs/configuration.md
+	$(BIN)/python -m tools.page_tables
 
 bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench calls --vs ray

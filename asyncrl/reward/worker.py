@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
+from asyncrl.reward import arguments
 from asyncrl.reward.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.functions import BUILT_IN
 from asyncrl.reward.judges import JUDGES
@@ -36,10 +37,6 @@ from asyncrl.runtime.workers.worker import (
     stay_alone,
 )
 
-GIVEN = {
-    "trajectory": ("prompt", "completion", "row", "finish_reason", "messages"),
-    "group": ("prompt", "completions", "row", "finish_reasons", "conversations"),
-}
 Scorer = Callable[[Task], list[Outcome]]
 KEYS = Keys("reward.function", "reward.options")
 
@@ -47,14 +44,8 @@ KEYS = Keys("reward.function", "reward.options")
 def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
     """The function as one that scores a task: found, checked against its options; coroutines are awaited in ``runner``.
 
-    It is given by keyword, and only what its signature accepts, of
-
-        per trajectory   prompt: str, completion: str, row: dict, finish_reason: str, messages: list[dict]
-        per group        prompt: str, completions: list[str], row: dict, finish_reasons: list[str],
-                         conversations: list[list[dict]]
-
-    and ``reward.options``. Messages are those of an episode, as in OpenAI's chat completions; there are none where a
-    prompt has one response. It returns a number or a mapping of components (see outcome.py), for a group a list of
+    It is given by keyword, and only what its signature accepts, of the arguments of arguments.py for its ``reward.per``
+    and of ``reward.options``. It returns a number or a mapping of components (see outcome.py), for a group a list of
     them, and may be async. What can be wrong before the first call is found here: raises NotCallable with a line for
     each problem.
     """
@@ -76,40 +67,22 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
                 "and MODULE:FUNCTION names one of your own"
             ]
         )
-    given = GIVEN[setup.per]
-    names = accepted(setup.function, function, given, options, KEYS)
-    passed = {name: options[name] for name in names if name in options}
+    accepts = accepted(setup.function, function, arguments.names(setup.per), options, KEYS)
+    wanted, passed = set(accepts), {name: options[name] for name in accepts if name in options}
 
-    def call(**values: Any) -> Any:
-        value = function(**{name: values[name] for name in names if name in values}, **passed)
+    def call(task: Task, at: int | None) -> Any:
+        value = function(**arguments.values(task, at, wanted), **passed)
         if type(value) is float:
             return value
         return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def score_each(task: Task) -> list[Outcome]:
-        return [
-            read_outcome(
-                call(prompt=task.prompt, completion=text, row=task.row, finish_reason=reason, messages=messages)
-            )
-            for text, reason, messages in zip(task.completions, task.finish_reasons, conversations(task), strict=True)
-        ]
+        return [read_outcome(call(task, at)) for at in range(len(task.completions))]
 
     def score_group(task: Task) -> list[Outcome]:
-        value = call(
-            prompt=task.prompt,
-            completions=task.completions,
-            row=task.row,
-            finish_reasons=task.finish_reasons,
-            conversations=conversations(task),
-        )
-        return read_outcomes(value, len(task.completions))
+        return read_outcomes(call(task, None), len(task.completions))
 
     return score_group if setup.per == "group" else score_each
-
-
-def conversations(task: Task) -> list[list[dict[str, Any]]]:
-    """The messages of each completion, none where there is but its text."""
-    return task.conversations or [[] for _ in task.completions]
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
