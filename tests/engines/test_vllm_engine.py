@@ -157,7 +157,6 @@ async def test_its_load_is_told(served, models):
         await asyncio.sleep(0.002)
         seen += [engine.load_now] if engine.load_now is not None else []
     await asyncio.gather(*answers)
-    seen = seen
     assert max(load.queued for load in seen) >= 8
     assert 0 < max(load.kv_use for load in seen) < 1
     assert {load.preemptions for load in seen} == {0}
@@ -250,6 +249,7 @@ def test_a_resume_replays_no_noise_of_the_response():
 
 async def test_seeds_repeat_and_differ(served, models):
     await served.load(models[0])
+    # More prompt tokens at once than one step processes, none of them shared.
     prompts = [[(seed * j + j // 7 + seed) % 90 for j in range(250)] for seed in range(20)]
     requests = [ask(prompt, seed=seed, cache_salt=copy) for copy in "ab" for seed, prompt in enumerate(prompts)]
     answers = await asyncio.gather(*(collect(served.engine, request) for request in requests))
@@ -319,7 +319,6 @@ async def test_i8_abort_and_resume_changes_nothing(served, models):
 async def test_a_pause_brings_what_the_scheduler_holds(served, models, mode, monkeypatch):
     monkeypatch.setattr(served.engine, "_stream_interval", 512)
     old = await served.load(models[0])
-
     kv_tokens = served.engine._kv_tokens
     answer = Answer()
     async with asyncio.TaskGroup() as tasks:
@@ -327,8 +326,7 @@ async def test_a_pause_brings_what_the_scheduler_holds(served, models, mode, mon
         # Its prompt and a good part of the response are in the KV cache.
         await until(lambda: (load := served.engine.load_now) is not None and load.kv_use * kv_tokens > 95)
         early = len(answer.tokens)
-        version = await served.load(models[1], mode=mode)
-    answer, early, new = answer, early, version
+        new = await served.load(models[1], mode=mode)
     assert early == 0, "the interval is longer than the response"
     split = answer.spans[0].end
     assert 16 < split < 300
@@ -417,6 +415,7 @@ async def broadcast(
 
 async def test_broadcast_brings_the_new_weights(served, models, sender):
     await served.load(models[1])
+    # Twice over the same group.
     for model in models:
         manifest = served.publisher.publish_model(next(served.versions), model)
         await served.engine.pause("abort")
