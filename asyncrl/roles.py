@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 Place = Literal["head", "ranks", "engines", "beside engines", "free cores"]
 """Hosts of a role: the head; by the learner's GPUs or cores; by those of the engines; with the engines and on hosts
-without either; where most cores are free. launcher/placement.py has the rules."""
+without either; where most cores are free. launcher/terms/placement.py has the rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
 from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.incarnations import Incarnations
-from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.runtime.lifecycle.incarnations import Incarnations
+from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 

@@ -74,7 +74,7 @@ ROOMS_OF_LEARNER = {
     "checkpoint": {"fsdp"},
 }
 # What looks at a run from outside, beside what actors use of the same folder.
-OUTSIDE = {"monitor/client.py": {"config", "runtime", "wire"}}
+OUTSIDE = {"top/source/client.py": {"config", "runtime", "wire"}}
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),
     "torch": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "weights/collective/"),

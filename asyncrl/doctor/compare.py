@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.disk import in_bytes
-from asyncrl.doctor.talk import HostFacts
-from asyncrl.launcher.placement import Placed
+from asyncrl.doctor.protocol import HostFacts
+from asyncrl.launcher.terms.placement import Placed
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.roles import role_of
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, HostFailed, UsageError
-from asyncrl.launcher.choice import find_candidates
-from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.placement import Host, place, with_episode_hosts
-from asyncrl.launcher.resume import AUTO
-from asyncrl.launcher.start import SlurmStart
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.fleet.start import SlurmStart
+from asyncrl.launcher.run_folder.choice import find_candidates
+from asyncrl.launcher.run_folder.resume import AUTO
+from asyncrl.launcher.terms.placement import Host, place, with_episode_hosts
 from asyncrl.roles import role_of
 
 ANSWER_S = 60.0

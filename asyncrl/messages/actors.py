@@ -105,7 +105,7 @@ class RunState(Message, frozen=True, kw_only=True):
     number: int
     phase: RunPhase
     draining: list[str] = []
-    """Roles that are to end now; what they deliver to, drains later (order: controller/run_state.py)."""
+    """Roles that are to end now; what they deliver to, drains later (order: controller/state/run_state.py)."""
     reason: str = ""
     failed_actor: str = ""
     log: str = ""

@@ -57,8 +57,8 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     encoded_bytes: int = 0
     """Bytes that were read or received for the weights; less than ``bytes`` when deltas paid."""
     drift: float | None = None
-    """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/drift.py. None
-    where it was not measured."""
+    """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/serving/drift.py.
+    None where it was not measured."""
     drift_worst: float | None = None
     """Largest distance over the probe's tokens (nats)."""
     probe_kl: float | None = None

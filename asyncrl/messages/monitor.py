@@ -27,7 +27,7 @@ class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
 
 
 class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
-    """An actor that is asked for and not reached; see unreached_s of runtime/peer.py."""
+    """An actor that is asked for and not reached; see unreached_s of runtime/calls/peer.py."""
 
     whom: str
     seconds: float
@@ -35,7 +35,7 @@ class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
 
 
 class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
-    """A serial resource of an actor, as its state-time ledger has it; see monitor/states.py."""
+    """A serial resource of an actor, as its state-time ledger has it; see telemetry/states.py."""
 
     name: str
     state: str
@@ -63,7 +63,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death.
     Figures are cumulative since the start of the incarnation, and a beat carries those that have changed since they
-    were last sent, and from time to time all (runtime/telling.py): what is not named is as it was.
+    were last sent, and from time to time all (runtime/heartbeat_delta.py): what is not named is as it was.
     """
 
     senders = MEMBERS
@@ -81,7 +81,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
     counters: dict[str, float] = {}
-    """Counters and gauges; names, kinds and units are in monitor/catalogue_table.py."""
+    """Counters and gauges; names, kinds and units are in telemetry/catalogue_table.py."""
     histograms: dict[str, Histogram] = {}
     """Counts by the buckets of the catalogue."""
     resources: list[ResourceRecord] = []
@@ -144,7 +144,7 @@ class RequestTrace(Request, frozen=True, kw_only=True):
 
 
 class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
-    """Something that an actor did; see monitor/trace.py."""
+    """Something that an actor did; see telemetry/trace.py."""
 
     track: Annotated[str, Meta(min_length=1, max_length=100)]
     order: Annotated[int, Meta(ge=0, lt=100_000)]

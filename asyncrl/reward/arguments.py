@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.reward.frames import Task
+from asyncrl.reward.scoring.frames import Task
 
 TRAJECTORY: dict[str, Callable[[Task, int], Any]] = {}
 """Arguments under reward.per = "trajectory", from the task and the place of the completion in it."""
@@ -64,7 +64,7 @@ def document() -> str:
 
 
 def _declared(per: str) -> Mapping[str, Callable[..., Any]]:
-    return {"trajectory": TRAJECTORY, "group": GROUP}[per]
+    return GROUP if per == "group" else TRAJECTORY
 
 
 @either

@@ -13,7 +13,7 @@ from asyncrl.messages.monitor import AwaitRecord, Heartbeat
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.messages.weights import KeepPublished, NextUpdate
 from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, most_telling
-from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire.codec import Codec
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.messages import Done, Request
 from asyncrl.messages.senders import ANYBODY
-from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire import listening
 from asyncrl.wire.listening import BURST, PER_S, REOPENS_WITH, Door
 

@@ -18,9 +18,9 @@ from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, stranger
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
 from asyncrl.messages.senders import ANYBODY
-from asyncrl.runtime import server as serving
-from asyncrl.runtime.handlers import Caller, handler
-from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.runtime.calls import server as serving
+from asyncrl.runtime.calls.handlers import Caller, handler
+from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
 from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES

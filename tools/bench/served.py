@@ -24,11 +24,11 @@ import zmq.asyncio
 from asyncrl.config.load import config_from_json
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.senders import ANYBODY
-from asyncrl.monitor.logging import configure_logging
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.reward.actor import RewardActor
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.process import tune_memory
+from asyncrl.telemetry.logging import configure_logging
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 

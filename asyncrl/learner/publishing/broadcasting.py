@@ -36,7 +36,7 @@ from asyncrl.messages.weights import (
     Manifest,
     Probe,
 )
-from asyncrl.runtime.retry import is_refusal, wait_out
+from asyncrl.runtime.calls.retry import is_refusal, wait_out
 
 SealedBucket = tuple[Bucket, int]
 """A bucket and a descriptor of its segment, valid until the broadcast is over."""

@@ -1,0 +1,149 @@
+"""The names and labels under which Prometheus sees a run. Pure.
+
+A name of ours becomes one of the Prometheus grammar: ``reward/mean`` is ``asyncrl_reward_mean``. Labels tell
+things of one kind apart: the actor and its host, the replica of an update, the evaluation, the component of a
+reward, the stage of an episode. Kinds and descriptions are those of the catalogue. Invariant: figures of one name are
+of one kind; of two names of a run's own that become the same the last counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.sinks.figures import numbers, run_figures
+from asyncrl.snapshot import ActorView, Histogram, Snapshot
+from asyncrl.telemetry import catalogue
+from asyncrl.telemetry.catalogue_table import Metric
+
+Labels = tuple[tuple[str, str], ...]
+LABELS = {
+    "reward/component/": "component",
+    "rollout/episodes_at/": "stage",
+    "rollout/episode_s/": "stage",
+    "rollout/episode_share/": "stage",
+    "rollout/episodes_ended/": "outcome",
+    "rollout/episodes_failed/": "cause",
+    "rollout/forks/": "cause",
+}
+"""Label by the beginning of a name, the rest of which is its value."""
+GAUGES = {
+    "version": ("version", "newest weights that it knows of"),
+    "heard_s": ("heard_s", "age of its last heartbeat"),
+    # Beside the histogram loop/lag_s.
+    "loop_lag_s": ("loop_lag_max_s", "largest lag of its event loop since the last heartbeat"),
+    "loop_busy": ("loop_busy", "share of time in which its event loop's thread used a processor"),
+    "cpu": ("cpu", "processors used by it and its children"),
+    "rss_bytes": ("rss_bytes", "memory of it and its children"),
+}
+"""Name and description of a gauge by field of an ActorView."""
+
+
+@dataclass(slots=True)
+class Family:
+    """The figures of one name. ``edges`` are those of a histogram."""
+
+    kind: str
+    text: str
+    values: dict[Labels, float] = field(default_factory=dict)
+    histograms: dict[Labels, Histogram] = field(default_factory=dict)
+    edges: tuple[float, ...] = ()
+
+
+def prometheus_name(name: str) -> str:
+    """A name of ours by the grammar of metric names."""
+    return "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -> dict[str, Family]:
+    """Families by name: of the newest line of each kind, evaluation and replica, and of the newest snapshot.
+
+    Replicas that have left the run since are left out.
+    """
+    found = _Families()
+    there = {actor.name for actor in snapshot.actors} if snapshot is not None else None
+    for line in lines:
+        if line.get("kind") != "update" or there is None or line.get("replica") in there:
+            _add_line(found, line)
+    if snapshot is not None:
+        found.add("run/phase", 1.0, "1 for the phase that it is in", phase=snapshot.run.phase)
+        for name, value in run_figures(snapshot).items():
+            found.add(name, value, "of the run as a whole")
+        for actor in snapshot.actors:
+            _add_actor(found, actor)
+    return found.by_name
+
+
+class _Families:
+    def __init__(self) -> None:
+        self.by_name: dict[str, Family] = {}
+
+    def add(self, name: str, value: float, text: str, *, kind: str = "gauge", **labels: str) -> None:
+        family = self._family(name, Family(kind, text))
+        family.values[tuple(sorted(labels.items()))] = float(value)
+
+    def add_histogram(self, name: str, value: Histogram, metric: Metric, **labels: str) -> None:
+        if len(value.counts) == len(metric.edges) + 1:
+            made = Family("histogram", metric.text, edges=metric.edges)
+            family = self._family(name, made)
+            family.histograms[tuple(sorted(labels.items()))] = value
+
+    def _family(self, name: str, made: Family) -> Family:
+        family = self.by_name.setdefault(prometheus_name(name), made)
+        assert family.kind == made.kind, f"{name} is a {made.kind}, and its name that of a {family.kind}"
+        return family
+
+
+def _add_line(found: _Families, line: Mapping[str, Any]) -> None:
+    kind = line.get("kind")
+    if kind == "train":
+        found.add("step", float(line.get("step", 0)), _text("step"))
+    for name, value in numbers(dict(line)):
+        if kind == "update":
+            found.add(f"update/{name.rpartition('/')[2]}", value, _text(name), replica=str(line.get("replica", "")))
+        elif kind == "eval" and name.startswith("eval/"):
+            evaluation, _, figure = name.removeprefix("eval/").rpartition("/")
+            found.add(f"eval/{figure}", value, _text(name), eval=evaluation)
+        elif kind == "train":
+            family, labels = _labelled(name)
+            found.add(family, value, _text(name), **labels)
+
+
+def _add_actor(found: _Families, actor: ActorView) -> None:
+    who = {"actor": actor.name, "host": actor.host}
+    found.add("actor/up", actor.condition == "ready", "whether it is ready", **who)
+    found.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)
+    for field_name, (name, text) in GAUGES.items():
+        found.add(f"actor/{name}", getattr(actor, field_name), text, **who)
+    for name, value in actor.figures.items():
+        metric = catalogue.find(name)
+        kind = "counter" if metric is not None and "counter" in metric.kinds else "gauge"
+        family, labels = _labelled(name)
+        found.add(f"actor/{family}", value, _text(name), kind=kind, **labels, **who)
+    for name, histogram in actor.histograms.items():
+        metric = catalogue.find(name)
+        if metric is not None:
+            found.add_histogram(f"actor/{name}", histogram, metric, **who)
+    for resource in actor.resources:
+        for state, seconds in resource.seconds.items():
+            labels = {"resource": resource.name, "state": state, **who}
+            found.add("resource/seconds", seconds, "spent in each state", kind="counter", **labels)
+    for gpu in actor.gpus:
+        if gpu.utilisation is not None:
+            found.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
+        found.add("gpu/memory_bytes", gpu.memory_bytes, "in use", gpu=str(gpu.index), **who)
+
+
+def _labelled(name: str) -> tuple[str, dict[str, str]]:
+    """The name of the family and the label that tells its figures apart."""
+    for beginning, label in LABELS.items():
+        if name.startswith(beginning):
+            return beginning[:-1], {label: name.removeprefix(beginning)}
+    return name, {}
+
+
+def _text(name: str) -> str:
+    metric = catalogue.find(name)
+    return metric.text if metric is not None else name

@@ -1,0 +1,150 @@
+"""A sink's own thread and queue, so that one that blocks or fails holds up nobody else.
+
+A sink is opened, given one record after the other, and closed. When it raises, the record is lost and counted, the
+sink is closed, and after a pause that grows with each failure opened again; meanwhile its queue fills, and lines for
+which there is no room are dropped and counted. Only the newest snapshot waits, since snapshots are large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from typing import ClassVar, Protocol
+
+from asyncrl.sinks.records import Line
+from asyncrl.snapshot import Snapshot
+
+ROOM = 1000
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+TROUBLE_CHARACTERS = 500
+SECRETS = ("WANDB_API_KEY",)
+"""Environment variables whose values are shown to nobody."""
+
+
+class Sink(Protocol):
+    """A sink, called from one thread. Any exception is a failure of this sink alone."""
+
+    name: ClassVar[str]
+    address: str
+    """Place where it is to be found; empty while it is not."""
+
+    def open(self) -> None:
+        """Become able to write; called again after every failure."""
+
+    def write(self, record: Line | Snapshot) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Bring out what is held, and give back all that is held."""
+
+
+class Lane:
+    """Runs one sink."""
+
+    def __init__(self, sink: Sink, room: int = ROOM, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._sink = sink
+        self._room = room
+        self._first_pause_s = first_pause_s
+        self._lines: deque[Line] = deque()
+        self._snapshot: Snapshot | None = None
+        self._news = threading.Condition()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink {sink.name}", daemon=True)
+        self.name = sink.name
+        self.dropped = 0
+        self.lost = 0
+        self.trouble = ""
+
+    @property
+    def address(self) -> str:
+        """Place where the sink is to be found."""
+        return self._sink.address
+
+    def start(self) -> None:
+        """Open the sink, in its thread."""
+        self._thread.start()
+
+    def put(self, record: Line | Snapshot) -> None:
+        """Hand over a record, or drop it; never waits."""
+        with self._news:
+            if isinstance(record, Snapshot):
+                self._snapshot = record
+            elif len(self._lines) >= self._room:
+                self.dropped += 1
+            else:
+                self._lines.append(record)
+            self._news.notify()
+
+    def end(self) -> None:
+        """Let the sink be closed once it has taken what is there: nothing more will come."""
+        self._ending.set()
+        with self._news:
+            self._news.notify()
+
+    def join(self, timeout: float) -> bool:
+        """Whether the sink is closed within ``timeout``."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        is_open, failures, takes_lines = False, 0, True
+        while True:
+            record: Line | Snapshot | None = None
+            try:
+                if not is_open:
+                    self._sink.open()
+                    is_open = True
+                record = self._next()
+                if record is None:
+                    break
+                self._sink.write(record)
+            # Libraries end a thread with SystemExit.
+            except (Exception, SystemExit) as error:
+                self.lost += record is not None
+                takes_lines = takes_lines and record is None
+                self.trouble = describe(error)
+                self._close_quietly()
+                is_open, failures = False, failures + 1
+                if self._ending.wait(min(self._first_pause_s * 2 ** (failures - 1), LONGEST_PAUSE_S)) and failures > 1:
+                    # It gets no time to recover at the end.
+                    self._give_up()
+                    return
+            else:
+                # On a full disk a snapshot, which is only kept in mind, is taken all the same.
+                takes_lines = takes_lines or isinstance(record, Line)
+                if takes_lines:
+                    failures, self.trouble = 0, ""
+        try:
+            self._sink.close()
+        except (Exception, SystemExit) as error:
+            self.trouble = describe(error)
+
+    def _next(self) -> Line | Snapshot | None:
+        """Wait for the next record; None at the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._snapshot or self._lines or self._ending.is_set())
+            if self._snapshot is not None:
+                snapshot, self._snapshot = self._snapshot, None
+                return snapshot
+            return self._lines.popleft() if self._lines else None
+
+    def _give_up(self) -> None:
+        with self._news:
+            self.lost += len(self._lines)
+            self._lines.clear()
+
+    def _close_quietly(self) -> None:
+        # The failure before this one says more.
+        with contextlib.suppress(Exception, SystemExit):
+            self._sink.close()
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line, without anybody's keys."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    for name in SECRETS:
+        if secret := os.environ.get(name):
+            text = text.replace(secret, "***")
+    return text[:TROUBLE_CHARACTERS]

@@ -1,0 +1,111 @@
+"""What the tests of the sinks share."""
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import structlog
+
+from asyncrl.sinks.feed import SinkFeed
+from asyncrl.sinks.records import Setup
+from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
+
+LOG = structlog.get_logger()
+NET_S = 60.0
+"""For what must come to pass."""
+
+
+def train(step, start=1, **figures):
+    line = {"kind": "train", "step": step, "start": start, "weights/version": step, "reward/mean": step / 100}
+    return line | {name.replace("__", "/"): value for name, value in figures.items()}
+
+
+def evaluation(step, name="gsm", start=1, mean=0.5):
+    return {"kind": "eval", "step": step, "start": start, "weights/version": step, f"eval/{name}/mean": mean}
+
+
+def update(version, replica="rollouter/0", start=1):
+    figures = {"weights/version": version, "weights/transport": "shm", "weights/stall_s": 0.25}
+    return {"kind": "update", "replica": replica, "start": start, **figures}
+
+
+def snapshot(step=7, wall=100.0, **run):
+    return Snapshot(
+        wall=wall,
+        run=RunView(
+            **{"name": "trial", "run_id": "r", "phase": "running", "attempt": 1, "age_s": 3.0}
+            | {"step": step, "steps": 40, "version": step}
+            | run
+        ),
+        actors=[
+            ActorView(
+                name="rollouter/0",
+                host="node1",
+                condition="ready",
+                restarts=2,
+                figures={"rollout/in_flight": 3.0, "rollout/sampled_tokens": 900.0},
+                histograms={"rollout/response_tokens": Histogram([0, 3, 1] + [0] * 12 + [2], 5e5)},
+                resources=[
+                    Resource(name="engine", state="generating", seconds={"generating": wall - 10, "waiting": 10.0})
+                ],
+            )
+        ],
+    )
+
+
+def encoded(picture):
+    return msgspec.msgpack.encode(picture)
+
+
+def setup(run_dir, **sinks):
+    return Setup(run_dir=str(run_dir), name="trial", config={"learner": {"steps": 40}}, flush_s=NET_S, **sinks)
+
+
+@contextlib.contextmanager
+def feeding(setup, **options):
+    """A feed, its counters, and the assurance that nothing is left of its process."""
+    counters = {}
+    before = set(psutil.Process().children(recursive=True))
+    feed = SinkFeed(setup, counters=counters, log=LOG, **options)
+    try:
+        yield feed, counters
+    finally:
+        feed.close(0.0)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def wait_for(what, timeout=NET_S):
+    until = time.monotonic() + timeout
+    while not (found := what()):
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+    return found
+
+
+@contextlib.contextmanager
+def standing_still(pid):
+    """What is done within is done while this process does nothing: who waits for it, waits for ever."""
+    process = psutil.Process(pid)
+    process.suspend()
+    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+    yield
+    assert process.status() == psutil.STATUS_STOPPED
+
+
+def ends(what, *args):
+    """Do it, in a thread of its own, for it may hang."""
+    thread = threading.Thread(target=what, args=args, daemon=True)
+    thread.start()
+    thread.join(NET_S)
+    assert not thread.is_alive(), f"{what} has not ended after {NET_S:g} s"
+
+
+def address_of(run_dir):
+    """Of the endpoint for Prometheus, once it is there."""
+    path = Path(run_dir) / "monitor" / "prometheus.json"
+    wait_for(path.exists)
+    return json.loads(path.read_text())["address"]

@@ -1,0 +1,158 @@
+"""What goes to the sinks, and under which name."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from sinks_cases import evaluation, snapshot, train, update
+
+from asyncrl.sinks.exposition import GAUGES, _Families, families_of, prometheus_name
+from asyncrl.sinks.figures import Steps, numbers, run_figures, update_numbers
+from asyncrl.snapshot import Histogram
+from asyncrl.telemetry import catalogue
+from asyncrl.telemetry.catalogue_table import METRICS
+
+HEARD = ("counter", "gauge", "histogram")
+"""Kinds of what comes with heartbeats."""
+
+
+def test_only_finite_numbers_are_figures():
+    line = train(3, a=None, b="shm", c=math.nan, d=math.inf, e=True, f=2)
+    assert dict(numbers(line)) == {"weights/version": 3.0, "reward/mean": 0.03, "f": 2.0}
+
+
+def test_an_update_names_its_replica():
+    assert dict(update_numbers(update(4))) == {"update/rollouter-0/version": 4.0, "update/rollouter-0/stall_s": 0.25}
+
+
+def test_the_run_in_figures():
+    found = run_figures(snapshot(step=9))
+    assert found["run/step"] == 9 and found["run/actors_ready"] == 1 and found["run/restarts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "steps"),
+    [
+        ([train(1), train(2), evaluation(2)], [(1, True), (2, False), (2, False)]),
+        # An update belongs to the step whose line comes next.
+        ([train(4), update(5), train(5)], [(4, True), (5, False), (5, False)]),
+        # A learner went on from its checkpoint of step 3.
+        ([train(5), train(4, start=2), train(5, start=2)], [(5, True), (4, True), (5, False)]),
+        # One that ended after the last step is told with that.
+        ([train(4), update(5) | {"step": 4}], [(4, True), (4, False)]),
+        ([evaluation(0), train(1)], [(0, False), (1, True)]),
+    ],
+)
+def test_steps(lines, steps):
+    followed = Steps()
+    assert [followed.of(line) for line in lines] == steps
+
+
+def test_an_update_before_any_step_is_known_belongs_where_the_run_is():
+    """As after the sinks, or the run, were started again."""
+    followed = Steps()
+    followed.reach(snapshot(step=41))
+    assert followed.of(update(9)) == (42, False)
+    assert followed.of(train(42)) == (42, True)
+    # Lines know better from here on.
+    followed.reach(snapshot(step=40))
+    assert followed.of(update(10)) == (43, False)
+
+
+def test_who_has_left_the_run_is_shown_no_more():
+    lines = [update(7), update(6, "rollouter/5")]
+    replicas = families_of(lines, snapshot())["asyncrl_update_stall_s"].values
+    assert replicas == {(("replica", "rollouter/0"),): 0.25}
+    assert len(families_of(lines, None)["asyncrl_update_stall_s"].values) == 2
+
+
+@given(st.text())
+def test_every_name_becomes_one_of_the_grammar(name):
+    assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prometheus_name(name))
+
+
+def test_what_distinguishes_things_of_a_kind_is_a_label():
+    lines = [train(7, reward__component__format=0.5), evaluation(7), evaluation(7, "math"), update(7)]
+    found = families_of(lines, snapshot())
+    values = {name: family.values for name, family in found.items()}
+    assert values["asyncrl_step"] == {(): 7.0}
+    assert values["asyncrl_reward_mean"] == {(): 0.07}
+    assert values["asyncrl_reward_component"] == {(("component", "format"),): 0.5}
+    assert values["asyncrl_eval_mean"] == {(("eval", "gsm"),): 0.5, (("eval", "math"),): 0.5}
+    assert values["asyncrl_update_stall_s"] == {(("replica", "rollouter/0"),): 0.25}
+    assert values["asyncrl_run_phase"] == {(("phase", "running"),): 1.0}
+    who = (("actor", "rollouter/0"), ("host", "node1"))
+    assert values["asyncrl_actor_up"] == {who: 1.0}
+    assert values["asyncrl_actor_rollout_in_flight"] == {who: 3.0}
+
+
+def test_stages_of_episodes_are_labels():
+    made = snapshot()
+    figures = {"rollout/episodes_at/tool search": 3.0, "rollout/episodes_ended/stop": 7.0}
+    found = families_of(
+        [train(7, rollout__episode_share__engine=0.5)],
+        replace(made, actors=[replace(made.actors[0], figures=figures)]),
+    )
+    stages, ended = found["asyncrl_actor_rollout_episodes_at"], found["asyncrl_actor_rollout_episodes_ended"]
+    who = (("actor", made.actors[0].name), ("host", made.actors[0].host))
+    assert (stages.kind, stages.values) == ("gauge", {(*who, ("stage", "tool search")): 3.0})
+    assert (ended.kind, ended.values) == ("counter", {(*who, ("outcome", "stop")): 7.0})
+    assert found["asyncrl_rollout_episode_share"].values == {(("stage", "engine"),): 0.5}
+
+
+def test_kinds_and_descriptions_are_those_of_the_catalogue():
+    found = families_of([train(7)], snapshot())
+    assert found["asyncrl_actor_rollout_in_flight"].kind == "gauge"
+    assert found["asyncrl_actor_rollout_sampled_tokens"].kind == "counter"
+    assert found["asyncrl_actor_rollout_response_tokens"].kind == "histogram"
+    assert found["asyncrl_reward_mean"].text == catalogue.find("reward/mean").text
+
+
+def everything():
+    """(lines, snapshot) with every figure that the catalogue knows, all of them with one actor."""
+    names = [metric.name.replace("*", "made") for metric in METRICS]
+    lines = [
+        {"kind": kind, "replica": "rollouter/0"} | dict.fromkeys(names, 1.0) for kind in ("train", "eval", "update")
+    ]
+    (actor,) = snapshot().actors
+    heard = {kind: [metric for metric in METRICS if kind in metric.kinds] for kind in HEARD}
+    actor = replace(
+        actor,
+        figures={metric.name: 1.0 for kind in ("counter", "gauge") for metric in heard[kind]},
+        histograms={metric.name: Histogram([1] * (len(metric.edges) + 1), 1.0) for metric in heard["histogram"]},
+    )
+    return lines, replace(snapshot(), actors=[actor])
+
+
+def test_whatever_is_measured_reaches_prometheus_as_what_it_is():
+    found = families_of(*everything())
+    for metric in METRICS:
+        for kind in set(metric.kinds) & set(HEARD):
+            family = found[prometheus_name(f"actor/{metric.name.removesuffix('/*')}")]
+            assert family.kind == kind
+            assert len(family.histograms if kind == "histogram" else family.values) == 1
+
+
+def test_no_two_figures_become_one_name():
+    (actor,) = everything()[1].actors
+    names = ["up", "restarts", *(name for name, _ in GAUGES.values()), *actor.figures, *actor.histograms]
+    assert len({prometheus_name(f"actor/{name}") for name in names}) == len(names)
+    found = families_of(*everything())
+    # As they are exposed, where counters and the parts of a histogram get an ending.
+    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    exposed = [name + ending for name, family in found.items() for ending in endings[family.kind]]
+    assert len(set(exposed)) == len(exposed)
+
+
+def test_a_name_of_two_kinds_is_a_mistake_of_ours():
+    """Else the one would hide the other."""
+    first, second = _Families(), _Families()
+    first.add("actor/loop_lag_s", 1.0, "")
+    with pytest.raises(AssertionError, match="histogram"):
+        first.add_histogram("actor/loop/lag_s", Histogram([0] * 15, 0.0), catalogue.find("loop/lag_s"))
+    second.add("a/b", 1.0, "")
+    with pytest.raises(AssertionError, match="counter"):
+        second.add("a_b", 1.0, "", kind="counter")

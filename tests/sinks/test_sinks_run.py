@@ -1,0 +1,142 @@
+"""Whole runs with sinks to which everything happens: the run does not notice."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from launcher.launched import command_line, wait_until
+from launcher.sim_runs import STEPS
+from tensorboard_files import steps
+
+ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
+SLOW = ("--learner.sim.step_s", "0.3")
+"""Sinks that start while the run trains are up before its end, on a busy machine too."""
+
+
+def below(run, title):
+    """Pid of the first process of the run whose title begins so."""
+    return wait_until(lambda: next((p for p, words in run.processes().items() if title in words), 0), title)
+
+
+def logged(run, attempt=1):
+    """What the controller said, by event."""
+    text = (run.run_dir / "logs" / f"attempt_{attempt}" / "controller-0.log").read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return {line["event"]: line for line in lines}
+
+
+def exposed(where):
+    with urllib.request.urlopen(where, timeout=60) as reply:
+        return reply.read().decode()
+
+
+def ended_well(run, known):
+    """All steps trained, nobody died, and no process is left of those that were seen."""
+    code, shown = run.end()
+    assert code == 0, shown
+    assert run.steps() == list(range(1, STEPS + 1))
+    assert not [line for line in shown if " died " in line], shown
+    wait_until(lambda: not any(title and command_line(pid) == title for pid, title in known.items()), "the end of all")
+
+
+def test_a_run_does_not_notice_that_its_sinks_are_killed_and_their_clients_blocked(launch):
+    run = launch(*ALL, *SLOW)
+    run.wait_to_show("step 1/")
+    address = run.run_dir / "monitor" / "prometheus.json"
+    wait_until(address.exists, "the endpoint")
+    first = below(run, "asyncrl sinks")
+    known = run.processes()
+    address.unlink()
+    os.kill(first, signal.SIGKILL)
+    wait_until(address.exists, "the endpoint of the next one")
+    where = json.loads(address.read_text())["address"]
+    with socket.create_connection((urlsplit(where).hostname, urlsplit(where).port), timeout=60) as blocked:
+        blocked.sendall(b"GET /metrics HTTP/1.1\r\n")
+        wait_until(lambda: "asyncrl_run_phase" in exposed(where), "the run's state at the new endpoint")
+        core = below(run, "wandb-core")
+        known |= run.processes()
+        os.kill(core, signal.SIGKILL)
+        ended_well(run, known)
+    assert logged(run)["ended"]["counters"]["sinks/restarts"] == 1
+    assert not address.exists()
+    assert steps(run.run_dir)[-1] == STEPS
+
+
+def test_a_run_ends_in_time_though_its_sinks_stand_still(launch):
+    run = launch(*ALL, *SLOW)
+    run.wait_to_show("step 3/")
+    core, sinks = below(run, "wandb-core"), below(run, "asyncrl sinks")
+    known = run.processes()
+    for pid in (core, sinks):
+        os.kill(pid, signal.SIGSTOP)
+    run.wait_to_show(f"step {STEPS}/")
+    ended_well(run, known)
+    assert "sinks did not end in time" in logged(run)
+
+
+def test_a_run_does_not_notice_that_the_disk_of_wandb_is_full(launch):
+    if os.geteuid() != 0:
+        pytest.skip("a small disk can be mounted by root alone")
+    run = launch(*ALL)
+    folder = run.run_dir / "wandb"
+    wait_until((run.run_dir / "config.json").exists, "the run folder")
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], check=True)
+    try:
+        run.wait_to_show("step 3/")
+        below(run, "asyncrl sinks")
+        known = run.processes()
+        ended_well(run, known)
+        assert shutil.disk_usage(folder).free == 0
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    assert steps(run.run_dir) == list(range(1, STEPS + 1))
+    assert logged(run)["ended"]["counters"]["sinks/restarts"] == 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_in_its_sinks(launch):
+    run = launch(*ALL)
+    run.wait_to_show("step 8/")
+    run.process.send_signal(signal.SIGTERM)
+    code, shown = run.end()
+    assert code == 75, shown
+    kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
+    again = launch(*ALL, *SLOW, "--resume", "auto")
+    again.wait_to_show(f"/{STEPS}  elapsed ")
+    below(again, "asyncrl sinks")
+    below(again, "wandb-core")
+    ended_well(again, again.processes())
+    assert steps(again.run_dir) == list(range(1, STEPS + 1))
+    assert (run.run_dir / "monitor" / "wandb.json").read_bytes() == kept
+    # One file of each attempt, both of the same W&B run.
+    written = [path.name for path in run.run_dir.glob("wandb/offline-run-*/*.wandb")]
+    assert written == [f"run-{json.loads(kept)['id']}.wandb"] * 2
+
+
+def test_a_sink_whose_package_is_missing_is_refused_before_anything_starts(tmp_path):
+    hide = tmp_path / "hide"
+    hide.mkdir()
+    (hide / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "missing = ('wandb', 'tensorboard', 'prometheus_client')\n"
+        "util.find_spec = lambda name, package=None: None if name in missing else find(name, package)\n"
+    )
+    config = tmp_path / "sim.toml"
+    config.write_text('[rollout]\nengine = "sim"\n[learner]\nbackend = "sim"\n[data]\nsource = "synthetic"\n')
+    argv = [sys.executable, "-m", "asyncrl.cli.launch", str(config), "--run.dir", str(tmp_path / "runs"), *ALL]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(hide), str(Path(__file__).parents[2])])}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 78, done
+    for key, extra in (("tensorboard", "tensorboard"), ("wandb.mode", "wandb"), ("prometheus.enabled", "prometheus")):
+        assert f"sinks.{key}: the package" in done.stderr and f"pip install 'asyncrl[{extra}]'" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,72 @@
+"""Event files, as TensorBoard's own reader sees them."""
+
+from pathlib import Path
+
+import pytest
+from disks import room_for
+from sinks_cases import encoded, evaluation, feeding, setup, snapshot, train, update
+from tensorboard_files import scalars
+
+from asyncrl.sinks.records import Line
+from asyncrl.sinks.tensorboard import TensorBoardSink
+
+
+@pytest.fixture
+def sink(tmp_path):
+    made = TensorBoardSink(setup(tmp_path))
+    made.open()
+    yield made
+    made.close()
+
+
+def write(sink, *lines):
+    for line in lines:
+        sink.write(Line(line))
+
+
+def test_what_the_process_of_the_sinks_writes_is_read_back(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True)) as (feed, counters):
+        feed.picture(encoded(snapshot(step=1)))
+        for line in (train(1), evaluation(1), update(2), train(2, staleness__limit=None)):
+            feed.line(line)
+        feed.close(30.0)
+        assert counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 0}
+    found = scalars(tmp_path)
+    assert found["reward/mean"] == [(1, 0.01), (2, 0.02)]
+    assert found["eval/gsm/mean"] == [(1, 0.5)]
+    assert found["update/rollouter-0/stall_s"] == [(2, 0.25)]
+    assert found["run/actors_ready"] == [(1, 1.0), (2, 1.0)]
+    assert "staleness/limit" not in found
+
+
+def test_steps_that_a_learner_does_again_count_once(sink, tmp_path):
+    write(sink, *(train(step) for step in range(1, 7)), evaluation(6))
+    write(sink, *(train(step, start=2, reward__mean=0.9) for step in (4, 5)))
+    found = scalars(tmp_path)
+    assert found["reward/mean"] == [(1, 0.01), (2, 0.02), (3, 0.03), (4, 0.9), (5, 0.9)]
+    assert found["eval/gsm/mean"] == []
+
+
+def test_a_resumed_run_goes_on_in_another_file(sink, tmp_path):
+    write(sink, *(train(step) for step in range(1, 7)))
+    resumed = TensorBoardSink(setup(tmp_path))
+    # As of another process, later.
+    resumed._path = Path(str(sink._path) + ".later")
+    resumed.open()
+    write(resumed, *(train(step, start=2) for step in range(5, 9)))
+    resumed.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert [step for step, _ in scalars(tmp_path)["reward/mean"]] == list(range(1, 9))
+
+
+def test_a_disk_that_fills_up_costs_whole_events_only(sink, tmp_path):
+    write(sink, train(1))
+    size = sink._path.stat().st_size
+    # The beginning of the next event finds room.
+    with room_for(size + 20), pytest.raises(OSError, match="too large"):
+        write(sink, train(2))
+    assert sink._path.stat().st_size == size
+    sink.close()
+    sink.open()
+    write(sink, train(3))
+    assert scalars(tmp_path)["reward/mean"] == [(1, 0.01), (3, 0.03)]
