@@ -1,88 +1,70 @@
 """The import directions of docs/architecture.md, held against the code as it stands."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-CONTRACT = {
-    "errors",
-    "roles",
-    "disk",
-    "files",
-    "config",
-    "messages",
-    "snapshot",
-    "tokenizer",
-    "stops",
-    "ledger",
-    "group_file",
-    "gathering",
-    "trajectories",
-    "chat",
-    "outcome",
-    "jsonl",
-    "order",
-    "sft",
-    "teacher",
-    "lora",
-}
-ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
-FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
+TESTS = Path(__file__).parent
+MOST_IN_A_FOLDER = 15
+CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "roles"}
+CONTRACT |= {"gathering", "trajectories", "chat", "outcome", "data", "sft", "teacher", "lora", "files"}
+ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes", "sinks"}
+FOR_ACTORS = CONTRACT | {"wire", "runtime", "telemetry", "text", "weights", "checkpoint"}
+VIEWERS = {"top", "report", "explain"}
+SEEN = {"errors", "messages", "snapshot", "files", "telemetry", "text"}
 
 MAY_IMPORT = {
     "errors": set(),
-    "roles": set(),
-    "gathering": {"errors"},
     "disk": set(),
-    "files": set(),
-    "config": {"errors", "roles"},
+    "files": {"errors", "disk"},
     "snapshot": set(),
-    "messages": {"roles", "snapshot"},
+    "outcome": set(),
+    "text": {"errors"},
+    "roles": {"errors"},
+    "gathering": {"errors"},
+    "config": {"errors", "roles"},
+    "messages": {"snapshot", "roles"},
     "tokenizer": {"errors", "config"},
     "stops": {"errors", "config", "tokenizer"},
     "chat": {"errors", "config", "messages", "tokenizer"},
-    "jsonl": {"errors"},
-    "order": set(),
-    "sft": {"errors", "config", "chat", "tokenizer", "stops", "jsonl", "order"},
+    "data": {"errors"},
+    "sft": {"errors", "config", "chat", "tokenizer", "stops", "data"},
     "teacher": {"config"},
     "lora": {"config"},
     "ledger": {"messages"},
     "trajectories": {"messages"},
-    "outcome": set(),
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "disk", "files", "config", "messages", "group_file"},
     "wire": {"errors", "messages"},
     "weights": {"errors", "messages"},
-    "monitor": {"errors", "files", "messages", "snapshot"},
-    "runtime": {"errors", "roles", "config", "messages", "snapshot", "wire", "monitor"},
+    "telemetry": {"errors", "messages", "snapshot", "files", "text"},
+    "runtime": {"errors", "roles", "config", "messages", "snapshot", "wire", "telemetry"},
+    "explain": SEEN,
+    # It asks a controller from outside.
+    "top": SEEN | {"config", "runtime", "wire"},
+    "report": SEEN | {"top"},
     # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
     "preflight": FOR_ACTORS | {"dataloader", "reward", "episodes"},
     "launcher": FOR_ACTORS | {"preflight"},
     # It plays an episode with the parts that play it in a run.
     "doctor": FOR_ACTORS | {"preflight", "launcher", "rollouter", "episodes"},
-    "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS,
-    **{actor: FOR_ACTORS | {actor} for actor in ACTORS},
+    "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS | VIEWERS,
+    **dict.fromkeys(ACTORS, FOR_ACTORS),
+    "controller": FOR_ACTORS | {"sinks"},
 }
-ROOMS_OF_LEARNER = {
-    "algorithm": set(),
-    "fsdp": {"algorithm"},
-    "groups": {"algorithm"},
-    "metrics": {"groups"},
-    "publishing": set(),
-    "checkpoint": {"fsdp"},
-}
-# What looks at a run from outside, beside what actors use of the same folder.
-OUTSIDE = {"top/source/client.py": {"config", "runtime", "wire"}}
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),
     "torch": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "weights/collective/"),
     "transformers": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "tokenizer.py"),
 }
+UNPICKLING = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+UNPICKLED = {"broadcast_object_list", "all_gather_object", "scatter_object_list", "recv_pyobj"}
 
 
-def imports(tree):
+def imports(tree, names):
     """(module, whether at the top level) of every import."""
     top = set(map(id, tree.body))
     for node in ast.walk(tree):
@@ -90,71 +72,67 @@ def imports(tree):
             yield from ((alias.name, id(node) in top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             # A relative import hides which part it is of.
-            yield "." * node.level + (node.module or ""), id(node) in top
+            module = "." * node.level + (node.module or "")
+            for name in {f"{module}.{alias.name}" for alias in node.names} & names or {module}:
+                yield name, id(node) in top
 
 
 @pytest.fixture(scope="module")
 def modules():
-    """(place, tree) of every module."""
-    found = [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in sorted(ROOT.rglob("*.py"))]
-    assert found
-    return found
+    """{place: (tree, imports)} of every module."""
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+    assert trees
+    names = {"asyncrl." + place.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for place in trees}
+    return {place: (tree, list(imports(tree, names))) for place, tree in trees.items()}
 
 
 def test_imports_go_one_way(modules):
     wrong = []
-    for place, tree in modules:
+    for place, (tree, found) in modules.items():
         part = place.partition("/")[0].removesuffix(".py")
-        if part not in MAY_IMPORT and part != "__init__":
-            wrong.append(f"{place} belongs to no part that is known here")
-            continue
-        allowed = MAY_IMPORT.get(part, set()) | {part} | OUTSIDE.get(place, set())
-        for module, top in imports(tree):
-            ours = module.startswith("asyncrl.")
-            # The package itself loads what scripts ask of it, and only then.
+        for module, top in found:
+            library, _, rest = module.partition(".")
+            late_in_codec = library == "torch" and place == "wire/codec.py" and not top
+            heavy = library in HEAVY and not place.startswith(HEAVY[library]) and not late_in_codec
             if part == "__init__":
-                wrong += [f"{place} imports {module}"] * (top and module != "typing")
-            elif module.startswith(".") or (ours and module.split(".")[1] not in allowed):
-                wrong.append(f"{place} imports {module}")
-    assert not wrong
-
-
-def test_rooms_of_the_learner_know_each_other_one_way(modules):
-    wrong = []
-    for place, tree in modules:
-        room = Path(place).parent.name
-        if not place.startswith("learner/") or room == "learner":
-            continue
-        for module, _ in imports(tree):
-            other = module.removeprefix("asyncrl.learner.").partition(".")[0]
-            if module.startswith("asyncrl.learner.") and other in ROOMS_OF_LEARNER.keys() - ROOMS_OF_LEARNER[room] - {
-                room
-            }:
-                wrong.append(f"{place} imports {module}")
-    assert not wrong
-
-
-def test_heavy_libraries_stay_in_their_folders(modules):
-    wrong = []
-    for place, tree in modules:
-        for module, top in imports(tree):
-            library = module.split(".")[0]
-            if library in HEAVY and not place.startswith(HEAVY[library]):
-                late_in_codec = library == "torch" and place == "wire/codec.py" and not top
-                if not late_in_codec:
-                    wrong.append(f"{place} imports {module}")
-    assert not wrong
-
-
-def test_nothing_that_is_received_can_be_unpickled(modules):
-    wrong = []
-    for place, tree in modules:
-        for module, _ in imports(tree):
-            if module.split(".")[0] in {"pickle", "cloudpickle", "dill", "shelve", "marshal"}:
-                wrong.append(f"{place} imports {module}")
+                # The package itself loads what scripts ask of it, and only then.
+                forbidden = top and module != "typing"
+            elif library == "asyncrl":
+                forbidden = rest.split(".")[0] not in MAY_IMPORT.get(part, set()) | {part}
+            else:
+                forbidden = module.startswith(".") or heavy or library in UNPICKLING
+            wrong += [f"{place} imports {module}"] * forbidden
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
-                forbidden = {"broadcast_object_list", "all_gather_object", "scatter_object_list", "recv_pyobj"}
-                if node.attr in forbidden:
-                    wrong.append(f"{place}:{node.lineno} calls {node.attr}")
+            if isinstance(node, ast.Attribute) and node.attr in UNPICKLED:
+                wrong.append(f"{place}:{node.lineno} calls {node.attr}, which unpickles")
     assert not wrong
+
+
+def room(place):
+    """The folder of a module. Modules of the package itself are rooms of their own, and so are doors to rooms."""
+    path = Path(place)
+    is_door = path.name == "__init__.py" and any((ROOT / path.parent).glob("*/__init__.py"))
+    return place if is_door or len(path.parts) == 1 else str(path.parent)
+
+
+def test_no_rooms_know_each_other_in_a_circle(modules):
+    known = {}
+    for place, (_, found) in modules.items():
+        for module, _ in found:
+            path = module.removeprefix("asyncrl.").replace(".", "/")
+            for other in (f"{path}.py", f"{path}/__init__.py"):
+                if module.startswith("asyncrl.") and other in modules and room(other) != room(place):
+                    known.setdefault(room(place), set()).add(room(other))
+    left = set(known)
+    # Nothing that is of a circle knows no other, or is known by no other.
+    while ends := {one for one in left if not known[one] & left or not any(one in known[by] for by in left)}:
+        left -= ends
+    assert not {one: sorted(known[one] & left) for one in sorted(left)}
+
+
+def test_no_folder_is_too_full_to_be_looked_through(modules):
+    here = [TESTS / path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
+    there = [ROOT / place for place in modules if not place.endswith("__init__.py")]
+    beside = Counter(path.parent for path in here + there)
+    without_rooms = {TESTS / "cluster"}
+    assert not {str(at): n for at, n in beside.items() if n > MOST_IN_A_FOLDER and at not in without_rooms}
