@@ -37,7 +37,7 @@ from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.reward.scoring.frames import Setup, Task
-from asyncrl.reward.scoring.worker import resolve
+from asyncrl.reward.worker import resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.serving.generation import request_seed

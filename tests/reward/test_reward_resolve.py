@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncrl.reward.scoring.frames import Setup, Task
-from asyncrl.reward.scoring.worker import resolve
+from asyncrl.reward.worker import resolve
 from asyncrl.runtime.workers.user_code import NotCallable
 
 MODULE = """

@@ -226,7 +226,7 @@ class RewardPool:
             return
         try:
             slot.process = WorkerProcess(
-                "asyncrl.reward.scoring.worker",
+                "asyncrl.reward.worker",
                 self._encoder.encode(self._setup),
                 confined=self._confined,
                 max_frame_bytes=MAX_RESULT_BYTES,

@@ -1,4 +1,4 @@
-"""A worker process of the reward pool: ``python -m asyncrl.reward.scoring.worker FD [HIDDEN]``.
+"""A worker process of the reward pool: ``python -m asyncrl.reward.worker FD [HIDDEN]``.
 
 Runs the reward function, one task at a time, in its main thread (some functions use signals). Invariant:
 the function's doings stay here. Its exceptions become the error of a Result, its output goes to the pool's log,
