@@ -12,7 +12,9 @@ import asyncio
 import inspect
 import os
 import resource
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -28,7 +30,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS
 settings.register_profile("asyncrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("asyncrl")
 
-LONGEST_FOLDERS = ("e2e", "system", "launcher", "engines", "wire", "learner", "reward", "weights", "monitor")
+TESTS = Path(__file__).parent
+LONGEST_FOLDERS = ("e2e", "system", "launcher", "rollouter", "wire", "learner", "reward", "weights", "top", "sinks")
 FIRST = "test_learner_updates"
 LAST = "test_rehearsals"
 
@@ -36,7 +39,7 @@ LAST = "test_rehearsals"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         order = {name: at for at, name in enumerate(LONGEST_FOLDERS)}
-        by_folder = [(order.get(item.path.parent.name, len(order)), item) for item in items]
+        by_folder = [(order.get(item.path.relative_to(TESTS).parts[0], len(order)), item) for item in items]
         by_folder.sort(key=lambda each: (each[1].path.stem == LAST, each[1].path.stem != FIRST, each[0]))
         items[:] = [item for _, item in by_folder]
 
@@ -59,3 +62,32 @@ def logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(logging, "_listener", None)
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def utc(monkeypatch):
+    """Times of the day are those of UTC."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def forbid(monkeypatch):
+    """``forbid(folder)``: it cannot be listed, as one of somebody else; root, who may all, cannot either."""
+
+    def forbid(folder):
+        def refusing(real):
+            def list_it(path=".", *words):
+                if os.fspath(path) == os.fspath(folder):
+                    raise PermissionError(13, "Permission denied", os.fspath(path))
+                return real(path, *words)
+
+            return list_it
+
+        for name in ("scandir", "listdir"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+
+    return forbid
