@@ -116,7 +116,7 @@ class Launched:
             below = [self.process.pid]
             for pid in below:
                 for child in children_of(pid):
-                    if f"asyncrl.launcher.{module}" in command_line(child):
+                    if f"asyncrl.launcher.node.{module}" in command_line(child):
                         return child
                     below.append(child)
             return None
