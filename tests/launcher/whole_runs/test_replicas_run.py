@@ -13,9 +13,9 @@ from faulty_actor import mark
 from launcher.launched import command_line, wait_until
 
 from asyncrl.config.load import validate_config
+from asyncrl.runtime.processes import children_of
 from asyncrl.telemetry.metrics_line import read_metrics
 from asyncrl.telemetry.snapshots.recording import last_recorded
-from asyncrl.runtime.processes import children_of
 from tools.chaos.audit import Expected, audit
 
 pytestmark = pytest.mark.timeout(300)

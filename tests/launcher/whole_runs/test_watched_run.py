@@ -6,12 +6,12 @@ import signal
 
 import pytest
 from launcher.launched import wait_until
+from launcher.sim_runs import Run
 from ledgers import assert_ledgers_add_up
 from recordings import read_recording
-from launcher.sim_runs import Run
 
-from asyncrl.top.source.client import find_target, watch
 from asyncrl.snapshot import Snapshot
+from asyncrl.top.source.client import find_target, watch
 
 STEPS = 80
 """Enough for a rollouter to die, to come up again and to be recorded."""
