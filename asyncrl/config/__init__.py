@@ -165,6 +165,7 @@ class Config(Section):
                 for replica in range(self.rollout.replicas if self.episode.kind != "single" else 0)
             ),
             *self.extra_episode_hosts,
+            *(["sinks/0"] if self.sinks.are_wanted else []),
         )
 
     @property

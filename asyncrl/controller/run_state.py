@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.controller.reserve import ROLLOUTER, Reserve, Rest
+from asyncrl.controller.reserve import ROLLOUTER, SINKS, Reserve, Rest
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
@@ -38,8 +38,10 @@ from asyncrl.runtime.supervision import (
 )
 from asyncrl.snapshot import OVER
 
-DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
-"""The share of ``drain_s`` that each rank has; what is left is the controller's own."""
+DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}
+"""The share of ``drain_s`` that each rank has at most, as far as those before have left any."""
+OWN_SHARE = 0.05
+"""The share of ``drain_s`` that is the controller's own."""
 
 LAST_RANK = ROLES["controller"].drain_rank
 
@@ -103,6 +105,7 @@ class RunStateMachine:
     _condemned: list[Condemned] = field(default_factory=list)
     _preempted_until: float = 0.0
     _rank_until: float = 0.0
+    _drain_until: float = 0.0
     _reserve: Reserve = field(init=False)
 
     def __post_init__(self) -> None:
@@ -321,7 +324,7 @@ class RunStateMachine:
         before = self.drain
         while self.drain < LAST_RANK and (now >= self._rank_until or not self._living(self.drain)):
             self.drain += 1
-            self._rank_until = now + self.drain_s * DRAIN_SHARES.get(self.drain, 0.0)
+            self._rank_until = min(now + self.drain_s * DRAIN_SHARES.get(self.drain, 0.0), self._drain_until)
         if self.drain == before:
             return False
         if self.drain == LAST_RANK:
@@ -351,10 +354,9 @@ class RunStateMachine:
             return set()
         # On no lost host, and not set aside.
         left = Counter(role_of(name) for name in self.expected - self._lost.keys() - self._resting)
+        least = {ROLLOUTER: self.min_replicas, SINKS: 0}
         return {
-            name
-            for name in self._lost
-            if is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1)
+            name for name in self._lost if is_replicated(name) and left[role_of(name)] >= least.get(role_of(name), 1)
         }
 
     @property
@@ -442,6 +444,7 @@ class RunStateMachine:
         self.phase = "draining"
         self.drain = 1
         self._rank_until = now + self.drain_s * DRAIN_SHARES[1]
+        self._drain_until = now + self.drain_s * (1.0 - OWN_SHARE)
         self._changed()
         self.tick(now)
         return True

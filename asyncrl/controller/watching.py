@@ -17,7 +17,6 @@ import msgspec
 from asyncrl.controller.picture import Constants, Events, Lines, take_picture, view_actors, view_self
 from asyncrl.controller.recent_lines import is_proper
 from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
 from asyncrl.disk import in_words
 from asyncrl.messages.monitor import EventRecord, Heartbeat
@@ -87,7 +86,7 @@ class Watching:
             self._take,
             self._record,
             self._failed,
-            record_s=config.monitor.record_s if config.monitor.record_bytes or are_wanted(config.sinks) else None,
+            record_s=config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None,
             number=numbers_begin_above(context.incarnation),
             now=actor.clock.now,
         )

@@ -271,7 +271,9 @@ def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequen
 
 def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
     """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
-    on_head = sum(role_of(name) not in ("learner", "rollouter", "reward", "episodes") for name in config.actors)
+    # The sinks are of low priority.
+    uncounted = ("learner", "rollouter", "reward", "episodes", "sinks")
+    on_head = sum(role_of(name) not in uncounted for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     free = [

@@ -106,6 +106,34 @@ class MetricsLine(Message, frozen=True, kw_only=True):
     line: dict[str, Any]
 
 
+class WatchMetrics(Request, frozen=True, kw_only=True):
+    """Sinks to controller, parked until there are lines after number ``line`` or another snapshot than ``picture``.
+
+    The controller forgets the lines up to that number.
+    """
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    line: Count = 0
+    picture: Count = 0
+
+
+class Metrics(Message, frozen=True, kw_only=True):
+    """The next lines of metrics.jsonl, and the newest snapshot of the run, encoded; empty if it is the one seen."""
+
+    lines: list[dict[str, Any]] = []
+    line: Count
+    """Number of the last line of these, or of the last that there is."""
+    picture: Count
+    """Number of the newest snapshot."""
+    snapshot: bytes = b""
+    last: bool = False
+    """Whether nothing more will come."""
+
+
+WatchMetrics.reply = Metrics
+
+
 class WatchSnapshot(Request, frozen=True, kw_only=True):
     """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
 

@@ -35,7 +35,7 @@ from asyncrl.messages.dataloader import (
 from asyncrl.messages.episodes import Chat, ChatDelta, EpisodeBegan, RunEpisode, TurnReward
 from asyncrl.messages.hosts import HostLeft, Join, Leave, WatchMembers
 from asyncrl.messages.learner import Deliver, Holds, RolloutStats
-from asyncrl.messages.monitor import Heartbeat, MetricsLine, RequestTrace, TracePart, WatchSnapshot
+from asyncrl.messages.monitor import Heartbeat, MetricsLine, RequestTrace, TracePart, WatchMetrics, WatchSnapshot
 from asyncrl.messages.reward import Score
 from asyncrl.messages.rollouter import OpenTickets
 from asyncrl.messages.weights import (
@@ -52,12 +52,14 @@ from asyncrl.messages.weights import (
 
 ANYBODY = frozenset({"*"})
 """Senders of messages that are none of a run's."""
-ACTORS = frozenset({"controller", "dataloader", "learner", "rollouter", "reward", "episodes", "parameter_server"})
+ACTORS = frozenset(
+    {"controller", "dataloader", "learner", "rollouter", "reward", "episodes", "parameter_server", "sinks"}
+)
 MEMBERS = ACTORS | {"agent"}
 """All that live in a run from its start, and register."""
 AGENT, LAUNCHER, VIEWER = frozenset({"agent"}), frozenset({"launcher"}), frozenset({"viewer"})
 LEARNER, ROLLOUTER, DATALOADER = frozenset({"learner"}), frozenset({"rollouter"}), frozenset({"dataloader"})
-EPISODES = frozenset({"episodes"})
+EPISODES, SINKS = frozenset({"episodes"}), frozenset({"sinks"})
 
 SENDERS: dict[type[Message], frozenset[str]] = {
     # to the controller
@@ -80,6 +82,7 @@ SENDERS: dict[type[Message], frozenset[str]] = {
     CheckpointWritten: LEARNER,
     MetricsLine: LEARNER,
     WatchSnapshot: VIEWER,
+    WatchMetrics: SINKS,
     RequestTrace: VIEWER,
     # to the dataloader
     Lease: ROLLOUTER,

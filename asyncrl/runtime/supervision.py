@@ -39,7 +39,9 @@ ROLES: dict[str, RolePolicy] = {
     "parameter_server": RolePolicy(drain_rank=2),
     "dataloader": RolePolicy(drain_rank=2),
     "learner": RolePolicy(drain_rank=3, gang=True),
-    "controller": RolePolicy(drain_rank=4, fixed=True),
+    # After the learner, whose last metrics these bring out; a run goes on without any.
+    "sinks": RolePolicy(drain_rank=4, replicated=True),
+    "controller": RolePolicy(drain_rank=5, fixed=True),
 }
 
 

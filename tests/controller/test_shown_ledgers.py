@@ -11,7 +11,7 @@ from asyncrl.controller.picture import SILENT_BEATS, Constants, view_actors
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.monitor.rates import Interval
-from asyncrl.monitor.sinks.exposition import families_of
+from asyncrl.sinks.exposition import families_of
 from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime import telling
 from asyncrl.runtime.registry import Registry

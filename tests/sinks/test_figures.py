@@ -11,8 +11,8 @@ from sinks_cases import evaluation, snapshot, train, update
 
 from asyncrl.monitor import catalogue
 from asyncrl.monitor.catalogue_table import METRICS
-from asyncrl.monitor.sinks.exposition import GAUGES, _Families, families_of, prometheus_name
-from asyncrl.monitor.sinks.figures import Steps, numbers, run_figures, update_numbers
+from asyncrl.sinks.exposition import GAUGES, _Families, families_of, prometheus_name
+from asyncrl.sinks.figures import Steps, numbers, run_figures, update_numbers
 from asyncrl.snapshot import Histogram
 
 HEARD = ("counter", "gauge", "histogram")

@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.monitor import catalogue
 from asyncrl.monitor.catalogue_table import Metric
-from asyncrl.monitor.sinks.figures import numbers, run_figures
+from asyncrl.sinks.figures import numbers, run_figures
 from asyncrl.snapshot import ActorView, Histogram, Snapshot
 
 Labels = tuple[tuple[str, str], ...]

@@ -1,5 +1,0 @@
-"""Destinations of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, a Prometheus endpoint.
-
-They live in a process of their own (``python -m asyncrl.monitor.sinks``), which the controller feeds through a bounded
-queue: the run neither waits nor ends for them, and what they do not take in time is counted.
-"""
