@@ -13,7 +13,7 @@ RANKS = [
     {"rollouter", "reward"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner"},
-    {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner", "controller"},
+    {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner", "sinks", "controller"},
 ]
 
 
