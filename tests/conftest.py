@@ -8,6 +8,8 @@ trajectories that still run, which they do less where neighbours take the cores:
 it, the others come last of all.
 """
 
+import asyncio
+import inspect
 import os
 import resource
 from collections.abc import Iterator
@@ -37,6 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_folder = [(order.get(item.path.parent.name, len(order)), item) for item in items]
         by_folder.sort(key=lambda each: (each[1].path.stem == LAST, each[1].path.stem != FIRST, each[0]))
         items[:] = [item for _, item in by_folder]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Coroutines are run to their end: by ``RUN`` of their module where it has one, as under uvloop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run = getattr(pyfuncitem.module, "RUN", asyncio.run)
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.server import CallServer
 from asyncrl.wire.keys import Credentials
-from asyncrl.wire.memory import MemoryNetwork
 from asyncrl.wire.zeromq import ZmqTransport
+from tools.memory_transport import MemoryNetwork
 
 RUN_ID, SECRET = "run-1", "s3cret"
 

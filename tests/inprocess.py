@@ -18,7 +18,7 @@ from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.incarnations import Incarnations
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials
-from asyncrl.wire.memory import MemoryNetwork
+from tools.memory_transport import MemoryNetwork
 
 CREDENTIALS = Credentials("run-1", "s3cret", seal_key=b"0" * 32)
 

@@ -25,3 +25,14 @@ def read_manifest(manifest):
             if end > bucket.size:
                 raise WeightsCorrupt(f"{spec.name} ends at byte {end}", version=manifest.version, bucket=index)
             yield spec, view[spec.offset : end]
+
+
+def weights_of(publication):
+    """Tensors of a publication by name, which is released."""
+    import torch
+
+    with publication:
+        return {
+            spec.name: torch.frombuffer(bytearray(view), dtype=getattr(torch, spec.dtype)).view(spec.shape)
+            for spec, view in read_manifest(publication.manifest)
+        }

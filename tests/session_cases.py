@@ -11,6 +11,7 @@ from harness import replace
 from inprocess import sim_config
 from published_weights import stage
 from test_messages import make_group
+from virtual import LoopClock
 
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.load import validate_config
@@ -19,15 +20,14 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import GroupAccount
+from asyncrl.rollouter.concurrency import Slots
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.episode_figures import EpisodeFigures
 from asyncrl.rollouter.generation import PolicyCall
-from asyncrl.rollouter.player import EpisodePlayer
+from asyncrl.rollouter.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.sessions import Sessions
-from asyncrl.rollouter.slots import Slots
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import Stops
 from asyncrl.tokenizer import load_tokenizer
 
@@ -264,3 +264,18 @@ def call_of(name, **arguments):
 
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+
+
+def played(folder, agent, **options):
+    """The world of an episode that has ended, and its trajectory or why there is none; nothing outlives an attempt."""
+
+    async def play():
+        async with asyncio.timeout(20.0), World(folder, agent=agent, **options) as world:
+            try:
+                return await world.player.play(world.ticket, world.account), world
+            except EpisodeFailed as failure:
+                return failure, world
+
+    found, world = asyncio.run(play())
+    assert len(world.sessions) == 0 and len(world.ended) == len(world.ran)
+    return found, world

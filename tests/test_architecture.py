@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent / "asyncrl"
 CONTRACT = {
     "errors",
     "disk",
+    "files",
     "config",
     "messages",
     "snapshot",
@@ -33,6 +34,7 @@ MAY_IMPORT = {
     "errors": set(),
     "gathering": {"errors"},
     "disk": set(),
+    "files": set(),
     "config": {"errors"},
     "snapshot": set(),
     "messages": {"snapshot"},
@@ -48,10 +50,10 @@ MAY_IMPORT = {
     "trajectories": {"messages"},
     "outcome": set(),
     "group_file": {"errors", "messages"},
-    "checkpoint": {"errors", "disk", "config", "messages", "group_file"},
+    "checkpoint": {"errors", "disk", "files", "config", "messages", "group_file"},
     "wire": {"errors", "messages"},
     "weights": {"errors", "messages"},
-    "monitor": {"errors", "messages", "snapshot"},
+    "monitor": {"errors", "files", "messages", "snapshot"},
     "runtime": {"errors", "config", "messages", "snapshot", "wire", "monitor"},
     # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
     "preflight": FOR_ACTORS | {"dataloader", "reward", "episodes"},

@@ -9,11 +9,11 @@ from contextlib import aclosing
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual import run_virtual
 
 import asyncrl
 from asyncrl.errors import TooManyFailures
 from asyncrl.gathering import TrajectoryGroup, _Gathering, gather_groups, may_go_on
-from asyncrl.runtime.clock import run_virtual
 
 
 async def after(seconds, value="done"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 
 pytestmark = pytest.mark.slow
 

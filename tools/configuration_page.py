@@ -15,8 +15,7 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config
-from asyncrl.config.key_types import default_words, type_words
-from asyncrl.config.keys import docstrings, known_keys, table_of
+from asyncrl.config.keys import default_words, docstrings, known_keys, table_of, type_words
 from asyncrl.config.section import Section
 
 COMMAND = "python -m tools.configuration_page"

@@ -32,12 +32,12 @@ from asyncrl.learner.algorithm.batch import step_metrics
 from asyncrl.learner.algorithm.signal import has_signal
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.metrics.records import RecordFiles
-from asyncrl.learner.planning import plan_step
+from asyncrl.learner.step_planner import plan_step
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.order import EpochOrder
 from asyncrl.reward.frames import Setup, Task
-from asyncrl.reward.resolve import resolve
+from asyncrl.reward.worker import resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.generation import request_seed

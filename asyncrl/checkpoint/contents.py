@@ -1,7 +1,8 @@
-"""Contents of a checkpoint beside the trainer's own files: the state of the run, and groups that were scored.
+"""Contents of a checkpoint: the state of the run, groups that were scored, and the table of the trainer's files.
 
 ``state.json`` is CheckpointState (state.py); ``groups.msgpack`` are the groups of the buffer, then those filtered since
 the last step, each a record of group_file.py. Both are read back as they were written, or not at all.
+``trainer/contents.json`` is TrainerContents, the last file that either backend writes.
 
 Fails with CheckpointError naming the file.
 """
@@ -15,15 +16,16 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.damage import reading
-from asyncrl.checkpoint.durable import refused, write_file
+from asyncrl.checkpoint.damage import reading, refused
 from asyncrl.checkpoint.state import READABLE, CheckpointState
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.files import Digest, write_file
 from asyncrl.group_file import pack_group, read_groups
 from asyncrl.messages.groups import Group
 
 STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
 """Names inside a checkpoint; TRAINER is the folder of the files that ``Backend.save`` writes."""
+CONTENTS = "contents.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +73,23 @@ def read_contents(folder: Path) -> Contents:
     if len(groups) != state.buffered + state.filtered:
         raise DamagedCheckpoint(str(path), f"holds {len(groups)} groups, not {state.buffered + state.filtered}")
     return Contents(folder, state, groups[: state.buffered], groups[state.buffered :])
+
+
+class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of a trainer's folder. Fields are only ever added, with a default."""
+
+    steps: int
+    """Optimizer steps of the run taken."""
+    world_size: int
+    """Ranks that wrote the files."""
+    files: dict[str, Digest] = {}
+    """Digests of all other files of the folder."""
+    warm_steps: int = 0
+    """Supervised steps taken before the optimizer steps of the run."""
+
+
+def read_trainer_contents(folder: Path) -> TrainerContents:
+    """The trainer's contents in ``folder``. Raises CheckpointError."""
+    path = folder / CONTENTS
+    with reading(path):
+        return msgspec.json.decode(path.read_bytes(), type=TrainerContents)

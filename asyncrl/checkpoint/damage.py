@@ -14,11 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.durable import Digest, difference
+from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, DataError
+from asyncrl.files import Digest, difference
 
 DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
 """Numbers of reading errors that are of the file itself."""
+
+
+def refused(path: Path, error: OSError) -> CheckpointError:
+    """Error of a checkpoint that the operating system refuses, naming the file of ``error``, or ``path``."""
+    where = error.filename if isinstance(error.filename, str) else str(path)
+    return CheckpointError(where, error.strerror or str(error), full=full_errno(error))
 
 
 @contextmanager

@@ -38,20 +38,12 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.contents import STATE, TRAINER, read_state
-from asyncrl.checkpoint.damage import check_files, reading
-from asyncrl.checkpoint.durable import (
-    Digest,
-    digest_file,
-    refused,
-    replace_file,
-    sync_folder,
-    write_file,
-)
+from asyncrl.checkpoint.contents import CONTENTS, STATE, TRAINER, read_state, read_trainer_contents
+from asyncrl.checkpoint.damage import check_files, reading, refused
 from asyncrl.checkpoint.retention import Found, superfluous
-from asyncrl.checkpoint.trainer_contents import CONTENTS, read_trainer_contents
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.files import Digest, digest_file, replace_file, sync, write_file
 
 COMPLETE, WRITER, LATEST = "COMPLETE", "writer.json", "latest"
 LOOKS = 10
@@ -205,7 +197,7 @@ class CheckpointFolder:
         """
         with _telling(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(self.folder.parent)
+            sync(self.folder.parent)
         self._refuse_if_older(incarnation)
         with _telling(self.folder / WRITER):
             replace_file(self.folder / WRITER, msgspec.json.encode(_Writer(incarnation)))
@@ -237,9 +229,9 @@ class CheckpointFolder:
         self._refuse_if_below(partial, version, step)
         with _telling(partial):
             complete = _Complete(version, step, {name: digest_file(partial / name) for name in files})
-            sync_folder(partial)
+            sync(partial)
             write_file(partial / COMPLETE, [msgspec.json.encode(complete)])
-            sync_folder(partial)
+            sync(partial)
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
         with _telling(target):
@@ -253,7 +245,7 @@ class CheckpointFolder:
                 else:
                     self._bury(target)
             os.rename(partial, target)
-            sync_folder(self.folder)
+            sync(self.folder)
         try:
             replace_file(self.folder / LATEST, target.name.encode() + b"\n")
         except OSError as error:
@@ -283,7 +275,7 @@ class CheckpointFolder:
                 count += 1
                 target = self.folder / f"{why}-{path.name}-{count}"
             os.rename(path, target)
-            sync_folder(self.folder)
+            sync(self.folder)
         return target
 
     def retain(self, *, keep: int, keep_every_steps: int) -> list[Path]:
@@ -330,7 +322,7 @@ class CheckpointFolder:
         """Remove a folder such that no half of it is ever seen under its name. Raises OSError."""
         grave = self.folder / f".dead-{path.name.lstrip('.')}-{time.time_ns()}"
         os.rename(path, grave)
-        sync_folder(self.folder)
+        sync(self.folder)
         shutil.rmtree(grave)
 
 

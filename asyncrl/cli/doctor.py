@@ -188,8 +188,7 @@ def _targets(
     """The hosts, the head first: this host, if it is among them. Raises UsageError."""
     import socket
 
-    from asyncrl.doctor.conversation import REMOTE
-    from asyncrl.doctor.examination import Target
+    from asyncrl.doctor.examination import REMOTE, Target
     from asyncrl.launcher.addresses import is_this_host
     from asyncrl.launcher.hostfile import HostLine, read_hostfile, select_hosts
     from asyncrl.launcher.start import LocalStart, SshStart

@@ -22,11 +22,9 @@ from asyncrl.monitor.printable import say
 from asyncrl.monitor.streams import send_nowhere
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
     from asyncrl.launcher.detach import Detached
-    from asyncrl.launcher.placement import Placed
-    from asyncrl.launcher.resume import Resumption
-    from asyncrl.preflight.findings import Finding
+    from asyncrl.launcher.hostfile import HostLine
+    from asyncrl.launcher.start import StartCommand
 
 PROGRAM = "asyncrl-launch"
 DESCRIPTION = "Post-train a language model with asynchronous reinforcement learning."
@@ -135,20 +133,7 @@ def _main(argv: list[str]) -> int:
             return living.run(given)
         if given.slurm:
             return _submit(given, overrides)
-        if given.inside_slurm:
-            return _run_inside_slurm(given, overrides)
-        if given.hosts is not None:
-            return _run_hosts(given, overrides, detached, _without_resume(argv))
-        config, placed, findings, resumption = _prepare(given, overrides)
-        if given.dry_run:
-            return _print_plan(config, placed, findings, resumption, as_json=given.json)
-        if resumption is not None and resumption.is_finished:
-            say(resumption.describe_finished(config), sys.stdout)
-            return _warn_of(resumption)
-        from asyncrl.launcher.local import run_local
-
-        command = _without_resume(argv)
-        return run_local(config, placed, resumption=resumption, detached=detached, command=command)
+        return _run(given, overrides, detached, _without_resume(argv))
     except ConfigError as error:
         keys = "" if error.found else "; --help-config explains every key"
         if len(error.problems) == 1:
@@ -208,60 +193,29 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _prepare(
-    given: argparse.Namespace, overrides: dict[str, str]
-) -> tuple[Config, list[Placed], list[Finding], Resumption | None]:
-    """Configuration, placement, findings and resumption, with every problem of the first three reported at once.
-
-    Raises ConfigError, and where the run cannot be resumed UsageError, CheckpointError or RunChanged.
-    """
-    import asyncio
-
+def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
+    """Run here, on the hosts of a file by ssh, or on the nodes of this job. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
-    from asyncrl.errors import ConfigError
-    from asyncrl.launcher.checks import check_head, errors_of, warnings_of
-    from asyncrl.launcher.date import with_date
-    from asyncrl.launcher.hosts import local_host
-    from asyncrl.launcher.placement import place, with_episode_hosts, with_gpus
-
-    config, resumption = load_config(given.configs, _with_allowed(given, overrides)), None
-    if given.resume is not None:
-        # First: nothing is to be checked of a run that lives or is finished.
-        from asyncrl.launcher.resume import find_resumption
-
-        config, resumption = find_resumption(config, given.resume)
-    config = with_date(config, resumption.folder.path if resumption is not None else None)
-    placed: list[Placed] = []
-    problems: list[str] = []
-    hosts = [local_host()]
-    try:
-        config = with_gpus(config, hosts)
-        config = with_episode_hosts(config, hosts)
-        placed = place(config, hosts)
-    except ConfigError as error:
-        problems = error.problems
-    is_finished = resumption is not None and resumption.is_finished
-    findings = [] if is_finished else asyncio.run(check_head(config, config.actors, config.network.host, resumption))
-    if found := errors_of(findings):
-        raise ConfigError([*problems, *found], found=not problems)
-    if problems:
-        raise ConfigError(problems)
-    for warning in warnings_of(findings):
-        _complain(warning, 0)
-    return config, placed, findings, resumption
-
-
-def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
-    """Run on several hosts by ssh. Raises AsyncRLError."""
-    from asyncrl.config.load import load_config
-    from asyncrl.launcher.hostfile import read_hostfile, select_hosts
     from asyncrl.launcher.several import run_hosts
-    from asyncrl.launcher.start import SshStart
 
-    lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
-    config = load_config(given.configs, _with_allowed(given, overrides))
-    start = SshStart(config.supervision.start_timeout_s, living.split_ssh_args(given.ssh_args))
     dry_run: bool | Literal["json"] = "json" if given.json else given.dry_run
+    lines: list[HostLine] | None = None
+    if given.hosts is not None:
+        from asyncrl.launcher.hostfile import read_hostfile, select_hosts
+
+        lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
+    config = load_config(given.configs, _with_allowed(given, overrides))
+    if given.inside_slurm:
+        from asyncrl.launcher.slurm import job_hosts, resume_of, start_of
+
+        nodes, step, in_container = job_hosts(), start_of(given.container), given.container is not None
+        resume = resume_of(config, given.resume)
+        return run_hosts(config, nodes, step, resume=resume, dry_run=dry_run, shared=True, everywhere=in_container)
+    start: StartCommand | None = None
+    if lines is not None:
+        from asyncrl.launcher.start import SshStart
+
+        start = SshStart(config.supervision.start_timeout_s, living.split_ssh_args(given.ssh_args))
     return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached, command=command)
 
 
@@ -304,24 +258,6 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--slurm: say how many nodes, as in --nodes 2")
 
 
-def _run_inside_slurm(given: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Run on the nodes of this job. Raises AsyncRLError."""
-    from asyncrl.config.load import load_config
-    from asyncrl.launcher.several import run_hosts
-    from asyncrl.launcher.slurm import job_hosts, resume_of, start_of
-
-    config = load_config(given.configs, _with_allowed(given, overrides))
-    return run_hosts(
-        config,
-        job_hosts(),
-        start_of(given.container),
-        resume=resume_of(config, given.resume),
-        dry_run="json" if given.json else given.dry_run,
-        shared=True,
-        everywhere=given.container is not None,
-    )
-
-
 def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Submit a job, or show its script. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
@@ -349,25 +285,6 @@ def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[
     """The overrides, with the inputs that may have changed when a run is resumed as resume.allow."""
     allowed = [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
-
-
-def _print_plan(
-    config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None, *, as_json: bool
-) -> int:
-    from asyncrl.config.load import config_to_json
-    from asyncrl.launcher.plan import plan_rows
-
-    if as_json:
-        say(config_to_json(config), sys.stdout)
-    for row in plan_rows(config, placed, findings, resumption) if not as_json else []:
-        say(row, sys.stdout)
-    return _warn_of(resumption) if resumption is not None else 0
-
-
-def _warn_of(resumption: Resumption) -> int:
-    for warning in resumption.warnings:
-        say(warning, sys.stderr)
-    return 0
 
 
 def _print_keys() -> int:

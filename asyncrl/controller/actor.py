@@ -33,6 +33,7 @@ from asyncrl.controller.traces import Traces, remove_unfinished
 from asyncrl.controller.watching import Watching
 from asyncrl.disk import in_words
 from asyncrl.errors import InvalidRequest, Refused
+from asyncrl.files import replace_file
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
     ActorEnded,
@@ -64,7 +65,6 @@ from asyncrl.messages.monitor import (
     WatchMetrics,
     WatchSnapshot,
 )
-from asyncrl.monitor.whole import replace_whole
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.runtime.incarnations import numbers_begin_above
@@ -153,7 +153,7 @@ class Controller(Actor):
             peers=lambda: self.roster.peers,
             take_in=self.take_in,
             tell=self._members_changed,
-            write=partial(replace_whole, private=True),
+            write=partial(replace_file, mode=0o600),
             path=self._address_file.with_name(MEMBERS_FILE),
             now=self.clock.now,
             log=self.log,
@@ -198,7 +198,7 @@ class Controller(Actor):
             generations=self._registry.generations,
         )
         text = msgspec.json.encode(said).decode()
-        await asyncio.to_thread(replace_whole, self._address_file, text, private=True)
+        await asyncio.to_thread(replace_file, self._address_file, text, mode=0o600)
 
     async def _keep(self) -> None:
         """Keep the file for a successor, which is not told of a lost host, nor of those nobody tells of any more."""

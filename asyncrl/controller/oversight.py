@@ -9,27 +9,76 @@ policy says so. Invariant: nobody is condemned for silence before it was named, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import msgspec
 
 from asyncrl.controller.blame import Seen, silence_in_words
 from asyncrl.controller.coming_and_going import ComingAndGoing
 from asyncrl.controller.hosts import BEATS, Hosts
-from asyncrl.controller.reach import Reach
+from asyncrl.controller.reach import Reach, Standing
 from asyncrl.controller.reserve import REWARD
 from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.controller.sight import look_at, standings
 from asyncrl.controller.watchdog import Report, Watchdog, patience_of
 from asyncrl.controller.watching import Watching
 from asyncrl.messages.actors import Condemned, Stuck
+from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.incarnations import numbers_begin_above
-from asyncrl.runtime.registry import Registry
+from asyncrl.runtime.registry import Entry, Registry
 from asyncrl.runtime.supervision import is_replicated, role_of
 
 CUTS_OF_A_REPLICA = 2
 """Cuts in a row after which a replica is not at fault by chance, and is set aside."""
 STACKS_BEATS = 3
 """Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
+COUNTERS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
+"""Counters of a heartbeat that show that the run moves, beside the version."""
+FRESH_S = 3.0
+"""Age below which the waits of a heartbeat are taken as they stand."""
+
+
+def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[str, Seen]:
+    """Each of ``names`` that has beaten in this incarnation. Its times go on where its last heartbeat left them."""
+    found = {}
+    for name in names:
+        entry = registry.entries.get(name)
+        if entry is not None and entry.heartbeat is not None:
+            found[name] = _seen(registry, entry, now)
+    return found
+
+
+def standings(registry: Registry, names: Collection[str], now: float, fresh_s: float) -> Iterator[Standing]:
+    """Standings of those of ``names`` that are ready and have beaten within ``fresh_s``."""
+    for name in names:
+        entry = registry.entries.get(name)
+        if entry is not None and entry.ready and entry.heartbeat is not None and now - entry.beaten < fresh_s:
+            unreached = {record.whom: record.seconds for record in entry.heartbeat.unreached}
+            yield Standing(name=name, incarnation=entry.record.incarnation, unreached=unreached)
+
+
+def _seen(registry: Registry, entry: Entry, now: float) -> Seen:
+    beat = entry.heartbeat
+    assert beat is not None
+    age = now - entry.heard
+    return Seen(
+        name=entry.record.name,
+        incarnation=entry.record.incarnation,
+        state=beat.state,
+        state_s=beat.state_s + age,
+        waits=_aged(beat.awaits, age),
+        progress_s=now - entry.progressed,
+        silent_s=registry.silence_of(entry, now),
+        ended=not entry.heard_of,
+        version=entry.version,
+        figures=(float(entry.version), *(entry.figures.get(name, 0.0) for name in COUNTERS)),
+    )
+
+
+def _aged(awaits: list[AwaitRecord], age: float) -> list[AwaitRecord]:
+    if age < FRESH_S:
+        return awaits
+    return [msgspec.structs.replace(wait, seconds=wait.seconds + age) for wait in awaits]
 
 
 class Oversight:

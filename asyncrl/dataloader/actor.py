@@ -49,14 +49,12 @@ from asyncrl.messages.seals import sealed
 from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.order import EpochOrder
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.away import log_away
 from asyncrl.runtime.parking import ParkingLot
+from asyncrl.runtime.retry import AWAY_S, log_away
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
-AWAY_S = 0.5
-"""Pause before a learner that did not answer is asked again."""
 TOKENIZED_AT_ONCE = 2000
 """Prompts between two looks at whether the actor is to end."""
 

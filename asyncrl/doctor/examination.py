@@ -7,8 +7,8 @@ nothing else: the rest is examined as if it were not there. The head is the firs
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,31 +28,39 @@ from asyncrl.doctor.compare import (
     judge_ways,
     needed_packages,
 )
-from asyncrl.doctor.conversation import Conversation, HostLost
 from asyncrl.doctor.talk import (
+    Begin,
     Connect,
     Connected,
     Examine,
     Examined,
     HostFacts,
-    Leave,
-    Left,
     Listen,
     Listening,
     Look,
+    Mark,
+    Marked,
     Peer,
+    ReadClock,
     Seen,
+    Time,
 )
-from asyncrl.errors import ConfigError, UsageError
+from asyncrl.errors import ConfigError, HostFailed, UsageError
 from asyncrl.launcher.addresses import by_interface, by_route, interface_of, usable
+from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.hostspec import RouteQuery, Routes
 from asyncrl.launcher.placement import Host, Placed, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.several import passed_on
+from asyncrl.launcher.spec import RouteQuery, Routes
 from asyncrl.launcher.start import StartCommand
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.runtime.supervision import role_of
 
 T = TypeVar("T")
+REMOTE = ("-m", "asyncrl.doctor.host")
+CLOCK_ROUNDS = 5
+END_S = 2.0
+"""Time that a host's part has to end; then its connection is cut."""
 CONNECT_S = 5.0
 """Longest wait of one host for a connection to another."""
 ANY = "0"
@@ -86,25 +94,22 @@ class Examination:
     """Longest wait for each answer of a host."""
     fix: bool = False
     _found: list[Finding] = field(default_factory=list)
-    _talks: dict[str, Conversation] = field(default_factory=dict)
-    """Talks with the hosts that answer."""
+    _contacts: dict[str, Contact] = field(default_factory=dict)
+    """Hosts that answer."""
     _facts: dict[str, HostFacts] = field(default_factory=dict)
     _placed: list[Placed] = field(default_factory=list)
     _addresses: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> list[Finding]:
         """All findings, in order."""
-        async with contextlib.AsyncExitStack() as ending:
-            talks = {target.name: Conversation(target.name, target.start, self.answer_s) for target in self.targets}
-
-            async def end() -> None:
-                await asyncio.gather(*(talk.close() for talk in talks.values()))
-
-            ending.push_async_callback(end)
-            self._talks = talks
-            self._facts = await self._ask_all(lambda talk: talk.begin())
+        contacts = {target.name: Contact(target.name, target.start, any_host=True) for target in self.targets}
+        self._contacts = dict(contacts)
+        try:
+            self._facts = await self._ask_all(self._begin)
             if self._facts:
                 await self._examine()
+        finally:
+            await asyncio.gather(*(contact.close(END_S) for contact in contacts.values()))
         return in_order(self._found, [target.name for target in self.targets])
 
     @property
@@ -133,7 +138,7 @@ class Examination:
 
     async def _read_clocks(self) -> None:
         if self._several:
-            rounds = await self._ask_all(lambda talk: talk.clock())
+            rounds = await self._ask_all(_read_clock)
             if rounds:
                 offsets = {host: best_offset(each) for host, each in rounds.items()}
                 self._found += compare_clocks(offsets, self._head)
@@ -146,27 +151,43 @@ class Examination:
 
     # --- asking ---
 
+    async def _begin(self, contact: Contact) -> HostFacts:
+        await contact.reach()
+        begin = Begin(deadline_s=3 * self.answer_s, folder=str(Path.cwd()), env=passed_on())
+        return await contact.ask(begin, HostFacts)
+
     async def _ask_all(
-        self, question: Callable[[Conversation], Awaitable[T]], hosts: Sequence[str] | None = None
+        self, question: Callable[[Contact], Awaitable[T]], hosts: Sequence[str] | None = None
     ) -> dict[str, T]:
         """Answers by host, of those that give one, in the order of the hostfile; the others are lost from here on."""
-        names = [host for host in self._talks if hosts is None or host in hosts]
-        answers = await asyncio.gather(*(self._ask(self._talks[host], question) for host in names))
+        names = [host for host in self._contacts if hosts is None or host in hosts]
+        answers = await asyncio.gather(*(self._ask(self._contacts[host], question) for host in names))
         return {host: answer[0] for host, answer in zip(names, answers, strict=True) if answer}
 
-    async def _ask(self, talk: Conversation, question: Callable[[Conversation], Awaitable[T]]) -> tuple[T] | None:
+    async def _ask(self, contact: Contact, question: Callable[[Contact], Awaitable[T]]) -> tuple[T] | None:
+        host = contact.name
         try:
-            return (await question(talk),)
-        except HostLost as lost:
-            reached = talk.host in self._facts
-            told = f"is lost in the middle: {lost}" if reached else str(lost)
-            fix = f"see that `ssh {talk.host}` works without a question, and that asyncrl is installed there"
-            self._found = [one for one in self._found if (one.host, one.check) != (talk.host, "ssh")]
-            self._found.append(fail("ssh", told, fix, talk.host))
-            del self._talks[talk.host]
-            self._facts.pop(talk.host, None)
-            self._addresses.pop(talk.host, None)
-            return None
+            async with asyncio.timeout(self.answer_s):
+                return (await question(contact),)
+        except TimeoutError:
+            what = f" to {contact.asked!r}" if contact.asked else ""
+            told = f"no answer{what} within {self.answer_s:g} s"
+            told += f"; it last said: {contact.last_error}" if contact.last_error else ""
+        except HostFailed as failed:
+            told = failed.reason
+        except ValueError as error:
+            told = f"it said what is none of our words ({error}); is the shell there silent?"
+        told = f"is lost in the middle: {told}" if host in self._facts else told
+        fix = f"see that `ssh {host}` works without a question, and that asyncrl is installed there"
+        self._put_in_place([fail("ssh", told, fix, host)])
+        for known in (self._contacts, self._facts, self._addresses):
+            known.pop(host, None)
+        return None
+
+    def _put_in_place(self, findings: Sequence[Finding]) -> None:
+        """Add these, each in the place of what the same check has found on the same host."""
+        gone = {(finding.host, finding.check) for finding in findings}
+        self._found = [one for one in self._found if (one.host, one.check) not in gone] + list(findings)
 
     # --- addresses and placement ---
 
@@ -183,7 +204,7 @@ class Examination:
             else:
                 query = RouteQuery(head=head, addresses=list(usable(facts[head])))
                 others = [host for host in facts if host != head]
-                routes = await self._ask_all(lambda talk: talk.ask(query, Routes), others)
+                routes = await self._ask_all(lambda contact: contact.ask(query, Routes), others)
                 facts = {host: each for host, each in facts.items() if host == head or host in routes}
                 if routes:
                     self._addresses = by_route(head, facts, routes)
@@ -260,12 +281,10 @@ class Examination:
                 fix=self.fix,
             )
 
-        examined = await self._ask_all(lambda talk: talk.ask(order(talk.host), Examined))
+        examined = await self._ask_all(lambda contact: contact.ask(order(contact.name), Examined))
         for host, each in examined.items():
             self._found += on_host(host, each.findings)
-        different = compare_models({host: each.model for host, each in examined.items()}, head)
-        gone = {finding.host for finding in different}
-        self._found = [one for one in self._found if one.check != "model" or one.host not in gone] + different
+        self._put_in_place(compare_models({host: each.model for host, each in examined.items()}, head))
         await self._check_shared(runs, f"{MARK}{token}-checkpoints")
 
     async def _check_shared(self, runs: str, name: str) -> None:
@@ -280,17 +299,16 @@ class Examination:
         for host in ranked:
             if host != self._head and seeing.get(host) is False:
                 told = f"{folder} is not the folder that {self._head} sees, but ranks of the learner are on both"
-                self._found = [one for one in self._found if (one.host, one.check) != (host, "checkpoint_dir")]
                 fix = "set checkpoint.dir to a folder on a file system that all these hosts share"
-                self._found.append(fail("checkpoint_dir", told, fix, host))
+                self._put_in_place([fail("checkpoint_dir", told, fix, host)])
 
     async def _who_sees(self, folder: str, name: str) -> Mapping[str, bool]:
         """Whether each host sees the file that the head puts there; empty if the head can put nothing there."""
-        head = self._head
-        left = (await self._ask_all(lambda talk: talk.ask(Leave(path=folder, name=name), Left), [head])).get(head)
-        if left is None or left.problem:
+        marked = await self._ask_all(lambda contact: contact.ask(Mark(path=folder, name=name), Marked), [self._head])
+        path = next((each.path for each in marked.values()), "")
+        if not path:
             return {}
-        seen = await self._ask_all(lambda talk: talk.ask(Look(path=left.path), Seen))
+        seen = await self._ask_all(lambda contact: contact.ask(Look(path=path), Seen))
         return {host: answer.there for host, answer in seen.items()}
 
     # --- between the hosts ---
@@ -304,13 +322,13 @@ class Examination:
         ports = list(dict.fromkeys([wanted, ANY])) if self._meets_anywhere else [wanted]
         token, addresses = secrets.token_hex(16), dict(self._addresses)
         listening = await self._ask_all(
-            lambda talk: talk.ask(Listen(address=addresses[talk.host], ports=ports, token=token), Listening),
+            lambda contact: contact.ask(Listen(address=addresses[contact.name], ports=ports, token=token), Listening),
             list(addresses),
         )
         peers = [Peer(host=host, address=addresses[host], ports=each.ports) for host, each in listening.items()]
         connected = await self._ask_all(
-            lambda talk: talk.ask(
-                Connect(peers=[peer for peer in peers if peer.host != talk.host], token=token, timeout_s=CONNECT_S),
+            lambda contact: contact.ask(
+                Connect(peers=[peer for peer in peers if peer.host != contact.name], token=token, timeout_s=CONNECT_S),
                 Connected,
             ),
             list(listening),
@@ -342,6 +360,17 @@ class Examination:
             return True
         ranked = {actor.host for actor in self._placed if role_of(actor.name) == "learner"}
         return source in ranked and target in ranked
+
+
+async def _read_clock(contact: Contact) -> list[tuple[float, float, float]]:
+    """Rounds of (asked, the host's time, answered), s."""
+    rounds = []
+    for _ in range(CLOCK_ROUNDS):
+        # The span by the clock that never jumps; only its beginning is taken from the other.
+        begun, asked = time.monotonic(), time.time()
+        there = (await contact.ask(ReadClock(), Time)).wall_ns / 1e9
+        rounds.append((asked, there, asked + time.monotonic() - begun))
+    return rounds
 
 
 def _is_rank(actor: Placed, host: str) -> bool:

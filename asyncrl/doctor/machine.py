@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,12 +17,10 @@ import psutil
 
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.talk import Card, HostFacts
-from asyncrl.errors import UsageError
-from asyncrl.launcher.addresses import interfaces
-from asyncrl.launcher.hosts import NVIDIA_SMI_S, local_host
-from asyncrl.launcher.hostspec import Facts
+from asyncrl.launcher.hosts import NVIDIA_SMI_S
+from asyncrl.launcher.spec import Facts
 from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.weights.place import host_id
+from asyncrl.weights.segments import host_id
 
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "asyncrl": ("asyncrl",),
@@ -42,26 +39,12 @@ WANTED_SHM_BYTES = 1 << 30
 """Free space that is wanted: a container's 64 MiB are soon full of what NCCL and torch put there."""
 
 
-def gather_facts() -> HostFacts:
-    """Facts of this host that are compared between hosts."""
-    problem, cpus, gpus = "", len(os.sched_getaffinity(0)), list[str]()
-    try:
-        gpus = list(local_host().gpus)
-    except UsageError as error:
-        problem = str(error)
-    cards: dict[str, Card] = {}
-    if not problem:
-        cards, problem = find_cards()
+def gather_facts(facts: Facts) -> HostFacts:
+    """Facts of this host that are compared between hosts, with those of ``find_facts``."""
+    cards, problem = ({}, facts.gpu_problem) if facts.gpu_problem else find_cards()
     return HostFacts(
-        facts=Facts(
-            version=_version("asyncrl"),
-            hostname=socket.gethostname(),
-            cpus=cpus,
-            gpus=gpus,
-            interfaces=interfaces(),
-            client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
-        ),
-        identity=f"{socket.gethostname()}/{host_id()}",
+        facts=facts,
+        identity=f"{facts.hostname}/{host_id()}",
         versions={"python": platform.python_version()} | {name: _version(name) for name in DISTRIBUTIONS},
         cards=cards,
         gpu_problem=problem,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from asyncrl.doctor.talk import Connect, Connected, Listen, Listening, Peer
 from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.preflight.ports import bind, ports_of
+from asyncrl.preflight.room import bind, ports_of
 
 INFINIBAND = Path("/sys/class/infiniband")
 CONNECTIONS_AT_ONCE = 64

@@ -1,18 +1,18 @@
-"""Questions of the doctor to a host, and their answers: a JSON line each, in turn, over standard input and output.
+"""Orders of the doctor to a host and their answers, in the protocol of ``launcher/spec``.
 
-Facts can be read from any version that answers: unknown fields are passed over, missing ones are empty.
+An answer that a host of another version gives can be read too: unknown fields are passed over, missing ones are empty.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.launcher.hostspec import Facts, RouteQuery, Routes
+from asyncrl.launcher.spec import Facts
 from asyncrl.preflight.findings import Finding
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """The first line."""
+    """The first order. The answer is HostFacts."""
 
     deadline_s: float
     """The host's part ends itself when it has heard nothing for so long, or takes so long over an answer."""
@@ -32,7 +32,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True, tag="host"):
-    """Facts of a host; the answer to Begin."""
+    """What the doctor wants to know of a host beside what the launcher does."""
 
     facts: Facts
     """Facts as the launcher gets them."""
@@ -118,18 +118,17 @@ class Connected(Struct, frozen=True, kw_only=True, tag="connected"):
     problems: dict[str, dict[str, str]]
 
 
-class Leave(Struct, frozen=True, kw_only=True, tag="leave"):
-    """Put a file of this name into the nearest folder of this path that exists, until the end. The answer is Left."""
+class Mark(Struct, frozen=True, kw_only=True, tag="mark"):
+    """Put a file of this name into the nearest folder of this path that exists, until the end. The answer is Marked."""
 
     path: str
     name: str
 
 
-class Left(Struct, frozen=True, kw_only=True, tag="left"):
-    """Path of the file, or the problem that kept it from being put there."""
+class Marked(Struct, frozen=True, kw_only=True, tag="marked"):
+    """Path of the file; empty where none could be put there."""
 
-    path: str = ""
-    problem: str = ""
+    path: str
 
 
 class Look(Struct, frozen=True, kw_only=True, tag="look"):
@@ -142,13 +141,3 @@ class Seen(Struct, frozen=True, kw_only=True, tag="seen"):
     """Whether it is there."""
 
     there: bool
-
-
-class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
-    """The reason of a failure, instead of any answer."""
-
-    reason: str
-
-
-Request = Begin | ReadClock | RouteQuery | Examine | Listen | Connect | Leave | Look
-Answer = HostFacts | Time | Routes | Examined | Listening | Connected | Left | Seen | Failed

@@ -1,4 +1,4 @@
-"""Faults that end a worker: its event loop stands still, it takes too much memory, or an episode does not end.
+"""Workers of a host and their faults: the event loop stands still, it takes too much memory, an episode does not end.
 
 Where a stopped episode does not end though the loop turns, that episode is guilty, and the others are known to be
 innocent; in all other cases nobody knows.
@@ -6,14 +6,56 @@ innocent; in all other cases nobody knows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.episode import EpisodeConfig
-from asyncrl.episodes.slots import Slot
+from asyncrl.episodes.session import Playing, Session
+from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.process import WorkerProcess
 
 MEMORY_KEY = "episode.max_memory_bytes"
+SUSPECT_DEATHS = 2
+"""Deaths from which on an episode is played alone."""
+MOST = 4096
+"""Episodes that are remembered, the newest."""
+
+
+@dataclass(eq=False, slots=True)
+class Open:
+    """An episode that was begun or waits for a worker. Workers alone change it, and the slots."""
+
+    session: Session
+    playing: Playing
+    stopped: float = 0.0
+    """Time when it was told to end; 0 where it was not."""
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The place of one worker; its processes come and go. A lone one is for one episode."""
+
+    ledger: StateLedger
+    lone: bool = False
+    process: WorkerProcess | None = None
+    launched: float = 0.0
+    """Time when its process was started."""
+    is_ready: bool = False
+    open: dict[str, Open] = field(default_factory=dict)
+    heard: float = 0.0
+    """Time when it was heard of last."""
+    silent_s: float = 0.0
+    """Seconds for which it has not been heard of, as far as this process was there to hear."""
+    guilty: str = ""
+    """Session for which it is killed, where that is known."""
+    memory_limit: int = 0
+    telling: asyncio.TimerHandle | None = None
+    """Timer that hands out the gathered output."""
+    failed_starts: int = 0
+    restart: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +103,33 @@ def unended(slot: Slot, close_timeout_s: float, now: float) -> Fault | None:
             reason = f"did not end within {close_timeout_s:g} s of being told to (episode.close_timeout_s)"
             return Fault("stopped", f"was killed because of an episode that {reason}", key if turns else "")
     return None
+
+
+class Suspects:
+    """Blame for the deaths of workers: deaths counted by episode id, over its attempts. Pure.
+
+    A worker plays many episodes, most of which are innocent of its end. So an episode that was in two deaths is played
+    in a worker by itself, and only a death there is its own. Invariant: an episode that never ends its worker is never
+    blamed.
+    """
+
+    def __init__(self) -> None:
+        self._deaths: dict[str, int] = {}
+
+    def died(self, inside: Iterable[str]) -> None:
+        """Count the death of a worker, of unknown cause, with these episodes in it."""
+        for episode in inside:
+            self._deaths[episode] = self._deaths.pop(episode, 0) + 1
+            if len(self._deaths) > MOST:
+                del self._deaths[next(iter(self._deaths))]
+
+    def alone(self, episode: str) -> bool:
+        """Whether an episode is to be played in a worker by itself."""
+        return self._deaths.get(episode, 0) >= SUSPECT_DEATHS
+
+    def ended(self, episode: str) -> None:
+        """Forget an episode that has ended and whose worker lives."""
+        self._deaths.pop(episode, None)
+
+    def __len__(self) -> int:
+        return len(self._deaths)

@@ -17,9 +17,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.episodes.calling import call
 from asyncrl.episodes.client import Client
-from asyncrl.episodes.function import Player
+from asyncrl.episodes.function import Player, call
 from asyncrl.episodes.task import Task
 from asyncrl.errors import EpisodeOver
 from asyncrl.messages.episodes import ToolCall

@@ -2,7 +2,7 @@
 
 Invariant: each episode ends, in what its code says of it or in the end of its worker; a worker whose event loop stands
 still, that takes too much memory, or in which a stopped episode does not end, is killed with all that it has started
-and replaced. An episode goes to the worker with the fewest; one that was in the deaths of two (suspects.py) to a worker
+and replaced. An episode goes to the worker with the fewest; one that was in the deaths of two (faults.py) to a worker
 by itself. Only there, or where it was stopped and did not end, is it blamed. Fails when no worker can be started any
 more.
 """
@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.counts import Counts
-from asyncrl.episodes.faults import MEMORY_KEY, find_fault, silence
+from asyncrl.episodes.faults import MEMORY_KEY, Open, Slot, Suspects, find_fault, silence
 from asyncrl.episodes.frames import (
     SMALL_BYTES,
     Alive,
@@ -39,8 +39,6 @@ from asyncrl.episodes.frames import (
     ToWorker,
 )
 from asyncrl.episodes.session import Playing, Session
-from asyncrl.episodes.slots import Open, Slot
-from asyncrl.episodes.suspects import Suspects
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from asyncrl.errors import UsageError
-from asyncrl.launcher.hostspec import Facts, RouteQuery, Routes
+from asyncrl.launcher.spec import Facts, RouteQuery, Routes
 
 SIOCGIFADDR = 0x8915
 

@@ -32,7 +32,6 @@ from asyncrl.launcher.child import Child
 from asyncrl.launcher.ended import write_ended
 from asyncrl.launcher.folders import CONFIG, PART
 from asyncrl.launcher.host import Host
-from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.instructions import Announce, AskStop, Instruction, Kill, KillAll, Report, ReportStart, Spawn
 from asyncrl.launcher.link import ControllerLink, agent_name, make_link
 from asyncrl.launcher.remote import remove_part
@@ -57,6 +56,7 @@ from asyncrl.launcher.spec import (
     StacksEvent,
     StateEvent,
     StuckEvent,
+    private_name,
 )
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState, Stuck

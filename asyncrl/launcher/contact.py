@@ -1,8 +1,8 @@
-"""The launcher's end of one host before its agent lives: reach it, learn what it offers, give it its part.
+"""The end of a connection to one host at the launcher, before its agent lives, or at the doctor: reach it, ask it.
 
-A contact is a process whose standard input and output lead to ``remote`` on the host. It is in a session of its own,
-so Ctrl-C reaches the launcher alone. Every answer has the caller's deadline. Lines that do not belong to us, as a
-greeting by the user's shell, may come before the first answer and are passed over.
+A contact is a process whose standard input and output lead to ``remote`` on the host, or to its like. It is in a
+session of its own, so Ctrl-C reaches the launcher alone. Every answer has the caller's deadline. Lines that do not
+belong to us, as a greeting by the user's shell, may come before the first answer and are passed over.
 
 Fails with HostFailed, which names the host and why, in the words of the way that leads there.
 """
@@ -14,12 +14,12 @@ import contextlib
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import msgspec
 
 from asyncrl.errors import HostFailed
-from asyncrl.launcher.hostspec import Answer, Facts, Order, Refusal
+from asyncrl.launcher.spec import Facts, Refusal
 from asyncrl.launcher.start import StartCommand, last_line
 
 LONGEST_LINE_BYTES = 64 << 20
@@ -31,12 +31,17 @@ A = TypeVar("A")
 
 
 class Contact:
-    """The launcher's end of one host before its agent lives. ``process`` is handed on to the agent's follower."""
+    """The connection to one host. ``process`` is handed on to the follower of the host's agent.
 
-    def __init__(self, name: str, start: StartCommand) -> None:
-        self.name, self.start = name, start
+    With ``any_host`` one of another version is taken too, and one that cannot tell its GPUs.
+    """
+
+    def __init__(self, name: str, start: StartCommand, *, any_host: bool = False) -> None:
+        self.name, self.start, self._any_host = name, start, any_host
         self.facts: Facts
         self.process: asyncio.subprocess.Process
+        self.asked = ""
+        """The last order, in a word."""
         self._errors = b""
         self._log: Path | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -72,23 +77,25 @@ class Contact:
         if found["type"] == "refusal":
             raise HostFailed(self.name, str(found.get("reason")))
         ours = version("asyncrl")
-        if found.get("version") != ours:
+        if not self._any_host and found.get("version") != ours:
             raise HostFailed(
                 self.name, f"asyncrl {found.get('version')} is installed there, {ours} here; make them equal"
             )
         self.facts = msgspec.convert(found, Facts)
+        if self.facts.gpu_problem and not self._any_host:
+            raise HostFailed(self.name, self.facts.gpu_problem)
 
-    async def ask(self, order: Order, answer: type[A]) -> A:
-        """Give an order and wait for its answer. Raises HostFailed."""
+    async def ask(self, order: msgspec.Struct, answer: type[A]) -> A:
+        """Give an order and wait for its answer. Raises HostFailed, or ValueError if something else comes."""
         assert self.process.stdout is not None
+        self.asked = type(order).__name__.lower()
         self.send(msgspec.json.encode(order) + b"\n")
         line = await self.process.stdout.readline()
         if not line:
             raise await self._failure()
-        found = msgspec.json.decode(line, type=Answer)
+        found: A | Refusal = msgspec.json.decode(line, type=Union[answer, Refusal])  # noqa: UP007
         if isinstance(found, Refusal):
             raise HostFailed(self.name, found.reason, exit_code=found.exit_code)
-        assert isinstance(found, answer), f"{self.name}: {found} is no answer to {order}"
         return found
 
     def send(self, data: bytes) -> None:
@@ -108,22 +115,22 @@ class Contact:
         if self._errors:
             self._append(self._errors)
 
-    async def close(self) -> None:
+    async def close(self, within_s: float = EXIT_S) -> None:
         """End the command, and what it leads to if that has not become the guard. May be repeated."""
         if not hasattr(self, "process"):
             return
         self.hang_up()
-        await self.exited()
+        await self.exited(within_s)
 
     def kill(self) -> None:
         """End the command at once."""
         if hasattr(self, "process"):
             self._kill()
 
-    async def exited(self) -> int:
-        """Exit code of the command, after its output has ended; it is killed unless it ends by itself within EXIT_S."""
+    async def exited(self, within_s: float = EXIT_S) -> int:
+        """Exit code of the command, after its output has ended; it is killed unless it ends by itself in time."""
         try:
-            async with asyncio.timeout(EXIT_S):
+            async with asyncio.timeout(within_s):
                 await self.process.wait()
         except TimeoutError:
             self._kill()

@@ -17,10 +17,10 @@ from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
+from asyncrl.files import replace_file
 from asyncrl.launcher.folders import CONFIG, RunFolder
 from asyncrl.launcher.spec import EndedEvent
-from asyncrl.monitor.metrics_file import read_metrics
-from asyncrl.monitor.whole import replace_whole
+from asyncrl.monitor.metrics_line import read_metrics
 
 ENDED = "ended.json"
 COMMAND = "command.txt"
@@ -37,7 +37,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
 def write_ended(run_dir: Path, log_dir: str, ended: EndedEvent) -> None:
     """Keep the record of an end, in the place of that of the attempt before. Raises OSError."""
     record = msgspec.json.encode(EndRecord(log_dir=log_dir, ended=ended))
-    replace_whole(run_dir / ENDED, record.decode() + "\n")
+    replace_file(run_dir / ENDED, record.decode() + "\n")
 
 
 def read_ended(folder: RunFolder) -> EndedEvent | None:

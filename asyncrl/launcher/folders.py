@@ -26,6 +26,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
+from asyncrl.files import replace_file
 from asyncrl.launcher.begun import CONFIG as CONFIG
 from asyncrl.launcher.begun import PART as PART
 from asyncrl.launcher.begun import (
@@ -38,8 +39,8 @@ from asyncrl.launcher.begun import (
     logs_of,
     read_tree,
 )
-from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
+from asyncrl.launcher.spec import private_name
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
 
@@ -118,11 +119,9 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
     folder.logs.mkdir(parents=True)
     (folder.path / UNBEGUN).unlink(missing_ok=True)
     kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
-    new = folder.path / f"{CONFIG}.new"
-    new.write_text(config_to_json(config))
     if not kept.exists():
         os.link(folder.path / CONFIG, kept)
-    os.replace(new, folder.path / CONFIG)
+    replace_file(folder.path / CONFIG, config_to_json(config))
 
 
 def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:

@@ -29,12 +29,22 @@ from asyncrl.config import Config
 from asyncrl.errors import HostFailed
 from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.folders import RunFolder
-from asyncrl.launcher.hostspec import Ended, EndOrder
 from asyncrl.launcher.interrupts import Interrupts
 from asyncrl.launcher.member import SLACK_S, Member, end_in_steps, hang_up
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.signals import cause_of
-from asyncrl.launcher.spec import AT_ONCE, CONTROLLER_AT, KILL, PREEMPT, STOP, ControllerEvent, EndedEvent, StateEvent
+from asyncrl.launcher.spec import (
+    AT_ONCE,
+    CONTROLLER_AT,
+    KILL,
+    PREEMPT,
+    STOP,
+    ControllerEvent,
+    Ended,
+    EndedEvent,
+    EndOrder,
+    StateEvent,
+)
 from asyncrl.runtime.processes import children_of
 
 CONFIRM_S = 30.0

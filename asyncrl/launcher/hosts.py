@@ -1,4 +1,4 @@
-"""The cores and GPUs of the host on which the launcher runs, found out without importing torch."""
+"""Facts of the host on which this runs, found out without importing torch."""
 
 from __future__ import annotations
 
@@ -6,26 +6,41 @@ import os
 import shutil
 import socket
 import subprocess
+from importlib.metadata import version
 
-from asyncrl.errors import UsageError
-from asyncrl.launcher.placement import Host
+from asyncrl.launcher.addresses import interfaces
+from asyncrl.launcher.checks import installed_sinks
+from asyncrl.launcher.spec import Facts
+from asyncrl.preflight.limits import descriptor_limit
 
 NVIDIA_SMI_S = 30.0
 
 
-def local_host() -> Host:
-    """This host: the cores this process may use, and the GPUs that CUDA_VISIBLE_DEVICES leaves, or all of them."""
-    return Host(name=socket.gethostname(), cpus=len(os.sched_getaffinity(0)), gpus=_gpus())
+def find_facts() -> Facts:
+    """What this host offers: the cores this process may use, the GPUs that CUDA_VISIBLE_DEVICES leaves, or all."""
+    gpus, problem = _gpus()
+    return Facts(
+        version=version("asyncrl"),
+        hostname=socket.gethostname(),
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=gpus,
+        gpu_problem=problem,
+        interfaces=interfaces(),
+        client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
+        sinks=installed_sinks(),
+        descriptors=descriptor_limit(),
+    )
 
 
-def _gpus() -> tuple[str, ...]:
+def _gpus() -> tuple[list[str], str]:
+    """The GPUs, and the reason that they cannot be told."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        found = tuple(part.strip() for part in visible.split(",") if part.strip())
-        return () if "-1" in found else found
+        found = [part.strip() for part in visible.split(",") if part.strip()]
+        return ([] if "-1" in found else found), ""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return ()
+        return [], ""
     try:
         listed = subprocess.run(
             [tool, "--query-gpu=index", "--format=csv,noheader"],
@@ -35,10 +50,9 @@ def _gpus() -> tuple[str, ...]:
             check=True,
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"nvidia-smi does not answer within {NVIDIA_SMI_S:g} s; set CUDA_VISIBLE_DEVICES to say which GPUs to use"
-        ) from None
+        told = f"nvidia-smi does not answer within {NVIDIA_SMI_S:g} s"
+        return [], f"{told}; set CUDA_VISIBLE_DEVICES to say which GPUs to use"
     except subprocess.CalledProcessError:
         # The tool without a driver: a host without GPUs.
-        return ()
-    return tuple(line.strip() for line in listed.stdout.splitlines() if line.strip())
+        return [], ""
+    return [line.strip() for line in listed.stdout.splitlines() if line.strip()], ""

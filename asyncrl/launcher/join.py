@@ -14,14 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
-
-import msgspec
+from typing import Any
 
 from asyncrl.config.load import config_to_json
 from asyncrl.errors import AsyncRLError, UsageError
@@ -29,7 +26,6 @@ from asyncrl.launcher import addresses
 from asyncrl.launcher.folders import RUN_ID
 from asyncrl.launcher.guests import Guests
 from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.living import Controller, LivingRun
 from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
@@ -37,8 +33,8 @@ from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import Host, place_replicas, replicas_of
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.reach import Reached
-from asyncrl.launcher.several import as_set_here, passed_on
-from asyncrl.launcher.spec import CONTROLLER_AT
+from asyncrl.launcher.several import host_of, host_spec, start_agent
+from asyncrl.launcher.spec import CONTROLLER_AT, Facts, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.launcher.start import StartCommand, shown
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, Leave, NewHost
 from asyncrl.runtime.incarnations import attempt_begins_above
@@ -119,14 +115,7 @@ class _Joining:
     async def _place(self) -> None:
         config, at = self.run.config, await self._addresses()
         for line in self.lines:
-            facts = self.facts[line.name]
-            host = Host(
-                name=line.name,
-                cpus=facts.cpus,
-                gpus=line.usable(facts.gpus),
-                address=at[line.name],
-                interface=addresses.interface_of(facts, at[line.name]),
-            )
+            host = host_of(line, self.facts[line.name], at[line.name])
             self.hosts[line.name], self.replicas[line.name] = host, replicas_of(config, host)
         full = [f"{name} has {len(host.gpus)}" for name, host in self.hosts.items() if not self.replicas[name]]
         if full:
@@ -219,45 +208,32 @@ class _Joining:
 
     def _host_spec(self, joined: JoinedHost, peers: Mapping[str, list[str]], pairs: Sequence[Pairs]) -> HostSpec:
         folder, credentials = self.run.folder, self.run.credentials
-        files: dict[str, object] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
+        files: dict[str, Any] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
         if credentials.curve:
             files["peers.json"] = dict(peers)
             for name, each in zip((joined.agent, *joined.rollouters, *joined.episodes), pairs, strict=True):
                 files |= files_of_pairs(name, each)
         else:
             files["secret.json"] = {"secret": credentials.secret}
-        return HostSpec(
-            version=version("asyncrl"),
-            run_id=folder.run_id,
-            run_dir=str(folder.path),
-            log_dir=str(folder.logs),
-            index=_index(joined),
-            config=config_to_json(self.run.config),
-            credentials=files,
-            folder=os.getcwd(),
-            env=passed_on(),
-        )
+        return host_spec(self.run.config, folder, _index(joined), files)
 
     def _start_agent(self, joined: JoinedHost) -> Member:
         host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
         names = [*joined.rollouters, *joined.episodes]
-        placed = [as_set_here(actor) for actor in place_replicas(self.run.config, host, names)]
-        index = _index(joined)
         spec = agent_spec(
             self.run.config,
             folder,
-            placed,
+            place_replicas(self.run.config, host, names),
             self.actor_argv,
             # Nobody of this attempt has had these names.
             above=attempt_begins_above(folder.attempt, 0),
-            index=index,
+            index=_index(joined),
             host=host.address,
             name=host.name,
         )
-        contact.keep_errors(folder.logs / f"start-{host.name}.log")
-        contact.send(msgspec.json.encode(spec) + b"\n")
-        contact.send(CONTROLLER_AT + self.run.address.encode() + b"\n")
-        return Member(index, host.name, contact.process, contact)
+        member = start_agent(contact, folder, spec)
+        member.send(CONTROLLER_AT + self.run.address.encode() + b"\n")
+        return member
 
 
 def _index(joined: JoinedHost) -> int:

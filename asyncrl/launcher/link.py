@@ -8,16 +8,15 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
-from asyncrl.launcher.hostspec import private_name
+from asyncrl.launcher.spec import private_name
 from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.away import log_away
+from asyncrl.runtime.retry import AWAY_S, log_away
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
 ASK_STOP_S = 2.0
-RETRY_S = 0.5
 SILENCE_SHARE = 0.5
 """Deadline of a call whose answer is missed, as a share of the shorter of supervision.silence_s and host_lost_s."""
 
@@ -65,7 +64,7 @@ class ControllerLink(Actor):
                 log_away(self.log, "controller", error)
                 if isinstance(error, DeadlineExceeded):
                     self._on_silent()
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(AWAY_S)
                 continue
             before, self.controller = self.controller, call.answered_by
             if before not in (0, self.controller):
@@ -108,7 +107,7 @@ class ControllerLink(Actor):
                 self.log.warning("farewell not heard", error=str(error))
                 if not isinstance(error, RemoteError) or not error.retryable:
                     return
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(AWAY_S)
 
     async def ask_stop(self, reason: str, *, preempt: bool) -> bool:
         """Ask for an end in good order, or for a checkpoint and the end; False if the controller does not answer."""

@@ -1,32 +1,24 @@
-"""A run on this host: makes its folder, starts the guard and through it the agent, follows it to the end.
-
-Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let the run make way, which is to write a checkpoint and to end; a second
-signal ends it at once (see ``follow``). When ``run_local`` returns, no process of the run is left.
-"""
+"""A launch on the host of its launcher: begins the run in its folder, starts the guard, shows what came of it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.launcher.detach import Detached
 from asyncrl.launcher.ended import describe_end, find_left, write_command
-from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
-from asyncrl.launcher.follow import Follower
-from asyncrl.launcher.interrupts import Interrupts
-from asyncrl.launcher.member import Member
-from asyncrl.launcher.placement import Placed
+from asyncrl.launcher.folders import RunFolder
+from asyncrl.launcher.placement import INTERFACE_VARIABLES, Placed
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.resume import Resumption
 from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
 from asyncrl.launcher.summary import summarise
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 from asyncrl.monitor.recording import last_recorded
 from asyncrl.runtime.incarnations import attempt_begins_above
 
@@ -36,33 +28,6 @@ GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")
 RESUMED_FROM = "resumed_from.txt"
 """File in the folder of logs of a resumed attempt: the checkpoint gone on from, and what was passed over."""
 LONGEST_EVENT_BYTES = 64 << 20
-
-
-def run_local(
-    config: Config,
-    placed: list[Placed],
-    actor_argv: tuple[str, ...] = ACTOR_ARGV,
-    *,
-    resumption: Resumption | None = None,
-    detached: Detached | None = None,
-    command: str = "",
-) -> int:
-    """Run to the end and show it; the exit code. Raises UsageError if the run to be resumed lives.
-
-    ``command`` goes on with it where --resume is added.
-    ``detached`` hears of the run's folder, and that the run runs.
-    """
-    progress = Progress(sys.stdout, config.learner.steps)
-    for path in remove_abandoned(Path(config.run.dir).absolute()):
-        progress.say(f"removed {path}, left behind by a run that was killed")
-    folder = resumption.folder if resumption is not None else create_run_folder(config)
-    with private_folder(folder, config) as lock:
-        above = begin(folder, resumption, config, progress, command)
-        if detached is not None:
-            detached.has_folder(folder.path, folder.logs)
-        spec = agent_spec(config, folder, placed, actor_argv, above=above)
-        ended = asyncio.run(_follow(config, folder, spec, lock, progress, detached))
-    return show_end(config, folder, ended, progress)
 
 
 def begin(
@@ -90,19 +55,6 @@ def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress:
     (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in said))
 
 
-async def _follow(
-    config: Config, folder: RunFolder, spec: AgentSpec, lock: int, progress: Progress, detached: Detached | None
-) -> EndedEvent:
-    # From before there is anything to be ended: asyncio swallows what a handler of ours raises.
-    interrupts = Interrupts()
-    interrupts.listen()
-    member = Member(0, "", await start_guard(folder, lock, spec))
-    follower = Follower(config, folder, [member], progress, interrupts)
-    if detached is not None:
-        follower.on_running = detached.runs
-    return await follower.main()
-
-
 def agent_spec(
     config: Config,
     folder: RunFolder,
@@ -116,13 +68,16 @@ def agent_spec(
 ) -> AgentSpec:
     """The spec of a host's agent; ``placed`` are its actors, ``host`` the address that they bind.
 
-    ``name`` is that of the host in the hostfile; incarnations are larger than ``above``, the same for all agents.
+    ``name`` is that of the host in the hostfile; incarnations are larger than ``above``, the same for all agents. The
+    interfaces that the user has chosen by environment variables come before those of the placement.
     """
+    chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
+    env = {actor.name: {key: value for key, value in actor.env.items() if key not in chosen} for actor in placed}
     return AgentSpec(
         run_dir=str(folder.path),
         log_dir=str(folder.logs),
         attempts=config.supervision.max_restarts + 1,
-        actors=[ActorSpec(name=actor.name, argv=list(actor_argv), env=dict(actor.env)) for actor in placed],
+        actors=[ActorSpec(name=actor.name, argv=list(actor_argv), env=env[actor.name]) for actor in placed],
         index=index,
         host=host,
         name=name,

@@ -14,7 +14,6 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError, HostFailed
 from asyncrl.launcher.contact import Contact
-from asyncrl.launcher.hostspec import Order
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.start import StartCommand
 
@@ -44,7 +43,7 @@ class Reached:
         work = {name: contact.reach() for name, contact in self.contacts.items()}
         await self._each(work, "reached", self.progress.reaching)
 
-    async def ask(self, orders: Mapping[str, Order], answer: type[A], what: str) -> dict[str, A]:
+    async def ask(self, orders: Mapping[str, msgspec.Struct], answer: type[A], what: str) -> dict[str, A]:
         """The answer of each host to its order; an error says that a late host was not ``what``. Raises HostFailed."""
         return await self._each({name: self.contacts[name].ask(order, answer) for name, order in orders.items()}, what)
 

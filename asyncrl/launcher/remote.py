@@ -1,8 +1,9 @@
 """A host's entry point into a run: ``python -m asyncrl.launcher.remote``, started by ssh or srun.
 
-It says what the host offers, answers orders (see ``hostspec``), and becomes the guard of the host's agent, in the same
+It says what the host offers, answers orders (see ``spec``), and becomes the guard of the host's agent, in the same
 process and with the same standard input and output. Its orders come through standard input alone. Until it has
-become the guard it ends when standard input does, or when no order comes for ORDER_S, and leaves nothing behind.
+become the guard it ends when standard input does, or when no order comes for ORDER_S, and leaves nothing behind. The
+doctor's entry point serves its own orders by ``serve``.
 
 Where the run folder of the launcher is seen, by the run's id in it, that folder is used. Elsewhere one is made at the
 same place and marked as the part of another host's run; a folder that is there already without such a mark is left
@@ -18,32 +19,31 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Union
 
 import msgspec
 
 from asyncrl.errors import AsyncRLError, UsageError
-from asyncrl.launcher.addresses import find_routes, interfaces
-from asyncrl.launcher.checks import installed_sinks
+from asyncrl.launcher.addresses import find_routes
 from asyncrl.launcher.folders import CONFIG, PART, RUN_ID, hold_private, is_living, remove_abandoned
-from asyncrl.launcher.hosts import local_host
-from asyncrl.launcher.hostspec import (
+from asyncrl.launcher.hosts import find_facts
+from asyncrl.launcher.spec import (
     Ended,
     EndOrder,
     Facts,
     HostSpec,
     ModelFound,
     ModelQuery,
-    Order,
     Prepared,
     Refusal,
     RouteQuery,
     private_name,
 )
-from asyncrl.preflight.limits import descriptor_limit
 from asyncrl.preflight.model import check_model
+from asyncrl.preflight.room import descriptor_limit
 from asyncrl.runtime.processes import children_of
 
 ORDER_S = 900.0
@@ -56,39 +56,37 @@ AGENT = "asyncrl.launcher.agent"
 def main() -> int:
     """Serve orders until standard input ends, or become the guard."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    answers: dict[type[Any], Callable[[Any], Any]] = {
+        RouteQuery: find_routes,
+        ModelQuery: find_model,
+        EndOrder: end,
+        HostSpec: _become_guard,
+    }
+    return serve(find_facts(), answers)
+
+
+def serve(facts: Facts, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
+    """Say ``facts`` and answer orders of these types, a line each, until standard input ends; the exit code.
+
+    ``output`` is the descriptor that lines are written to. An order that fails is answered by a Refusal, the last line.
+    """
+    orders = msgspec.json.Decoder(Union[tuple(answers)])  # noqa: UP007
     try:
-        host = local_host()
-        _say(
-            Facts(
-                version=version("asyncrl"),
-                hostname=host.name,
-                cpus=host.cpus,
-                gpus=list(host.gpus),
-                interfaces=interfaces(),
-                client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
-                sinks=installed_sinks(),
-                descriptors=descriptor_limit(),
-            )
-        )
+        _say(facts, output)
         while line := _read_line():
-            order = msgspec.json.decode(line, type=Order)
-            match order:
-                case RouteQuery():
-                    _say(find_routes(order))
-                case ModelQuery():
-                    _say(find_model(order))
-                case EndOrder():
-                    _say(end(order))
-                case HostSpec():
-                    _become_guard(order)
+            order = orders.decode(line)
+            _say(answers[type(order)](order), output)
     except BrokenPipeError:
         return 1
     except AsyncRLError as error:
-        _say(Refusal(reason=str(error), exit_code=error.exit_code))
+        _say(Refusal(reason=str(error), exit_code=error.exit_code), output)
         return error.exit_code
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _say(Refusal(reason=f"{where}{error.strerror or error}"))
+        _say(Refusal(reason=f"{where}{error.strerror or error}"), output)
+        return 1
+    except ValueError as error:
+        _say(Refusal(reason=f"{type(error).__name__}: {error}"), output)
         return 1
     return 0
 
@@ -100,7 +98,7 @@ def find_model(query: ModelQuery) -> ModelFound:
     return ModelFound(finding=check_model(str(path))[0])
 
 
-def _become_guard(spec: HostSpec) -> None:
+def _become_guard(spec: HostSpec) -> NoReturn:
     ours = version("asyncrl")
     if spec.version != ours:
         raise UsageError(f"asyncrl {ours} is installed there, the launcher is {spec.version}")
@@ -228,10 +226,10 @@ def _read_line() -> bytes:
     return b""
 
 
-def _say(answer: Any) -> None:
+def _say(answer: Any, output: int = 1) -> None:
     data = msgspec.json.encode(answer) + b"\n"
     while data:
-        data = data[os.write(1, data) :]
+        data = data[os.write(output, data) :]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 Within a job its nodes are the hosts, in SLURM's order, so the first, where the batch script runs, is the head. A job
 may be started again at any time, so there a run of a name is one: it is resumed if it is there, and else begun.
 
-The batch script is the same text here and in launch/slurm/train.sbatch, but for what it is called with and what the job
-asks for: here the GPUs that the configuration takes for certain, and then a core for each process. Fails with
-UsageError for what the command line asks, and with HostFailed where SLURM is not there or will not have the job.
+A job's batch script is train.sbatch, but for what it is called with and what the job asks for: the GPUs that the
+configuration takes for certain, and then a core for each process. Fails with UsageError for what the command line asks,
+and with HostFailed where SLURM is not there or will not have the job.
 """
 
 from __future__ import annotations
@@ -41,43 +41,11 @@ SPEAKING_VARIABLES = {
     "cpus": ("SBATCH_CPUS_PER_GPU", "SBATCH_CPUS_PER_TASK", "SBATCH_EXCLUSIVE"),
     "time": ("SBATCH_TIMELIMIT",),
 }
-HEADER = """\
-#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --signal=B:USR2@120
-#SBATCH --requeue
-#SBATCH --open-mode=append
-"""
-BODY = """\
-# SLURM sends USR2 to this script alone, 120 s before the time limit (by --signal) or when somebody asks for it:
-#   scancel --batch --signal=USR2 JOB
-# It is passed on: a checkpoint is written within preempt.grace_s, and the job goes back into the queue,
-# to go on where it was. SIGTERM, by which SLURM ends jobs, reaches every process by itself.
-told= launch= passed=
-pass_on() {
-  told=1
-  [ -n "$launch" ] && [ -z "$passed" ] && passed=1 && kill -USR2 "$launch" 2>/dev/null
-}
-trap pass_on USR2
-trap : TERM
-echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
-"$@" &
-launch=$!
-[ -z "$told" ] || pass_on
-# A signal breaks off the waiting, and not what is waited for.
-while kill -0 "$launch" 2>/dev/null; do
-  wait "$launch"
-done
-wait "$launch"
-code=$?
-# 75 with a checkpoint; 128 + USR2 when the signal came before there was anything to keep.
-if [ -n "$told" ] && { [ "$code" = 75 ] || [ "$code" = 140 ]; }; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+SCRIPT = Path(__file__).with_name("train.sbatch")
+"""The batch script for jobs that users describe themselves."""
+OF_THE_JOB = ("--job-name=", "--nodes=", "--output=")
+"""Beginnings of its options that a job has of its own."""
+BODY_BEGINS = "# SLURM sends USR2"
 
 
 def job_hosts(env: Mapping[str, str] = os.environ) -> list[HostLine]:
@@ -128,8 +96,11 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
     lines += [f"#SBATCH --output={shlex.quote(f'{folder}/{config.run.name}-%j.out')}"]
     lines += [f"#SBATCH {asked}" for asked in _asked(config, nodes, options)]
     lines += [f"#SBATCH {options}"] if options else []
-    header = HEADER.format(name=config.run.name, nodes=nodes)
-    return header + "\n".join([*lines, "", f"set -- {shlex.join(argv)}", "", BODY])
+    text = SCRIPT.read_text()
+    first, *asked = [line for line in text.splitlines() if line.startswith(("#!", "#SBATCH "))]
+    given = [line for line in asked if not line.removeprefix("#SBATCH ").startswith(OF_THE_JOB)]
+    header = [first, f"#SBATCH --job-name={config.run.name}", f"#SBATCH --nodes={nodes}", *given]
+    return "\n".join([*header, *lines, "", f"set -- {shlex.join(argv)}", "", text[text.index(BODY_BEGINS) :]])
 
 
 def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:

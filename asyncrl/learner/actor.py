@@ -49,7 +49,7 @@ from asyncrl.messages.seals import fits
 from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
 from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, WEIGHTS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.away import log_away
+from asyncrl.runtime.retry import log_away
 from asyncrl.runtime.server import REFUSED
 from asyncrl.sft.conversations import Conversations, load_conversations
 
@@ -218,12 +218,10 @@ class Learner(Actor):
             self.notify("conversations", f"the conversations of sft.data {told}: they go on in an order of their own")
         self._lines = StepLines(
             records,
+            self.services,
             samples_per_step=self.config.run.samples_per_step,
             tell=self._tell_line,
-            counters=self.counters,
             notify=self._tell_lost_records,
-            clock=self.clock,
-            log=self.log,
             step=restored.state.step if restored is not None else 0,
         )
         steps = self.trace.track("steps", STEPS)
@@ -247,17 +245,14 @@ class Learner(Actor):
             self._teacher = ServedTeacher(
                 url,
                 self.config.learner.teacher_server,
-                name=self.name,
+                self.services,
                 tasks=self.tasks,
-                counters=self.counters,
-                awaits=self.awaits,
-                log=self.log,
                 news=lambda: self._training.tell_news(),
             )
             begin_all(self._teacher, self._intake.buffer.groups)
         self._training = Training(
             self.config,
-            name=self.name,
+            self.services,
             backend=self._backend,
             thread=self._thread,
             intake=self._intake,
@@ -266,15 +261,6 @@ class Learner(Actor):
             checkpoint=self._checkpoint,
             checkpoint_owed=lambda: self._checkpoints.owed,
             published=self._published,
-            progress=self.progress,
-            notify=self.notify,
-            states=self.states,
-            counters=self.counters,
-            histograms=self.histograms,
-            clock=self.clock,
-            log=self.log,
-            awaits=self.awaits,
-            story=self.story,
             track=steps,
             supervised=SupervisedSteps(self.config, conversations, packed=self._backend.packed)
             if conversations is not None
@@ -284,26 +270,21 @@ class Learner(Actor):
         )
         self._last_writes = LastWrites(
             self.config,
-            name=self.name,
+            self.services,
             run_dir=self.context.run_dir,
             backend=self._backend,
             thread=self._thread,
             training=self._training,
             checkpoints=self._checkpoints,
             checkpoint=lambda: self._checkpoint(final=True),
-            states=self.states,
-            notify=self.notify,
-            clock=self.clock,
-            log=self.log,
         )
         self._supply = self._training.supply = DataloaderLink(
             lambda request: self.peer(DATALOADER).call(request),
             self._intake,
             self._evals,
+            self.services,
             stand=lambda: self._training.stand,
             news=self._supply_news,
-            awaits=self.awaits,
-            log=self.log,
         )
         if restored is not None:
             state = restored.state

@@ -26,7 +26,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
@@ -46,13 +45,9 @@ from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_pro
 from asyncrl.learner.publishing.versions import Versions
 from asyncrl.learner.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
-from asyncrl.monitor.metrics import Figures, Histograms
-from asyncrl.monitor.states import StateLedger
-from asyncrl.monitor.story_log import NOT_TRAINED, TRAINED, StoryLog
+from asyncrl.monitor.story_log import NOT_TRAINED, TRAINED
 from asyncrl.monitor.trace import Track
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.notices import Notify
+from asyncrl.runtime.services import ActorServices
 from asyncrl.trajectories import is_truncated, oldest_version, versions_of
 
 OWED_RETRY_S = 5.0
@@ -72,8 +67,8 @@ class Training:
     def __init__(
         self,
         config: Config,
+        services: ActorServices,
         *,
-        name: str,
         backend: Backend,
         thread: ThreadPoolExecutor,
         intake: Intake,
@@ -82,15 +77,6 @@ class Training:
         checkpoint: Callable[[], Awaitable[None]],
         checkpoint_owed: Callable[[], bool],
         published: Callable[[int], None],
-        progress: Callable[[], None],
-        notify: Notify,
-        states: StateLedger,
-        counters: Figures,
-        histograms: Histograms,
-        clock: Clock,
-        log: FilteringBoundLogger,
-        awaits: Awaits,
-        story: StoryLog,
         track: Track,
         supervised: SupervisedSteps | None,
         teacher: ServedTeacher | None,
@@ -103,7 +89,10 @@ class Training:
         self.supply: DataloaderLink
         self.preempted = False
         self._config = config
-        self._name = name
+        self._services, self._name = services, services.name
+        self._states, self._counters, self._histograms = services.states, services.counters, services.histograms
+        self._clock, self._log, self._awaits = services.clock, services.log, services.awaits
+        self._story, self._notify, self._progress = services.story, services.notify, services.progress
         self._backend = backend
         self._thread = thread
         self._intake = intake
@@ -112,21 +101,18 @@ class Training:
         self._checkpoint = checkpoint
         self._checkpoint_owed = checkpoint_owed
         self._published = published
-        self._progress = progress
-        self._notify = notify
-        self._states = states
-        self._counters = counters
-        self._histograms = histograms
-        self._clock = clock
-        self._log = log
-        self._awaits = awaits
-        self._story = story
         self._track = track
         self._supervised = supervised
         self._teacher = teacher
         self._news = asyncio.Event()
         self._planner = StepPlanner(
-            config, backend, thread, supervised=supervised, teacher=teacher, chosen=self._chosen, counters=counters
+            config,
+            backend,
+            thread,
+            supervised=supervised,
+            teacher=teacher,
+            chosen=self._chosen,
+            counters=services.counters,
         )
         self._trained_at_version = 0
         self._first_version = -1
@@ -205,15 +191,7 @@ class Training:
         """Train to the last step, or to the boundary at which a preempted run stops; all is published then."""
         learner, staleness = self._config.learner, self._config.staleness
         if staleness.late == "wait" and staleness.max:
-            self._stragglers = Stragglers(
-                self._config,
-                self.supply,
-                self._intake,
-                counters=self._counters,
-                clock=self._clock,
-                log=self._log,
-                awaits=self._awaits,
-            )
+            self._stragglers = Stragglers(self._config, self.supply, self._intake, self._services)
         while self.step < learner.steps:
             began = self._clock.now()
             with self._awaits.on("rollouter", "groups"):

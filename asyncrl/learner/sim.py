@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.checkpoint.durable import refused, sync_folder, write_file
-from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
+from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
+from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
+from asyncrl.files import sync, write_file
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.background import Background
@@ -115,7 +116,7 @@ class SimTrainer:
         try:
             folder.mkdir()
             write_file(folder / CONTENTS, [msgspec.json.encode(contents)])
-            sync_folder(folder)
+            sync(folder)
         except OSError as error:
             done.set_exception(refused(folder, error))
         else:

@@ -206,8 +206,8 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     idle = True
     serving: int
     host: str
-    """Host as by weights/place.py: replicas of one value can open each other's segments, and those of a parameter
-    server of that value."""
+    """Host as by host_id (weights/segments.py): replicas of one value can open each other's segments, and those of a
+    parameter server of that value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False

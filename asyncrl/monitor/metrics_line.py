@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl, of any writer: what one says, and which of them still stand. Pure.
+"""Lines of metrics.jsonl, of any writer: what one says, which of them still stand, and reading the file of them.
 
 Invariant: of a line that is passed on, ``step``, ``start`` and ``weights/version`` are whole numbers where there are
 any, ``kind`` is text, and every figure is a number that fits into a float, true, false or null.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from asyncrl.monitor.json_text import from_json
@@ -131,3 +132,23 @@ class Standing:
     def _first_above(self, seen: int, line: Line) -> int:
         """The first return after a line, of a learner that came after its own."""
         return max(seen, bisect_right(self._starts, line.get("start", 0)))
+
+
+def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list[int] | None = None) -> list[Line]:
+    """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
+
+    ``kinds`` are those wanted, all without it: updates are many in a large run. Lines that a learner that was started
+    again has voided are left out (is_voided), and so are texts that are no line of metrics: ``damaged`` is given the
+    numbers of such lines, from 1 on; a torn last line is none.
+    """
+    if not path.exists():
+        return []
+    found = Standing()
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            line = parse_line(text)
+            if line is not None:
+                found.take(line, keep=kinds is None or line.get("kind") in kinds)
+            elif damaged is not None and text.endswith(b"\n"):
+                damaged.append(number)
+    return found.lines()

@@ -22,9 +22,9 @@ import msgpack
 import msgspec
 import zstandard
 
+from asyncrl.files import append_whole, replace_file
 from asyncrl.monitor.folder import entries_of
 from asyncrl.monitor.sound import decode_snapshot, is_wall
-from asyncrl.monitor.whole import append_whole
 from asyncrl.snapshot import SCHEMA, Snapshot
 
 FOLDER = "monitor"
@@ -101,17 +101,8 @@ class Recorder:
             # The newest stays as it was recorded.
             pairs = pairwise(paths[:-1])
             first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
-            new = first.with_suffix(".new")
-            try:
-                with new.open("wb") as file:
-                    entries = [entry for path in (first, second) for entry in _entries(path)]
-                    for wall, body in entries[::2]:
-                        file.write(self._packer.pack([wall, body]))
-            except OSError:
-                # On a full disk nothing is to take room that nobody reads.
-                new.unlink(missing_ok=True)
-                raise
-            os.replace(new, first)
+            entries = [entry for path in (first, second) for entry in _entries(path)]
+            replace_file(first, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
             second.unlink()
             for path in (first, second):
                 self._strides.pop(path, None)

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import html
 import json
+import os
+import secrets
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -17,17 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UsageError
+from asyncrl.files import replace_file
 from asyncrl.monitor import charts
 from asyncrl.monitor.charts import mean, series
 from asyncrl.monitor.json_text import read_json_object
-from asyncrl.monitor.metrics_file import read_metrics
-from asyncrl.monitor.metrics_line import Line, number_in, without_first
+from asyncrl.monitor.metrics_line import Line, number_in, read_metrics, without_first
 from asyncrl.monitor.numbers import exact, fixed, percent
 from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import decode, read_bodies
 from asyncrl.monitor.svg import Panel, draw
 from asyncrl.monitor.top.replay import ended
-from asyncrl.monitor.user_file import check_writable, write_user_file
 from asyncrl.monitor.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Snapshot
 
@@ -216,3 +218,42 @@ def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return otherwise if value is None else value
+
+
+def check_writable(path: Path) -> None:
+    """Require that a file may be put there at all. Raises UsageError."""
+    _mode(path)
+
+
+def write_user_file(path: Path, text: str) -> None:
+    """Put ``text`` (UTF-8) where a user has named, whole or not at all, with the rights of a file that it replaces.
+
+    A link is followed. A target that is no regular file, as a device or a folder, is left alone. Raises UsageError
+    where no file can be, and OSError, of which ``filename`` is what the user named.
+    """
+    mode = _mode(path)
+    target = Path(os.path.realpath(path))
+    try:
+        # A name of the run may hold bytes that are no text.
+        data = text.encode("utf-8", "backslashreplace")
+        replace_file(target, data, mode=mode, aside=target.with_name(f".{secrets.token_hex(8)}.new"))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _mode(path: Path) -> int | None:
+    """The rights of the file that is there; None if there is none."""
+    try:
+        found = path.stat().st_mode
+    except FileNotFoundError:
+        folder = Path(os.path.realpath(path)).parent
+        if not folder.is_dir():
+            raise UsageError(f"{path}: there is no folder {folder}") from None
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: no file can be there ({getattr(error, 'strerror', error)})") from None
+    if stat.S_ISDIR(found):
+        raise UsageError(f"{path} is a folder; name a file in it")
+    if not stat.S_ISREG(found):
+        raise UsageError(f"{path} is no regular file, and is left alone")
+    return stat.S_IMODE(found)

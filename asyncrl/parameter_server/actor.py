@@ -37,7 +37,7 @@ from asyncrl.parameter_server.offers import manifest_for, shared_manifest
 from asyncrl.parameter_server.snapshots import hold
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import AT_ONCE, ParkingLot
-from asyncrl.weights.place import host_id
+from asyncrl.weights.segments import host_id
 
 T = TypeVar("T")
 

@@ -9,14 +9,24 @@ Fails with VersionGone for a version that is not here.
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from asyncrl.errors import VersionGone
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
-from asyncrl.parameter_server.chunk_server import ChunkServer
-from asyncrl.parameter_server.deltas import encode_deltas
+import numpy as np
+import xxhash
+
+from asyncrl.errors import InvalidRequest, VersionGone
+from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest
 from asyncrl.parameter_server.snapshots import Snapshot
+from asyncrl.weights.delta import encode
+from asyncrl.weights.segments import ITEM_BYTES, Segment, size_of
+
+MAX_CHECKSUMS = 65536
+"""Checksums that are remembered, the newest ones: a few MiB, for 256 GiB in chunks of 4 MiB."""
+MAX_THREADS = 4
+"""The other cores are the learner's and the engines'."""
 
 
 class HeldVersions:
@@ -82,3 +92,93 @@ class HeldVersions:
         if version not in self._snapshots:
             raise VersionGone(version)
         return self._snapshots[version]
+
+
+class ChunkServer:
+    """Server of chunks to replicas that fetch over the wire, of the snapshots that it is given. Used from one thread.
+
+    A chunk is a view of the segment's own memory, which ZeroMQ sends without a copy. Its checksum is computed when it
+    is first asked for and remembered: several replicas ask for the same chunks at about the same time.
+    """
+
+    def __init__(self) -> None:
+        self._checksums: dict[tuple[int, int, int, int, int], int] = {}
+        """(version, bucket, base, offset, size): xxh3_64."""
+
+    def chunk(self, snapshot: Snapshot, request: FetchChunk) -> Chunk:
+        """Bytes of a chunk. Takes as long as a checksum of them (a millisecond for 8 MiB), once.
+
+        Raises InvalidRequest for bytes past the end, and VersionGone for a version that was released.
+        """
+        assert snapshot.manifest.version == request.version, "the caller finds the snapshot"
+        content = snapshot.bytes_of(request.bucket, request.base)
+        end = request.offset + request.size
+        if end > content.nbytes:
+            raise InvalidRequest(
+                f"bytes {request.offset} to {end} of bucket {request.bucket} of version {request.version}, "
+                f"of which there are {content.nbytes}"
+            )
+        data = content[request.offset : end]
+        key = (request.version, request.bucket, request.base, request.offset, request.size)
+        checksum = self._checksums.get(key)
+        if checksum is None:
+            checksum = self._checksums[key] = xxhash.xxh3_64_intdigest(data)
+            if len(self._checksums) > MAX_CHECKSUMS:
+                del self._checksums[next(iter(self._checksums))]
+        return Chunk(data=np.frombuffer(data, np.uint8), checksum=checksum)
+
+    def forget(self, version: int) -> None:
+        """Forget a version's checksums: it is asked for no more."""
+        self._checksums = {key: checksum for key, checksum in self._checksums.items() if key[0] != version}
+
+
+def encode_deltas(base: Snapshot, snapshot: Snapshot) -> Snapshot:
+    """``snapshot`` with deltas against ``base``: of each bucket whose layout is the base's and whose encoding pays.
+
+    All of its descriptors go over to the result, which is to be released instead of it. ``base`` may be released
+    meanwhile. Reads and writes the segments, the buckets in parallel; that blocks for a second per GiB and core. Raises
+    VersionGone when either version has been released, and OSError when memory or descriptors run out; both snapshots
+    are then as they were.
+    """
+    pairs = {
+        index: (base.bytes_of(index), snapshot.bytes_of(index))
+        for index, (old, new) in enumerate(zip(base.manifest.buckets, snapshot.manifest.buckets, strict=False))
+        if old.size == new.size and old.tensors == new.tensors
+    }
+    version = base.manifest.version
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool:
+        encodings = {
+            index: pool.submit(_encode, version, old, new, item_bytes(snapshot.manifest.buckets[index]))
+            for index, (old, new) in pairs.items()
+        }
+    try:
+        results = {index: encoding.result() for index, encoding in encodings.items()}
+        return snapshot.with_deltas({index: result for index, result in results.items() if result is not None})
+    except BaseException:
+        for encoding in encodings.values():
+            if encoding.exception() is None and (made := encoding.result()) is not None:
+                os.close(made[1])
+        raise
+
+
+def _encode(base: int, old: memoryview, new: memoryview, item_bytes: int) -> tuple[Delta, int] | None:
+    encoded = encode(old, new, item_bytes)
+    if encoded is None:
+        return None
+    segment = Segment("asyncrl-delta", len(encoded))
+    try:
+        segment.write(0, encoded)
+        sealed = segment.seal([])
+    except BaseException:
+        segment.discard()
+        raise
+    return Delta(base=base, path=sealed.path, size=sealed.size), segment.fd
+
+
+def item_bytes(bucket: Bucket) -> int:
+    """Bytes of each of the numbers that take up most of the bucket."""
+    sizes: Counter[int] = Counter({1: 0})
+    for spec in bucket.tensors:
+        sizes[ITEM_BYTES[spec.dtype]] += size_of(spec)
+    return max(sizes, key=sizes.__getitem__)

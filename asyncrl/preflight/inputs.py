@@ -29,8 +29,7 @@ from asyncrl.dataloader.rows import BadRow, NothingUsable, check_row, collect, u
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.jsonl import RawRow
-from asyncrl.preflight.chatting import check_chat
-from asyncrl.preflight.conversing import CONVERSATIONS, check_conversations
+from asyncrl.preflight.chatting import CONVERSATIONS, check_chat, check_conversations
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.frozen import check_frozen
 from asyncrl.runtime.supervision import describe_exit

@@ -11,16 +11,19 @@ from pathlib import Path
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
-from asyncrl.preflight.algorithm import check_algorithm
 from asyncrl.preflight.findings import Finding, warn
 from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
-from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.model import check_model, check_served, check_window
 from asyncrl.preflight.needs import ModelSize, checkpoints_need, count, descriptors_need, run_dir_need
-from asyncrl.preflight.playing import check_episode
-from asyncrl.preflight.ports import check_ports, ports_needed
-from asyncrl.preflight.rewarding import RewardTrial
-from asyncrl.preflight.storage import check_folder, same_disk
+from asyncrl.preflight.room import (
+    check_folder,
+    check_ports,
+    descriptor_limit,
+    judge_descriptors,
+    ports_needed,
+    same_disk,
+)
+from asyncrl.preflight.trials import RewardTrial, check_algorithm, check_episode
 
 WITH_MODEL = ("learner", "rollouter", "dataloader")
 WITH_TOKENIZER = ("rollouter", "dataloader")

@@ -31,27 +31,24 @@ from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.monitor.story_log import GENERATED
 from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.rollouter.account import CallAccount, GroupAccount
-from asyncrl.rollouter.concurrency import LOOK_S, Concurrency
+from asyncrl.rollouter.concurrency import LOOK_S, Concurrency, Slots
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_parsers, make_engine
-from asyncrl.rollouter.episode_faults import EpisodeFaults
-from asyncrl.rollouter.episode_figures import EpisodeFigures, Failure
-from asyncrl.rollouter.episode_hosts import choose, shares
+from asyncrl.rollouter.episode_figures import EpisodeFaults, EpisodeFigures, Failure
+from asyncrl.rollouter.episode_hosts import choose, choose_pool, shares
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
-from asyncrl.rollouter.reward_pools import choose_pool
 from asyncrl.rollouter.sessions import Session, Sessions
-from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import CallFuture
+from asyncrl.runtime.retry import AWAY_S, wait_out
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
-from asyncrl.weights.place import host_id
+from asyncrl.weights.segments import host_id
 
 T = TypeVar("T")
 
@@ -62,8 +59,6 @@ STATS_S = 0.5
 """Interval of statistics to the learner."""
 STATS_KEPT = 1000
 """Updates and intervals kept for a learner that is away."""
-AWAY_S = 0.5
-"""Pause before a peer that did not answer is asked again."""
 LEARNER_LOOK_S = 0.05
 """Interval of looks whether the learner has been reached for the first time."""
 GIVE_BACK_S = 5.0
@@ -92,15 +87,11 @@ class Rollouter(Actor):
         )
         self._follower = UpdateFollower(
             self.config,
-            self.name,
+            self.services,
             host=self._host,
             call=lambda name, request, timeout: self.peer(name).call(request, timeout),
             committed=self._committed,
             updated=self._updated,
-            awaits=self.awaits,
-            clock=self.clock,
-            log=self.log,
-            notify=self.notify,
             track=self.trace.track("weights", WEIGHTS),
             place=host_id(),
         )
@@ -146,10 +137,8 @@ class Rollouter(Actor):
     async def setup(self) -> None:
         self._delivery = Delivery(
             self.peer(LEARNER),
+            self.services,
             timeout_s=self.config.network.call_timeout_s + self.config.supervision.silence_s,
-            awaits=self.awaits,
-            counters=self.counters,
-            log=self.log,
         )
         # The HELLO tells these that an earlier incarnation is dead, long before the engine is up.
         self.peer(PARAMETER_SERVER).connect()
@@ -326,8 +315,7 @@ class Rollouter(Actor):
             # grant, and numbers its own from what it was told is seen.
             return leased if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
-            log_away(self.log, "dataloader", error)
-            await asyncio.sleep(AWAY_S)
+            await wait_out(self.log, "dataloader", error)
             return None
         finally:
             changed.cancel()

@@ -1,6 +1,6 @@
-"""Limit of the calls in an engine at a time, by what its KV cache bears: ``rollout.concurrency = "auto"``. Pure.
+"""Calls in an engine at a time: their slots, and by ``rollout.concurrency = "auto"`` the limit that its cache bears.
 
-It is raised while all that is allowed is used and the engine has room: first by a share of itself, and
+The limit is raised while all that is allowed is used and the engine has room: first by a share of itself, and
 from the first cut on by a constant. It is cut by a share where the engine preempts a request, which then computes its
 context anew, or where its KV cache is as good as full, which is the moment before that. After a cut nothing more is
 cut for the same pressure: only once no more calls run than are allowed.
@@ -10,6 +10,12 @@ cuts it.
 """
 
 from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from asyncrl.rollouter.engines.base import EngineLoad
 
@@ -63,3 +69,69 @@ class Concurrency:
         self.limit = max(self._least, int(CUT * min(self.limit, max(1, running))))
         self.cuts += 1
         self._settling = running > self.limit
+
+
+class Slots:
+    """Places of things that run at a time, numbered so that the lowest free one is taken; ``resize`` changes ``size``.
+
+    Invariant: a number is nobody else's until it is given back; waiters come in the order of asking. Where there are
+    fewer slots than are taken, those that have one keep it, and nobody else comes before enough are given back.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._returned: list[int] = []
+        self._unused = 0
+        """Number from which on none has been given out."""
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` of them from now on."""
+        self.size = size
+        self._admit()
+
+    @asynccontextmanager
+    async def take(self) -> AsyncIterator[int]:
+        """Wait for a free slot and hold it; gives its number."""
+        await self._enter()
+        number = self._number()
+        try:
+            yield number
+        finally:
+            heapq.heappush(self._returned, number)
+            self._leave()
+
+    def _number(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self._unused += 1
+        return self._unused - 1
+
+    async def _enter(self) -> None:
+        if self.taken < self.size and not self._waiters:
+            self.taken += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.cancelled():
+                with suppress(ValueError):
+                    self._waiters.remove(waiter)
+            else:
+                # It was given one in the same moment.
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self.taken -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiters and self.taken < self.size:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self.taken += 1
+                waiter.set_result(None)

@@ -15,18 +15,12 @@ from __future__ import annotations
 import asyncio
 import random
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import Deliver
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import Peer
-from asyncrl.runtime.repeats import pause
-
-AWAY_S = 0.5
-"""Longest first pause before a learner that cannot take groups yet is given one again."""
+from asyncrl.runtime.retry import AWAY_S, log_away, pause
+from asyncrl.runtime.services import ActorServices
 
 
 class Delivery:
@@ -37,22 +31,18 @@ class Delivery:
     def __init__(
         self,
         learner: Peer,
+        services: ActorServices,
         *,
         timeout_s: float,
-        awaits: Awaits,
-        counters: dict[str, float],
-        log: FilteringBoundLogger,
     ) -> None:
         self._learner = learner
         self._timeout_s = timeout_s
         self._draws = random.Random(f"deliveries to {learner.name}")
         self._living = 0
         """Incarnation of the learner below which none lives any more."""
-        self._awaits = awaits
-        self._counters = counters
-        self._log = log
+        self._awaits, self._counters, self._log = services.awaits, services.counters, services.log
         for name in ("adoptions", "delivered_again"):
-            counters[f"rollout/{name}"] = 0
+            self._counters[f"rollout/{name}"] = 0
 
     def adopt(self, incarnation: int) -> None:
         """Take an incarnation of the learner for the living one."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from asyncrl.config import Config
 from asyncrl.messages import FinishReason
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.rollouter.conversation import Counts
@@ -32,6 +33,8 @@ Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
 the policy that could be trained; ``reward``: it said none, and nobody else does; ``policy``: engines died of it too
 often; ``host``: its host or worker died, and it is begun anew.
 """
+TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
+"""Causes that nobody else tells."""
 
 
 class EpisodeFigures:
@@ -105,3 +108,31 @@ def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
     for state, each in seconds.items():
         found["tool" if state.startswith(TOOL) else state] += each  # type: ignore[assignment]
     return {state: round(each, 6) for state, each in found.items()}
+
+
+class EpisodeFaults:
+    """Notices to the user of attempts that this rollouter finds failed: each cause once, then counts. Pure.
+
+    Errors of the user's code are told by its host. The first case of a cause says what, for which prompt, and what
+    follows.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._counts: Counter[Failure] = Counter()
+        self._first: dict[Failure, str] = {}
+
+    def add(self, failure: Failure, text: str, uid: str) -> tuple[str, str, int] | None:
+        """Take in a failed attempt at a sample of ``uid``: key, text and count of its notice, where it is told."""
+        if failure not in TOLD:
+            return None
+        self._counts[failure] += 1
+        episode, rollout = self._config.episode, self._config.rollout
+        if failure not in self._first:
+            dropped = rollout.on_failed_trajectory == "drop"
+            then = "it is left out of its group" if dropped else "its group is quarantined"
+            self._first[failure] = (
+                f"episode ({episode.kind} = {getattr(episode, episode.kind)}): {text} (prompt {uid}). A trajectory is "
+                f"tried {rollout.max_attempts} times, then {then} (rollout.on_failed_trajectory)"
+            )
+        return f"episode: {failure}", self._first[failure], self._counts[failure]

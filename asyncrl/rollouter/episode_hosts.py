@@ -47,3 +47,19 @@ def choose(
         return prefer
     able = [host for host in able if host not in avoid] or [own]
     return min(able, key=lambda host: Fraction(2 * open.get(host, 0) + 1, rooms[host]))
+
+
+def choose_pool(
+    pools: Sequence[str], open: Mapping[str, int], *, first: int, ready: Collection[str], avoid: Collection[str] = ()
+) -> str:
+    """The reward pool that scores a trajectory: the least busy one by what this rollouter has there.
+
+    ``open`` are the trajectories that the rollouter has at each, ``ready`` those that answer. Where pools are equally
+    busy, the first after the rollouter's own number, so that rollouters begin with different ones. A pool that is away
+    is left out while another is not, and so is the one that an earlier attempt of the same request was at. There is
+    always a pool, since its actor is started again: a call waits for it until its deadline.
+    """
+    turned = [pools[(first + at) % len(pools)] for at in range(len(pools))]
+    able = [pool for pool in turned if pool in ready] or turned
+    able = [pool for pool in able if pool not in avoid] or able
+    return min(able, key=lambda pool: open.get(pool, 0))

@@ -46,7 +46,7 @@ from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest,
 from asyncrl.monitor.logging import get_logger
 from asyncrl.rollouter.relay import Relay
 from asyncrl.rollouter.sources import PARAMETER_SERVER, Sources
-from asyncrl.runtime.repeats import pause
+from asyncrl.runtime.retry import is_refusal, pause
 from asyncrl.weights.chunks import ChunkPlan, Piece
 from asyncrl.weights.segments import Segment, map_segment, open_segment, verify_segment
 from asyncrl.weights.staging import Staged, apply_delta, delta_against, layout_of, seal_verified
@@ -314,7 +314,7 @@ class _Stream(_Fetching):
                 return None
             if error.code == VersionGone.code:
                 raise VersionGone(self.version, f"{error.actor} has let it go") from error
-            if not error.retryable and error.code != "deadline":
+            if is_refusal(error):
                 if delta is None:
                     raise
                 # A parameter server that was restarted need not have the same deltas.

@@ -26,14 +26,13 @@ from asyncrl.rollouter.account import GroupAccount, SampleAccount
 from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.player import EpisodeFailed
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.retry import is_refusal, pauses
 from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
 
 OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
 """Codes with which the reward pool's actor speaks of the trajectory; all others are its own trouble."""
-LONGEST_AWAY_S = 10.0
-"""Longest pause before the reward pool is asked again."""
 EPISODE = "episode"
 """The component that holds an episode's own reward, where the group is judged."""
 
@@ -131,7 +130,7 @@ class GroupRunner:
 
     async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
         """Scores from a reward pool that serves the call, however long all are away."""
-        pause = self._config.rollout.retry_backoff_s
+        backoff = pauses(self._config.rollout.retry_backoff_s)
         away: set[str] = set()
         while True:
             try:
@@ -141,8 +140,7 @@ class GroupRunner:
                     raise
                 for account in accounts:
                     account.failed(f"reward pool is away: {error}")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_AWAY_S)
+            await asyncio.sleep(next(backoff))
 
     async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
         rollout = self._config.rollout
@@ -167,4 +165,4 @@ class GroupRunner:
 
 def _may_pass(error: RemoteError) -> bool:
     """Whether the reward pool's actor is in trouble of its own that a repeat outlives."""
-    return error.code not in OF_THE_TRAJECTORY and (error.retryable or error.code == "deadline")
+    return error.code not in OF_THE_TRAJECTORY and not is_refusal(error)

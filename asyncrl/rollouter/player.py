@@ -3,7 +3,7 @@
 An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
 the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt; the
 death of a host or of a worker fails nobody's: the episode is begun anew, with a session of its own. After the death of
-a worker it goes to the same host, which knows who was in it (episodes/suspects.py); after all else to another, if there
+a worker it goes to the same host, which knows who was in it (episodes/faults.py); after all else to another, if there
 is one.
 
 Invariant: nothing of an attempt outlives it; its session is sealed, and its host told to end it. Fails with
@@ -27,6 +27,7 @@ from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.stages import Expired
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.retry import pauses
 
 LONGEST_S = 7 * 86400.0
 """Longest episode (s), if engines are away all of that time: its own deadlines stand still while it waits for them."""
@@ -34,8 +35,6 @@ NO_REWARD = (
     "no reward: it returned none and credited no turn; let it do either, or name a function that scores the "
     "conversation (reward.function)"
 )
-LONGEST_AWAY_S = 10.0
-"""Longest pause before an episode host is asked again."""
 RETURNS = 2
 """Times that an episode comes back to a host whose worker has died under it: the next time it is alone there."""
 
@@ -83,7 +82,7 @@ class EpisodePlayer:
 
     async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
         """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
-        pause = self._config.rollout.retry_backoff_s
+        backoff = pauses(self._config.rollout.retry_backoff_s)
         # An earlier attempt's host is avoided: it may stand still and have missed a deadline.
         prefer, avoid, deaths = "", {account.host}, 0
         while True:
@@ -106,8 +105,7 @@ class EpisodePlayer:
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
                 account.failed(f"episode host is away: {error}")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_AWAY_S)
+            await asyncio.sleep(next(backoff))
 
     async def _attempt(self, ticket: Ticket, account: SampleAccount, host: str) -> Trajectory | str:
         """The trajectory, or the reason that a worker of its host could not play it. Raises HostAway too."""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import (
@@ -54,18 +53,14 @@ from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.fetch import Call, fetch
 from asyncrl.rollouter.relay import Relay
 from asyncrl.rollouter.sources import PARAMETER_SERVER
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.away import log_away
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.notices import Notify
+from asyncrl.runtime.retry import AWAY_S, wait_out
+from asyncrl.runtime.services import ActorServices
 from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Staged
 
 PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
-AWAY_S = 0.5
-"""Pause before a parameter server that did not answer, or a step that failed, is tried again."""
 
 
 class UpdateFollower:
@@ -77,29 +72,22 @@ class UpdateFollower:
     def __init__(
         self,
         config: Config,
-        name: str,
+        services: ActorServices,
         *,
         host: EngineHost,
         call: Call,
         committed: Callable[[int], None],
         updated: Callable[[UpdateTimes], None],
-        awaits: Awaits,
-        clock: Clock,
-        log: FilteringBoundLogger,
-        notify: Notify,
         track: Track,
         place: str,
     ) -> None:
         self._config = config
-        self._name = name
+        self._name, self._clock, self._log = services.name, services.clock, services.log
+        self._awaits, self._notify = services.awaits, services.notify
         self._host = host
         self._call = call
         self._committed = committed
         self._updated = updated
-        self._awaits = awaits
-        self._clock = clock
-        self._log = log
-        self._notify = notify
         self._track = track
         self._place = place
         self.relay = Relay()
@@ -409,6 +397,5 @@ class UpdateFollower:
         try:
             return await self._call(PARAMETER_SERVER, request, None)
         except (DeadlineExceeded, RemoteError) as error:
-            log_away(self._log, "parameter server", error)
-            await asyncio.sleep(AWAY_S)
+            await wait_out(self._log, "parameter server", error)
             return None

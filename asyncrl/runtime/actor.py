@@ -34,6 +34,7 @@ from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import CONTROLLER, Roster
 from asyncrl.runtime.run_watch import RunWatch
 from asyncrl.runtime.server import CallServer
+from asyncrl.runtime.services import ActorServices
 from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
 from asyncrl.runtime.telling import Events, Telling
 from asyncrl.runtime.vitals import Vitals, VitalSigns
@@ -143,6 +144,19 @@ class Actor:
         self.telling = Telling()
         """Facts of this actor that the controller has heard."""
         self._vitals: VitalSigns | None = None
+        self.services = ActorServices(
+            name=self.name,
+            clock=self.clock,
+            log=self.log,
+            counters=self.counters,
+            histograms=self.histograms,
+            awaits=self.awaits,
+            states=self.states,
+            story=self.story,
+            notify=self.notify,
+            progress=self.progress,
+        )
+        """What its parts share of it."""
 
     # --- methods to override ---
 

@@ -31,7 +31,7 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, NOT_READY, Endpoint, size_of
-from asyncrl.runtime.repeats import DOUBLINGS, pause
+from asyncrl.runtime.retry import DOUBLINGS, pause
 from asyncrl.runtime.turns import LARGE_BYTES, Turns
 from asyncrl.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
 from asyncrl.wire.transport import Client, Frames

@@ -14,8 +14,7 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
-from asyncrl.runtime.away import log_away
-from asyncrl.runtime.peer import REPEAT_S
+from asyncrl.runtime.retry import wait_out
 from asyncrl.runtime.roster import CONTROLLER
 from asyncrl.runtime.supervision import ROLES
 
@@ -66,8 +65,7 @@ class RunWatch:
                 if state.members > actor.roster.number:
                     await self.learn_members()
             except (DeadlineExceeded, RemoteError) as error:
-                log_away(actor.log, "controller", error)
-                await asyncio.sleep(REPEAT_S / 10)
+                await wait_out(actor.log, "controller", error)
                 continue
             if call.answered_by != self._known_to:
                 actor.log.info("controller has started again", incarnation=call.answered_by)

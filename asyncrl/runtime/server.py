@@ -30,10 +30,10 @@ from typing import Any
 from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message
 from asyncrl.messages.senders import listed, may_send
-from asyncrl.runtime.away import CANCELLED
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.handlers import Caller, Connection, Handler, handlers_of
+from asyncrl.runtime.retry import CANCELLED
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.runtime.supervision import role_of
 from asyncrl.wire.envelope import (

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from asyncrl.files import replace_file
 from asyncrl.monitor.metrics_line import is_voided
-from asyncrl.monitor.whole import replace_whole
 from asyncrl.sinks.exposition import Labels, families_of
 from asyncrl.sinks.figures import Line
 from asyncrl.snapshot import Snapshot
@@ -60,7 +60,7 @@ class PrometheusSink:
         # A full disk is no reason not to serve; the address is in the actor's log too.
         with contextlib.suppress(OSError):
             self._address_file.parent.mkdir(exist_ok=True)
-            replace_whole(self._address_file, json.dumps({"address": self.address}) + "\n")
+            replace_file(self._address_file, json.dumps({"address": self.address}) + "\n")
 
     def write(self, record: Line | Snapshot) -> None:
         """Take a record: the newest counts."""

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from asyncrl.monitor.whole import append_whole
+from asyncrl.files import append_whole
 from asyncrl.sinks.figures import Entries, Line
 from asyncrl.snapshot import Snapshot
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config.monitor import WandbConfig
-from asyncrl.monitor.whole import replace_whole
+from asyncrl.files import replace_file
 from asyncrl.sinks.figures import Entries, Line
 from asyncrl.snapshot import Snapshot
 
@@ -82,5 +82,5 @@ class WandbSink:
         # Where it cannot be kept, only a later attempt is another run to W&B.
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            replace_whole(path, json.dumps({"id": self._made_id, "project": self._wandb.project}) + "\n")
+            replace_file(path, json.dumps({"id": self._made_id, "project": self._wandb.project}) + "\n")
         return self._made_id

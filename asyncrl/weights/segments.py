@@ -26,6 +26,8 @@ from asyncrl.messages.weights import Bucket, TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+from functools import cache
+from pathlib import Path
 
 ALIGNMENT = 64
 """Bytes to which every tensor's offset is aligned."""
@@ -175,3 +177,10 @@ def verify_bytes(view: memoryview, bucket: Bucket, *, version: int, index: int) 
         raise WeightsCorrupt(
             f"its checksum is {found:#018x} instead of {bucket.checksum:#018x}", version=version, bucket=index
         )
+
+
+@cache
+def host_id() -> str:
+    """Id, equal for two processes that can reach each other's /proc/PID/fd: one kernel, process namespace and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"

@@ -6,7 +6,7 @@ high-water marks are finite, so nothing waits and nothing grows without bound. A
 drop the connection without a word, so senders check the size their peer stated, and cut for a server under CURVE what
 is larger than it takes of strangers (pieces.py). Peers that do not get through the handshake, which has a deadline, are
 counted and never seen by the receiver. Where connections begin faster than a server has time for, no more begin for a
-moment (door.py), which is counted too.
+moment (listening.py), which is counted too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any
 import zmq
 import zmq.utils.z85
 
-from asyncrl.wire.door import Door
 from asyncrl.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
-from asyncrl.wire.listening import ListeningSocket
+from asyncrl.wire.listening import Door, ListeningSocket
 from asyncrl.wire.pieces import CURVE_BYTES, MARK, PIECE_BYTES, cut, joined
 from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 

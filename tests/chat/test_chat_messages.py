@@ -1,7 +1,7 @@
 """Messages and tools of requests, brought into one form or refused with the field's name."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.chat.messages import normalise_messages, normalise_tools
@@ -136,6 +136,7 @@ ANYTHING = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(ANYTHING | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), ANYTHING)))
 def test_nothing_that_is_sent_fails_in_another_way(messages):
     try:

@@ -11,7 +11,7 @@ import pytest
 from cluster.launches import CONFIG
 from cluster.slurm import NODES, Slurm
 
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import REPOSITORY, wait_until
 
@@ -26,14 +26,14 @@ WARM = "\n[checkpoint]\nevery_versions = 4\n"
 class Job:
     """A job that trains, in the folder that all nodes see."""
 
-    def __init__(self, slurm: Slurm, *flags: str, script: Path = SCRIPT, env: dict[str, str] | None = None) -> None:
+    def __init__(self, slurm: Slurm, *flags: str, env: dict[str, str] | None = None) -> None:
         self.slurm, self.folder, self.run_dir = slurm, slurm.shared, slurm.shared / "runs" / "trial"
         self.file = self.folder / "trial.toml"
         self.file.write_text(CONFIG.format(folder=self.folder) + WARM)
         rows = [json.dumps({"prompt": f"prompt {number}"}) for number in range(PROMPTS)]
         (self.folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
         self.out = self.folder / "out.txt"
-        options = ["--parsable", f"--output={self.out}", str(script), str(self.file), *flags]
+        options = ["--parsable", f"--output={self.out}", str(SCRIPT), str(self.file), *flags]
         given = {**slurm.env, "ASYNCRL_LAUNCH": PYTHON, **(env or {})}
         self.number = int(slurm.run("sbatch", *options, env=given).stdout)
 
@@ -160,8 +160,7 @@ def test_a_job_submitted_by_the_command(slurm: Slurm) -> None:
 def test_every_part_runs_in_the_sites_container(slurm: Slurm, container: str) -> None:
     """The words stand between srun and Python on all nodes, the head's too."""
     env = {"ASYNCRL_CONTAINER": container, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    script = SCRIPT.with_name("train-containers.sbatch")
-    job = Job(slurm, "--learner.steps", str(LONG), script=script, env=env)
+    job = Job(slurm, "--learner.steps", str(LONG), env=env)
     job.wait_to_show("step 2/")
     for node in NODES:
         there = slurm.processes(node)

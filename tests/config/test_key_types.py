@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from asyncrl.config.key_types import default_words, type_words
-from asyncrl.config.keys import known_keys, table_of
+from asyncrl.config.keys import default_words, known_keys, table_of, type_words
 from asyncrl.config.load import validate_config
 from asyncrl.config.section import Fraction, Positive, Seconds, Section
 

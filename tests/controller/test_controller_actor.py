@@ -5,6 +5,7 @@ import json
 
 import pytest
 from disks import fill, small_disk
+from virtual import run_virtual
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
@@ -27,11 +28,10 @@ from asyncrl.messages.actors import (
 )
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials
-from asyncrl.wire.memory import MemoryNetwork
+from tools.memory_transport import MemoryNetwork
 
 CREDENTIALS = Credentials("run-1", "s3cret")
 CONFIG = validate_config(

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from test_controller_actor import CONTROLLER, Cluster, validate_config
+from virtual import run_virtual
 from work import steps_of
 
 from asyncrl.controller.actor import Controller
@@ -12,7 +13,6 @@ from asyncrl.controller.reach import Reach, Standing
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.messages.actors import WatchRun
 from asyncrl.messages.monitor import AwaitRecord
-from asyncrl.runtime.clock import run_virtual
 
 SINGLE = ("dataloader/0", "learner/0", "parameter_server/0", "reward/0")
 

@@ -14,6 +14,7 @@ import structlog
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from services import services
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
@@ -27,9 +28,7 @@ from asyncrl.learner.groups.stragglers import Stragglers
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import GrantsOpen, OpenGrant, Outcome, Outcomes
 from asyncrl.messages.groups import Group, VersionSpan
-from asyncrl.monitor.metrics import Figures
 from asyncrl.order import EpochOrder
-from asyncrl.runtime.awaits import Awaits
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 
@@ -146,10 +145,7 @@ class Loop(RuleBasedStateMachine):
             ),
             self,
             self,
-            counters=Figures(),
-            clock=SimpleNamespace(now=lambda: 0.0),
-            log=structlog.get_logger(),
-            awaits=Awaits(lambda: 0.0),
+            services(clock=SimpleNamespace(now=lambda: 0.0), log=structlog.get_logger()),
         )
 
         # What an observer of grants and outcomes counts.

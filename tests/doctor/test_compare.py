@@ -18,8 +18,8 @@ from asyncrl.doctor.compare import (
     needed_packages,
 )
 from asyncrl.doctor.talk import Card, HostFacts
-from asyncrl.launcher.hostspec import Facts
 from asyncrl.launcher.placement import Host, place
+from asyncrl.launcher.spec import Facts
 
 VERSIONS = {"python": "3.11.7", "asyncrl": "0.1.0", "torch": "2.13.0", "vllm": "", "pyzmq": "27", "msgspec": "1"}
 

@@ -11,6 +11,7 @@ from asyncrl.doctor.machine import (
     parse_cards,
     shm_bytes,
 )
+from asyncrl.launcher.hosts import find_facts
 
 GIB = 1 << 30
 
@@ -31,10 +32,10 @@ def test_memory(total, available, result):
 
 
 def test_what_this_host_is():
-    facts = gather_facts()
+    facts = gather_facts(find_facts())
     assert facts.versions["asyncrl"] == facts.facts.version
     assert facts.versions["pyzmq"] and facts.facts.interfaces["lo"] == "127.0.0.1"
-    assert facts.identity == gather_facts().identity
+    assert facts.identity == gather_facts(find_facts()).identity
     total, available = memory_bytes()
     assert 0 < available <= total
     assert shm_bytes() is not None

@@ -9,8 +9,8 @@ from test_killed_run import figures, live, tokens
 from test_parity import configuration, weights
 from test_parity import folder as parity_folder  # noqa: F401
 
+from asyncrl.checkpoint.contents import read_trainer_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.trainer_contents import read_trainer_contents
 
 WARM, STEPS = 12, 6
 

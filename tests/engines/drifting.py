@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from structlog import get_logger
+from services import services
 from tiny_models import VOCAB, Publisher
+from virtual import LoopClock
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -28,11 +29,10 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock
 
 
 def config_for(folder: str, dtype: str = "float32", **tables: Any) -> Config:
-    """Of a rollouter with one engine, and its learner."""
+    """A rollouter with one engine, and its learner."""
     return validate_config(
         {
             "model": {"path": folder},
@@ -103,7 +103,7 @@ class Learner:
         self._publisher = Publisher()
 
     def step(self, seed: int, size: float = 1e-3) -> None:
-        """As an update of the weights moves them."""
+        """A step that moves them as an update does."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in self._policy.model.parameters():
@@ -125,7 +125,7 @@ class Learner:
 
 @dataclass
 class Followed:
-    """What became of the offers."""
+    """The offers' outcome."""
 
     updated: list[UpdateTimes] = field(default_factory=list)
     told: list[tuple[str, str]] = field(default_factory=list)
@@ -167,15 +167,16 @@ class Replica:
 
         follower = UpdateFollower(
             self._config,
-            "rollouter/0",
+            services(
+                "rollouter/0",
+                self._clock,
+                awaits=self._awaits,
+                notify=lambda key, text, **_: found.told.append((key, text)),
+            ),
             host=self.host,
             call=call,
             committed=lambda version: None,
             updated=found.updated.append,
-            awaits=self._awaits,
-            clock=self._clock,
-            log=get_logger("rollouter/0"),
-            notify=lambda key, text, **_: found.told.append((key, text)),
             track=Trace(self._clock.now, self._clock.wall, window_s=0.0).track("weights", 0),
             place="here",
         )

@@ -1,8 +1,7 @@
-"""What the worker makes of an adapter, over a manager of adapters that forgets things as vLLM's would."""
+"""The worker's loading of an adapter, over a manager of adapters that forgets things as vLLM's would."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +85,7 @@ def layers(*without: str, scaling: float = 0.5) -> Any:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_an_adapter_arrives_and_replaces_the_one_before(tp_size: int) -> None:
+def test_an_adapter_arrives_and_replaces_the_one_before(tp_size):
     manager = Manager(tp_size)
     manager.modules["o_proj"].tp_size = 1
     manager.modules["o_proj"].lora_b_stacked = (torch.zeros(1, 1, 5, ROOM),)
@@ -97,7 +96,7 @@ def test_an_adapter_arrives_and_replaces_the_one_before(tp_size: int) -> None:
         assert manager.registered.loras.keys() == published.keys()
 
 
-def test_the_scaling_is_in_b_alone() -> None:
+def test_the_scaling_is_in_b_alone():
     once, twice = layers(scaling=1.0), layers(scaling=2.0)
     assert torch.equal(once["o_proj"][0], twice["o_proj"][0])
     assert torch.equal(2 * once["o_proj"][1], twice["o_proj"][1])
@@ -109,7 +108,7 @@ def _forget(manager: Manager) -> None:
 
 def _leave(manager: Manager) -> None:
     """A slice without an adapter holds what was there before."""
-    manager.modules["o_proj"].set_lora = lambda a, b: None  # type: ignore[method-assign]
+    manager.modules["o_proj"].set_lora = lambda a, b: None
     manager.modules["o_proj"].lora_b_stacked[0][:] = 1.0
 
 
@@ -117,7 +116,7 @@ def _merge(manager: Manager) -> None:
     """Three layers of the checkpoint in two slices."""
     module = manager.modules["qkv_proj"]
     module.lora_a_stacked, module.lora_b_stacked = module.lora_a_stacked[:2], module.lora_b_stacked[:2]
-    module.set_lora = lambda a, b: None  # type: ignore[method-assign]
+    module.set_lora = lambda a, b: None
 
 
 @pytest.mark.parametrize(
@@ -129,9 +128,7 @@ def _merge(manager: Manager) -> None:
         (_merge, [], r"3 layers: \['k_proj', 'q_proj', 'v_proj'\]"),
     ],
 )
-def test_what_did_not_arrive_is_named_and_nothing_is_left(
-    breaks: Callable[[Manager], None], without: list[str], told: str
-) -> None:
+def test_what_did_not_arrive_is_named_and_nothing_is_left(breaks, without, told):
     manager = Manager()
     _replace(manager, layers())
     breaks(manager)
@@ -141,14 +138,14 @@ def test_what_did_not_arrive_is_named_and_nothing_is_left(
     assert manager.registered is None
 
 
-def test_models_whose_class_takes_no_adapters_are_refused_by_name() -> None:
+def test_models_whose_class_takes_no_adapters_are_refused_by_name():
     _require_lora_support({"architectures": ["Qwen2ForCausalLM"]})
     _require_lora_support({"architectures": ["NobodysForCausalLM"]})
     with pytest.raises(ConfigError, match=r"model\.path: vLLM's GPT2LMHeadModel takes no adapters; set lora\.publish"):
         _require_lora_support({"architectures": ["GPT2LMHeadModel"]})
 
 
-def test_the_classes_that_preflight_refuses_are_those_of_vllm() -> None:
+def test_the_classes_that_preflight_refuses_are_those_of_vllm():
     from vllm.model_executor.models import ModelRegistry, supports_lora
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 

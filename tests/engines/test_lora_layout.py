@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
+def folder(tmp_path):
     tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in (LAYERS | OTHERS).items()}
     tensors |= {"model.norm.weight": torch.zeros(8), "model.layers.0.self_attn.q_proj.bias": torch.zeros(12)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -57,7 +54,7 @@ def staged(shapes: Shapes) -> Staged:
         (adapters("1.mlp.down_proj", "q_proj"), {"targets": ["q_proj", "layers.1.mlp.down_proj"]}),
     ],
 )
-def test_whole_sets_are_accepted(folder: str, shapes: Shapes, lora: dict[str, Any]) -> None:
+def test_whole_sets_are_accepted(folder, shapes, lora):
     check_adapters(staged(shapes), folder, LoraConfig(rank=RANK, **lora))
 
 
@@ -80,36 +77,32 @@ A, B = tensor_names("model.layers.1.mlp.down_proj")
         ({}, {"targets": ["q_proj", "down_proj", "up_proj"]}, "no layer of lora.targets = 'up_proj' has an adapter"),
     ],
 )
-def test_others_are_refused(
-    folder: str, change: dict[str, tuple[int, ...] | None], lora: dict[str, Any], told: str
-) -> None:
+def test_others_are_refused(folder, change, lora, told):
     shapes = {name: shape for name, shape in (adapters() | change).items() if shape is not None}
     with pytest.raises(WeightsCorrupt, match=told):
         check_adapters(staged(shapes), folder, LoraConfig(rank=RANK, **lora))
 
 
-def test_a_version_without_adapters_is_refused(folder: str) -> None:
+def test_a_version_without_adapters_is_refused(folder):
     with pytest.raises(WeightsCorrupt, match="it holds no adapter"):
         check_adapters(staged({}), folder, EVERYWHERE)
 
 
 @pytest.mark.parametrize("change", [{A: None}, {A: (RANK + 1, 20)}])
-def test_a_folder_that_says_nothing_leaves_rank_and_pairs(
-    tmp_path: Path, change: dict[str, tuple[int, ...] | None]
-) -> None:
+def test_a_folder_that_says_nothing_leaves_rank_and_pairs(tmp_path, change):
     check_adapters(staged(adapters()), str(tmp_path), EVERYWHERE)
     shapes = {name: shape for name, shape in (adapters() | change).items() if shape is not None}
     with pytest.raises(WeightsCorrupt):
         check_adapters(staged(shapes), str(tmp_path), EVERYWHERE)
 
 
-def test_layers_that_may_have_an_adapter_are_those_of_the_decoder(folder: str, tmp_path: Path) -> None:
+def test_layers_that_may_have_an_adapter_are_those_of_the_decoder(folder, tmp_path):
     assert targets(EVERYWHERE, folder) == ["down_proj", "q_proj"]
     assert targets(LoraConfig(rank=RANK, targets=["self_attn.q_proj"]), folder) == ["q_proj"]
     assert targets(EVERYWHERE, str(tmp_path / "none")) is None
 
 
-def test_names_are_read_as_they_are_made() -> None:
+def test_names_are_read_as_they_are_made():
     assert [layer_of(name) for name in tensor_names("a.b")] == [("a.b", "A"), ("a.b", "B")]
     assert layer_of("a.b.lora_A.weight") is None
     assert layer_of("base_model.model.a.b.weight") is None

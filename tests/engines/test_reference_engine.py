@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
+from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.reference.engine import ReferenceEngine
@@ -83,17 +83,17 @@ def worst(found: list[float], expected: list[float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def models() -> list[Any]:
+def models():
     return [make_model(seed) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), make_model(0))
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
+def publisher():
     made = Publisher()
     yield made
     made.close()
@@ -119,69 +119,81 @@ async def load(engine: ReferenceEngine, manifest: Manifest, *, mode: Any = "abor
     await engine.resume()
 
 
+@dataclass
+class Made:
+    """A model's folder, models for its versions, and what publishes them."""
+
+    folder: str
+    models: list[Any]
+    publisher: Publisher
+
+
+@pytest.fixture
+def made(folder, models, publisher):
+    return Made(folder, models, publisher)
+
+
+@asynccontextmanager
+async def serving(made: Made, **rollout: Any) -> AsyncIterator[ReferenceEngine]:
+    """With the first model as version 0."""
+    async with started(made.folder, **rollout) as engine:
+        await load(engine, made.publisher.publish_model(0, made.models[0]))
+        yield engine
+
+
 # --- tokens and log-probs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(
-    tmp_path: Any, publisher: Publisher, tied: bool
-) -> None:
+async def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(tmp_path, publisher, tied):
     folder = save_model(tmp_path / "model", make_model(0, tied=tied))
-
-    async def go() -> None:
-        async with started(folder) as engine:
-            reasons = set()
-            for version, seed in enumerate((1, 2)):
-                model = make_model(seed, tied=tied)
-                await load(engine, publisher.publish_model(version, model))
-                assert worst(await engine.score(PROMPT), logprobs_of(model, PROMPT)) < TOLERANCE
-                for sample, temperature in enumerate((0.7, 1.0, 0.0)):
-                    answer = await collect(engine, ask(seed=sample, temperature=temperature, max_tokens=100))
-                    reasons.add(answer.reason)
-                    with torch.no_grad():
-                        logits = model(torch.tensor([PROMPT + answer.tokens])).logits[0, len(PROMPT) - 1 : -1]
-                    scores = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
-                    expected = scores[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)].tolist()
-                    assert worst(answer.logprobs, expected) < TOLERANCE
-                    assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
-                    if temperature == 0.0:
-                        assert answer.tokens == logits.argmax(-1).tolist()
-                    if answer.reason == "stop":
-                        assert answer.tokens.index(EOS) == len(answer.tokens) - 1
-                    else:
-                        assert len(answer.tokens) == 100 and EOS not in answer.tokens
-            # A tied model hardly ever ends by itself.
-            assert reasons == ({"length"} if tied else {"stop", "length"})
-
-    asyncio.run(go())
+    async with started(folder) as engine:
+        reasons = set()
+        for version, seed in enumerate((1, 2)):
+            model = make_model(seed, tied=tied)
+            await load(engine, publisher.publish_model(version, model))
+            assert worst(await engine.score(PROMPT), logprobs_of(model, PROMPT)) < TOLERANCE
+            for sample, temperature in enumerate((0.7, 1.0, 0.0)):
+                answer = await collect(engine, ask(seed=sample, temperature=temperature, max_tokens=100))
+                reasons.add(answer.reason)
+                with torch.no_grad():
+                    logits = model(torch.tensor([PROMPT + answer.tokens])).logits[0, len(PROMPT) - 1 : -1]
+                scores = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
+                expected = scores[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)].tolist()
+                assert worst(answer.logprobs, expected) < TOLERANCE
+                assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
+                if temperature == 0.0:
+                    assert answer.tokens == logits.argmax(-1).tolist()
+                if answer.reason == "stop":
+                    assert answer.tokens.index(EOS) == len(answer.tokens) - 1
+                else:
+                    assert len(answer.tokens) == 100 and EOS not in answer.tokens
+        # A tied model hardly ever ends by itself.
+        assert reasons == ({"length"} if tied else {"stop", "length"})
 
 
-def test_a_response_ends_with_its_first_stop_token(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            whole = await collect(engine, ask("whole"))
-            stop = whole.tokens[20]
-            first = whole.tokens.index(stop)
-            cut = await collect(engine, ask("cut", stop_token_ids=[stop]))
-            assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
-            assert cut.logprobs == whole.logprobs[: first + 1]
-            again = await collect(engine, ask("again"))
-            assert again.tokens == whole.tokens, "it is the request's alone"
-
-    asyncio.run(go())
+async def test_a_response_ends_with_its_first_stop_token(made):
+    async with serving(made) as engine:
+        whole = await collect(engine, ask("whole"))
+        stop = whole.tokens[20]
+        first = whole.tokens.index(stop)
+        cut = await collect(engine, ask("cut", stop_token_ids=[stop]))
+        assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
+        assert cut.logprobs == whole.logprobs[: first + 1]
+        again = await collect(engine, ask("again"))
+        assert again.tokens == whole.tokens, "it is the request's alone"
 
 
-def test_i8_nothing_else_changes_a_bit_of_a_response(folder: str, models: list[Any], publisher: Publisher) -> None:
+def test_i8_nothing_else_changes_a_bit_of_a_response(folder, models, publisher):
     manifest = publisher.publish_model(0, models[0])
     prompts = [[(3 * i + n) % 90 for i in range(5 + 9 * n)] for n in range(8)]
 
-    async def alone() -> list[Answer]:
+    async def alone():
         async with started(folder, stream_interval=64) as engine:
             await load(engine, manifest)
             return [await collect(engine, ask(f"{n}", p, seed=n % 3)) for n, p in enumerate(prompts)]
 
-    async def crowded() -> list[Answer]:
+    async def crowded():
         async with started(folder, stream_interval=3) as engine:
             await load(engine, manifest)
             async with asyncio.TaskGroup() as tasks:
@@ -198,55 +210,45 @@ def test_i8_nothing_else_changes_a_bit_of_a_response(folder: str, models: list[A
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(
-    folder: str, models: list[Any], publisher: Publisher, temperature: float
-) -> None:
-    async def go() -> None:
-        async with started(folder, stream_interval=4) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            whole, seed = Answer(), 0
-            while len(whole.tokens) < 100:
-                seed += 1
-                whole = await collect(engine, ask(max_tokens=120, temperature=temperature, seed=seed))
-            tokens: list[int] = []
-            logprobs: list[float] = []
-            submissions, reason = 0, ""
-            while reason in ("", "abort"):
-                submissions += 1
-                request = ask(
-                    f"part {submissions}",
-                    PROMPT + tokens,
-                    held=len(tokens),
-                    max_tokens=120 - len(tokens),
-                    temperature=temperature,
-                    seed=seed,
-                )
-                answer = Answer()
-                async with asyncio.TaskGroup() as tasks:
-                    stream = tasks.create_task(collect(engine, request, answer))
-                    await until(lambda: stream.done() or len(answer.tokens) > 20)  # noqa: B023
-                    await engine.abort([request.id])
-                tokens += answer.tokens
-                logprobs += answer.logprobs
-                reason = answer.reason or ""
-            assert submissions > 1
-            assert (tokens, logprobs, reason) == (whole.tokens, whole.logprobs, whole.reason)
-
-    asyncio.run(go())
+async def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(made, temperature):
+    async with serving(made, stream_interval=4) as engine:
+        whole, seed = Answer(), 0
+        while len(whole.tokens) < 100:
+            seed += 1
+            whole = await collect(engine, ask(max_tokens=120, temperature=temperature, seed=seed))
+        tokens = []
+        logprobs = []
+        submissions, reason = 0, ""
+        while reason in ("", "abort"):
+            submissions += 1
+            request = ask(
+                f"part {submissions}",
+                PROMPT + tokens,
+                held=len(tokens),
+                max_tokens=120 - len(tokens),
+                temperature=temperature,
+                seed=seed,
+            )
+            answer = Answer()
+            async with asyncio.TaskGroup() as tasks:
+                stream = tasks.create_task(collect(engine, request, answer))
+                await until(lambda: stream.done() or len(answer.tokens) > 20)  # noqa: B023
+                await engine.abort([request.id])
+            tokens += answer.tokens
+            logprobs += answer.logprobs
+            reason = answer.reason or ""
+        assert submissions > 1
+        assert (tokens, logprobs, reason) == (whole.tokens, whole.logprobs, whole.reason)
 
 
-def test_requests_without_a_seed_differ_and_repeat(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            answers = [await collect(engine, ask(id, seed=None)) for id in ("a", "b", "a")]
-            assert answers[0].tokens != answers[1].tokens
-            assert answers[0] == answers[2]
-
-    asyncio.run(go())
+async def test_requests_without_a_seed_differ_and_repeat(made):
+    async with serving(made) as engine:
+        answers = [await collect(engine, ask(id, seed=None)) for id in ("a", "b", "a")]
+        assert answers[0].tokens != answers[1].tokens
+        assert answers[0] == answers[2]
 
 
-def test_noise_is_uniform_and_the_choice_has_the_right_shares() -> None:
+def test_noise_is_uniform_and_the_choice_has_the_right_shares():
     noise = [uniform(seed, position) for seed in range(40) for position in range(500)]
     assert all(0.0 <= u < 1.0 for u in noise) and len(set(noise)) == len(noise)
     logits = torch.tensor([0.0, -math.inf, 2.0, 1.0, -math.inf])
@@ -260,102 +262,82 @@ def test_noise_is_uniform_and_the_choice_has_the_right_shares() -> None:
     assert [choose(logits, 1.0, u)[0] for u in (0.0, 1 - 2**-52)] == [0, 3]
 
 
-def test_the_more_urgent_come_first(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            await engine.pause("keep")
-            ended = []
+async def test_the_more_urgent_come_first(made):
+    async with serving(made) as engine:
+        await engine.pause("keep")
+        ended = []
 
-            async def one(id: str, priority: int) -> None:
-                await collect(engine, ask(id, priority=priority))
-                ended.append(id)
+        async def one(id, priority):
+            await collect(engine, ask(id, priority=priority))
+            ended.append(id)
 
-            async with asyncio.TaskGroup() as tasks:
-                for id, priority in (("late", 1), ("first", 0), ("second", 0)):
-                    tasks.create_task(one(id, priority))
-                await asyncio.sleep(0)
-                await engine.resume()
-            assert ended == ["first", "second", "late"]
-
-    asyncio.run(go())
+        async with asyncio.TaskGroup() as tasks:
+            for id, priority in (("late", 1), ("first", 0), ("second", 0)):
+                tasks.create_task(one(id, priority))
+            await asyncio.sleep(0)
+            await engine.resume()
+        assert ended == ["first", "second", "late"]
 
 
 # --- pauses and updates -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_i3_kept_requests_go_on_under_the_new_weights(
-    folder: str, models: list[Any], publisher: Publisher, recompute_kv: bool
-) -> None:
-    async def go() -> None:
-        async with started(folder, stream_interval=4) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            begun, waiting = Answer(), Answer()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(collect(engine, ask("begun", temperature=0.0, max_tokens=200), begun))
-                tasks.create_task(collect(engine, ask("waiting", max_tokens=20), waiting))
-                await until(lambda: len(begun.tokens) > 50)
-                manifest = publisher.publish_model(3, models[1])
-                await load(engine, manifest, mode="keep", recompute_kv=recompute_kv)
-            split = begun.spans[0].end
-            assert 50 < split < 200
-            assert begun.spans == [VersionSpan(0, 0, split), VersionSpan(3, split, 200, not recompute_kv)]
-            before, after = (logprobs_of(model, PROMPT + begun.tokens)[len(PROMPT) - 1 :] for model in models)
-            assert worst(begun.logprobs[:split], before[:split]) < TOLERANCE
-            if recompute_kv:
-                assert worst(begun.logprobs[split:], after[split:]) < TOLERANCE
-            else:
-                assert worst(begun.logprobs[split:], after[split:]) > 0.1
-            # It had no keys and values yet, so nothing is mixed.
-            assert waiting.spans == [VersionSpan(3, 0, len(waiting.tokens))]
-
-    asyncio.run(go())
+async def test_i3_kept_requests_go_on_under_the_new_weights(made, recompute_kv):
+    async with serving(made, stream_interval=4) as engine:
+        begun, waiting = Answer(), Answer()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(collect(engine, ask("begun", temperature=0.0, max_tokens=200), begun))
+            tasks.create_task(collect(engine, ask("waiting", max_tokens=20), waiting))
+            await until(lambda: len(begun.tokens) > 50)
+            manifest = made.publisher.publish_model(3, made.models[1])
+            await load(engine, manifest, mode="keep", recompute_kv=recompute_kv)
+        split = begun.spans[0].end
+        assert 50 < split < 200
+        assert begun.spans == [VersionSpan(0, 0, split), VersionSpan(3, split, 200, not recompute_kv)]
+        before, after = (logprobs_of(model, PROMPT + begun.tokens)[len(PROMPT) - 1 :] for model in made.models)
+        assert worst(begun.logprobs[:split], before[:split]) < TOLERANCE
+        if recompute_kv:
+            assert worst(begun.logprobs[split:], after[split:]) < TOLERANCE
+        else:
+            assert worst(begun.logprobs[split:], after[split:]) > 0.1
+        # It had no keys and values yet, so nothing is mixed.
+        assert waiting.spans == [VersionSpan(3, 0, len(waiting.tokens))]
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(
-    folder: str, models: list[Any], publisher: Publisher, mode: Any
-) -> None:
-    async def go() -> None:
-        async with started(folder, stream_interval=4) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            expected = [await collect(engine, ask(id, max_tokens=90, temperature=0.0)) for id in "ab"]
-            answers = [Answer(), Answer()]
-            async with asyncio.TaskGroup() as tasks:
-                for id, answer in zip("ab", answers, strict=True):
-                    tasks.create_task(collect(engine, ask(id, max_tokens=90, temperature=0.0), answer))
-                await until(lambda: len(answers[0].tokens) > 8)
-                await engine.pause(mode)
-                await asyncio.sleep(0)
-                held, fed = [len(answer.tokens) for answer in answers], engine._fed
-                # Of what was begun everything is there under "wait", and of the others nothing ever is.
-                assert (answers[0].reason is not None) == (mode == "wait")
-                assert held[1] == 0
-                await asyncio.sleep(0.05)
-                assert engine._fed == fed
-                assert [len(answer.tokens) for answer in answers] == held
-                await engine.resume()
-            assert answers == expected
-
-    asyncio.run(go())
+async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(made, mode):
+    async with serving(made, stream_interval=4) as engine:
+        expected = [await collect(engine, ask(id, max_tokens=90, temperature=0.0)) for id in "ab"]
+        answers = [Answer(), Answer()]
+        async with asyncio.TaskGroup() as tasks:
+            for id, answer in zip("ab", answers, strict=True):
+                tasks.create_task(collect(engine, ask(id, max_tokens=90, temperature=0.0), answer))
+            await until(lambda: len(answers[0].tokens) > 8)
+            await engine.pause(mode)
+            await asyncio.sleep(0)
+            held, fed = [len(answer.tokens) for answer in answers], engine._fed
+            # Of what was begun everything is there under "wait", and of the others nothing ever is.
+            assert (answers[0].reason is not None) == (mode == "wait")
+            assert held[1] == 0
+            await asyncio.sleep(0.05)
+            assert engine._fed == fed
+            assert [len(answer.tokens) for answer in answers] == held
+            await engine.resume()
+        assert answers == expected
 
 
-def test_an_aborting_pause_ends_all_with_what_they_have(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder, stream_interval=512) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            async with asyncio.TaskGroup() as tasks:
-                streams = [tasks.create_task(collect(engine, ask(id, max_tokens=512, temperature=0.0))) for id in "abc"]
-                await until(lambda: engine._fed > 20)
-                await engine.pause("abort")
-            begun, *waiting = (stream.result() for stream in streams)
-            assert begun.reason == "abort" and 10 < len(begun.tokens) < 512
-            assert begun.spans == [VersionSpan(0, 0, len(begun.tokens))]
-            assert waiting == [Answer(reason="abort"), Answer(reason="abort")]
-            assert not engine._flights
-
-    asyncio.run(go())
+async def test_an_aborting_pause_ends_all_with_what_they_have(made):
+    async with serving(made, stream_interval=512) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            streams = [tasks.create_task(collect(engine, ask(id, max_tokens=512, temperature=0.0))) for id in "abc"]
+            await until(lambda: engine._fed > 20)
+            await engine.pause("abort")
+        begun, *waiting = (stream.result() for stream in streams)
+        assert begun.reason == "abort" and 10 < len(begun.tokens) < 512
+        assert begun.spans == [VersionSpan(0, 0, len(begun.tokens))]
+        assert waiting == [Answer(reason="abort"), Answer(reason="abort")]
+        assert not engine._flights
 
 
 @pytest.mark.parametrize(
@@ -366,32 +348,26 @@ def test_an_aborting_pause_ends_all_with_what_they_have(folder: str, models: lis
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), "have changed|mismatch|size"),
     ],
 )
-def test_i4_all_of_the_weights_or_nothing(
-    folder: str, models: list[Any], publisher: Publisher, change: Callable[[dict[str, torch.Tensor]], Any], words: str
-) -> None:
+async def test_i4_all_of_the_weights_or_nothing(folder, models, publisher, change, words):
     tensors = parameters_of(models[1])
     change(tensors)
-
-    async def go() -> None:
-        async with started(folder) as engine:
-            with closing(stage(publisher.publish(0, tensors))) as wrong, pytest.raises(WeightsCorrupt, match=words):
+    async with started(folder) as engine:
+        with closing(stage(publisher.publish(0, tensors))) as wrong, pytest.raises(WeightsCorrupt, match=words):
+            await engine.accept(wrong)
+        await load(engine, publisher.publish_model(0, models[0]))
+        with closing(stage(publisher.publish(1, tensors))) as wrong:
+            with pytest.raises(WeightsCorrupt, match=words):
                 await engine.accept(wrong)
-            await load(engine, publisher.publish_model(0, models[0]))
-            with closing(stage(publisher.publish(1, tensors))) as wrong:
-                with pytest.raises(WeightsCorrupt, match=words):
-                    await engine.accept(wrong)
-                await engine.pause("abort")
-                with pytest.raises(WeightsCorrupt, match=words):
-                    await engine.load(wrong, recompute_kv=True)
-            assert await engine.score(PROMPT) == pytest.approx(logprobs_of(models[0], PROMPT), abs=TOLERANCE)
-            await load(engine, publisher.publish_model(2, models[1]))
-            assert await engine.score(PROMPT) == pytest.approx(logprobs_of(models[1], PROMPT), abs=TOLERANCE)
-
-    asyncio.run(go())
+            await engine.pause("abort")
+            with pytest.raises(WeightsCorrupt, match=words):
+                await engine.load(wrong, recompute_kv=True)
+        assert await engine.score(PROMPT) == pytest.approx(logprobs_of(models[0], PROMPT), abs=TOLERANCE)
+        await load(engine, publisher.publish_model(2, models[1]))
+        assert await engine.score(PROMPT) == pytest.approx(logprobs_of(models[1], PROMPT), abs=TOLERANCE)
 
 
-def test_i4_checksums_agree_exactly_where_weights_do(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def sums(*versions: Any) -> list[str]:
+def test_i4_checksums_agree_exactly_where_weights_do(folder, models, publisher):
+    async def sums(*versions):
         async with started(folder) as engine:
             found = []
             for number, model in enumerate(versions):
@@ -404,12 +380,12 @@ def test_i4_checksums_agree_exactly_where_weights_do(folder: str, models: list[A
     assert first != second
 
 
-def test_half_precision_is_loaded_as_it_is(folder: str, models: list[Any], publisher: Publisher) -> None:
+def test_half_precision_is_loaded_as_it_is(folder, models, publisher):
     halves = {name: tensor.bfloat16() for name, tensor in parameters_of(models[0]).items()}
     rounded = make_model(1)
     rounded.load_state_dict({name: tensor.float() for name, tensor in halves.items()}, strict=False)
 
-    async def go() -> list[float]:
+    async def go():
         async with started(folder) as engine:
             await load(engine, publisher.publish(0, halves))
             return await engine.score(PROMPT)
@@ -417,12 +393,10 @@ def test_half_precision_is_loaded_as_it_is(folder: str, models: list[Any], publi
     assert worst(asyncio.run(go()), logprobs_of(rounded, PROMPT)) < TOLERANCE
 
 
-def test_broadcasts_are_received_verified_and_survived(folder: str, models: list[Any], publisher: Publisher) -> None:
+def test_broadcasts_are_received_verified_and_survived(folder, models, publisher):
     sender = Sender("gloo", "127.0.0.1", 60.0)
 
-    async def broadcast(
-        engine: ReferenceEngine, epoch: int, manifest: Manifest, buckets: Iterator[tuple[Bucket, int]]
-    ) -> list[Any]:
+    async def broadcast(engine, epoch, manifest, buckets):
         group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host=sender.host, port=sender.port)
         layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
         collective = Collective(group=group, first_rank=1, buckets=layouts)
@@ -433,16 +407,16 @@ def test_broadcasts_are_received_verified_and_survived(folder: str, models: list
             return_exceptions=True,
         )
 
-    def all_of(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
+    def all_of(manifest):
         return ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
 
-    def broken(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
+    def broken(manifest):
         buckets = all_of(manifest)
         yield next(buckets)
         sender.abort("enough")
         yield from buckets
 
-    async def go() -> None:
+    async def go():
         async with started(folder) as engine:
             for version, model in enumerate(models):
                 manifest = publisher.publish_model(version, model)
@@ -467,23 +441,19 @@ def test_broadcasts_are_received_verified_and_survived(folder: str, models: list
 # --- errors and ends ----------------------------------------------------------------------------------------
 
 
-def test_impossible_requests_are_value_errors(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            for prompt in ([], [1] * 1024, [96], [-1]):
-                with pytest.raises(ValueError, match="request a"):
-                    await collect(engine, ask("a", prompt))
-            # It fits, but not all that it may sample does.
-            near = await collect(engine, ask("a", [1] * 1020, max_tokens=64, temperature=0.0))
-            assert near.reason == "length" and len(near.tokens) == 4
-            assert await engine.score([1]) == []
-
-    asyncio.run(go())
+async def test_impossible_requests_are_value_errors(made):
+    async with serving(made) as engine:
+        for prompt in ([], [1] * 1024, [96], [-1]):
+            with pytest.raises(ValueError, match="request a"):
+                await collect(engine, ask("a", prompt))
+        # It fits, but not all that it may sample does.
+        near = await collect(engine, ask("a", [1] * 1020, max_tokens=64, temperature=0.0))
+        assert near.reason == "length" and len(near.tokens) == 4
+        assert await engine.score([1]) == []
 
 
-def test_what_it_cannot_run_is_a_config_error(folder: str, tmp_path: Any) -> None:
-    async def problem(**rollout: Any) -> str:
+def test_what_it_cannot_run_is_a_config_error(folder, tmp_path):
+    async def problem(**rollout):
         with pytest.raises(ConfigError) as raised:
             async with started(rollout.pop("folder", folder), **rollout):
                 pass
@@ -495,94 +465,76 @@ def test_what_it_cannot_run_is_a_config_error(folder: str, tmp_path: Any) -> Non
         config_for(folder, gpus_per_replica=1)
 
 
-def test_the_event_loop_never_waits_for_the_model(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            entered, go_on = threading.Event(), threading.Event()
-            advance = engine._model.advance
+async def test_the_event_loop_never_waits_for_the_model(made):
+    async with serving(made) as engine:
+        entered, go_on = threading.Event(), threading.Event()
+        advance = engine._model.advance
 
-            def slow(*arguments: Any) -> Any:
-                entered.set()
-                assert go_on.wait(30)
-                return advance(*arguments)
+        def slow(*arguments):
+            entered.set()
+            assert go_on.wait(30)
+            return advance(*arguments)
 
-            engine._model.advance = slow
-            stream = asyncio.create_task(collect(engine, ask(max_tokens=4)))
-            await until(entered.is_set)
-            # The model computes, and everything else goes on.
-            pausing = asyncio.create_task(engine.pause("keep"))
-            await asyncio.sleep(0.01)
-            assert not pausing.done()
-            go_on.set()
-            await pausing
-            await engine.resume()
-            assert len((await stream).tokens) == 4
-
-    asyncio.run(go())
+        engine._model.advance = slow
+        stream = asyncio.create_task(collect(engine, ask(max_tokens=4)))
+        await until(entered.is_set)
+        # The model computes, and everything else goes on.
+        pausing = asyncio.create_task(engine.pause("keep"))
+        await asyncio.sleep(0.01)
+        assert not pausing.done()
+        go_on.set()
+        await pausing
+        await engine.resume()
+        assert len((await stream).tokens) == 4
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-def test_i5_an_engine_that_does_not_compute_is_dead(
-    folder: str, models: list[Any], publisher: Publisher, how: str
-) -> None:
+async def test_i5_an_engine_that_does_not_compute_is_dead(made, how):
     released = threading.Event()
 
-    def broken(*_: Any) -> Any:
+    def broken(*_):
         if how == "hangs":
             released.wait(30)
         raise RuntimeError("out of order")
 
-    async def go() -> None:
-        async with started(folder, engine_timeout_s=0.3) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            engine._model.advance = broken
-            streams = [asyncio.create_task(collect(engine, ask(id))) for id in "ab"]
-            words = "did nothing for request a for 0.3 s" if how == "hangs" else "out of order"
-            for outcome in await asyncio.gather(*streams, return_exceptions=True):
-                assert isinstance(outcome, EngineDied) and words in str(outcome)
-            for late in (engine.pause("abort"), engine.score(PROMPT), collect(engine, ask()), engine.checksum()):
-                with pytest.raises(EngineDied, match=words):
-                    await late
-            released.set()
-
-    asyncio.run(go())
+    async with serving(made, engine_timeout_s=0.3) as engine:
+        engine._model.advance = broken
+        streams = [asyncio.create_task(collect(engine, ask(id))) for id in "ab"]
+        words = "did nothing for request a for 0.3 s" if how == "hangs" else "out of order"
+        for outcome in await asyncio.gather(*streams, return_exceptions=True):
+            assert isinstance(outcome, EngineDied) and words in str(outcome)
+        for late in (engine.pause("abort"), engine.score(PROMPT), collect(engine, ask()), engine.checksum()):
+            with pytest.raises(EngineDied, match=words):
+                await late
+        released.set()
 
 
-def test_i7_closing_ends_everything_at_once(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            answer = Answer()
-            stream = asyncio.create_task(collect(engine, ask(max_tokens=500, temperature=0.0), answer))
-            await until(lambda: len(answer.tokens) > 8)
-            began = time.monotonic()
-            await engine.close()
-            with pytest.raises(EngineDied, match="closed"):
-                await stream
-            assert time.monotonic() - began < 10
-            await engine.close()
-
-    asyncio.run(go())
+async def test_i7_closing_ends_everything_at_once(made):
+    async with serving(made) as engine:
+        answer = Answer()
+        stream = asyncio.create_task(collect(engine, ask(max_tokens=500, temperature=0.0), answer))
+        await until(lambda: len(answer.tokens) > 8)
+        began = time.monotonic()
+        await engine.close()
+        with pytest.raises(EngineDied, match="closed"):
+            await stream
+        assert time.monotonic() - began < 10
+        await engine.close()
 
 
-def test_a_cancelled_reader_leaves_nothing_behind(folder: str, models: list[Any], publisher: Publisher) -> None:
-    async def go() -> None:
-        async with started(folder, stream_interval=4) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            answer = Answer()
-            streams = [
-                asyncio.create_task(collect(engine, ask("a", max_tokens=512, temperature=0.0), answer)),
-                asyncio.create_task(collect(engine, ask("b"))),
-            ]
-            await until(lambda: len(answer.tokens) > 8)
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-            # A pause that waits for requests to finish would find them.
-            await engine.pause("wait")
-            assert not engine._flights and engine._current is None
-            await engine.resume()
-            assert (await collect(engine, ask("b", max_tokens=3))).reason in ("stop", "length")
-
-    asyncio.run(go())
+async def test_a_cancelled_reader_leaves_nothing_behind(made):
+    async with serving(made, stream_interval=4) as engine:
+        answer = Answer()
+        streams = [
+            asyncio.create_task(collect(engine, ask("a", max_tokens=512, temperature=0.0), answer)),
+            asyncio.create_task(collect(engine, ask("b"))),
+        ]
+        await until(lambda: len(answer.tokens) > 8)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        # A pause that waits for requests to finish would find them.
+        await engine.pause("wait")
+        assert not engine._flights and engine._current is None
+        await engine.resume()
+        assert (await collect(engine, ask("b", max_tokens=3))).reason in ("stop", "length")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_weights import stage
 from tiny_models import Publisher
+from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -26,9 +27,10 @@ from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, 
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
 from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, content, response_length
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
+
+RUN = run_virtual
 
 
 def request(id: str, *, prompt: int | list[int] = 10, max_tokens: int = 10_000, **fields: Any) -> GenerationRequest:
@@ -56,7 +58,7 @@ def batch(interval: int = 4, crash_after: int | None = None, **fields: Any) -> B
 
 
 class Taken:
-    """What a batch has handed over, joined by request."""
+    """Deltas that a batch has handed over, joined by request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -84,7 +86,7 @@ def run(made: Batch, until: float = 1e9) -> tuple[Taken, float]:
     return taken, now
 
 
-def test_one_request_takes_prefill_and_its_steps() -> None:
+def test_one_request_takes_prefill_and_its_steps():
     made = batch()
     made.submit(0.0, request("a", prompt=500))
     taken, now = run(made)
@@ -94,7 +96,7 @@ def test_one_request_takes_prefill_and_its_steps() -> None:
     assert taken.last["a"].spans == [VersionSpan(0, 0, 20)]
 
 
-def test_what_an_earlier_turn_left_is_not_prefilled_again() -> None:
+def test_what_an_earlier_turn_left_is_not_prefilled_again():
     made = batch()
     question = [3] * 500
     made.submit(0.0, request("a", prompt=question, key="first"))
@@ -115,7 +117,7 @@ def test_what_an_earlier_turn_left_is_not_prefilled_again() -> None:
     assert run(made)[1] - now == pytest.approx(100 + 620 / 1000 + 20)
 
 
-def test_the_prefix_cache_keeps_what_was_used_last() -> None:
+def test_the_prefix_cache_keeps_what_was_used_last():
     cache = PrefixCache(10 * BLOCK)
     contexts = [cache.blocks("", [number] * 6 * BLOCK) for number in range(3)]
     for blocks in contexts[:2]:
@@ -126,14 +128,14 @@ def test_the_prefix_cache_keeps_what_was_used_last() -> None:
     assert cache.blocks("", [0] * (6 * BLOCK + 5)) == contexts[0] != cache.blocks("v1", [0] * 6 * BLOCK)
 
 
-def test_steps_grow_with_the_number_running() -> None:
+def test_steps_grow_with_the_number_running():
     made = batch()
     for id in "abc":
         made.submit(0.0, request(id, prompt=[ord(id)] * 100))
     assert run(made)[1] == pytest.approx(3 * 0.1 + 20 * (1.0 + 2 * 0.5))
 
 
-def test_max_tokens_cuts() -> None:
+def test_max_tokens_cuts():
     made = batch()
     made.submit(0.0, request("a", max_tokens=7))
     taken, _ = run(made)
@@ -141,19 +143,19 @@ def test_max_tokens_cuts() -> None:
     assert len(taken.tokens["a"]) == 7
 
 
-def test_requests_queue_for_the_cache_by_priority() -> None:
+def test_requests_queue_for_the_cache_by_priority():
     made = batch(kv_tokens=65)
     for id, priority in (("a", 0), ("b", 0), ("c", 1), ("d", 0), ("e", -1)):
         made.submit(0.0, request(id, priority=priority))
     assert (made.running, made.waiting) == (2, 3)
-    order: list[str] = []
+    order = []
     while (due := made.next_event()) is not None:
         made.advance(due)
         order += [id for id, delta in made.take() if delta.finish_reason]
     assert order == ["a", "b", "e", "d", "c"]
 
 
-def test_what_is_larger_than_the_cache_runs_alone() -> None:
+def test_what_is_larger_than_the_cache_runs_alone():
     made = batch(kv_tokens=25)
     made.submit(0.0, request("a"))
     made.submit(0.0, request("b"))
@@ -161,7 +163,7 @@ def test_what_is_larger_than_the_cache_runs_alone() -> None:
     assert run(made)[1] == pytest.approx(2 * (0.01 + 20))
 
 
-def test_frozen_requests_stand_still_and_carry_both_versions() -> None:
+def test_frozen_requests_stand_still_and_carry_both_versions():
     made = batch()
     made.submit(0.0, request("a", prompt=1000))
     made.advance(6.2)
@@ -175,7 +177,7 @@ def test_frozen_requests_stand_still_and_carry_both_versions() -> None:
     assert now == pytest.approx(100.0 + 1.005 + 15)
 
 
-def test_stale_cache_marks_the_spans_of_those_who_kept_it() -> None:
+def test_stale_cache_marks_the_spans_of_those_who_kept_it():
     made = batch(kv_tokens=45)
     made.submit(0.0, request("a"))
     made.submit(0.0, request("b"))
@@ -188,7 +190,7 @@ def test_stale_cache_marks_the_spans_of_those_who_kept_it() -> None:
     assert taken.last["b"].spans == [VersionSpan(1, 0, 20)]
 
 
-def test_crash_comes_after_its_steps() -> None:
+def test_crash_comes_after_its_steps():
     made = batch(crash_after=6)
     made.submit(0.0, request("a"))
     assert run(made)[1] == pytest.approx(0.01 + 6)
@@ -196,7 +198,7 @@ def test_crash_comes_after_its_steps() -> None:
     assert made.next_event() is None
 
 
-def test_lengths_are_lognormal() -> None:
+def test_lengths_are_lognormal():
     config = sim(length="lognormal", length_median=100.0, length_sigma=1.0)
     lengths = [response_length(config, 1, f"u{i}/0") for i in range(4000)]
     assert median(lengths) == pytest.approx(100, rel=0.1)
@@ -214,21 +216,19 @@ def test_lengths_are_lognormal() -> None:
     stops=st.lists(st.integers(33, 126), max_size=4),
 )
 @settings(max_examples=150, deadline=None)
-def test_interruptions_change_nothing_of_a_response(
-    cuts: list[float], keys: list[int], interval: int, kv_tokens: int, sigma: float, stops: list[int]
-) -> None:
+def test_interruptions_change_nothing_of_a_response(cuts, keys, interval, kv_tokens, sigma, stops):
     """Tokens, log-probs and length are a function of seed, key and stop tokens, however often it was aborted."""
     made = batch(interval, length="lognormal", length_median=15, length_sigma=sigma, kv_tokens=kv_tokens)
     config = sim(length="lognormal", length_median=15, length_sigma=sigma)
     taken, held, now = Taken(), dict.fromkeys(keys, 0), 0.0
 
-    def submit() -> None:
+    def submit():
         for key, count in held.items():
             if f"{key}/done" not in taken.last:
                 fields = {"key": f"{key}", "held": count, "stop_token_ids": stops}
                 made.submit(now, request(f"{key}", prompt=10 + count, max_tokens=300 - count, **fields))
 
-    def collect() -> None:
+    def collect():
         taken.take(made)
         for id in list(taken.last):
             if not id.endswith("/done"):
@@ -280,7 +280,7 @@ class Weights:
     async def load(self, version: int, mode: str = "abort", *, recompute_kv: bool = True) -> None:
         with closing(stage(self.publisher.publish(version, {"w": torch.full((64,), version)}))) as staged:
             await self._engine.accept(staged)
-            await self._engine.pause(mode)  # type: ignore[arg-type]
+            await self._engine.pause(mode)
             await self._engine.load(staged, recompute_kv=recompute_kv)
         await self._engine.resume()
 
@@ -292,46 +292,38 @@ async def collect(engine: Engine, asked: GenerationRequest) -> tuple[list[int], 
     return tokens, delta
 
 
-def on_engine(config: Config, body: Any) -> Any:
-    """Run ``body(engine, weights)`` on a virtual clock with an engine that serves version 0."""
-
-    async def go() -> Any:
-        engine = make_engine(config, "rollouter/0")
-        weights = Weights(engine)
-        try:
-            await engine.start()
-            await weights.load(0)
-            return await body(engine, weights)
-        finally:
-            await engine.close()
-            weights.publisher.close()
-
-    return run_virtual(go())
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[tuple[Engine, Weights]]:
+    """An engine that serves version 0."""
+    engine = make_engine(config_for(**fields), "rollouter/0")
+    weights = Weights(engine)
+    try:
+        await engine.start()
+        await weights.load(0)
+        yield engine, weights
+    finally:
+        await engine.close()
+        weights.publisher.close()
 
 
-def test_engine_keeps_the_model_times() -> None:
-    async def body(engine: Engine, weights: Weights) -> tuple[float, int]:
+async def test_engine_keeps_the_model_times():
+    async with serving() as (engine, _):
         loop = asyncio.get_running_loop()
         began = loop.time()
         answers = await asyncio.gather(*(collect(engine, request(f"r{i}")) for i in range(5)))
-        return loop.time() - began, sum(len(tokens) for tokens, _ in answers)
-
-    took, tokens = on_engine(config_for(), body)
-    assert tokens == 200
-    assert took == pytest.approx(5 * 10 / 50_000 + 40 * (0.02 + 4 * 0.0002), rel=1e-6)
+        assert sum(len(tokens) for tokens, _ in answers) == 200
+        assert loop.time() - began == pytest.approx(5 * 10 / 50_000 + 40 * (0.02 + 4 * 0.0002), rel=1e-6)
 
 
-def test_updates_abort_keep_and_wait() -> None:
-    async def body(engine: Engine, weights: Weights) -> list[tuple[list[int], Delta]]:
-        ended = []
+async def test_updates_abort_keep_and_wait():
+    ended = []
+    async with serving() as (engine, weights):
         for version, mode in enumerate(("abort", "keep", "wait"), start=1):
             stream = asyncio.ensure_future(collect(engine, request(f"r{version}", key="same")))
             await asyncio.sleep(0.3)
             await weights.load(version, mode, recompute_kv=version == 1)
             ended.append(await stream)
-        return ended
-
-    (cut, aborted), (kept, switched), (waited, old) = on_engine(config_for(), body)
+    (cut, aborted), (kept, switched), (waited, old) = ended
     assert aborted.finish_reason == "abort"
     assert len(cut) == 14
     assert kept == waited
@@ -341,47 +333,39 @@ def test_updates_abort_keep_and_wait() -> None:
     assert old.spans == [VersionSpan(2, 0, 40)]
 
 
-def test_requests_submitted_in_a_pause_run_after_it() -> None:
-    async def body(engine: Engine, weights: Weights) -> Delta:
+async def test_requests_submitted_in_a_pause_run_after_it():
+    async with serving() as (engine, weights):
         await engine.pause("keep")
         stream = asyncio.ensure_future(collect(engine, request("a")))
         await asyncio.sleep(10.0)
         assert not stream.done()
-        with closing(stage(weights.publisher.publish(5, {"w": torch.zeros(64, dtype=torch.int64)}))) as staged:
-            await engine.accept(staged)
-            await engine.load(staged, recompute_kv=False)
-        await engine.resume()
-        return (await stream)[1]
-
-    assert on_engine(config_for(), body).spans == [VersionSpan(5, 0, 40)]
+        await weights.load(5, "keep", recompute_kv=False)
+        assert (await stream)[1].spans == [VersionSpan(5, 0, 40)]
 
 
-def test_cancelled_reader_frees_its_place() -> None:
-    async def body(engine: Engine, weights: Weights) -> float:
+async def test_cancelled_reader_frees_its_place():
+    async with serving() as (engine, _):
         stream = asyncio.ensure_future(collect(engine, request("a")))
         await asyncio.sleep(0.1)
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
         began = asyncio.get_running_loop().time()
         await engine.pause("wait")
-        return asyncio.get_running_loop().time() - began
-
-    assert on_engine(config_for(), body) == 0.0
+        assert asyncio.get_running_loop().time() == began
 
 
-def test_other_weights_are_refused() -> None:
-    async def body(engine: Engine, weights: Weights) -> None:
-        other = stage(weights.publisher.publish(1, {"v": torch.ones(64, dtype=torch.int64)}))
+async def test_other_weights_are_refused():
+    async with serving() as (engine, weights):
+        published = {name: torch.ones(64, dtype=torch.int64) for name in "vw"}
+        other, same = (stage(weights.publisher.publish(1, {name: each})) for name, each in published.items())
         with closing(other), pytest.raises(WeightsCorrupt, match="missing"):
             await engine.accept(other)
-        with closing(stage(weights.publisher.publish(1, {"w": torch.ones(64, dtype=torch.int64)}))) as same:
+        with closing(same):
             await engine.accept(same)
 
-    on_engine(config_for(), body)
 
-
-def test_crash_ends_streams_and_calls() -> None:
-    async def body(engine: Engine, weights: Weights) -> None:
+async def test_crash_ends_streams_and_calls():
+    async with serving(crash_probability=1.0) as (engine, _):
         outcomes = await asyncio.gather(
             *(collect(engine, request(f"r{i}")) for i in range(3)), engine.pause("wait"), return_exceptions=True
         )
@@ -389,8 +373,6 @@ def test_crash_ends_streams_and_calls() -> None:
         for call in (engine.checksum(), engine.pause("keep"), engine.resume(), engine.abort(["r0"])):
             with pytest.raises(EngineDied, match="rollouter/0: crashed"):
                 await call
-
-    on_engine(config_for(crash_probability=1.0), body)
 
 
 # --- the engine in a broadcast ------------------------------------------------------------------------------
@@ -443,8 +425,8 @@ def in_broadcast(body: Callable[[Engine, Learner], Awaitable[None]]) -> None:
     assert threading.active_count() == threads
 
 
-def test_broadcast_loads_what_shared_memory_does() -> None:
-    async def body(engine: Engine, learner: Learner) -> None:
+def test_broadcast_loads_what_shared_memory_does():
+    async def body(engine, learner):
         for version in range(3):
             manifest = learner.published(version)
             sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, manifest))
@@ -461,8 +443,8 @@ def test_broadcast_loads_what_shared_memory_does() -> None:
     in_broadcast(body)
 
 
-def test_failed_broadcast_leaves_the_engine_to_the_next_load() -> None:
-    async def body(engine: Engine, learner: Learner) -> None:
+def test_failed_broadcast_leaves_the_engine_to_the_next_load():
+    async def body(engine, learner):
         manifest, other = learner.published(1), learner.published(2)
         sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, other))
         with pytest.raises(BroadcastFailed, match="expected OPEN"):
@@ -478,8 +460,8 @@ def test_failed_broadcast_leaves_the_engine_to_the_next_load() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.2])
-def test_close_ends_a_broadcast_that_nobody_sends(after_s: float) -> None:
-    async def body(engine: Engine, learner: Learner) -> None:
+def test_close_ends_a_broadcast_that_nobody_sends(after_s):
+    async def body(engine, learner):
         load = asyncio.create_task(engine.load(learner.offered(1, learner.published(1)), recompute_kv=False))
         await asyncio.sleep(after_s)
         # Less than the wait for the others would take.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,19 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from published_weights import stage
+from published_weights import only_new_objects_collected, stage
 from tiny_models import Publisher
 
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.segments import ITEM_BYTES, size_of
 from asyncrl.weights.staging import check_complete, layout_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap():
+    with only_new_objects_collected():
+        yield
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def manifest(*specs: TensorSpec, size: int = 256) -> Manifest:
     return Manifest(version=4, buckets=[bucket(size=size, tensors=list(specs))])
 
 
-def test_staged_memory_outlives_its_publisher(publisher: Publisher) -> None:
+def test_staged_memory_outlives_its_publisher(publisher):
     published = publisher.publish(3, tensors())
     staged = stage(published)
     publisher.close()
@@ -61,7 +66,7 @@ def test_staged_memory_outlives_its_publisher(publisher: Publisher) -> None:
     assert not any(os.path.exists(ours.path) for ours in staged.manifest.buckets)
 
 
-def test_unfetched_result_closes_itself(publisher: Publisher) -> None:
+def test_unfetched_result_closes_itself(publisher):
     paths = [each.path for each in stage(publisher.publish(3, tensors())).manifest.buckets]
     assert not any(os.path.exists(path) for path in paths)
 
@@ -77,9 +82,7 @@ def test_unfetched_result_closes_itself(publisher: Publisher) -> None:
         (lambda p, b: {"path": f"/proc/{os.getpid()}/fd/99999"}, "cannot be opened"),
     ],
 )
-def test_wrong_buckets_are_refused(
-    publisher: Publisher, change: Callable[[Publisher, Bucket], dict[str, Any]], words: str
-) -> None:
+def test_wrong_buckets_are_refused(publisher, change, words):
     first, second = publisher.publish(3, tensors()).buckets
     fields = {"path": second.path, "size": second.size, "checksum": second.checksum, "tensors": second.tensors}
     wrong = Bucket(**(fields | change(publisher, second)))
@@ -104,7 +107,7 @@ def test_wrong_buckets_are_refused(
         (manifest(size=0), "is empty"),
     ],
 )
-def test_contradictory_manifests_are_refused(wrong: Manifest, words: str) -> None:
+def test_contradictory_manifests_are_refused(wrong, words):
     with pytest.raises(WeightsCorrupt, match=words):
         layout_of(wrong)
 
@@ -114,7 +117,7 @@ def test_contradictory_manifests_are_refused(wrong: Manifest, words: str) -> Non
         st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=8
     )
 )
-def test_layout_holds_what_was_laid_out(parts: list[tuple[str, tuple[int, ...]]]) -> None:
+def test_layout_holds_what_was_laid_out(parts):
     specs, end = [], 0
     for index, (dtype, shape) in enumerate(parts):
         specs.append(TensorSpec(f"t{index}", dtype, shape, end))
@@ -124,7 +127,7 @@ def test_layout_holds_what_was_laid_out(parts: list[tuple[str, tuple[int, ...]]]
     assert layout_of(made) == {f"t{index}": part for index, part in enumerate(parts)}
 
 
-def test_complete_sets_only() -> None:
+def test_complete_sets_only():
     expected = {"a": ("float32", (2,)), "b": ("float32", (3,)), "head": ("float32", (1,))}
     optional = frozenset({"head", "tied"})
     check_complete(1, dict(expected), expected)

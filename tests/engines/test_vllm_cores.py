@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from asyncrl.rollouter.engines.vllm import cores
-from asyncrl.rollouter.engines.vllm.cores import ClaimedCores
+from asyncrl.rollouter.engines.vllm import processes
+from asyncrl.rollouter.engines.vllm.processes import ClaimedCores
 
 THREADS = (
     "import threading, sys; [threading.Thread(target=sys.stdin.read).start() for _ in range(3)]; print(flush=True)"
@@ -20,14 +18,14 @@ THREADS = (
 
 
 @pytest.fixture
-def four(monkeypatch: Any) -> Iterator[None]:
+def four(monkeypatch):
     """Cores 3 to 6 are this process's, and no other's claims are met."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 4, 5, 6})
-    monkeypatch.setattr(cores, "NAME", f"asyncrl-test-{os.getpid()}")
+    monkeypatch.setattr(processes, "NAME", f"asyncrl-test-{os.getpid()}")
     return
 
 
-def test_no_two_engines_have_a_core_and_the_first_is_left_to_all(four: None) -> None:
+def test_no_two_engines_have_a_core_and_the_first_is_left_to_all(four):
     first = ClaimedCores.claim(2)
     assert first is not None and first.cores == {5, 6}
     assert ClaimedCores.claim(2) is None, "4 alone is free, and 3 is for all"
@@ -42,8 +40,8 @@ def test_no_two_engines_have_a_core_and_the_first_is_left_to_all(four: None) -> 
         claimed.release()
 
 
-def test_a_claim_ends_with_its_process(four: None) -> None:
-    code = f"from asyncrl.rollouter.engines.vllm import cores; cores.NAME = {cores.NAME!r}; kept = cores._claim(6)"
+def test_a_claim_ends_with_its_process(four):
+    code = f"from asyncrl.rollouter.engines.vllm import processes as p; p.NAME = {processes.NAME!r}; kept = p._claim(6)"
     code += "; print(flush=True); input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None and other.stdout is not None
@@ -60,7 +58,7 @@ def test_a_claim_ends_with_its_process(four: None) -> None:
         claimed.release()
 
 
-def test_all_threads_of_a_process_are_bound_and_one_that_is_gone_is_no_fault() -> None:
+def test_all_threads_of_a_process_are_bound_and_one_that_is_gone_is_no_fault():
     own = max(os.sched_getaffinity(0))
     child = subprocess.Popen([sys.executable, "-c", THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None

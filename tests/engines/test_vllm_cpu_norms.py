@@ -24,7 +24,7 @@ def tensors(dtype: torch.dtype, count: int = 1) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_a_norm_is_that_of_the_native_implementation(dtype: torch.dtype, weighted: bool) -> None:
+def test_a_norm_is_that_of_the_native_implementation(dtype, weighted):
     (x,) = tensors(dtype)
     weight = torch.linspace(0.5, 2.0, 96).to(dtype) if weighted else None
     kept = x.clone()
@@ -37,7 +37,7 @@ def test_a_norm_is_that_of_the_native_implementation(dtype: torch.dtype, weighte
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_a_norm_of_a_sum_is_that_of_the_native_implementation_and_gives_the_sum(dtype: torch.dtype) -> None:
+def test_a_norm_of_a_sum_is_that_of_the_native_implementation_and_gives_the_sum(dtype):
     x, residual = tensors(dtype, 2)
     weight = torch.linspace(0.5, 2.0, 96).to(dtype)
     native = FUSED.impls["native"].impl_fn(x, residual, weight, EPSILON)
@@ -46,7 +46,7 @@ def test_a_norm_of_a_sum_is_that_of_the_native_implementation_and_gives_the_sum(
         torch.testing.assert_close(own, other, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-def test_what_the_kernels_do_not_take_goes_to_the_native_implementation() -> None:
+def test_what_the_kernels_do_not_take_goes_to_the_native_implementation():
     x, residual = tensors(torch.float32, 2)
     weight = torch.ones(96)
     with NORM.set_priority([CPU_NORMS, "native"]), FUSED.set_priority([CPU_NORMS, "native"]):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changing import LEAVES_CONTEXTS
 from drifting import Followed, Learner, Replica, config_for, random_prompts, texts_of
 from tiny_models import save_model, sharp_model
 
@@ -21,11 +22,7 @@ from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Offer
 from asyncrl.rollouter.engines.vllm import adapter
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = LEAVES_CONTEXTS
 
 
 class Pair:
@@ -72,8 +69,8 @@ LIMITS: dict[str, dict[str, float]] = {"float32": {}, "bfloat16": {"warn": 0.03,
 """In bfloat16 the default ones are those of models that are deeper."""
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def pair(request, tmp_path_factory):
     folder = save_model(tmp_path_factory.mktemp("model"), sharp_model(0))
     with paired(config_for(folder, request.param, drift=LIMITS[request.param]), random_prompts(0)) as pair:
         yield pair
@@ -85,18 +82,18 @@ def check_silent(followed: Followed, updates: int) -> None:
     assert all(times.drift is not None for times in followed.updated)
 
 
-def test_updates_stay_silent(pair: Pair) -> None:
+def test_updates_stay_silent(pair):
     check_silent(pair.follow(*(pair.offer() for _ in range(3))), 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", ["bfloat16"], indirect=True)
-def test_a_hundred_updates_stay_silent(pair: Pair) -> None:
+def test_a_hundred_updates_stay_silent(pair):
     for _ in range(20):
         check_silent(pair.follow(*(pair.offer() for _ in range(5))), 5)
 
 
-def test_a_hundredth_of_noise_on_the_weights_of_an_engine_ends_the_run(pair: Pair) -> None:
+def test_a_hundredth_of_noise_on_the_weights_of_an_engine_ends_the_run(pair):
     failure = pair.failure(pair.offer(), pair.offer(noise=0.01))
     for words in ("rollouter/0", f"version {pair._version}", "nats", "drift.stop", "weights of another version"):
         assert words in str(failure)
@@ -111,7 +108,7 @@ def cool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "sampling", cooler)
 
 
-def test_another_temperature_in_an_engine_ends_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_temperature_in_an_engine_ends_the_run(pair, monkeypatch):
     check_silent(pair.follow(pair.offer()), 1)
     cool(monkeypatch)
     failure = pair.failure(pair.offer())
@@ -125,7 +122,7 @@ def test_another_temperature_in_an_engine_ends_the_run(pair: Pair, monkeypatch: 
     "ASYNCRL_CHAT_MODEL" not in os.environ,
     reason="ASYNCRL_CHAT_MODEL does not name the folder of SmolLM2-135M-Instruct (make chat-model)",
 )
-def test_a_real_model_in_bfloat16_and_the_default_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_model_in_bfloat16_and_the_default_limits(monkeypatch):
     folder = str(Path(os.environ["ASYNCRL_CHAT_MODEL"]).absolute())
     with paired(config_for(folder, "bfloat16"), texts_of(folder)) as pair:
         followed = pair.follow(*(pair.offer() for _ in range(5)))

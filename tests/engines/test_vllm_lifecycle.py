@@ -7,60 +7,40 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from changing import LEAVES_CONTEXTS, config_for
 from published_weights import stage
 from tiny_models import Publisher, logprobs_of, make_model, save_model
 
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from tools.live_run import lives, title
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = LEAVES_CONTEXTS
 
 PROMPT = [(5 * i + 2) % 90 for i in range(40)]
 
 
-def config_for(folder: Path, **rollout: Any) -> Config:
-    return validate_config(
-        {
-            "model": {"path": str(folder)},
-            "data": {"source": "synthetic", "max_prompt_tokens": 256},
-            "rollout": {
-                "gpus_per_replica": 0,
-                "max_tokens": 512,
-                "stream_interval": 4,
-                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
-                **rollout,
-            },
-        }
-    )
-
-
-def children() -> list[int]:
+def children() -> set[int]:
     """Living processes below this one, but for Python's own resource tracker."""
-    return [
+    return {
         process.pid
         for process in psutil.Process().children(recursive=True)
         if "resource_tracker" not in title(process) and lives(process)
-    ]
+    }
 
 
 @pytest.fixture(autouse=True)
-def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def scratch(monkeypatch, tmp_path):
     """The folder of all temporary files, empty again when the test is over."""
     # Not below tmp_path: the path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="ae-") as folder:
@@ -72,19 +52,20 @@ def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         assert list(Path(folder).iterdir()) == []
 
 
-async def with_engine(config: Config, model, body: Callable[[VllmEngine, Publisher], Awaitable[None]]) -> None:
-    """Start, load, run ``body``, close; then nothing may be left."""
-    before = set(children())
+@asynccontextmanager
+async def serving(config: Config, model: Any) -> AsyncIterator[tuple[VllmEngine, Publisher]]:
+    """An engine that has loaded the model; afterwards nothing may be left."""
+    before = children()
     publisher, engine = Publisher(), VllmEngine(config, "rollouter/7")
     try:
         await engine.start()
         await load(engine, publisher, 0, model)
-        await body(engine, publisher)
+        yield engine, publisher
     finally:
         await engine.close()
         await engine.close()
         publisher.close()
-    assert set(children()) == before
+    assert children() == before
     with pytest.raises(EngineDied):
         await engine.pause("abort")
 
@@ -109,25 +90,15 @@ async def consume(engine: VllmEngine, name: str, tokens: list[int]) -> None:
         tokens += delta.tokens
 
 
-def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
+async def test_tied_embeddings_follow_the_weights_and_a_killed_core_is_noticed_everywhere(tmp_path):
     models = [make_model(seed, tied=True) for seed in (1, 2)]
     save_model(tmp_path, models[0])
-
-    async def body(engine: VllmEngine, publisher: Publisher) -> None:
+    async with serving(config_for(str(tmp_path)), models[0]) as (engine, publisher):
         for version, model in enumerate(models, start=1):
             await load(engine, publisher, version, model)
             pairs = zip(await engine.score(PROMPT), logprobs_of(model, PROMPT), strict=True)
             assert max(abs(found - expected) for found, expected in pairs) < 1e-4
-
-    asyncio.run(with_engine(config_for(tmp_path), models[0], body))
-
-
-def test_killed_core_is_noticed_everywhere(tmp_path: Path) -> None:
-    model = make_model(1)
-    save_model(tmp_path, model)
-
-    async def body(engine: VllmEngine, publisher: Publisher) -> None:
-        tokens: list[list[int]] = [[], [], []]
+        tokens = [[], [], []]
         streams = [asyncio.ensure_future(consume(engine, f"s{i}", held)) for i, held in enumerate(tokens)]
         await until(lambda: all(tokens))
         [core] = engine._processes.pids
@@ -146,15 +117,12 @@ def test_killed_core_is_noticed_everywhere(tmp_path: Path) -> None:
             with pytest.raises(EngineDied):
                 await consume(engine, "late", [])
 
-    asyncio.run(with_engine(config_for(tmp_path), model, body))
 
-
-def test_hanging_core_counts_as_dead(tmp_path: Path) -> None:
+async def test_hanging_core_counts_as_dead(tmp_path):
     model = make_model(1)
     save_model(tmp_path, model)
-
-    async def body(engine: VllmEngine, publisher: Publisher) -> None:
-        tokens: list[int] = []
+    async with serving(config_for(str(tmp_path), engine_timeout_s=3.0), model) as (engine, _):
+        tokens = []
         stream = asyncio.ensure_future(consume(engine, "s", tokens))
         await until(lambda: bool(tokens))
         os.kill(engine._processes.pids[0], signal.SIGSTOP)
@@ -164,44 +132,38 @@ def test_hanging_core_counts_as_dead(tmp_path: Path) -> None:
             with pytest.raises(EngineDied):
                 await engine.pause("keep")
 
-    asyncio.run(with_engine(config_for(tmp_path, engine_timeout_s=3.0), model, body))
+
+async def test_close_during_the_start_leaves_nothing(tmp_path):
+    save_model(tmp_path, make_model(1))
+    before = children()
+    engine = VllmEngine(config_for(str(tmp_path)), "rollouter/7")
+    start = asyncio.ensure_future(engine.start())
+    await until(lambda: bool(children() - before))
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    assert start.cancelled()
+    async with asyncio.timeout(30):
+        await engine.close()
+    assert children() == before
 
 
-def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+def test_start_says_what_is_wrong(tmp_path):
     save_model(tmp_path, make_model(1))
 
-    async def go() -> None:
-        before = set(children())
-        engine = VllmEngine(config_for(tmp_path), "rollouter/7")
-        start = asyncio.ensure_future(engine.start())
-        await until(lambda: bool(set(children()) - before))
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-        assert start.cancelled()
-        async with asyncio.timeout(30):
-            await engine.close()
-        assert set(children()) == before
-
-    asyncio.run(go())
-
-
-def test_start_says_what_is_wrong(tmp_path: Path) -> None:
-    save_model(tmp_path, make_model(1))
-
-    async def start(config: Config) -> None:
+    async def start(config):
         engine = make_engine(config, "rollouter/7")
         try:
             await engine.start()
         finally:
             await engine.close()
 
-    def check(config: Config, words: str) -> None:
+    def check(config, words):
         with pytest.raises(ConfigError, match=words):
             asyncio.run(start(config))
         assert not children()
 
-    check(config_for(tmp_path / "absent"), "model.path: .* is no folder")
-    check(config_for(tmp_path, vllm={"cpu_kv_cache_bytes": 1000}), "cpu_kv_cache_bytes: is 1000")
-    check(config_for(tmp_path, gpus_per_replica=1), "rollout.gpus_per_replica")
-    check(config_for(tmp_path, max_tokens=4096, vllm={"max_model_len": 8192}), "vLLM refuses")
-    check(config_for(tmp_path, vllm={"extra": {"no_such_argument": 1}}), "no_such_argument")
+    check(config_for(str(tmp_path / "absent")), "model.path: .* is no folder")
+    check(config_for(str(tmp_path), vllm={"cpu_kv_cache_bytes": 1000}), "cpu_kv_cache_bytes: is 1000")
+    check(config_for(str(tmp_path), gpus_per_replica=1), "rollout.gpus_per_replica")
+    check(config_for(str(tmp_path), max_tokens=4096, vllm={"max_model_len": 8192}), "vLLM refuses")
+    check(config_for(str(tmp_path), vllm={"extra": {"no_such_argument": 1}}), "no_such_argument")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from changing import EPISODES, LEAVES_CONTEXTS, TOLERANCE, Changing, check, config_for
 from published_weights import stage
-from test_update_modes import EPISODES, Changing, check
-from test_vllm_engine import PROMPT, TOLERANCE, ask, collect, worst
+from test_vllm_engine import PROMPT, ask, collect, worst
 from tiny_adapters import ALPHA, RANK, make_adapter, with_adapter
 from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_model
 
-from asyncrl.config import Config
-from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, WeightsCorrupt
 from asyncrl.lora import tensor_names
 from asyncrl.messages.groups import VersionSpan
@@ -27,38 +25,18 @@ from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.staging import Staged
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = LEAVES_CONTEXTS
 
+RUNNER = asyncio.Runner()
+RUN = RUNNER.run
 Adapter = dict[str, torch.Tensor]
-
-
-def config_for(folder: str, **lora: Any) -> Config:
-    return validate_config(
-        {
-            "model": {"path": folder},
-            "data": {"source": "synthetic", "max_prompt_tokens": 256},
-            "lora": {"rank": RANK, "alpha": ALPHA, **lora},
-            "rollout": {
-                "gpus_per_replica": 0,
-                "max_tokens": 512,
-                "engine_timeout_s": 60.0,
-                "stream_interval": 8,
-                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32},
-            },
-        }
-    )
 
 
 @dataclass
 class Served:
-    """An engine, the loop it lives on, its base model and its folder, and what publishes adapters."""
+    """An engine, its base model and its folder, and what publishes adapters."""
 
     engine: VllmEngine
-    run: Callable[[Coroutine[Any, Any, Any]], Any]
     base: Any
     folder: Path
     publisher: Publisher
@@ -85,28 +63,23 @@ class Served:
         assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-def serve(loop: asyncio.Runner, folder: Path, *, tied: bool = False, **lora: Any) -> Iterator[Served]:
+def serve(folder: Path, *, tied: bool = False, **lora: Any) -> Iterator[Served]:
     base = make_model(0, tied=tied)
-    config = config_for(save_model(folder, base), **lora)
+    config = config_for(save_model(folder, base), lora={"rank": RANK, "alpha": ALPHA, **lora})
     engine, publisher = VllmEngine(config, "rollouter/0"), Publisher()
     try:
-        loop.run(engine.start())
-        yield Served(engine, loop.run, base, folder, publisher, iter(range(10**6)))
+        RUN(engine.start())
+        yield Served(engine, base, folder, publisher, iter(range(10**6)))
     finally:
-        loop.run(engine.close())
+        RUN(engine.close())
         publisher.close()
         gc.collect()
 
 
 @pytest.fixture(scope="module")
-def served(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from serve(loop, tmp_path_factory.mktemp("model"))
+def served(tmp_path_factory):
+    yield from serve(tmp_path_factory.mktemp("model"))
+    RUNNER.close()
 
 
 async def twenty_updates(served: Served) -> None:
@@ -122,18 +95,18 @@ async def twenty_updates(served: Served) -> None:
     assert len(checksums) == 20
 
 
-def test_twenty_updates_are_exact_and_read_no_weights_of_the_base(served: Served) -> None:
+async def test_twenty_updates_are_exact_and_read_no_weights_of_the_base(served):
     try:
-        served.run(twenty_updates(served))
+        await twenty_updates(served)
     finally:
         for file in served.folder.glob("*.gone"):
             file.rename(file.with_suffix(".safetensors"))
 
 
 @pytest.mark.slow
-def test_twenty_updates_are_exact_where_head_and_embedding_are_tied(loop: asyncio.Runner, tmp_path: Path) -> None:
-    for served in serve(loop, tmp_path, tied=True):
-        served.run(twenty_updates(served))
+def test_twenty_updates_are_exact_where_head_and_embedding_are_tied(tmp_path):
+    for served in serve(tmp_path, tied=True):
+        RUN(twenty_updates(served))
 
 
 class ChangingAdapters(Changing):
@@ -148,24 +121,11 @@ class ChangingAdapters(Changing):
         return self.publisher.publish(version, self.adapters[self.models.index(model)])
 
 
-@pytest.mark.parametrize(
-    ("on_update", "keep_kv"), [("abort_resume", "recompute"), ("keep", "recompute"), ("keep", "stale")]
-)
-def test_requests_in_flight_go_on_with_the_new_adapter(served: Served, on_update: str, keep_kv: str) -> None:
-    async def go() -> None:
-        changing = ChangingAdapters(served, on_update=on_update, keep_kv=keep_kv)
-        found = await changing.run()
-        assert check(changing, found, stale=keep_kv == "stale") >= EPISODES / 2
-
-    served.run(go())
-
-
-def test_drained_requests_meet_no_update(served: Served) -> None:
-    async def go() -> None:
-        changing = ChangingAdapters(served, on_update="drain")
-        assert check(changing, await changing.run(updates=2)) == 0
-
-    served.run(go())
+@pytest.mark.parametrize("on_update", ["abort_resume", "keep"])
+async def test_requests_in_flight_go_on_with_the_new_adapter(served, on_update):
+    changing = ChangingAdapters(served, on_update=on_update)
+    found = await changing.run()
+    assert check(changing, found) >= EPISODES / 2
 
 
 def lacking(adapter: Adapter, *names: str) -> Adapter:
@@ -178,28 +138,22 @@ A, B = tensor_names("model.layers.1.self_attn.k_proj")
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda adapter: lacking(adapter, A, B), "2 of 28 parameters are missing"),
         (lambda adapter: lacking(adapter, A), "1 of 28 parameters are missing"),
-        (lambda adapter: adapter | {A: adapter[A][:, 1:].clone()}, "1 parameters have changed"),
-        (lambda adapter: adapter | {A: adapter[A][1:].clone()}, "1 parameters have changed"),
-        (lambda adapter: adapter | {B.replace("k_proj", "x_proj"): adapter[B]}, "1 parameters are unknown"),
         (lambda adapter: adapter | {"model.norm.weight": torch.zeros(64)}, "no name of an adapter's tensor"),
     ],
-    ids=["layer", "half", "width", "rank", "name", "weight"],
+    ids=["half", "weight"],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-def test_other_adapters_are_refused_before_a_pause(
-    served: Served, spoil: Callable[[Adapter], Adapter], told: str, first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_other_adapters_are_refused_before_a_pause(served, spoil, told, first, monkeypatch):
     """The first version is held against the model's files, later ones against the first."""
     good = make_adapter(served.base, 5)
-    served.run(served.load(good))
+    await served.load(good)
     if first:
         monkeypatch.setattr(served.engine, "_layout", None)
     elif "no name" in told:
         told = "1 parameters are unknown"
     with closing(served.stage(spoil(good))) as staged, pytest.raises(WeightsCorrupt, match=told):
-        served.run(served.engine.accept(staged))
+        await served.engine.accept(staged)
 
 
 @pytest.mark.parametrize(
@@ -211,43 +165,37 @@ def test_other_adapters_are_refused_before_a_pause(
     ],
     ids=["name", "half", "rank"],
 )
-def test_what_the_worker_cannot_place_leaves_it_paused_until_an_update_is_whole(
-    served: Served, spoil: Callable[[Adapter], Adapter], told: str
-) -> None:
+async def test_what_the_worker_cannot_place_leaves_it_paused_until_an_update_is_whole(served, spoil, told):
     adapter = make_adapter(served.base, 6)
-
-    async def go() -> None:
-        await served.load(make_adapter(served.base, 7))
-        await served.engine.pause("abort")
-        for _ in range(2):
-            with closing(served.stage(spoil(adapter))) as staged, pytest.raises(WeightsCorrupt, match=told):
-                await served.engine.load(staged, recompute_kv=True)
-        with closing(served.stage(adapter)) as staged:
+    await served.load(make_adapter(served.base, 7))
+    await served.engine.pause("abort")
+    for _ in range(2):
+        with closing(served.stage(spoil(adapter))) as staged, pytest.raises(WeightsCorrupt, match=told):
             await served.engine.load(staged, recompute_kv=True)
-        await served.engine.resume()
-        await served.check_exact(adapter, staged.version)
-
-    served.run(go())
+    with closing(served.stage(adapter)) as staged:
+        await served.engine.load(staged, recompute_kv=True)
+    await served.engine.resume()
+    await served.check_exact(adapter, staged.version)
 
 
 @pytest.mark.slow
-def test_an_adapter_of_some_layers_leaves_the_others_alone(loop: asyncio.Runner, tmp_path: Path) -> None:
+def test_an_adapter_of_some_layers_leaves_the_others_alone(tmp_path):
     """q and v without the k between them; a new engine serves base and newest adapter."""
     some = ["q_proj", "v_proj", "down_proj"]
-    for served in serve(loop, tmp_path, targets=some):
+
+    async def check_some(served: Served) -> None:
         adapter = make_adapter(served.base, 8, some)
+        for _ in range(2):
+            next(served.versions)
+        await served.check_exact(adapter, await served.load(adapter))
+        everywhere = make_adapter(served.base, 8)
+        with closing(served.stage(everywhere)) as staged, pytest.raises(WeightsCorrupt, match="are unknown"):
+            await served.engine.accept(staged)
 
-        async def go(served: Served = served, adapter: Adapter = adapter) -> None:
-            for _ in range(2):
-                next(served.versions)
-            await served.check_exact(adapter, await served.load(adapter))
-            everywhere = make_adapter(served.base, 8)
-            with closing(served.stage(everywhere)) as staged, pytest.raises(WeightsCorrupt, match="are unknown"):
-                await served.engine.accept(staged)
-
-        served.run(go())
+    for served in serve(tmp_path, targets=some):
+        RUN(check_some(served))
 
 
-def test_a_rank_above_vllms_largest_is_refused() -> None:
+def test_a_rank_above_vllms_largest_is_refused():
     with pytest.raises(ConfigError, match=r"lora\.rank: is 513, and vLLM takes adapters up to 512"):
-        config_for("unused", rank=513)
+        config_for("unused", lora={"rank": 513})

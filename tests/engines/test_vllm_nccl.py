@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,8 @@ from asyncrl.errors import BroadcastFailed
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective import nccl as learner_side
-from asyncrl.weights.collective.links import Link
 from asyncrl.weights.collective.packing import packed_bytes
 from asyncrl.weights.collective.sender import Sender
-from asyncrl.weights.collective.waiting import Waiter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning")
 
@@ -33,7 +31,7 @@ LONG_S = 60.0
 
 
 class Wire:
-    """What was packed and not yet received."""
+    """Buckets that were packed and not yet received."""
 
     def __init__(self) -> None:
         self.buckets: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
@@ -45,7 +43,7 @@ class Wire:
 
 
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+def wire(monkeypatch):
     from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
     from asyncrl.rollouter.engines.vllm import nccl as worker_side
@@ -53,33 +51,33 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     made = Wire()
 
     class Group:
-        def send(self, memory: torch.Tensor, layout: BucketLayout, *_: Any) -> None:
+        def send(self, memory, layout, *_):
             if layout.tensors and not made.lost:
                 buffer = torch.empty(packed_bytes(layout), dtype=torch.uint8)
                 learner_side.pack(memory, layout, buffer)
                 made.buckets.put(buffer)
 
-        def flush(self, waiter: Waiter, watching: list[Link]) -> None:
+        def flush(self, waiter, watching):
             waiter.until(lambda: not made.lost, "its buckets to be received", watching=watching)
 
-        def close(self) -> None:
+        def close(self):
             pass
 
     class Backend:
-        def invite(self, size: int) -> tuple[bytes, Callable[[], Group]]:
+        def invite(self, size):
             return base64.b64encode(bytes(range(128))), Group
 
     class Engine:
-        def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        def __init__(self, config, vllm_config, device, model):
             self.model = model
             self.model_update_group: Any = None
 
-        def init_transfer_engine(self, info: Any) -> None:
+        def init_transfer_engine(self, info):
             assert info.nccl_unique_id_bytes == bytes(range(128))
             made.infos.append(info)
             self.model_update_group = SimpleNamespace(disabled=made.disabled)
 
-        def receive_weights(self, info: Any) -> None:
+        def receive_weights(self, info):
             buffer = made.buckets.get(timeout=LONG_S)
             if buffer is None:
                 # As an aborted communicator: nothing came, and nothing is said of it.
@@ -89,7 +87,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
             assert sum(sizes) == buffer.numel() <= made.infos[-1].packed_buffer_size_bytes
             self.model.load_weights(unpack_tensor(buffer, info.names, info.shapes, dtypes, sizes))
 
-        def shutdown(self) -> None:
+        def shutdown(self):
             made.aborted.set()
             made.buckets.put(None)
 
@@ -113,21 +111,21 @@ class Worker:
 
 
 @pytest.fixture
-def worker(wire: Wire) -> Iterator[Worker]:
+def worker(wire):
     made = Worker()
     yield made
     made.receiver.close()
 
 
 @pytest.fixture
-def sender(wire: Wire) -> Iterator[Sender]:
+def sender(wire):
     made = Sender("nccl", "127.0.0.1", LONG_S)
     yield made
     made.close()
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
+def publisher():
     made = Publisher()
     yield made
     made.close()
@@ -158,7 +156,7 @@ def with_descriptors(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
     return ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
 
 
-def test_versions_arrive_over_one_group(wire: Wire, sender: Sender, worker: Worker, publisher: Publisher) -> None:
+def test_versions_arrive_over_one_group(wire, sender, worker, publisher):
     with ThreadPoolExecutor(1) as pool:
         for version in range(3):
             expected = tensors(version)
@@ -177,9 +175,7 @@ def test_versions_arrive_over_one_group(wire: Wire, sender: Sender, worker: Work
 
 
 @pytest.mark.parametrize("why", ["aborted", "late"])
-def test_lost_bucket_does_not_pass_as_received(
-    wire: Wire, sender: Sender, worker: Worker, publisher: Publisher, why: str
-) -> None:
+def test_lost_bucket_does_not_pass_as_received(wire, sender, worker, publisher, why):
     wire.lost = True
     manifest = publisher.publish(1, tensors(1))
     weights = offered(sender, manifest, 1.0 if why == "late" else LONG_S)
@@ -195,7 +191,7 @@ def test_lost_bucket_does_not_pass_as_received(
     assert wire.aborted.is_set()
 
 
-def test_disabled_nccl_is_refused(wire: Wire, sender: Sender, worker: Worker, publisher: Publisher) -> None:
+def test_disabled_nccl_is_refused(wire, sender, worker, publisher):
     wire.disabled = True
     manifest = publisher.publish(1, tensors(1))
     weights = offered(sender, manifest)

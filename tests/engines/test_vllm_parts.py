@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -24,7 +25,6 @@ from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines.vllm import checkpoint, options
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
-from asyncrl.runtime.clock import run_virtual
 
 HEADS = [32, 64, 128]
 MODEL = {"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -45,10 +45,10 @@ def config_for(**tree: Any) -> Config:
 # --- watch --------------------------------------------------------------------------------------------------
 
 
-def test_guard_ends_at_its_deadline_and_declares_death() -> None:
-    deaths: list[str] = []
+def test_guard_ends_at_its_deadline_and_declares_death():
+    deaths = []
 
-    async def go() -> None:
+    async def go():
         watch = Watch("e", deaths.append)
         loop = asyncio.get_running_loop()
         async with watch.guard("quick", 5.0):
@@ -65,12 +65,12 @@ def test_guard_ends_at_its_deadline_and_declares_death() -> None:
     assert deaths == ["did not answer slow within 5.0 s"]
 
 
-def test_death_ends_every_guard_at_once() -> None:
-    async def go() -> None:
+def test_death_ends_every_guard_at_once():
+    async def go():
         watch = Watch("e", lambda _: None)
         loop = asyncio.get_running_loop()
 
-        async def wait(deadline_s: float | None) -> None:
+        async def wait(deadline_s):
             async with watch.guard("it", deadline_s):
                 await loop.create_future()
 
@@ -85,15 +85,15 @@ def test_death_ends_every_guard_at_once() -> None:
     run_virtual(go())
 
 
-def test_guard_lets_errors_and_cancellation_through() -> None:
-    async def go() -> None:
+def test_guard_lets_errors_and_cancellation_through():
+    async def go():
         watch = Watch("e", lambda _: None)
         for error in (ValueError("mine"), TimeoutError("mine")):
             with pytest.raises(type(error), match="mine"):
                 async with watch.guard("it", 5.0):
                     raise error
 
-        async def wait() -> None:
+        async def wait():
             async with watch.guard("it", None):
                 await asyncio.get_running_loop().create_future()
 
@@ -122,7 +122,7 @@ def _core(ready: Any, stubborn: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["ends", "stubborn", "killed before", "stopped"])
-def test_nothing_of_an_engine_survives(how: str) -> None:
+def test_nothing_of_an_engine_survives(how):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     core = context.Process(target=_core, args=(theirs, how != "ends"), name="EngineCore")
@@ -158,7 +158,7 @@ def test_nothing_of_an_engine_survives(how: str) -> None:
 # --- options ------------------------------------------------------------------------------------------------
 
 
-def test_arguments_follow_the_configuration() -> None:
+def test_arguments_follow_the_configuration():
     config = config_for(rollout={"vllm": {"extra": {"block_size": 64}}})
     arguments = options.engine_arguments(config, "rollouter/0")
     assert arguments["max_model_len"] == 128
@@ -178,7 +178,7 @@ def test_arguments_follow_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (64, 64), (257, 320), (512, 512)])
-def test_an_adapter_goes_beside_the_models_own_weights(rank: int, room: int) -> None:
+def test_an_adapter_goes_beside_the_models_own_weights(rank, room):
     config = config_for(lora={"rank": rank, "targets": ["self_attn.q_proj", "v_proj"]})
     arguments = options.engine_arguments(config, "rollouter/0")
     assert (arguments["load_format"], arguments["enable_lora"]) == ("auto", True)
@@ -189,20 +189,20 @@ def test_an_adapter_goes_beside_the_models_own_weights(rank: int, room: int) -> 
     assert merged["load_format"] == "dummy"
 
 
-def test_what_belongs_to_adapters_is_not_the_users() -> None:
+def test_what_belongs_to_adapters_is_not_the_users():
     for key in ("enable_lora", "max_lora_rank", "worker_extension_cls"):
         with pytest.raises(ConfigError, match=f"rollout.vllm.extra.{key}"):
             config_for(rollout={"vllm": {"extra": {key: 1}}})
 
 
-def test_longest_sequence_counts_evaluations() -> None:
+def test_longest_sequence_counts_evaluations():
     data = {"source": "synthetic", "max_prompt_tokens": 50}
     evals = {"long": {"data": data, "max_tokens": 300}, "short": {"data": data}}
     assert options.max_model_len(config_for(eval=evals)) == 350
     assert options.max_model_len(config_for(rollout={"vllm": {"max_model_len": 999}}, eval=evals)) == 999
 
 
-def test_environment_shares_the_cores() -> None:
+def test_environment_shares_the_cores():
     assert "OMP_NUM_THREADS" not in options.environment(config_for())
     assert options.environment(config_for(rollout={"vllm": {"threads": 3}}))["OMP_NUM_THREADS"] == "3"
     many = options.environment(config_for(rollout={"replicas": 4096}))
@@ -220,19 +220,19 @@ def test_environment_shares_the_cores() -> None:
         ({}, {"eval": {"e": {"data": {"source": "synthetic"}, "temperature": 3.0}}}, "eval.e.temperature"),
     ],
 )
-def test_impossible_models_are_refused(changes: dict[str, Any], tree: dict[str, Any], words: str) -> None:
+def test_impossible_models_are_refused(changes, tree, words):
     with pytest.raises(ConfigError, match=words):
         options.check_model(config_for(**tree), MODEL | changes, HEADS)
 
 
-def test_possible_models_are_accepted() -> None:
+def test_possible_models_are_accepted():
     exact = config_for(rollout={"vllm": {"cpu_kv_cache_bytes": 65536}})
     options.check_model(exact, MODEL, HEADS)
     options.check_model(config_for(), {"text_config": MODEL, "vision_config": {"head_dim": 48}}, HEADS)
     options.check_model(config_for(rollout={"gpus_per_replica": 1}), MODEL | {"head_dim": 48}, HEADS)
 
 
-def test_scratch_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scratch_folder_leaves_room_for_sockets(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -272,11 +272,11 @@ def write_safetensors(path: Path, header: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_stop_tokens_come_from_every_place(tmp_path: Path, files: dict[str, Any], expected: list[int]) -> None:
+def test_stop_tokens_come_from_every_place(tmp_path, files, expected):
     assert checkpoint.stop_token_ids(write(tmp_path, **files)) == expected
 
 
-def test_model_folders_are_checked(tmp_path: Path) -> None:
+def test_model_folders_are_checked(tmp_path):
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         checkpoint.stop_token_ids(write(tmp_path, config={}))
     with pytest.raises(ConfigError, match="is no folder"):
@@ -289,7 +289,7 @@ def test_model_folders_are_checked(tmp_path: Path) -> None:
         checkpoint.read_config(str(tmp_path))
 
 
-def test_shapes_come_from_the_headers(tmp_path: Path) -> None:
+def test_shapes_come_from_the_headers(tmp_path):
     assert checkpoint.weight_shapes(str(tmp_path)) is None
     entry = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
     write_safetensors(tmp_path / "one.safetensors", {"__metadata__": {}, "a": entry})
@@ -301,7 +301,7 @@ def test_shapes_come_from_the_headers(tmp_path: Path) -> None:
     assert checkpoint.weight_shapes(str(tmp_path)) is None
 
 
-def test_tied_heads_are_optional() -> None:
+def test_tied_heads_are_optional():
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     config = {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
     assert checkpoint.optional_names(config, names) == {"lm_head.weight"}
@@ -309,9 +309,7 @@ def test_tied_heads_are_optional() -> None:
     assert checkpoint.optional_names({"architectures": ["NoSuchModel"]}, names) == frozenset()
 
 
-def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the_living(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the_living(monkeypatch):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     # pytest's own folders are too deep for the sockets that go into such a folder.

@@ -13,7 +13,7 @@ from asyncrl.rollouter.engines.vllm.scheduler import OutputBatches, join
 
 
 def output(request: str, token: int, *, end: bool = False, width: int = 1) -> EngineCoreOutput:
-    """Of one token; its log-prob is -token, its rank token + 1."""
+    """An output of one token; its log-prob is -token, its rank token + 1."""
     return EngineCoreOutput(
         request_id=request,
         new_token_ids=[token],
@@ -38,12 +38,12 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_each_token_is_handed_over_once_and_in_order(steps: list[tuple]) -> None:
+def test_each_token_is_handed_over_once_and_in_order(steps):
     batches = OutputBatches()
-    sampled: dict[str, list[int]] = {name: [] for name in INTERVALS}
-    given_over: dict[str, list[int]] = {name: [] for name in INTERVALS}
+    sampled = {name: [] for name in INTERVALS}
+    given_over = {name: [] for name in INTERVALS}
 
-    def receive(due: EngineCoreOutput) -> None:
+    def receive(due):
         logprobs = due.new_logprobs
         assert logprobs is not None
         assert logprobs.logprobs[:, 0].tolist() == [-float(token) for token in due.new_token_ids]
@@ -76,7 +76,7 @@ def test_each_token_is_handed_over_once_and_in_order(steps: list[tuple]) -> None
             assert len(sampled[name]) - there < interval
 
 
-def test_a_joined_output_says_how_it_began_and_how_it_ended() -> None:
+def test_a_joined_output_says_how_it_began_and_how_it_ended():
     queued, preempted = (
         EngineCoreEvent.new_event(kind) for kind in (EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED)
     )
@@ -90,6 +90,6 @@ def test_a_joined_output_says_how_it_began_and_how_it_ended() -> None:
     assert first.new_token_ids == [1]
 
 
-def test_tokens_without_logprobs_are_joined_too() -> None:
+def test_tokens_without_logprobs_are_joined_too():
     outputs = [EngineCoreOutput(request_id="a", new_token_ids=[token]) for token in (4, 5)]
     assert join(outputs) == EngineCoreOutput(request_id="a", new_token_ids=[4, 5])

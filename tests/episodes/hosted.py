@@ -50,7 +50,7 @@ class Rollouter:
         self.cancelled = 0
         self.host: Peer | None = None
         self.refusal: Exception | None = None
-        """Of rewards of turns."""
+        """The answer to rewards of turns."""
 
     @handler
     async def chat(self, request: Chat, caller: Caller) -> ChatReply:
@@ -142,7 +142,7 @@ class Hosted:
         return self.actor.figures()[f"episodes/{name}"]
 
     def watch_output(self) -> list[tuple[str, str, int]]:
-        """What is printed from now on: uid, text, bytes dropped."""
+        """Output from now on: uid, text, bytes dropped."""
         printed: list[tuple[str, str, int]] = []
         assert self.actor._players is not None
         self.actor._players._on_output = lambda *said: printed.append(said)

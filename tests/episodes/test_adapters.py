@@ -36,11 +36,11 @@ def guess(game: Any, numbers: list[int]) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_textarena_plays_a_game_whose_seed_holds_also_beside_others() -> None:
+def test_textarena_plays_a_game_whose_seed_holds_also_beside_others():
     needs("textarena", "textarena")
     from asyncrl.episodes.adapters.textarena import TextArena
 
-    def play() -> Any:
+    def play():
         return TextArena("GuessTheNumber-v0")
 
     one, other = play(), play()
@@ -69,7 +69,7 @@ def test_textarena_plays_a_game_whose_seed_holds_also_beside_others() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last() -> None:
+def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last():
     needs("gymnasium", "gymnasium")
     from asyncrl.episodes.adapters.gymnasium import Gymnasium
 
@@ -92,7 +92,7 @@ def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last() -> No
         Gymnasium("Pendulum-v1")
 
 
-def test_skyrl_gym_scores_by_the_row() -> None:
+def test_skyrl_gym_scores_by_the_row():
     needs("skyrl_gym", "skyrl-gym")
     from asyncrl.episodes.adapters.skyrl_gym import SkyRLGym
 
@@ -107,7 +107,7 @@ def test_skyrl_gym_scores_by_the_row() -> None:
     ]
 
 
-def test_reasoning_gym_asks_again_and_scores_the_last_try() -> None:
+def test_reasoning_gym_asks_again_and_scores_the_last_try():
     needs("reasoning_gym", "reasoning-gym")
     from reasoning_gym import create_dataset
 
@@ -137,7 +137,7 @@ def test_reasoning_gym_asks_again_and_scores_the_last_try() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_without_its_package_says_what_to_install(spec: str, module: str, extra: str) -> None:
+def test_an_adapter_without_its_package_says_what_to_install(spec, module, extra):
     adapter = f"asyncrl.episodes.adapters.{spec}"
     if importlib.util.find_spec(module) is not None:
         assert callable(resolve("env", [adapter], {"env_id": "x"}, lambda *_: None))

@@ -9,6 +9,7 @@ import pytest
 from plays_weather import PROGRAMS
 from scripted_core import KEY, ScriptedCore, played, reply, serving
 
+RUN = played
 PYTHON = os.environ.get("ASYNCRL_AGENTS_PYTHON", "")
 PLAYS = Path(__file__).parent / "plays_weather.py"
 ARGUMENTS = '{"city":   "Bern"}'
@@ -33,27 +34,24 @@ async def guide(core, call, on_delta):
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="ASYNCRL_AGENTS_PYTHON names no interpreter with the frameworks of agents")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_unmodified_agent_plays(name):
-    async def episode():
-        core = ScriptedCore(guide)
-        async with serving(core) as served:
-            agent = await asyncio.create_subprocess_exec(
-                PYTHON,
-                str(PLAYS),
-                name,
-                env={"PATH": os.environ["PATH"], "OPENAI_BASE_URL": f"{served.url}/v1", "OPENAI_API_KEY": KEY},
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )
-            try:
-                printed, _ = await agent.communicate()
-            finally:
-                if agent.returncode is None:
-                    agent.kill()
-                    await agent.wait()
-        assert agent.returncode == 0, printed.decode()
-        assert "answer: Sunny in Bern" in printed.decode()
-        assert len(core.asked) == 2
-        assert not [each for each in served.counts if each.startswith(("refused", "unknown", "failed", "cut"))]
-
-    played(episode())
+async def test_an_unmodified_agent_plays(name):
+    core = ScriptedCore(guide)
+    async with serving(core) as served:
+        agent = await asyncio.create_subprocess_exec(
+            PYTHON,
+            str(PLAYS),
+            name,
+            env={"PATH": os.environ["PATH"], "OPENAI_BASE_URL": f"{served.url}/v1", "OPENAI_API_KEY": KEY},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            printed, _ = await agent.communicate()
+        finally:
+            if agent.returncode is None:
+                agent.kill()
+                await agent.wait()
+    assert agent.returncode == 0, printed.decode()
+    assert "answer: Sunny in Bern" in printed.decode()
+    assert len(core.asked) == 2
+    assert not [each for each in served.counts if each.startswith(("refused", "unknown", "failed", "cut"))]

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ if words[0] == "eat":
 
 
 @pytest.fixture(autouse=True)
-def agent(tmp_path: Path, plays: Path) -> Path:
+def agent(tmp_path, plays):
     path = tmp_path / "agent.py"
     path.write_text(f"SECONDS = {SECONDS!r}\n{PROGRAM}")
     return path
@@ -92,10 +93,6 @@ def agent(tmp_path: Path, plays: Path) -> Path:
 
 def command(**episode: Any) -> Any:
     return config_with(command=[sys.executable, "agent.py"], close_timeout_s=1.0, **episode)
-
-
-def run(body: Any) -> None:
-    asyncio.run(body())
 
 
 def sleepers() -> list[psutil.Process]:
@@ -122,89 +119,74 @@ def programs(host: Hosted) -> list[Any]:
     return list(host.actor._players._running.values())
 
 
-def test_a_program_ends_its_episode_by_its_exit(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hosting(command(), tmp_path) as host:
-            done = await host.play("env", sample=4)
-            assert done.components == {"seed": 7.0, "sample": 4.0, "row": 1.0}
-            assert done.user_s > 0
-            assert (await host.play("number 0.5")).reward == 0.5
-            assert (await host.play("number nan")).reward is None
-            assert (await host.play("number good")).reward is None
-            done = await host.play("silent")
-            assert (done.reward, done.error) == (None, "")
-            done = await host.play("exit")
-            told = "the program ended with exit code 3: "
-            assert done.error in (f"{told}one | bad input", f"{told}bad input | one")
-            assert done.blame == "episode"
-            assert "SIGSEGV" in (await host.play("killed")).error
-            assert [count for count, _ in host.notices().values()] == [1, 1]
-            assert host.figure("failed") == 2
-
-    run(body)
+async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
+    async with hosting(command(), tmp_path) as host:
+        done = await host.play("env", sample=4)
+        assert done.components == {"seed": 7.0, "sample": 4.0, "row": 1.0}
+        assert done.user_s > 0
+        assert (await host.play("number 0.5")).reward == 0.5
+        assert (await host.play("number nan")).reward is None
+        assert (await host.play("number good")).reward is None
+        done = await host.play("silent")
+        assert (done.reward, done.error) == (None, "")
+        done = await host.play("exit")
+        told = "the program ended with exit code 3: "
+        assert done.error in (f"{told}one | bad input", f"{told}bad input | one")
+        assert done.blame == "episode"
+        assert "SIGSEGV" in (await host.play("killed")).error
+        assert [count for count, _ in host.notices().values()] == [1, 1]
+        assert host.figure("failed") == 2
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1000, 1.0), (100_000, 0.0), (3_000_000, 0.0)])
-def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(tmp_path: Path, size: int, fits: float) -> None:
-    async def body() -> None:
-        async with hosting(command(), tmp_path) as host:
-            printed = host.watch_output()
-            done = await host.play("file", row={"answer": "x" * size})
-            assert done.components == {"fits": fits, "mode": 0o600, "size": size}
-            paths.extend("".join(text for _, text, _ in printed).splitlines()[:1])
-
-    paths: list[str] = []
-    run(body)
-    assert [Path(path).exists() for path in paths] == [False]
+async def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(tmp_path, size, fits):
+    paths = []
+    async with hosting(command(), tmp_path) as host:
+        printed = host.watch_output()
+        done = await host.play("file", row={"answer": "x" * size})
+        assert done.components == {"fits": fits, "mode": 0o600, "size": size}
+        paths.extend("".join(text for _, text, _ in printed).splitlines()[:1])
+    assert paths and not os.path.exists(paths[0])  # noqa: ASYNC240
 
 
-def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hosting(command(), tmp_path) as host:
-            with capture_logs() as logs:
-                host.actor.log = structlog.get_logger()
-                done = await host.play("key", session="cd" * 16)
-            told = f"key (key of the episode) {'f' * 32}"
-            assert done.error.endswith(told)
-            assert [each["text"] for each in logs if each["event"] == "printed"] == [f"{told}\n"]
-            ((_, text),) = host.notices().values()
-            assert told in text
-
-    run(body)
+async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):
+    async with hosting(command(), tmp_path) as host:
+        with capture_logs() as logs:
+            host.actor.log = structlog.get_logger()
+            done = await host.play("key", session="cd" * 16)
+        told = f"key (key of the episode) {'f' * 32}"
+        assert done.error.endswith(told)
+        assert [each["text"] for each in logs if each["event"] == "printed"] == [f"{told}\n"]
+        ((_, text),) = host.notices().values()
+        assert told in text
 
 
-def test_a_program_that_cannot_be_started_says_so(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hosting(config_with(command=["no-such-agent"]), tmp_path) as host:
-            done = await host.play()
-            assert done.error.startswith("the program cannot be started: [Errno 2] No such file")
-
-    run(body)
+async def test_a_program_that_cannot_be_started_says_so(tmp_path):
+    async with hosting(config_with(command=["no-such-agent"]), tmp_path) as host:
+        done = await host.play()
+        assert done.error.startswith("the program cannot be started: [Errno 2] No such file")
 
 
 @pytest.mark.parametrize("how", ["stay", "wait"])
-def test_nothing_that_a_program_has_started_outlives_it(tmp_path: Path, how: str) -> None:
-    async def body() -> None:
+async def test_nothing_that_a_program_has_started_outlives_it(tmp_path, how):
+    assert sleepers() == []
+    async with hosting(command(), tmp_path) as host:
+        began = tmp_path / "began"
+        call = host.run(f"family {began} {how}")
+        await until(began.exists)
+        if how == "stay":
+            assert (await call).error == ""
+        else:
+            await until(lambda: len(sleepers()) >= 2)
+            call.cancel()
+            await until(lambda: host.figure("open") == 0)
         assert sleepers() == []
-        async with hosting(command(), tmp_path) as host:
-            began = tmp_path / "began"
-            call = host.run(f"family {began} {how}")
-            await until(began.exists)
-            if how == "stay":
-                assert (await call).error == ""
-            else:
-                await until(lambda: len(sleepers()) >= 2)
-                call.cancel()
-                await until(lambda: host.figure("open") == 0)
-            assert sleepers() == []
-            began.unlink()
-
-    run(body)
+        began.unlink()
 
 
 @pytest.mark.parametrize("how", ["deaf", "polite"])
-def test_a_stopped_program_is_asked_and_then_killed(tmp_path: Path, how: str) -> None:
-    async def body() -> None:
+def test_a_stopped_program_is_asked_and_then_killed(tmp_path, how):
+    async def body():
         async with hosting(command(), tmp_path) as host:
             printed, began = host.watch_output(), tmp_path / "began"
             call = host.run(f"{how} {began}")
@@ -220,22 +202,19 @@ def test_a_stopped_program_is_asked_and_then_killed(tmp_path: Path, how: str) ->
         runner.run(body())
 
 
-def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hosting(command(), tmp_path) as host:
-            began = tmp_path / "began"
-            call = host.run(f"deaf {began}")
-            await until(began.exists)
-            (program,) = programs(host)
-            os.kill(program.process.pid, signal.SIGKILL)
-            assert (await call).blame == "host"
-            await until(lambda: sleepers() == [])
-            began.unlink()
-
-    run(body)
+async def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(tmp_path):
+    async with hosting(command(), tmp_path) as host:
+        began = tmp_path / "began"
+        call = host.run(f"deaf {began}")
+        await until(began.exists)
+        (program,) = programs(host)
+        os.kill(program.process.pid, signal.SIGKILL)
+        assert (await call).blame == "host"
+        await until(lambda: sleepers() == [])
+        began.unlink()
 
 
-def test_programs_end_with_a_host_that_is_killed(tmp_path: Path) -> None:
+async def test_programs_end_with_a_host_that_is_killed(tmp_path):
     """The keepers live in sessions of their own, and see it by the end of their sockets."""
     script = tmp_path / "host.py"
     script.write_text(
@@ -253,58 +232,43 @@ async def main():
 asyncio.run(main())
 """
     )
-    import subprocess
-
-    host = subprocess.Popen([sys.executable, "host.py"], stdout=subprocess.DEVNULL)
-
-    async def body() -> None:
-        await until((tmp_path / "began").exists)
-        assert (len(sleepers()), len(keepers(tmp_path))) == (1, 1)
-        host.kill()
-        host.wait()
-        await until(lambda: sleepers() == [])
-        await until(lambda: keepers(tmp_path) == [])
-
-    run(body)
+    host = subprocess.Popen([sys.executable, "host.py"], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
+    await until((tmp_path / "began").exists)
+    assert (len(sleepers()), len(keepers(tmp_path))) == (1, 1)
+    host.kill()
+    host.wait()
+    await until(lambda: sleepers() == [])
+    await until(lambda: keepers(tmp_path) == [])
 
 
-def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hosting(command(max_output_bytes=100_000), tmp_path) as host:
-            printed = host.watch_output()
-            assert (await host.play("flood")).reward == 5.0
-            assert sum(len(text) for _, text, _ in printed) == 100_000
-            assert sum(dropped for *_, dropped in printed) == 3000 * 1001 + 2 - 100_000
-            # What is printed last tells why it failed, also beyond the limit.
-            failed = await host.play("flood enough")
-            assert "enough" in failed.error.split(" | ")
-            assert len(failed.error) < 6000
-
-    run(body)
+async def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path):
+    async with hosting(command(max_output_bytes=100_000), tmp_path) as host:
+        printed = host.watch_output()
+        assert (await host.play("flood")).reward == 5.0
+        assert sum(len(text) for _, text, _ in printed) == 100_000
+        assert sum(dropped for *_, dropped in printed) == 3000 * 1001 + 2 - 100_000
+        # What is printed last tells why it failed, also beyond the limit.
+        failed = await host.play("flood enough")
+        assert "enough" in failed.error.split(" | ")
+        assert len(failed.error) < 6000
 
 
-def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hosting(command(), tmp_path) as host:
-            printed = host.watch_output()
-            assert (await host.play("mixed")).reward == 1.0
-            lines = "".join(text for _, text, _ in printed).splitlines()
-            assert sorted(lines) == sorted([*(f"error {n}" for n in range(20)), *(f"text {n}" for n in range(20)), "1"])
-
-    run(body)
+async def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path):
+    async with hosting(command(), tmp_path) as host:
+        printed = host.watch_output()
+        assert (await host.play("mixed")).reward == 1.0
+        lines = "".join(text for _, text, _ in printed).splitlines()
+        assert sorted(lines) == sorted([*(f"error {n}" for n in range(20)), *(f"text {n}" for n in range(20)), "1"])
 
 
-def test_a_program_that_takes_too_much_memory_is_killed(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hosting(command(max_memory_bytes=100_000_000), tmp_path) as host:
-            done = await host.play("eat 300000000")
-            assert "took more than 100000000 bytes of memory (episode.max_memory_bytes" in done.error
-            assert (done.blame, host.figure("out_of_memory")) == ("episode", 1)
-
-    run(body)
+async def test_a_program_that_takes_too_much_memory_is_killed(tmp_path):
+    async with hosting(command(max_memory_bytes=100_000_000), tmp_path) as host:
+        done = await host.play("eat 300000000")
+        assert "took more than 100000000 bytes of memory (episode.max_memory_bytes" in done.error
+        assert (done.blame, host.figure("out_of_memory")) == ("episode", 1)
 
 
-def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
+def test_a_program_inherits_nothing_of_the_run_but_its_own_key():
     inherited = {
         "PATH": "/bin",
         "ASYNCRL_PRIVATE": "secret",
@@ -360,5 +324,5 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
         ("[" * 100_000, None),
     ],
 )
-def test_a_last_line_is_a_reward_or_none(line: str, outcome: Any) -> None:
+def test_a_last_line_is_a_reward_or_none(line, outcome):
     assert outcome_of(line) == outcome

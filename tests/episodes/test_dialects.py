@@ -331,11 +331,7 @@ def test_errors_are_in_the_form_of_their_api():
         }
     assert MESSAGE[0].failure(failure) == {
         "type": "error",
-        "error": {
-            "type": "invalid_request_error",
-            "message": "the episode is over: time",
-            "code": "episode_over",
-        },
+        "error": {"type": "invalid_request_error", "message": "the episode is over: time", "code": "episode_over"},
     }
 
 

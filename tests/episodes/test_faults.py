@@ -2,14 +2,13 @@
 
 import pytest
 
-from asyncrl.episodes.faults import silence, unended
-from asyncrl.episodes.slots import Open, Slot
+from asyncrl.episodes.faults import Open, Slot, silence, unended
 from asyncrl.monitor.states import StateLedger
 
 
 def slot(heard: float, **stopped: float) -> Slot:
     made = Slot(StateLedger(lambda: 0.0, "player"), heard=heard)
-    made.open = {key: Open(None, None, stopped=at) for key, at in stopped.items()}  # type: ignore[arg-type]
+    made.open = {key: Open(None, None, stopped=at) for key, at in stopped.items()}
     return made
 
 
@@ -23,7 +22,7 @@ def slot(heard: float, **stopped: float) -> Slot:
         ([1.0, 101.0], -1.0, 3.0),
     ],
 )
-def test_silence_is_what_was_listened_to(looks: list[float], heard: float, silent_s: float) -> None:
+def test_silence_is_what_was_listened_to(looks, heard, silent_s):
     silent, since = 0.0, 0.0
     for now in looks:
         silent = silence(silent, heard=min(heard, now), since=since, now=now, pause_s=1.0)
@@ -42,6 +41,6 @@ def test_silence_is_what_was_listened_to(looks: list[float], heard: float, silen
         (19.9, {"a": 15.0, "b": 6.0}, "b"),
     ],
 )
-def test_who_does_not_end_is_guilty_where_the_loop_turns(heard: float, stopped: dict[str, float], guilty: str) -> None:
+def test_who_does_not_end_is_guilty_where_the_loop_turns(heard, stopped, guilty):
     fault = unended(slot(heard, **stopped), 10.0, 20.0)
     assert (None if fault is None else fault.guilty) == guilty

@@ -13,7 +13,7 @@ from whole import play, whole
 from asyncrl.rollouter.player import EpisodeFailed
 
 AGENT = '''
-import asyncio, ctypes, json, os, socket, subprocess, time
+import asyncio, json, os, socket, subprocess, time
 from urllib.parse import urlsplit
 
 from asyncrl.episodes import EpisodeOver
@@ -41,13 +41,11 @@ async def play(task, client):
         await asyncio.sleep(1000)
     if how == "well":
         return float(len((await client.chat(user("hi"))).content))
-    if how in ("spin", "native", "fork", "stop", "later", "big"):
+    if how in ("spin", "fork", "stop", "later", "big"):
         await client.chat(user("hi"))
     if how == "spin":
         while True:
             pass
-    if how == "native":
-        ctypes.PyDLL(None).sleep(1000)
     if how == "fork":
         if os.fork() == 0:
             time.sleep(1000)
@@ -98,7 +96,7 @@ def agent():
 
 
 def hang(folder, how, *, say=lambda prompt: "Hello.", row=None, **episode):
-    """What became of it; afterwards the same host plays another episode."""
+    """Its trajectory or error; afterwards the same host plays another episode."""
 
     async def main():
         world = World(folder, say=say, episode=QUICK | episode, rollout={"max_attempts": 2, "retry_backoff_s": 0.05})
@@ -124,7 +122,6 @@ def hang(folder, how, *, say=lambda prompt: "Hello.", row=None, **episode):
         ("fork", "turn: it neither called the policy again nor ended within 1 s of an answer"),
         ("stop", "turn: it neither called the policy again nor ended within 1 s of an answer"),
         ("spin", "turn: it neither called the policy again nor ended within 1 s of an answer"),
-        ("native", "turn: it neither called the policy again nor ended within 1 s of an answer"),
         ("cut", "turn: it neither called the policy again nor ended within 1 s of an answer"),
     ],
 )

@@ -30,7 +30,7 @@ pytestmark = [
 TOLERANCE = 1e-4
 EPISODES = 6
 CHANGE = 0.002
-"""Of the second model's weights, relative to the first's."""
+"""The difference of the second model's weights, relative to the first's."""
 AGENT = '''
 import openai
 

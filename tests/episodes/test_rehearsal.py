@@ -7,12 +7,12 @@ from statistics import median
 
 import pytest
 from inprocess import System, sim_config
+from virtual import run_virtual
 
 from asyncrl.episodes.client import Reply
 from asyncrl.episodes.rehearsal import lognormal, play, text
 from asyncrl.episodes.task import Task
 from asyncrl.errors import EpisodeOver
-from asyncrl.runtime.clock import run_virtual
 
 
 class Client:
@@ -83,9 +83,8 @@ def test_an_episode_that_is_over_has_its_reward():
     assert len(asked) == 5
 
 
-@pytest.mark.parametrize("http", [False, True], ids=["client", "endpoint"])
-def test_a_run_rehearses_agents_without_a_model(tmp_path, http):
-    options = {"turns": 3.0, "tool_s": 0.02, "observation": 40.0, "failure": 0.1, "http": http}
+def test_a_run_rehearses_agents_without_a_model(tmp_path):
+    options = {"turns": 3.0, "tool_s": 0.02, "observation": 40.0, "failure": 0.1, "http": True}
     config = sim_config(
         run={"samples_per_step": 100},
         data={"template": "chat"},

@@ -72,7 +72,7 @@ needs_verifiers = pytest.mark.skipif(not PYTHON, reason="ASYNCRL_VERIFIERS_PYTHO
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the user launches. What asks for more than loopback fails."""
+    """The folder in which the user launches. A program that asks for more than loopback fails."""
     home, where = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     where.mkdir()
@@ -187,13 +187,10 @@ def test_a_limit_of_verifiers_ends_a_rollout_that_is_scored(folder):
 
 @pytest.mark.slow
 @needs_verifiers
-def test_a_rollout_that_fails_is_a_failure_and_has_no_reward(folder):
-    async def body():
-        config = config_with(**episodes_of("sums"))
-        async with hosting(config, folder.parent, Rollouter(refuses("messages", "no such thing"))) as host:
-            done = await host.play(row={"index": 7}, timeout=300.0)
-        assert done.reward is None
-        assert done.error.startswith("the program ended with exit code 1: ProviderError: ")
-        assert "no such thing" in done.error
-
-    asyncio.run(body())
+async def test_a_rollout_that_fails_is_a_failure_and_has_no_reward(folder):
+    config = config_with(**episodes_of("sums"))
+    async with hosting(config, folder.parent, Rollouter(refuses("messages", "no such thing"))) as host:
+        done = await host.play(row={"index": 7}, timeout=300.0)
+    assert done.reward is None
+    assert done.error.startswith("the program ended with exit code 1: ProviderError: ")
+    assert "no such thing" in done.error

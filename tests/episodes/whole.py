@@ -57,7 +57,7 @@ class Seat:
 async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
     """The world's player plays at a real host."""
     seat = Seat(world)
-    async with world, hosting(world.config, run_dir, seat) as hosted:  # type: ignore[arg-type]
+    async with world, hosting(world.config, run_dir, seat) as hosted:
         world.sessions._delta = seat.tell
         world.player = EpisodePlayer(
             world.config,
@@ -103,7 +103,7 @@ def worst_error(trajectories: Sequence[Trajectory], model_of: Any) -> tuple[floa
     worst, count = 0.0, 0
     for trajectory in trajectories:
         for sequence in trajectory.sequences:
-            ids = [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]  # type: ignore[union-attr]
+            ids = [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]
             offset, scores = len(ids) - len(sequence.tokens) - 1, iter(sequence.logprobs.tolist())
             truth = {}
             for span in sequence.spans:

@@ -7,8 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
+from launched import launch_placed
+
 from asyncrl.config.load import validate_config
-from asyncrl.launcher.local import run_local
 from asyncrl.launcher.placement import Host, place, with_episode_hosts, with_gpus
 
 
@@ -16,7 +17,7 @@ def main() -> int:
     tree, names = sys.argv[1:]
     hosts = [Host(name=name, cpus=2) for name in names.split(",")]
     config = with_episode_hosts(with_gpus(validate_config(json.loads(Path(tree).read_text())), hosts), hosts)
-    return run_local(config, place(config, hosts))
+    return launch_placed(config, place(config, hosts))
 
 
 if __name__ == "__main__":

@@ -71,13 +71,14 @@ def cut_off(peers: list[str], broken: Path) -> None:
 
 
 def launch(faults: str, tree: str) -> int:
+    from launched import launch_placed
+
     from asyncrl.config.load import validate_config
-    from asyncrl.launcher.local import run_local
     from asyncrl.launcher.placement import Host, place
 
     config = validate_config(json.loads(tree))
     placed = place(config, [Host(name="box", cpus=2)])
-    return run_local(config, placed, (sys.executable, __file__, faults))
+    return launch_placed(config, placed, (sys.executable, __file__, faults))
 
 
 def main() -> int:

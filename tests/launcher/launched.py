@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -129,9 +131,22 @@ def command_line(pid: int) -> str:
     return ""
 
 
+def launch_placed(config: Any, placed: Any, argv: tuple[str, ...] = (), resumption: Any = None) -> int:
+    """A launch of actors that have their places already, all of them on this host; the exit code."""
+    from asyncrl.launcher.hostfile import HostLine
+    from asyncrl.launcher.interrupts import undone_by_signals
+    from asyncrl.launcher.local import ACTOR_ARGV
+    from asyncrl.launcher.placement import Host
+    from asyncrl.launcher.several import Launch
+
+    launch = Launch(config, [HostLine("here")], actor_argv=argv or ACTOR_ARGV, head="here", head_is_here=True)
+    launch.hosts, launch.resumption = [Host(name="here", cpus=2)], resumption
+    launch.placed = [dataclasses.replace(actor, host="here") for actor in placed]
+    return asyncio.run(undone_by_signals(launch.run(), launch.progress))
+
+
 def main() -> int:
     from asyncrl.config.load import validate_config
-    from asyncrl.launcher.local import run_local
     from asyncrl.launcher.placement import Host, place
     from asyncrl.launcher.resume import find_resumption
 
@@ -140,7 +155,7 @@ def main() -> int:
     if resume:
         config, resumption = find_resumption(config, resume)
     placed = place(config, [Host(name="box", cpus=2)])
-    return run_local(config, placed, (sys.executable, str(STUB), behaviour), resumption=resumption)
+    return launch_placed(config, placed, (sys.executable, str(STUB), behaviour), resumption)
 
 
 if __name__ == "__main__":

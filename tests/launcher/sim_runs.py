@@ -8,7 +8,7 @@ import termios
 
 from launched import command_line, wait_until
 
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 from asyncrl.runtime.processes import children_of
 
 STEPS = 40

@@ -15,11 +15,11 @@ from model_files import write_model, write_weights
 from asyncrl.config.load import validate_config
 from asyncrl.errors import HostFailed, UsageError
 from asyncrl.launcher.addresses import by_interface, by_route, interfaces, is_this_host, route_to
-from asyncrl.launcher.hostspec import EndOrder, Facts, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
 from asyncrl.launcher.placement import Host, place
 from asyncrl.launcher.shipping import CHUNK_BYTES, LogShipper
+from asyncrl.launcher.spec import EndOrder, Facts, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
 from asyncrl.launcher.start import SshStart
-from asyncrl.preflight.limits import descriptor_limit
+from asyncrl.preflight.room import descriptor_limit
 from asyncrl.wire.keys import load_credentials, make_keyring, write_credentials
 
 

@@ -7,9 +7,13 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR2
 from types import SimpleNamespace
 
 import pytest
+from launched import config_tree
 
-from asyncrl.launcher import local
-from asyncrl.launcher.interrupts import Interrupts
+from asyncrl.config.load import validate_config
+from asyncrl.launcher import several
+from asyncrl.launcher.hostfile import HostLine
+from asyncrl.launcher.interrupts import Interrupts, undone_by_signals
+from asyncrl.launcher.placement import Host
 from asyncrl.launcher.signals import STOPPING, cause_of, heeded
 
 
@@ -65,8 +69,11 @@ def test_causes_are_named_as_users_know_them():
     assert [cause_of(number) for number in STOPPING] == ["Ctrl-C", "a closed terminal", "SIGTERM", "SIGUSR2"]
 
 
-def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch):
+def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch, tmp_path):
     signal.signal(SIGINT, signal.SIG_IGN)
+    config = validate_config(config_tree(tmp_path))
+    launch = several.Launch(config, [HostLine("here")], head="here", head_is_here=True)
+    launch.hosts = [Host(name="here", cpus=1)]
 
     async def start_guard(*_):
         os.kill(os.getpid(), SIGINT)
@@ -81,6 +88,7 @@ def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch):
                 await self.interrupts.first()
             return self.interrupts.signal
 
-    monkeypatch.setattr(local, "start_guard", start_guard)
-    monkeypatch.setattr(local, "Follower", Follower)
-    assert asyncio.run(local._follow(None, None, None, -1, None, None)) == SIGINT
+    monkeypatch.setattr(several, "start_guard", start_guard)
+    monkeypatch.setattr(several, "Follower", Follower)
+    monkeypatch.setattr(several, "show_end", lambda _config, _folder, ended, _progress: ended)
+    assert asyncio.run(undone_by_signals(launch.run(), launch.progress)) == SIGINT

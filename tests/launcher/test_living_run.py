@@ -10,10 +10,10 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, UsageError
 from asyncrl.launcher import addresses, living
 from asyncrl.launcher.folders import create_run_folder, private_folder
-from asyncrl.launcher.hostspec import Routes
 from asyncrl.launcher.join import _Joining
 from asyncrl.launcher.living import find_living
 from asyncrl.launcher.placement import Host, place_replicas, replicas_of
+from asyncrl.launcher.spec import Routes
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, WatchMembers
 from asyncrl.runtime.server import CROWDED
 

@@ -17,8 +17,7 @@ from asyncrl.launcher.spec import (
     StuckEvent,
 )
 from asyncrl.launcher.summary import summarise
-from asyncrl.monitor.metrics_file import read_metrics
-from asyncrl.monitor.metrics_line import is_voided
+from asyncrl.monitor.metrics_line import is_voided, read_metrics
 
 
 class Terminal(io.StringIO):

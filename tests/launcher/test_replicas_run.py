@@ -13,7 +13,7 @@ from faulty_actor import mark
 from launched import command_line, wait_until
 
 from asyncrl.config.load import validate_config
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 from asyncrl.monitor.recording import last_recorded
 from asyncrl.runtime.processes import children_of
 from tools.chaos.audit import Expected, audit

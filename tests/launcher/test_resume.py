@@ -7,13 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.checkpoint.contents import write_contents
-from asyncrl.checkpoint.durable import write_file
+from asyncrl.checkpoint.contents import TrainerContents, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
-from asyncrl.checkpoint.trainer_contents import TrainerContents
 from asyncrl.config.load import config_from_json, validate_config
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
+from asyncrl.files import write_file
 from asyncrl.launcher import resume
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.local import begin

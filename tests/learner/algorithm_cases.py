@@ -12,7 +12,7 @@ import torch
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 
 Reference = Callable[..., tuple[list[float], list[float]]]
-"""Of one sequence: token losses, and the gradient of their sum by the token's own log-prob."""
+"""Token losses of one sequence, and the gradient of their sum by the token's own log-prob."""
 
 
 def make_batch(seed: int, *, drift: float = 0.5, dtype: torch.dtype = torch.float64) -> TokenBatch:

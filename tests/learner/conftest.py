@@ -1,19 +1,21 @@
-"""Ranks for a module's tests."""
+"""Ranks for all tests of a process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from learner_cases import RankPool, run_alone
+from learner_cases import save_small_model
+from rank_pool import Pools, run_alone
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -23,6 +25,30 @@ def run(request) -> Callable[..., tuple[Any, list[Any]]]:
     def play(config, main, *arguments):
         if config.learner.ranks == 1:
             return run_alone(config, main, *arguments), []
-        return request.getfixturevalue("pair").run(config, main, *arguments)
+        return request.getfixturevalue("pools").run(config, main, *arguments)
 
     return play
+
+
+@pytest.fixture
+def run_well(run) -> Callable[..., Any]:
+    """Runs a case as ``run`` does; no other rank may fail."""
+
+    def play(config, main, *arguments):
+        found, others = run(config, main, *arguments)
+        assert others == [None] * (config.learner.ranks - 1)
+        return found
+
+    return play
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model."""
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of another shape, for a reference or a teacher."""
+    return save_small_model(tmp_path_factory.mktemp("other"), seed=5, intermediate_size=128)

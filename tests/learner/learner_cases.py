@@ -1,11 +1,7 @@
-"""A small model, made-up groups, and the learner's ranks as real processes, for the tests of the learner."""
+"""A small model and made-up groups for the tests of the learner."""
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +11,11 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
-from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan, build_step
 from asyncrl.learner.algorithm.micro_batch import MicroBatch
 from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
 
 VOCABULARY = 48
-RANK_WAIT_S = 120.0
 
 
 def save_small_model(folder: Path, *, tied: bool = False, seed: int = 0, **settings: Any) -> Path:
@@ -113,7 +108,7 @@ def make_trajectory(
     version: int | list[int] = 0,
     **fields: Any,
 ) -> Trajectory:
-    """Of the sequences given, or of one made of ``tokens``, ``version`` and the fields of a sequence."""
+    """A trajectory of the sequences given, or of one made of ``tokens``, ``version`` and the fields of a sequence."""
     if sequences is None:
         own = {
             name: fields.pop(name) for name in ("roles", "spans", "logprobs", "turns", "prompt_ids") if name in fields
@@ -172,115 +167,42 @@ def _random_sequence(random: np.random.Generator, length: int, after: Sequence |
     return make_sequence(tokens, roles=roles, logprobs=logprobs, prompt_ids=prompt_ids)
 
 
-RankZero = Callable[..., Any]
-"""Run on rank 0 with its backend and the config, after setup; returns what the test asks for."""
+def plan_of(backend: Any, config: Config, step: int, count: int = 4) -> StepPlan:
+    """A step of random groups, as the backend computes it."""
+    return build_step(
+        random_groups(step, count),
+        version=0,
+        config=config,
+        world_size=config.learner.ranks,
+        packed=backend.packed,
+        shared=backend.shares_prefixes,
+    )
 
 
-class RankPool:
-    """Real processes, one a rank, that play one case after another: importing torch once is enough."""
-
-    def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._tasks = [context.Queue() for _ in range(world_size)]
-        self._addresses, self._results = context.Queue(), context.Queue()
-        self._processes = [
-            context.Process(target=_rank_process, args=(rank, tasks, self._addresses, self._results))
-            for rank, tasks in enumerate(self._tasks)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def run(self, config: Config, main: RankZero, *arguments: Any) -> tuple[Any, list[Any]]:
-        """Run ``main(backend, config, *arguments)`` on rank 0, the others following.
-
-        Returns what ``main`` returned and, for each other rank, what ``follow`` raised as text, or None.
-        """
-        assert config.learner.ranks == len(self._tasks)
-        for tasks in self._tasks:
-            tasks.put((config, main, arguments))
-        found: dict[int, Any] = {}
-        until = time.monotonic() + RANK_WAIT_S
-        while len(found) < len(self._tasks):
-            try:
-                rank, value = self._results.get(timeout=1.0)
-            except queue.Empty:
-                assert all(process.exitcode is None for process in self._processes), "a rank has died; see its output"
-                assert time.monotonic() < until, "the ranks have not answered"
-                continue
-            found[rank] = value
-        return _unpack(found)
-
-    def close(self) -> None:
-        try:
-            for tasks, process in zip(self._tasks, self._processes, strict=True):
-                tasks.put(None)
-                process.join(RANK_WAIT_S)
-                assert process.exitcode == 0
-        finally:
-            for process in self._processes:
-                process.kill()
-                process.join()
-            for one in (*self._tasks, self._addresses, self._results):
-                one.close()
-                one.join_thread()
+def train(backend: Any, config: Config, step: int, count: int = 4) -> dict[str, float]:
+    metrics: dict[str, float] = backend.train(plan_of(backend, config, step, count))
+    return metrics
 
 
-def run_alone(config: Config, main: RankZero, *arguments: Any) -> Any:
-    """Run ``main(backend, config, *arguments)`` on a single rank in this process."""
-    _forget_meshes()
-    results: queue.Queue = queue.Queue()
-    _play(config, 0, queue.Queue(), results, main, arguments)
-    return _unpack(dict([results.get_nowait()]))[0]
+def gradients_of(backend: Any) -> list[dict[str, np.ndarray]]:
+    """Grows by rank 0's shards of the gradient of each update to come, before the optimizer sees it."""
+    found: list[dict[str, np.ndarray]] = []
+    named = {name.removeprefix("model."): p for name, p in backend._policy.named_parameters() if p.requires_grad}
+    backend._optimizer.register_step_pre_hook(
+        lambda *_: found.append({name: p.grad.to_local().clone().numpy() for name, p in named.items()})
+    )
+    return found
 
 
-def _forget_meshes() -> None:
+def read_checkpoint(target: Path) -> dict[str, np.ndarray]:
+    """Arrays that DCP's own tool makes of a trainer's folder."""
     import torch
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._redistribute import _gen_transform_infos
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    # A process of a run has one mesh. Here it has several, one after the other, which torch takes for equal, so that it
-    # would go on with the process group of the first.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    _gen_transform_infos.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    whole = target.with_suffix(".pt")
+    dcp_to_torch_save(target, whole)
+    return {name: tensor.numpy() for name, tensor in torch.load(whole, weights_only=True).items()}
 
 
-def _unpack(found: dict[int, Any]) -> tuple[Any, list[Any]]:
-    ok, value = found.pop(0)
-    if not ok:
-        raise AssertionError(f"rank 0: {value}")
-    return value, [found[rank] for rank in sorted(found)]
-
-
-def _rank_process(rank: int, tasks: Any, addresses: Any, results: Any) -> None:
-    while (task := tasks.get(timeout=300.0)) is not None:
-        config, main, arguments = task
-        _play(config, rank, addresses, results, main, arguments)
-
-
-def _play(config: Config, rank: int, addresses: Any, results: Any, main: RankZero, arguments: tuple[Any, ...]) -> None:
-    import torch
-
-    from asyncrl.learner.backend import create
-
-    torch.set_num_threads(1)
-    backend = create(config, rank)
-    if rank == 0:
-        address = backend.open_store("127.0.0.1")
-        for _ in range(config.learner.ranks - 1):
-            addresses.put(address)
-    else:
-        address = addresses.get(timeout=RANK_WAIT_S)
-    try:
-        backend.setup(*address)
-        result: Any = None
-        if rank == 0:
-            result = True, main(backend, config, *arguments)
-        else:
-            backend.follow()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        result = (False, text) if rank == 0 else text
-    finally:
-        backend.stop()
-    results.put((rank, result))
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)

@@ -1,4 +1,4 @@
-"""What a user might name in learner.loss and learner.advantage."""
+"""Functions that a user might name in learner.loss and learner.advantage."""
 
 from __future__ import annotations
 

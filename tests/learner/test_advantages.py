@@ -26,25 +26,6 @@ def flat(name: str, rewards) -> np.ndarray:
     return np.concatenate(found)
 
 
-@given(REWARDS)
-def test_grpo_is_the_standardised_reward(rewards: list[float]) -> None:
-    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
-    expected = [(r - mean) / (std + 1e-6) for r in rewards]
-    np.testing.assert_allclose(flat("grpo", rewards), expected, rtol=1e-9, atol=1e-6)
-
-
-@given(REWARDS)
-def test_dr_grpo_is_the_centred_reward(rewards: list[float]) -> None:
-    expected = [r - statistics.fmean(rewards) for r in rewards]
-    np.testing.assert_allclose(flat("dr_grpo", rewards), expected, atol=1e-9)
-
-
-@given(REWARDS)
-def test_rloo_leaves_its_own_reward_out_of_the_baseline(rewards: list[float]) -> None:
-    expected = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
-    np.testing.assert_allclose(flat("rloo", rewards), expected, atol=1e-9)
-
-
 @given(st.lists(REWARDS, min_size=1, max_size=5))
 def test_reinforce_has_the_mean_of_the_step_for_a_baseline(groups: list[list[float]]) -> None:
     mean = statistics.fmean(r for rewards in groups for r in rewards)

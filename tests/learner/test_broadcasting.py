@@ -13,7 +13,7 @@ import pytest
 from harness import Net, replace
 from inprocess import sim_config
 from probes import make_probe
-from publications import BUCKETS, make_publication, open_descriptors
+from publications import make_publication, open_descriptors
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed
@@ -252,10 +252,15 @@ def test_an_announcement_is_repeated_until_it_is_decided() -> None:
     play(scenario)
 
 
-def test_when_there_is_nobody_to_send_to_nothing_is_sent() -> None:
+def refuse(_request: Announce) -> Announced:
+    raise BroadcastFailed(1, "no")
+
+
+@pytest.mark.parametrize("answer", [lambda _request: Announced(decided=True), refuse], ids=["nobody", "refusal"])
+def test_when_there_is_nobody_to_send_to_nothing_is_sent(answer: Callable[[Announce], Announced]) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.first()
-        scene.stub.answer = lambda _request: Announced(decided=True)
+        scene.stub.answer = answer
         sending = scene.begin(1)
         with make_publication(1) as early:
             sending.put(early.manifest.buckets[0], early.fds[0])
@@ -266,23 +271,6 @@ def test_when_there_is_nobody_to_send_to_nothing_is_sent() -> None:
             assert len(open_descriptors() - opened) == len(publication.fds)
         assert (scene.sender.sent, scene.stub.ended) == ([], [])
         assert scene.begin(2) is not None
-
-    play(scenario)
-
-
-def test_a_parameter_server_that_refuses_is_asked_again_for_the_next_version() -> None:
-    def refuse(_request: Announce) -> None:
-        raise BroadcastFailed(1, "no")
-
-    async def scenario(scene: Scene) -> None:
-        await scene.first()
-        scene.stub.answer = refuse
-        scene.gather(1)
-        await scene.idle()
-        scene.stub.answer = scene.stub.group
-        scene.gather(2)
-        await scene.idle()
-        assert scene.sender.sent == [(2, 1, content(2))]
 
     play(scenario)
 
@@ -311,7 +299,7 @@ def test_what_is_not_gathered_to_its_end_is_broken_off(told: int) -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("change", [{"size": 8192}, {"tensors": []}])
+@pytest.mark.parametrize("change", [{"size": 8192}, {"tensors": []}], ids=str)
 def test_a_bucket_that_is_not_as_announced_is_not_sent(change: dict[str, Any]) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.first()
@@ -325,21 +313,6 @@ def test_a_bucket_that_is_not_as_announced_is_not_sent(change: dict[str, Any]) -
         await scene.idle()
         (ended,) = scene.stub.ended
         assert ended.error == "broadcast of version 1: bucket 1 is not what was announced"
-
-    play(scenario)
-
-
-def test_a_bucket_too_many_is_not_sent() -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.first()
-        sending = scene.begin(1)
-        with make_publication(1, sending.put) as publication:
-            await scene.until(lambda: scene.sender.sent)
-            sending.put(publication.manifest.buckets[0], publication.fds[0])
-        await scene.idle()
-        (ended,) = scene.stub.ended
-        assert "bucket 3 is not what was announced" in ended.error or ended.error == ""
-        assert scene.sender.sent[0][2] == content(1)[: len(scene.sender.sent[0][2])]
 
     play(scenario)
 
@@ -360,79 +333,43 @@ def test_a_bucket_that_does_not_come_is_waited_for_only_so_long() -> None:
     play(scenario)
 
 
-def test_a_failed_broadcast_is_told_and_announced_anew_for_as_long_as_a_group_is_named() -> None:
-    def two_groups(request: Announce) -> Announced:
-        return scene_group(request) if len(scenes[0].stub.announced) <= 2 else Announced(decided=True)
-
-    scenes: list[Scene] = []
-
-    async def scenario(scene: Scene) -> None:
-        nonlocal scene_group
-        scenes.append(scene)
-        scene_group, scene.stub.answer = scene.stub.group, two_groups
-        await scene.first()
-        scene.sender.failure = TimeoutError("rollouter/1 did not come within 1 s")
-        scene.gather(1)
-        await scene.idle()
-        assert [announced.version for announced in scene.stub.announced] == [1, 1, 1]
-        assert [(ended.version, ended.epoch, ended.error, ended.again) for ended in scene.stub.ended] == [
-            (1, epoch, "rollouter/1 did not come within 1 s", True) for epoch in (1, 2)
-        ]
-
-    scene_group: Callable[[Announce], Announced]
-    play(scenario)
-
-
-def test_the_second_group_is_sent_every_bucket_from_the_first_on_and_nothing_stays_open() -> None:
+def test_a_broadcast_that_fails_is_announced_anew_and_each_group_is_sent_every_bucket() -> None:
     async def scenario(scene: Scene) -> None:
         await scene.first()
         opened = open_descriptors()
-        send = scene.sender.send
+        send, failures = scene.sender.send, [BroadcastFailed(1, "rollouter/1 is gone"), TimeoutError("it did not come")]
 
-        def breaks_once(group: CollectiveGroup, *rest: Any) -> None:
-            scene.sender.send = goes_well  # type: ignore[method-assign]
+        def breaks_twice(group: CollectiveGroup, *rest: Any) -> None:
             *_, buckets = rest
-            next(buckets)
-            raise BroadcastFailed(1, "rollouter/1 is gone")
-
-        def goes_well(*arguments: Any) -> None:
-            # The first group was aborted; this is another.
+            if failures:
+                next(buckets)
+                raise failures.pop()
+            # The group before was aborted; this is another.
             scene.sender.failure = None
-            send(*arguments)
+            send(group, *rest)
 
-        scene.sender.send = breaks_once  # type: ignore[method-assign]
+        scene.sender.send = breaks_twice  # type: ignore[method-assign]
         scene.gather(1)
         await scene.idle()
-        assert scene.sender.sent == [(1, 2, content(1))]
-        assert [(ended.epoch, bool(ended.error), ended.again) for ended in scene.stub.ended] == [
-            (1, True, True),
-            (2, False, False),
+        assert scene.sender.sent == [(1, 3, content(1))]
+        assert [(ended.epoch, ended.error, ended.again) for ended in scene.stub.ended] == [
+            (1, "it did not come", True),
+            (2, "broadcast of version 1: rollouter/1 is gone", True),
+            (3, "", False),
         ]
         assert open_descriptors() <= opened
 
     play(scenario)
 
 
-def test_the_end_of_the_learner_breaks_off_what_is_under_way() -> None:
+@pytest.mark.parametrize("is_decided", [True, False])
+def test_the_end_of_the_learner_breaks_off_a_broadcast(is_decided: bool) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.first()
         scene.sender.go_on.clear()
+        if not is_decided:
+            scene.stub.answer = lambda _request: None
         scene.gather(1)
-        await scene.until(scene.sender.began.is_set)
+        await scene.until(scene.sender.began.is_set if is_decided else lambda: scene.stub.announced)
 
     play(scenario)
-
-
-def test_the_end_of_the_learner_before_anything_is_decided() -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.first()
-        scene.stub.answer = lambda _request: None
-        scene.gather(1)
-        await scene.until(lambda: scene.stub.announced)
-
-    play(scenario)
-
-
-def test_there_are_as_many_buckets_as_the_cases_take_for_granted() -> None:
-    assert len(content(1)) == BUCKETS == 3
-    assert content(1) != content(2)

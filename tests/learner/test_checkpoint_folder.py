@@ -7,20 +7,22 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import fill, small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.durable import write_file
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found, superfluous
 from asyncrl.config import Config
 from asyncrl.config.operation import CheckpointConfig
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.files import write_file
 
 FILES = ("state.json", "trainer/contents.json")
 
@@ -43,6 +45,12 @@ def _text(checkpoints: CheckpointFolder) -> str | None:
         return None
     checkpoints.verify(found)
     return (found.path / "state.json").read_text()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power is cut in the tests alone: nothing need wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
@@ -93,12 +101,6 @@ def test_leftovers_are_removed_and_what_is_complete_or_not_ours_stays(checkpoint
     assert _text(checkpoints) == "state of 3"
 
 
-def test_an_incomplete_target_gives_way(checkpoints) -> None:
-    (checkpoints.folder / "v00000005" / "trainer").mkdir(parents=True)
-    assert _write(checkpoints, 5).name == "v00000005"
-    assert _text(checkpoints) == "state of 5"
-
-
 def test_what_holds_files_and_is_not_complete_is_never_removed(checkpoints) -> None:
     """Somebody has lost its COMPLETE: by a commit there is one in every folder of that name."""
     old = _write(checkpoints, 5)
@@ -110,7 +112,7 @@ def test_what_holds_files_and_is_not_complete_is_never_removed(checkpoints) -> N
 
 
 def test_nothing_is_committed_below_the_newest(checkpoints) -> None:
-    """Whoever does not know of the newest would have its steps trained for nothing: the next one goes on from there."""
+    """A learner that does not know of the newest trains for nothing: the next one goes on from there."""
     _write(checkpoints, 40)
     for version, step in ((20, 90), (41, 79)):
         partial = checkpoints.begin(version)
@@ -166,7 +168,7 @@ def test_the_newest_writer_is_known(tmp_path) -> None:
         folder.newest_writer()
 
 
-def test_an_older_learner_may_not_write(checkpoints, tmp_path) -> None:
+def test_an_older_learner_may_not_write(checkpoints) -> None:
     """Wherever the newer one comes in between."""
     _write(checkpoints, 1)
     started, copied = checkpoints.begin(2), checkpoints.begin(3)
@@ -176,18 +178,13 @@ def test_an_older_learner_may_not_write(checkpoints, tmp_path) -> None:
     for attempt in (
         lambda: checkpoints.claim(100),
         lambda: checkpoints.begin(4),
-        lambda: _commit_late(checkpoints, started),
+        lambda: (started.mkdir(), checkpoints.commit(started, version=2, step=2, files=[])),
     ):
         with pytest.raises(CheckpointError, match=r"newer learner \(incarnation 101\) writes here; 100 may not"):
             attempt()
     newer.claim(101)
     _write(newer, 2)
     assert _text(checkpoints) == "state of 2"
-
-
-def _commit_late(checkpoints: CheckpointFolder, partial: Path) -> None:
-    partial.mkdir()
-    checkpoints.commit(partial, version=2, step=2, files=[])
 
 
 def test_an_older_learner_in_the_middle_of_its_commit_is_too_late(checkpoints, monkeypatch) -> None:
@@ -258,8 +255,8 @@ class _Machine:
 
     CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls, self.stop_at, self.torn = 0, -1, False
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int = -1) -> None:
+        self.folder, self.calls, self.stop_at = folder, 0, stop_at
         self.flushed: set[int] = set()
         """Inodes."""
         self.written: dict[int, Path] = {}
@@ -297,7 +294,7 @@ class _Machine:
             self.unflushed_renames.append((Path(arguments[0]), Path(arguments[1])))
 
     def power_cut(self, *, undo_renames: bool) -> None:
-        """What was not flushed is gone."""
+        """Lose all that was not flushed."""
         for name, real in self._real.items():
             setattr(os, name, real)
         if undo_renames:
@@ -305,13 +302,8 @@ class _Machine:
                 if target.exists() and not source.exists():
                     target.rename(source)
         lost = self.written.keys() - self.flushed
-        for path in [p for p in self._root().rglob("*") if p.is_file() and p.stat().st_ino in lost]:
+        for path in [p for p in self.folder.rglob("*") if p.is_file() and p.stat().st_ino in lost]:
             os.truncate(path, path.stat().st_size // 2)
-
-    def _root(self) -> Path:
-        return self.folder
-
-    folder: Path
 
 
 def _history(folder: Path, done: list[str]) -> None:
@@ -341,8 +333,7 @@ def test_after_a_crash_at_any_call_the_last_committed_one_is_there_whole(tmp_pat
         folder, done = tmp_path / str(stop_at), ["old"]
         _prepare(folder)
         with monkeypatch.context() as patch:
-            machine = _Machine(patch)
-            machine.folder, machine.stop_at = folder, stop_at
+            machine = _Machine(folder, patch, stop_at)
             try:
                 _history(folder, done)
                 crashed = False
@@ -376,29 +367,34 @@ def test_after_a_crash_at_any_call_the_last_committed_one_is_there_whole(tmp_pat
 def test_a_commit_is_durable_whatever_becomes_of_the_hint(checkpoints, monkeypatch) -> None:
     (checkpoints.folder / "latest").mkdir()
     with monkeypatch.context() as patch:
-        machine = _Machine(patch)
-        machine.folder = checkpoints.folder
+        machine = _Machine(checkpoints.folder, patch)
         _write(checkpoints, 1)
         machine.power_cut(undo_renames=True)
     assert _text(checkpoints) == "state of 1"
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_an_error_at_any_call_is_told_and_the_last_good_one_stays(tmp_path, monkeypatch, code) -> None:
+def test_an_error_at_any_call_is_told_and_the_last_good_one_stays(tmp_path, monkeypatch) -> None:
     failures = 0
     for fail_at in itertools.count(1):
+        code = (errno.ENOSPC, errno.EROFS, errno.EIO)[fail_at % 3]
         checkpoints = CheckpointFolder(tmp_path / str(fail_at))
         checkpoints.claim(100)
         _write(checkpoints, 1)
         partial = checkpoints.begin(2)
         write_file(partial / "state.json", [b"state of 2"])
         count = itertools.count(1)
+
+        def failing(real: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+            if next(count) == fail_at:  # noqa: B023
+                raise OSError(code, os.strerror(code))  # noqa: B023
+            return real(*arguments, **keywords)
+
+        failed, reason = False, os.strerror(code)
         with monkeypatch.context() as patch:
             for name in ("open", "write", "fsync", "rename", "replace"):
-                patch.setattr(os, name, _failing(getattr(os, name), count, fail_at, code))
+                patch.setattr(os, name, partial_of(failing, getattr(os, name)))
             try:
                 checkpoints.commit(partial, version=2, step=4, files=["state.json"])
-                failed, reason = False, os.strerror(code)
             except CheckpointError as error:
                 failed, reason = True, error.reason
         assert reason == os.strerror(code)
@@ -415,56 +411,35 @@ def test_an_error_at_any_call_is_told_and_the_last_good_one_stays(tmp_path, monk
     assert failures > 6
 
 
-def _failing(real: Callable[..., Any], count: Iterator[int], fail_at: int, code: int) -> Callable[..., Any]:
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        if next(count) == fail_at:
-            raise OSError(code, os.strerror(code))
-        return real(*arguments, **keywords)
-
-    return call
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def test_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 256 << 10) as disk:
+        checkpoints = CheckpointFolder(disk / "checkpoints")
+        checkpoints.claim(1)
+        _write(checkpoints, 1)
+        ballast = fill(disk, left=64 << 10)
+        partial = checkpoints.begin(2)
+        with pytest.raises(OSError, match="No space left"):
+            write_file(partial / "state.json", [b"x" * (1 << 20)])
+        checkpoints.discard(partial)
+        assert _text(checkpoints) == "state of 1"
+        ballast.unlink()
+        assert _write(checkpoints, 2)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
-    checkpoints = CheckpointFolder(small_disk / "checkpoints")
-    checkpoints.claim(1)
-    _write(checkpoints, 1)
-    (small_disk / "filler").write_bytes(b"x" * (160 << 10))
-    partial = checkpoints.begin(2)
-    with pytest.raises(OSError, match="No space left"):
-        write_file(partial / "state.json", [b"x" * (1 << 20)])
-    checkpoints.discard(partial)
-    assert _text(checkpoints) == "state of 1"
-    (small_disk / "filler").unlink()
-    assert _write(checkpoints, 2)
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, small_disk: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     with pytest.raises(CheckpointError, match=r"file.*: (Not a directory|File exists)"):
         CheckpointFolder(in_the_way / "checkpoints").claim(1)
-    checkpoints = CheckpointFolder(small_disk / "checkpoints")
-    checkpoints.claim(1)
-    _write(checkpoints, 1)
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    for attempt in (lambda: checkpoints.claim(2), lambda: checkpoints.begin(3)):
-        with pytest.raises(CheckpointError, match=r"small/checkpoints/.*: Read-only file system"):
-            attempt()
-    assert _text(checkpoints) == "state of 1"
+    with small_disk(tmp_path / "small", 256 << 10) as disk:
+        checkpoints = CheckpointFolder(disk / "checkpoints")
+        checkpoints.claim(1)
+        _write(checkpoints, 1)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        for attempt in (lambda: checkpoints.claim(2), lambda: checkpoints.begin(3)):
+            with pytest.raises(CheckpointError, match=r"small/checkpoints/.*: Read-only file system"):
+                attempt()
+        assert _text(checkpoints) == "state of 1"
 
 
 # --- retention ---
@@ -489,11 +464,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("steps", "keep", "every", "expected"), TABLE)
-def test_what_is_kept(steps, keep, every, expected) -> None:
-    complete = [_found(version, step) for version, step in enumerate(steps, 1)]
-    gone = superfluous(reversed(complete), keep=keep, keep_every_steps=every)
-    assert [found.version for found in gone] == expected
+def test_the_checkpoints_that_are_kept() -> None:
+    for steps, keep, every, expected in TABLE:
+        complete = [_found(version, step) for version, step in enumerate(steps, 1)]
+        gone = superfluous(reversed(complete), keep=keep, keep_every_steps=every)
+        assert [found.version for found in gone] == expected, (steps, keep, every)
 
 
 COMPLETES = st.lists(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from learner_cases import make_config, random_groups
+from virtual import LoopClock
 
 from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import GROUPS, STATE, TRAINER, read_contents, read_state, write_contents
@@ -27,7 +28,6 @@ from asyncrl.learner.checkpoint.failed_writes import Failed, Kept
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group
-from asyncrl.runtime.clock import LoopClock
 
 WAIT_S = 30.0
 CONFIG = make_config(backend="sim")
@@ -376,7 +376,7 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
 
 
 def test_a_disk_that_fills_up_under_one_keeps_nothing_of_it(tmp_path, thread) -> None:
-    """And where the disk refuses although it says that there is room, the next one is tried when it is due."""
+    """The next one is tried when it is due where the disk refuses although it says that there is room."""
     held = _Held(create(CONFIG, 0))
 
     async def script(checkpoints: Checkpoints) -> None:
@@ -450,10 +450,7 @@ KINDS_OF_DAMAGE = [
     ("COMPLETE", os.unlink, "is not complete: it holds no COMPLETE"),
     ("COMPLETE", _empty, "cannot be read"),
     (STATE, _flip, "its checksum differs"),
-    (STATE, os.unlink, "cannot be read: No such file"),
     (GROUPS, _shorten, "bytes instead of"),
-    (GROUPS, _flip, "its checksum differs"),
-    (f"{TRAINER}/contents.json", _empty, "has 0 bytes instead of"),
     (f"{TRAINER}/contents.json", os.unlink, "cannot be read: No such file"),
 ]
 
@@ -498,9 +495,10 @@ def test_where_none_is_whole_nothing_is_renamed_and_nothing_begins_anew(two, thr
     assert sorted(path.name for path in two.glob("*v0*")) == ["v00000003", "v00000004"]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EMFILE])
-def test_what_is_no_damage_is_not_stepped_back_from(two, thread, monkeypatch, code) -> None:
-    """A disk that is away or a file that this user may not read says nothing of the checkpoint."""
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EMFILE, errno.EIO])
+def test_an_unreadable_sector_is_damage_and_a_disk_that_is_away_says_nothing_of_the_checkpoint(
+    two, thread, monkeypatch, code
+) -> None:
     real = Path.read_bytes
 
     def read_bytes(path: Path) -> bytes:
@@ -510,21 +508,11 @@ def test_what_is_no_damage_is_not_stepped_back_from(two, thread, monkeypatch, co
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     world = _World(two, thread, incarnation=101)
+    if code == errno.EIO:
+        assert world.play(lambda checkpoints: checkpoints.restore()).state.version == 3
+        assert "cannot be read: Input/output error" in world.damaged[0]
+        return
     with pytest.raises(ExceptionGroup) as caught:
         world.play(lambda checkpoints: checkpoints.restore())
     assert f"v00000004/{STATE}: cannot be read: {os.strerror(code)}" in str(caught.value.exceptions[0])
     assert (two / "v00000004").exists() and world.damaged == []
-
-
-def test_an_unreadable_sector_is_damage(two, thread, monkeypatch) -> None:
-    real = Path.read_bytes
-
-    def read_bytes(path: Path) -> bytes:
-        if path == two / "v00000004" / STATE:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return real(path)
-
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    world = _World(two, thread, incarnation=101)
-    assert world.play(lambda checkpoints: checkpoints.restore()).state.version == 3
-    assert "cannot be read: Input/output error" in world.damaged[0]

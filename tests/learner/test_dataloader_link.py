@@ -1,18 +1,17 @@
-"""What the learner tells the dataloader is known there in the end, whatever that has lost."""
+"""Reports of the learner are known to the dataloader in the end, whatever that has lost."""
 
 import asyncio
 
 import pytest
+from services import services
 from structlog.testing import capture_logs
+from virtual import LoopClock, run_virtual
 
 from asyncrl.config import LearnerConfig
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed
-from asyncrl.monitor.logging import get_logger
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock, run_virtual
 
 
 class Dataloader:
@@ -44,10 +43,9 @@ def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the
             dataloader.call,
             intake,
             EvalCollector(),
+            services(clock=LoopClock()),
             stand=lambda: Stand(version=version, trained_at_version=0, groups_left=9, finished=False),
             news=lambda: None,
-            awaits=Awaits(LoopClock().now),
-            log=get_logger("learner/0"),
         )
         reporting = asyncio.create_task(link.report())
         for version in range(4):

@@ -10,23 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import VOCABULARY, make_config, make_group, make_trajectory, save_small_model
+from learner_cases import VOCABULARY, make_config, make_group, make_trajectory
 
 from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.messages.groups import Group, VersionSpan
 
 NEWEST = 3
 SPANS = (VersionSpan(2, 0, 2), VersionSpan(NEWEST, 2, 5), VersionSpan(NEWEST, 5, 6, mixed_kv=True))
-"""Of a response of 6 tokens: older weights, the newest, and the newest over an older KV cache."""
+"""Spans of a response of 6 tokens: older weights, the newest, and the newest over an older KV cache."""
 OFF = np.array([0.5, -0.4, 0.1, -0.2, 0.3, 0.6], dtype=np.float32)
 """Distance of the engine's log-probs from the learner's, nats."""
 TEMPERATURE = 0.8
 PROMPT = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 def _groups(folder: Path) -> list[Group]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
+from learner_cases import make_config, save_small_model, train
+from rank_pool import run_alone
 from safetensors.torch import load_file
 
 from asyncrl.checkpoint.contents import write_contents
@@ -19,13 +20,11 @@ from asyncrl.cli.export import main
 from asyncrl.config.load import config_to_json
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
-from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.messages.groups import LedgerState
 
 
 def _train_save_export(backend, config, trainer: Path, target: Path) -> None:
-    groups = random_groups(0, 4)
-    backend.train(build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed))
+    train(backend, config, 0)
     backend.save(trainer).result(60)
     backend.export(target)
 
@@ -61,15 +60,11 @@ def write_run(tmp_path: Path, config, versions: list[int], run) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """Of two ranks."""
+def trained(tmp_path_factory, pools) -> Path:
+    """A run of two ranks."""
     tmp_path = tmp_path_factory.mktemp("run")
     config = make_config(save_small_model(tmp_path / "model"), ranks=2, lr=3e-3)
-    pool = RankPool(2)
-    try:
-        return write_run(tmp_path, config, [3, 5], lambda *arguments: pool.run(*arguments))
-    finally:
-        pool.close()
+    return write_run(tmp_path, config, [3, 5], pools.run)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -92,16 +87,12 @@ def test_tied_weights_are_written_once(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory) -> Path:
-    """Of two ranks, with adapters."""
+def adapted(tmp_path_factory, pools) -> Path:
+    """A run of two ranks, with adapters."""
     tmp_path = tmp_path_factory.mktemp("adapted")
     config = make_config(save_small_model(tmp_path / "model"), ranks=2, lr=3e-2)
     config = config.model_copy(update={"lora": LoraConfig(rank=4, targets=["q_proj", "down_proj"])})
-    pool = RankPool(2)
-    try:
-        return write_run(tmp_path, config, [3], lambda *arguments: pool.run(*arguments))
-    finally:
-        pool.close()
+    return write_run(tmp_path, config, [3], pools.run)
 
 
 def test_adapters_are_exported_alone_or_added_in(adapted, tmp_path, capsys):

@@ -201,13 +201,6 @@ def test_i1_a_successor_goes_on_from_a_snapshot_as_if_it_had_been_there(deliveri
             "between, or a larger rollout.samples_per_prompt; mend what failed (quarantine.jsonl has each with its "
             "reason)",
         ),
-        (
-            [*(group(i, failure="it loops") for i in range(3)), *(group(i, rewards=(8.0, 8.0)) for i in (3, 4))],
-            "no signal: none of the last 5 groups could be trained: 3 failed and were quarantined, the last one "
-            "because: it loops; 2 had equal rewards in themselves (reward 8 (4 times)). To do: mend what failed "
-            "(quarantine.jsonl has each with its reason); see in reward.function why every response gets the same "
-            "reward",
-        ),
     ],
 )
 def test_without_signal_the_run_ends_and_says_why(groups, words):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups, save_small_model
+from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.errors import NonFiniteStep
@@ -19,7 +19,7 @@ from asyncrl.learner.algorithm.batch import build_step, step_metrics
 from asyncrl.learner.algorithm.kl_reward import kl_penalties
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, sampled_sequences
 from asyncrl.learner.algorithm.signal import has_signal
-from asyncrl.learner.planning import plan_step
+from asyncrl.learner.step_planner import plan_step
 from asyncrl.messages.groups import Turn
 from asyncrl.trajectories import sampled_positions
 
@@ -138,16 +138,6 @@ def test_signal_is_judged_by_the_rewards_without_the_penalty() -> None:
     assert not has_signal(flat, _config().learner)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("other"), seed=5, intermediate_size=128)
-
-
 def _plan_and_train(backend, config) -> tuple[list[tuple[int, float]], dict[str, float]]:
     """The advantage of each token of a step, by the place of its sequence in the plan, and all metrics."""
     plan = plan_step(random_groups(0, 3), version=0, fresh=True, step=1, config=config, backend=backend)
@@ -187,8 +177,7 @@ def _expected(other: Path, estimator: str) -> list[tuple[int, float]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize(("ranks", "estimator"), [(1, "k3"), (2, "k1")])
 def test_advantages_have_the_divergence_from_the_reference_on_any_number_of_ranks(
     estimator, ranks, folder, other, run
 ) -> None:

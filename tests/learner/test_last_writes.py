@@ -1,4 +1,4 @@
-"""What a run leaves behind at its end, on disks with and without room."""
+"""Files that a run leaves behind at its end, on disks with and without room."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from disks import fill, small_disk
 from learner_cases import make_config
+from services import services
 
 from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.errors import ActorFailed, DeadlineExceeded
@@ -22,7 +23,6 @@ from asyncrl.learner.checkpoint import failed_writes
 from asyncrl.learner.checkpoint.last_writes import LastWrites
 from asyncrl.learner.checkpoint.writer import Checkpoints
 from asyncrl.ledger import Ledger
-from asyncrl.monitor.logging import get_logger
 from asyncrl.runtime.clock import Clock
 
 WAIT_S = 30.0
@@ -104,17 +104,13 @@ class Scene:
         )
         self.last_writes = LastWrites(
             self.config,
-            name="learner/0",
+            services(states=SimpleNamespace(enter=lambda *_: None), notify=self._notify),
             run_dir=self.run_dir,
             backend=self.backend,  # type: ignore[arg-type]
             thread=self.thread,
             training=self.training,  # type: ignore[arg-type]
             checkpoints=checkpoints,
             checkpoint=lambda: self._write(checkpoints),
-            states=SimpleNamespace(enter=lambda *_: None),  # type: ignore[arg-type]
-            notify=self._notify,
-            clock=Clock(),
-            log=get_logger("learner/0"),
         )
         return checkpoints
 
@@ -223,7 +219,7 @@ def test_making_way_ends_the_wait(disk, thread) -> None:
 
 
 def test_a_model_that_cannot_be_exported_is_in_the_checkpoint(tmp_path, thread) -> None:
-    """And what an earlier end of the run exported is not taken for it."""
+    """An export of an earlier end of the run is not taken for it."""
     scene = Scene(tmp_path, thread, 0.01)
     (tmp_path / "export").mkdir()
     scene.backend.problem = OSError(errno.EIO, "Input/output error", str(tmp_path / "export" / "x"))

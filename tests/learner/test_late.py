@@ -1,4 +1,4 @@
-"""Which groups are requeued, and which the next step waits for, by tables."""
+"""Groups that are requeued, and those that the next step waits for, by tables."""
 
 from __future__ import annotations
 

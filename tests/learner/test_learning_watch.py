@@ -1,4 +1,4 @@
-"""Who cannot learn anything is told so, once and with the reason; who learns is told nothing."""
+"""A run that cannot learn anything is told so, once and with the reason; one that learns is told nothing."""
 
 import numpy as np
 import pytest

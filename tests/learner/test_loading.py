@@ -6,11 +6,8 @@ import contextlib
 import ctypes
 import json
 import logging
-import multiprocessing
 import os
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +17,8 @@ import pytest
 import safetensors
 import torch
 from learner_cases import make_config, save_small_model
-from model_matrix import EXPERTS, FAMILIES, make_family, save_family
+from model_matrix import HALF, make_family, save_family
+from rank_pool import RANK_WAIT_S, Pools
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -33,92 +31,32 @@ from asyncrl.learner.fsdp.shard_plan import own_rows
 from asyncrl.learner.fsdp.sharding import make_mesh
 from asyncrl.learner.fsdp.startup_check import Scoring
 
-WAIT_S = 300.0
 CPU = torch.device("cpu")
-M_MMAP_THRESHOLD = -3
-"""As glibc's malloc.h has it."""
 
 
-def _rank(rank: int, world: int, replicas: int, tasks: Any, addresses: Any, results: Any) -> None:
+def _rank(rank: int, addresses: Any, world: int, replicas: int, case: Callable[..., Any], arguments: Any) -> Any:
     torch.set_num_threads(1)
-    store = open_store("127.0.0.1", WAIT_S) if not rank else None
+    store = open_store("127.0.0.1", RANK_WAIT_S) if not rank else None
     if store is not None:
         for _ in range(world - 1):
             addresses.put(store.port)
-    port = store.port if store is not None else addresses.get(timeout=WAIT_S)
+    port = store.port if store is not None else addresses.get(timeout=RANK_WAIT_S)
     ranks = Ranks(rank, world, "127.0.0.1", port, device=CPU, timeout_s=30.0, replicas=replicas, store=store)
-    mesh = make_mesh(ranks, "cpu")
-    while (task := tasks.get(timeout=2 * WAIT_S)) is not None:
-        number, case, arguments = task
-        try:
-            results.put((number, rank, case(ranks, mesh, *arguments)))
-        except ConfigError as error:
-            results.put((number, rank, error.problems))
-    ranks.close()
+    try:
+        return case(ranks, make_mesh(ranks, "cpu"), *arguments)
+    except ConfigError as error:
+        return error.problems
+    finally:
+        ranks.close()
 
 
-class _Pool:
-    """Ranks as real processes, each of which plays the same cases."""
-
-    def __init__(self, world: int, replicas: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._tasks = [context.Queue() for _ in range(world)]
-        self._addresses, self._results = context.Queue(), context.Queue()
-        self._processes = [
-            context.Process(target=_rank, args=(rank, world, replicas, tasks, self._addresses, self._results))
-            for rank, tasks in enumerate(self._tasks)
-        ]
-        for process in self._processes:
-            process.start()
-        self._count = 0
-
-    def run(self, case: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``case(ranks, mesh, *arguments)`` returns on each rank, or the problems of its ConfigError."""
-        self._count += 1
-        for tasks in self._tasks:
-            tasks.put((self._count, case, arguments))
-        found: dict[int, Any] = {}
-        until = time.monotonic() + WAIT_S
-        while len(found) < len(self._tasks):
-            try:
-                number, rank, value = self._results.get(timeout=1.0)
-            except queue.Empty:
-                assert all(process.exitcode is None for process in self._processes), "a rank has died; see its output"
-                assert time.monotonic() < until, "the ranks have not answered"
-                continue
-            if number == self._count:
-                found[rank] = value
-        return [found[rank] for rank in sorted(found)]
-
-    def close(self) -> None:
-        try:
-            for tasks in self._tasks:
-                tasks.put(None)
-            for process in self._processes:
-                process.join(WAIT_S)
-                assert process.exitcode == 0
-        finally:
-            for process in self._processes:
-                process.kill()
-                process.join()
-            for one in (*self._tasks, self._addresses, self._results):
-                one.close()
-                one.join_thread()
+def _play(pools: Pools, case: Callable[..., Any], *arguments: Any, world: int = 2, replicas: int = 1) -> list[Any]:
+    """Returns what ``case(ranks, mesh, *arguments)`` does on each rank, or the problems of its ConfigError."""
+    return pools.play(world, _rank, world, replicas, case, arguments)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int, int], _Pool]]:
-    """Ranks and copies of the model to a pool."""
-    made: dict[tuple[int, int], _Pool] = {}
-
-    def pool(world: int, replicas: int = 1) -> _Pool:
-        key = world, replicas
-        made[key] = made.get(key) or _Pool(*key)
-        return made[key]
-
-    yield pool
-    for each in made.values():
-        each.close()
+M_MMAP_THRESHOLD = -3
+"""As glibc's malloc.h has it."""
 
 
 def _differences(ranks: Ranks, mesh: Any, folder: Path, ours: Path | None = None) -> tuple[list[str], bool]:
@@ -149,11 +87,10 @@ def _differences(ranks: Ranks, mesh: Any, folder: Path, ours: Path | None = None
     return wrong, bool(read)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES + EXPERTS)
+@pytest.mark.parametrize(("family", "tied"), HALF)
 def test_each_rank_gets_its_rows_of_the_model_in_every_bit(family: str, tied: bool, tmp_path: Path, pools) -> None:
     folder = save_family(tmp_path / "model", make_family(family, tied=tied).to(torch.bfloat16))
-    assert pools(2).run(_differences, folder) == [([], False)] * 2
+    assert _play(pools, _differences, folder) == [([], False)] * 2
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
@@ -162,7 +99,7 @@ def test_so_does_each_of_any_number_and_of_several_copies(ranks: int, replicas: 
     dense = save_family(tmp_path / "dense", make_family("Gemma3", tied=True).to(torch.bfloat16))
     experts = save_family(tmp_path / "experts", make_family("Qwen3Moe", tied=False).to(torch.bfloat16))
     for folder in (dense, experts):
-        assert pools(ranks, replicas).run(_differences, folder) == [([], False)] * ranks
+        assert _play(pools, _differences, folder, world=ranks, replicas=replicas) == [([], False)] * ranks
 
 
 def _rewrite(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], **settings: Any) -> Path:
@@ -188,7 +125,7 @@ def test_a_head_is_tied_as_transformers_ties_it(case: str, tmp_path: Path, pools
 
     source = save_small_model(tmp_path / "source")
     folder = _rewrite(source, tmp_path / "model", change, tie_word_embeddings=True)
-    assert pools(2).run(_differences, folder) == [([], False)] * 2
+    assert _play(pools, _differences, folder) == [([], False)] * 2
 
 
 def _converted(ranks: Ranks, mesh: Any, folder: Path) -> Any:
@@ -219,7 +156,7 @@ def test_weights_that_transformers_splits_are_read_by_all_and_cut(tmp_path: Path
             weights[f"{start}ln_1.weight"] = weights.pop(f"{start}input_layernorm.weight")
 
     folder = _rewrite(save_small_model(tmp_path / "source"), tmp_path / "model", change)
-    assert pools(2).run(_converted, folder) == [(([], False), 2)] * 2
+    assert _play(pools, _converted, folder) == [(([], False), 2)] * 2
 
 
 @pytest.mark.parametrize("how", ["bin", "on one host alone"])
@@ -230,7 +167,7 @@ def test_what_cannot_be_read_in_shards_is_handed_out_and_told_of(how: str, tmp_p
     if how == "bin":
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
-    found = pools(2).run(_told, folder, other)
+    found = _play(pools, _told, folder, other)
     why = "its folder has neither model.safetensors nor model.safetensors.index.json"
     assert found == [(([], True), [f"{folder}: learner/0 reads it whole and hands it out: {why}"]), (([], False), [])]
 
@@ -265,7 +202,7 @@ def test_what_is_wrong_on_one_rank_is_told_by_all(tmp_path: Path, pools) -> None
         folder = _rewrite(source, tmp_path / case, change)
         if case == "cut off":
             os.truncate(folder / "model.safetensors", 100_000)
-        first, second = pools(2).run(_load, folder)
+        first, second = _play(pools, _load, folder)
         assert first == second, case
         assert len(first) == 1 and expected in first[0] and str(folder) in first[0], (case, first)
 
@@ -275,7 +212,7 @@ def _load(ranks: Ranks, mesh: Any, folder: Path) -> None:
 
 
 class _Slice:
-    """Of a tensor in a file, that counts how often each number is read."""
+    """A tensor in a file, that counts how often each number is read."""
 
     def __init__(self, whole: Any) -> None:
         self._whole = whole
@@ -317,7 +254,7 @@ def test_every_number_is_read_by_one_rank_once(family: str, tmp_path: Path, pool
     model.save_pretrained(folder, max_shard_size="100KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
     assert len(list(folder.glob("*.safetensors"))) > 1
-    found = pools(2).run(_counts, folder)
+    found = _play(pools, _counts, folder)
     assert found[0].keys() == found[1].keys() and len(found[0]) > 20
     for name, counts in found[0].items():
         assert (counts + found[1][name] == 1).all(), name
@@ -341,7 +278,7 @@ class _Peak(threading.Thread):
             self.peak = max(self.peak, self._now())
 
     def stop(self) -> int:
-        """Of the peak, what it had not at first."""
+        """Returns the growth from first to peak."""
         self._stop_asked.set()
         self.join()
         return max(self.peak, self._now()) - self.first
@@ -366,7 +303,7 @@ def _grown(ranks: Ranks, mesh: Any, small: Path, folder: Path) -> int:
     return grown
 
 
-def test_no_rank_has_memory_for_the_model(tmp_path: Path, pools) -> None:
+def test_no_rank_has_memory_for_the_model(tmp_path: Path) -> None:
     """Half of 60 MB is each rank's, and the rest is a layer, activations and what else there is."""
     small = save_small_model(tmp_path / "small")
     source = save_small_model(tmp_path / "source", num_hidden_layers=38, intermediate_size=2048)
@@ -375,5 +312,7 @@ def test_no_rank_has_memory_for_the_model(tmp_path: Path, pools) -> None:
     folder = _rewrite(
         source, tmp_path / "model", lambda all_of: all_of.update({n: w.bfloat16() for n, w in all_of.items()})
     )
-    grown = pools(2).run(_grown, small, folder)
+    # In processes that have freed nothing yet.
+    with contextlib.closing(Pools()) as pools:
+        grown = _play(pools, _grown, small, folder)
     assert all(size / 2 < each < 0.8 * size for each in grown), (grown, size)

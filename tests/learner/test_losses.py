@@ -51,15 +51,6 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(name, options, seed, d
     np.testing.assert_allclose(batch.logprobs.grad, np.concatenate([e[1] for e in expected]), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["decoupled", "bypass", "dppo", "reinforce", "cispo"])
-def test_on_policy_every_ratio_loss_has_the_gradient_of_the_policy_gradient(name) -> None:
-    batch = make_batch(3)
-    same = batch.logprobs.detach()
-    values, _ = BUILT_IN[name](batch=replace(batch, behaviour=same, proximal=same))
-    values.sum().backward()
-    torch.testing.assert_close(batch.logprobs.grad, -batch.advantages)
-
-
 def test_sums_count_tokens_with_a_weight_alone() -> None:
     batch = make_batch(5, drift=2.0)
     for name, count in (("bypass", _outside(batch, 0.2, 0.2)), ("cispo", _above(batch, 5.0))):

@@ -16,37 +16,17 @@ CASES = {
 }
 
 
-@given(**CASES)
-def test_every_sequence_is_in_one_row_within_the_budget(lengths, budget, world_size) -> None:
-    ranks = pack(lengths, budget=budget, world_size=world_size)
+@given(**CASES, packed=st.booleans())
+def test_every_sequence_is_in_one_row_within_the_budget(lengths, budget, world_size, packed) -> None:
+    ranks = pack(lengths, budget=budget, world_size=world_size, packed=packed)
+    assert len(ranks) == world_size
+    assert len({len(rank) for rank in ranks}) == 1 and (ranks[0] or not packed)
     rows = [row for rank in ranks for row in rank]
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     for row in rows:
-        assert sum(lengths[i] for i in row) <= budget or len(row) == 1
         assert row == sorted(row)
-
-
-@given(**CASES)
-def test_every_rank_has_the_same_number_of_rows(lengths, budget, world_size) -> None:
-    ranks = pack(lengths, budget=budget, world_size=world_size)
-    assert len(ranks) == world_size
-    assert len({len(rank) for rank in ranks}) == 1
-    assert ranks[0]
-
-
-@given(**CASES)
-def test_packing_is_a_function_of_the_batch(lengths, budget, world_size) -> None:
-    first = pack(lengths, budget=budget, world_size=world_size)
-    assert pack(list(lengths), budget=budget, world_size=world_size) == first
-
-
-@given(**CASES)
-def test_without_packing_a_row_holds_one_sequence(lengths, budget, world_size) -> None:
-    ranks = pack(lengths, budget=budget, world_size=world_size, packed=False)
-    rows = [row for rank in ranks for row in rank]
-    assert all(len(row) <= 1 for row in rows)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert len({len(rank) for rank in ranks}) == 1
+        assert len(row) <= 1 or (packed and sum(lengths[i] for i in row) <= budget)
+    assert pack(list(lengths), budget=budget, world_size=world_size, packed=packed) == ranks
 
 
 @given(**CASES)
@@ -72,18 +52,7 @@ def test_ranks_hardly_wait_for_one_another(sigma) -> None:
     """A micro-batch takes as long as its costliest row; what that is of the mean is the time of all of them."""
     drawn = np.random.default_rng(0).lognormal(np.log(700), sigma, 1024)
     lengths = np.clip(drawn, 1, 8192).astype(int)
-    work = np.array(
-        [[cost(lengths[row]).sum() for row in rank] for rank in pack(lengths.tolist(), budget=16384, world_size=8)]
-    )
+    ranks = pack(lengths.tolist(), budget=16384, world_size=8)
+    assert lengths.sum() > 0.8 * 16384 * sum(map(len, ranks)), "rows are packed tightly"
+    work = np.array([[cost(lengths[row]).sum() for row in rank] for rank in ranks])
     assert work.mean(axis=0).sum() > 0.98 * work.max(axis=0).sum()
-
-
-def test_lognormal_lengths_are_packed_tightly_and_evenly() -> None:
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(5, 1, 512), 1, 4000).astype(int).tolist()
-    ranks = pack(lengths, budget=8192, world_size=4)
-    rows = [row for rank in ranks for row in rank]
-    used = sum(lengths) / (8192 * len(rows))
-    assert used > 0.8
-    work = [sum(cost(np.array(lengths))[row].sum() for row in rank) for rank in ranks]
-    assert max(work) < 1.05 * min(work)

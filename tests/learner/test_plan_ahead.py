@@ -1,4 +1,4 @@
-"""What is planned early is used where it is what would be planned when the step begins, and nowhere else."""
+"""A plan made early is used where the same would be planned when the step begins, and nowhere else."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Steps:
         return True
 
     def end(self, how: str) -> None:
-        """Of the step in training; a version is published where one is due, unless that fails."""
+        """End the step in training; a version is published where one is due, unless that fails."""
         if not self.in_training:
             return
         self.in_training = []
@@ -146,7 +146,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 24), st.integers(-2, 0), st.integer
 """Index, versions behind the newest one, and 0 for a group without a signal."""
 ENDS = st.sampled_from(["trained"] * 4 + ["masked", "not finite", "not published", "published at the second try"])
 ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.booleans())
-"""Of a step: what comes before it begins and while it is trained, a look, what comes after that, its end, a look."""
+"""Arrivals before a step begins and while it is trained, a look, those after that, its end, a look."""
 
 
 @given(
@@ -319,44 +319,21 @@ def test_a_plan_is_made_once_and_taken_by_its_step() -> None:
     play(scene)
 
 
-def test_what_was_planned_for_other_groups_is_made_anew() -> None:
+def test_a_plan_for_other_groups_is_made_anew_and_one_withdrawn_while_it_was_made_is_not_sent() -> None:
     async def scene(planner: Planner) -> None:
         planner.expect(FIRST)
         await planner.begins(1)
+        # A step with other groups does not wait for the plan that is of no use to it.
+        assert await planner.ahead.take(SECOND) is None
+        assert planner.counters == {"learner/plans_discarded": 1.0}
         planner.expect(SECOND)
         planner.go_on.release(2)
         await planner.begins(2)
         found = await planner.ahead.take(SECOND)
         assert found is not None
         assert (written(found[0]), found[1]) == (written(build(SECOND, configure())), 2)
-        assert planner.sent[-1] == (written(found[0]), Sending(2, 0))
-        assert planner.counters == {"learner/plans_ahead": 1.0, "learner/plans_discarded": 1.0}
-
-    play(scene)
-
-
-def test_a_step_that_begins_with_other_groups_takes_no_early_plan() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.expect(FIRST)
-        await planner.begins(1)
-        # It does not wait for the plan that is of no use to it.
-        assert await planner.ahead.take(SECOND) is None
-        assert planner.counters == {"learner/plans_discarded": 1.0}
-
-    play(scene)
-
-
-def test_a_plan_that_was_withdrawn_while_it_was_made_is_not_sent() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.expect(FIRST)
-        await planner.begins(1)
-        assert await planner.ahead.take(SECOND) is None
-        planner.expect(SECOND)
-        planner.go_on.release(2)
-        await planner.begins(2)
-        found = await planner.ahead.take(SECOND)
-        assert found is not None
         assert planner.sent == [(written(found[0]), Sending(2, 0))]
+        assert planner.counters == {"learner/plans_ahead": 1.0, "learner/plans_discarded": 1.0}
 
     play(scene)
 

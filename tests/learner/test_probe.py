@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_cases import VOCABULARY, RankPool, make_config, random_groups, run_alone, save_small_model
+from learner_cases import VOCABULARY, make_config, train
+from rank_pool import run_alone
 from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
-from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.fsdp.probe import PLACES
 from asyncrl.learner.probe_sequences import LENGTH, ProbeSequence, from_prompts
 
 TEMPERATURE = 0.8
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def run(request) -> Callable[..., Any]:
-    def play(config, main, *arguments):
-        if config.learner.ranks == 1:
-            return run_alone(config, main, *arguments)
-        found, followers = request.getfixturevalue("pair").run(config, main, *arguments)
-        assert followers == [None]
-        return found
-
-    return play
-
-
 def chosen() -> list[ProbeSequence]:
-    """Of all lengths."""
+    """Sequences of all lengths."""
     random = np.random.default_rng(3)
     lengths = (1, 2, 5, 9, 17, 40)
     prompts = [random.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
@@ -57,9 +31,7 @@ def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, 
     probes = [backend.probe(chosen())] if probing else []
     metrics = []
     for step in range(2):
-        groups = random_groups(step, 4)
-        plan = build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
-        metrics.append(backend.train(plan))
+        metrics.append(train(backend, config, step))
         if probing:
             probes.append(backend.probe(chosen()))
     # No rank holds more of the weights than its share.
@@ -74,16 +46,16 @@ def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, 
 
 @pytest.mark.parametrize(
     ("ranks", "extra"),
-    [(1, {}), (1, {"packing": "off", "activation_checkpointing": "full"}), (2, {}), (2, {"dtype": "bfloat16"})],
+    [(1, {"packing": "off", "activation_checkpointing": "full"}), (2, {}), (2, {"dtype": "bfloat16"})],
 )
 def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_never_asked(
-    ranks, extra, folder, run
+    ranks, extra, folder, run_well
 ) -> None:
     import transformers
 
     config = make_config(folder, ranks=ranks, budget=50, lr=3e-3, **extra)
-    metrics, _, weights = run(config, _train_and_publish, False)
-    again, probes, same = run(config, _train_and_publish, True)
+    metrics, _, weights = run_well(config, _train_and_publish, False)
+    again, probes, same = run_well(config, _train_and_publish, True)
     assert again == metrics
     assert same == weights
     at_start, _, after, published = probes

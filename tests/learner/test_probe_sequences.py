@@ -1,4 +1,4 @@
-"""Which sequences engines and learner are held against each other by."""
+"""Sequences by which engines and learner are held against each other."""
 
 from __future__ import annotations
 

@@ -4,14 +4,13 @@ import os
 import socket
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pairs import TIMEOUT_S, WAIT_S, meet, play_pair
+from rank_pool import RANK_WAIT_S, TIMEOUT_S, meet
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.fsdp import ranks as rendezvous
@@ -37,101 +36,80 @@ def test_the_store_keeps_to_the_ports_that_it_may_bind() -> None:
             rendezvous.open_store("127.0.0.1", 5.0, f"{port}-{port}")
 
 
-def _long_run(rank: int, addresses: Any, results: Any) -> None:
-    ranks = meet(rank, addresses)
+def _long_run(rank: int, addresses: Any) -> list[Any]:
+    ranks, said = meet(rank, addresses), []
     if rank == 0:
         # Longer than the collective timeout, as when there are no groups.
         time.sleep(1.5 * TIMEOUT_S)
         ranks.commands.tell(b"first")
     else:
-        results.put(ranks.commands.next())
+        said.append(ranks.commands.next())
     mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
-    parcel = ranks.scatter(mine if rank == 0 else None, 5, "parcels")
-    word = ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word")
-    sums = ranks.all_gather([rank, 0.1], "sums")
-    none = ranks.agree(None, "nothing")
-    some = ranks.agree(f"wrong at {rank}" if rank else None, "something")
+    said.append(ranks.scatter(mine if rank == 0 else None, 5 if rank else 3, "parcels").tolist())
+    said.append(ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word").decode())
+    said.append(ranks.all_gather([rank, 0.1], "sums").tolist())
+    said.append(ranks.agree(None, "nothing"))
+    said.append(ranks.agree(f"wrong at {rank}" if rank else None, "something"))
     if rank:
-        results.put((parcel.tolist(), word.decode(), sums.tolist(), none, some))
         threading.Timer(0.5, ranks.commands.interrupt).start()
-        results.put(ranks.commands.next())
-        results.put(ranks.commands.next())
+        said += [ranks.commands.next(), ranks.commands.next()]
         try:
             ranks.all_gather([1.0], "a collective that rank 0 does not enter")
         except DeadlineExceeded as error:
-            results.put(error)
-    elif addresses.get(timeout=WAIT_S) == "done":
-        ranks.close()
-        return
-    addresses.put("done")
+            said.append(error)
+        addresses.put("done")
+    else:
+        assert addresses.get(timeout=RANK_WAIT_S) == "done"
     ranks.close()
+    return said
 
 
-def _late_reader(rank: int, addresses: Any, results: Any) -> None:
+def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should(pools) -> None:
+    first, (command, *second) = pools.play(2, _long_run)
+    assert command == b"first"
+    words = ["wörd", [[0.0, 0.1], [1.0, 0.1]], [], ["wrong at 1"]]
+    assert first == [[0, 1, 2], *words]
+    *second, error = second
+    # Interrupted while it waits, and before it waits.
+    assert second == [[0, 1, 2, 3, 4], *words, None, None]
+    what = "a collective that rank 0 does not enter"
+    assert (error.who, error.what, error.waited_s) == ("learner/1", what, TIMEOUT_S)
+
+
+def _late_reader(rank: int, addresses: Any) -> Any:
     ranks = meet(rank, addresses)
     told = [b"first", b"second", b"third"]
     if rank == 0:
         for body in told:
             ranks.commands.tell(body)
-        ranks._told.set("all are told", "")
-        ranks._told.wait(["all are read"], timedelta(seconds=WAIT_S))
-    else:
-        ranks._told.wait(["all are told"], timedelta(seconds=WAIT_S))
-        results.put([ranks.commands.next() for _ in told])
-        results.put([ranks._told.check([f"command/1/{number}"]) for number in (1, 2, 3)])
-        ranks._told.set("all are read", "")
+    ranks.all_gather([rank], "all are told")
+    found = [ranks.commands.next() for _ in told] if rank else []
+    left = [ranks._told.check([f"command/1/{number}"]) for number in (1, 2, 3)] if rank else []
+    ranks.all_gather([rank], "all are read")
     ranks.close()
+    return found, left
 
 
-def _dying_rank_zero(rank: int, addresses: Any, results: Any) -> None:
+def test_a_follower_that_comes_late_obeys_every_command_and_the_store_keeps_none_that_was_read(pools) -> None:
+    assert pools.play(2, _late_reader)[1] == ([b"first", b"second", b"third"], [False] * 3)
+
+
+def _dying_rank_zero(rank: int, addresses: Any) -> ActorFailed:
     ranks = meet(rank, addresses)
     if rank == 0:
-        assert addresses.get(timeout=WAIT_S) == "waiting"
+        assert addresses.get(timeout=RANK_WAIT_S) == "waiting"
         time.sleep(0.3)
         os._exit(7)
     addresses.put("waiting")
-    try:
+    with pytest.raises(ActorFailed) as caught:
         ranks.commands.next()
-    except ActorFailed as error:
-        results.put(error)
+    return caught.value
 
 
-def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should() -> None:
-    said = play_pair(_long_run)
-    assert next(said) == b"first"
-    assert next(said) == (
-        [0, 1, 2, 3, 4],
-        "wörd",
-        [[0.0, 0.1], [1.0, 0.1]],
-        [],
-        ["wrong at 1"],
-    )
-    # Interrupted while it waits, and before it waits.
-    assert next(said) is None
-    assert next(said) is None
-    error = next(said)
-    assert (error.who, error.what, error.waited_s) == (
-        "learner/1",
-        "a collective that rank 0 does not enter",
-        TIMEOUT_S,
-    )
-    said.close()
-
-
-def test_a_follower_that_comes_late_obeys_every_command() -> None:
-    said = play_pair(_late_reader)
-    assert next(said) == [b"first", b"second", b"third"]
-    # The store keeps none that was read.
-    assert next(said) == [False, False, False]
-    said.close()
-
-
-def test_a_follower_knows_at_once_that_rank_zero_is_gone() -> None:
-    said = play_pair(_dying_rank_zero)
-    error = next(said)
+def test_a_follower_knows_at_once_that_rank_zero_is_gone(pools) -> None:
+    _, error = pools.play(2, _dying_rank_zero)
     assert error.actor == "learner/0"
     assert "learner/1 awaited its next command" in str(error)
-    said.close()
 
 
 @pytest.mark.parametrize("dead", [0, 1])

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from learner_cases import make_sequence
+from services import services
 from test_messages import make_group
 
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.groups import Turn
-from asyncrl.monitor.logging import get_logger
-from asyncrl.runtime.clock import Clock
+from asyncrl.monitor.metrics import Figures
 
 
 def lines(path):
@@ -108,16 +108,14 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, monkeypatch
 
 
 def test_lines_that_find_no_room_are_counted_and_told(tmp_path):
-    counters, told, shown = {}, [], []
+    counters, told, shown = Figures(), [], []
     with small_disk(tmp_path / "disk", 1 << 16) as disk:
         lines = StepLines(
             RecordFiles(disk, 1),
+            services(counters=counters),
             samples_per_step=1,
             tell=shown.append,
-            counters=counters,
             notify=lambda lost, error: told.append((lost, error.errno, error.filename)),
-            clock=Clock(),
-            log=get_logger("learner/0"),
         )
         fill(disk)
         asyncio.run(lines.emit({"kind": "train", "step": 1}))

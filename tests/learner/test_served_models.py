@@ -15,19 +15,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from learner_cases import make_config, run_alone
+from learner_cases import make_config
 from model_matrix import EXPERTS, VOCABULARY, WINDOW, make_family, plain_logprobs, save_family
+from rank_pool import run_alone
 from serving import Job, Served
 
 ROOT = Path(__file__).parents[2]
 SERVE_S = 240.0
 TOLERANCE = 1e-4
 SEEDS = (1, 2)
-"""Of the weights of two versions."""
+"""Seeds of the weights of two versions."""
 MAX_TOKENS = 2 * WINDOW
 """Sampled from each prompt: some begin within the window and end past it."""
 FEW = [("Gemma2", True), ("Phi3", False)]
-"""What is least like the models of other tests; all others are slow tests."""
+"""Models least like those of other tests; all others are slow tests."""
 REST = [
     *((family, tied) for family in ("Qwen2", "Qwen3", "Llama", "Gemma3", "Mistral", "Olmo2") for tied in (False, True)),
     ("Phi3", True),
@@ -61,7 +62,7 @@ def make_jobs(folders: Iterable[Path], manifests: Iterable[list[str]], **fields:
 
 
 def serve(jobs: Sequence[Job], tmp_path: Path) -> list[Served]:
-    """What vLLM makes of each."""
+    """Answers of vLLM to each."""
     answers = tmp_path / "answers"
     done = subprocess.run(
         [sys.executable, "tests/serving.py", str(answers)],

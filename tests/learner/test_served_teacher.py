@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
-from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups, save_small_model
+from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
+from services import services
 from teacher_server import logprob_of, scored, served
 
 from asyncrl.config.algorithm import TeacherServerConfig
@@ -21,8 +22,6 @@ from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.groups import served_teacher
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.monitor.metrics import Figures
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import Clock
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.trajectories import sampled_positions
 
@@ -39,11 +38,8 @@ async def living(server, counters, news, **settings: Any):
         teacher = ServedTeacher(
             server.url,
             TeacherServerConfig(**settings),
-            name="learner/0",
+            services(counters=counters, log=structlog.get_logger()),
             tasks=tasks,
-            counters=counters,
-            awaits=Awaits(Clock().now),
-            log=structlog.get_logger(),
             news=news.set,
         )
         try:
@@ -251,12 +247,6 @@ def test_keys_that_do_not_fit_a_teacher_on_a_server_are_refused(tree, told):
         validate_config(base | {"learner": learner, "rollout": rollout})
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> tuple[Path, Path]:
-    policy = save_small_model(tmp_path_factory.mktemp("model"))
-    return policy, save_small_model(tmp_path_factory.mktemp("other"), seed=5, intermediate_size=128)
-
-
 def _distil(backend, config, scores) -> tuple[dict[str, float], np.ndarray]:
     groups = random_groups(0, 2)
     plan = build_step(
@@ -290,14 +280,12 @@ def _own_scores(other: Path, temperature: float):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_is_the_same_with_the_teacher_s_folder_and_with_its_scores(ranks, models, run) -> None:
-    policy, teacher = models
-    settings = {"loss": "distill", "ranks": ranks, "lr": 1e-3, "budget": 40}
-    (by_folder, first), _ = run(make_config(policy, teacher=str(teacher), **settings), _distil, None)
+def test_a_step_is_the_same_with_the_teacher_s_folder_and_with_its_scores(folder, other, run) -> None:
+    settings = {"loss": "distill", "ranks": 2, "lr": 1e-3, "budget": 40}
+    (by_folder, first), _ = run(make_config(folder, teacher=str(other), **settings), _distil, None)
     # The learner's temperature is that of make_config; a server's would be 1.
-    scores = _own_scores(teacher, 0.8)
-    served = make_config(policy, teacher="http://nowhere/v1", **settings)
+    scores = _own_scores(other, 0.8)
+    served = make_config(folder, teacher="http://nowhere/v1", **settings)
     (by_scores, second), _ = run(served, _distil, scores)
     assert by_scores["loss/teacher_kl"] == pytest.approx(by_folder["loss/teacher_kl"], rel=1e-5)
     assert by_scores["loss/policy"] == pytest.approx(by_folder["loss/policy"], rel=1e-4)

@@ -15,7 +15,7 @@ CAP = 1.2
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_statistics_against_a_float64_reference(fresh) -> None:
-    """Of two micro-batches together."""
+    """Sums of two micro-batches together."""
     batches, total = [make_batch(1), make_batch(2)], TokenSums()
     for batch in batches:
         total.add(TokenSums(*token_sums(batch, fresh=fresh, cap=CAP).tolist()))

@@ -8,40 +8,27 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-from learner_cases import RANK_WAIT_S, make_config, random_groups, save_small_model
-from segment_reading import read_manifest
+from learner_cases import make_config, plan_of
+from rank_pool import RANK_WAIT_S
+from segment_reading import weights_of
 
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.learner.algorithm.batch import StepPlan, build_step
 from asyncrl.learner.sent_ahead import Sending
 
 STEPS = 3
 Trained = tuple[list[dict[str, float]], dict[str, bytes]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model"))
-
-
-def _plan(backend: Any, config: Any, step: int) -> StepPlan:
-    groups = random_groups(step, 4)
-    return build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
-
-
-def _weights(backend: Any) -> dict[str, bytes]:
-    with backend.publish(1).result() as publication:
-        return {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
+def _bytes(backend: Any) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in weights_of(backend.publish(1).result()).items()}
 
 
 def _at_begin(backend: Any, config: Any, steps: list[int]) -> Trained:
-    return [backend.train(_plan(backend, config, step)) for step in steps], _weights(backend)
+    return [backend.train(plan_of(backend, config, step)) for step in steps], _bytes(backend)
 
 
 def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
     """Each step is held on rank 0, and with it on the other rank, until the next one is there."""
-    plans = [_plan(backend, config, step) for step in range(STEPS)]
+    plans = [plan_of(backend, config, step) for step in range(STEPS)]
     events: list[str] = []
     threads: list[threading.Thread] = []
     step = backend._updates.step
@@ -63,12 +50,11 @@ def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
 
     with mock.patch.object(backend._updates, "step", slow):
         metrics = [backend.train(plan, number) for number, plan in enumerate(plans)]
-    return (metrics, _weights(backend)), events
+    return (metrics, _bytes(backend)), events
 
 
-@pytest.mark.parametrize("extra", [{}, {"updates_per_batch": 2}], ids=["one update", "two updates"])
-def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(extra, folder: Path, run: Callable) -> None:
-    config = make_config(folder, ranks=2, budget=50, **extra)
+def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(folder: Path, run: Callable) -> None:
+    config = make_config(folder, ranks=2, budget=50, updates_per_batch=2)
     (ahead, events), followers = run(config, _slow_steps)
     assert followers == [None]
     assert events == [
@@ -88,7 +74,7 @@ def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(extra, f
 
 
 def _withdrawn(backend: Any, config: Any) -> Trained:
-    plans = [_plan(backend, config, step) for step in range(4)]
+    plans = [plan_of(backend, config, step) for step in range(4)]
     backend.send(plans[0], Sending(1, 0))
     backend.send(plans[1], Sending(2, 0))
     metrics = [backend.train(plans[1], 2)]
@@ -97,7 +83,7 @@ def _withdrawn(backend: Any, config: Any) -> Trained:
     metrics.append(backend.train(plans[2]))
     backend.send(plans[3], Sending(4, 2))
     metrics.append(backend.train(plans[3], 4))
-    return metrics, _weights(backend)
+    return metrics, _bytes(backend)
 
 
 def test_what_was_withdrawn_is_never_trained(folder: Path, run: Callable) -> None:
@@ -108,28 +94,11 @@ def test_what_was_withdrawn_is_never_trained(folder: Path, run: Callable) -> Non
     assert found == expected
 
 
-def _of_another(backend: Any, config: Any) -> str:
-    backend.send(_plan(backend, config, 0), Sending(1, 0))
-    backend.send(_plan(backend, config, 1), Sending(2, 0))
-    try:
-        backend.train(_plan(backend, config, 0), 1)
-    except (DeadlineExceeded, RuntimeError) as error:
-        return type(error).__name__
-    return ""
-
-
-def test_a_rank_that_is_told_to_train_what_was_withdrawn_fails(folder: Path, run: Callable) -> None:
-    config = make_config(folder, ranks=2, budget=50, collective_timeout_s=5.0)
-    found, followers = run(config, _of_another)
-    assert found
-    assert followers == ["ValueError: parcel 1 is to be trained, and parcel 2 is held"]
-
-
 def _alone(backend: Any, config: Any) -> Trained:
-    plan = _plan(backend, config, 0)
+    plan = plan_of(backend, config, 0)
     backend.send(plan, Sending(1, 0))
     backend.send(plan, Sending(2, 1))
-    return [backend.train(plan, 2)], _weights(backend)
+    return [backend.train(plan, 2)], _bytes(backend)
 
 
 def test_a_single_rank_has_nobody_to_send_to(folder: Path, run: Callable) -> None:

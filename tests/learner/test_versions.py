@@ -17,6 +17,7 @@ import pytest
 from harness import Net
 from inprocess import sim_config
 from publications import BUCKETS, make_publication, open_descriptors
+from virtual import run_virtual
 
 from asyncrl.learner.background import Background
 from asyncrl.learner.publication import OnSealed, Publication
@@ -36,7 +37,6 @@ from asyncrl.messages.weights import (
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.trace import Trace
 from asyncrl.runtime.actor import Caller, handler
-from asyncrl.runtime.clock import run_virtual
 
 NAME = "parameter_server/0"
 WAIT_S = 20.0
@@ -357,5 +357,6 @@ def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_num
 
 
 def test_a_simulated_learner_does_without_torch() -> None:
-    look = "import sys, asyncrl.learner.actor; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    modules = "asyncrl.learner.actor, asyncrl.learner.algorithm.batch"
+    look = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", look], check=True)

@@ -24,7 +24,7 @@ def _sequences(ends: Tensor, longest: int) -> list[slice]:
 
 
 def _weights(query: Tensor, key: Tensor, scale: float, window: list[int]) -> Tensor:
-    """Of one sequence: scores before the softmax, [heads, T, K]; ``query`` and ``key`` [heads, T or K, D]."""
+    """Scores of one sequence before the softmax, [heads, T, K]; ``query`` and ``key`` [heads, T or K, D]."""
     scores = query @ key.transpose(1, 2) * scale
     i, j = torch.arange(scores.shape[1])[:, None], torch.arange(scores.shape[2])[None]
     left, right = window

@@ -17,8 +17,7 @@ from recordings import record
 
 from asyncrl.errors import UsageError
 from asyncrl.monitor import charts, report
-from asyncrl.monitor.metrics_file import read_metrics
-from asyncrl.monitor.metrics_line import Standing, is_voided
+from asyncrl.monitor.metrics_line import Standing, is_voided, read_metrics
 from asyncrl.monitor.report import write_report
 from asyncrl.monitor.states import STATES
 from asyncrl.monitor.top.history import History

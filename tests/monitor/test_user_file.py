@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from asyncrl.errors import UsageError
-from asyncrl.monitor.user_file import check_writable, write_user_file
+from asyncrl.monitor.report import check_writable, write_user_file
 
 
 def names(folder):
@@ -73,7 +73,7 @@ def test_what_is_no_text_is_written_as_escapes(tmp_path):
     assert (tmp_path / "x.html").read_text() == "a\\udc9bb"
 
 
-@pytest.mark.parametrize("call", ["replace", "fchmod", "fdopen"])
+@pytest.mark.parametrize("call", ["replace", "fchmod", "fsync"])
 def test_nothing_stays_where_it_fails(tmp_path, monkeypatch, call):
     path = tmp_path / "x.html"
     path.write_text("old")

@@ -14,6 +14,7 @@ from harness import RUN_ID, SECRET, Net, replace
 from inprocess import sim_config
 from probes import make_probe
 from segment_reading import read_manifest
+from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
@@ -32,9 +33,7 @@ from asyncrl.messages.weights import (
 from asyncrl.parameter_server import held as held_module
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.runtime.actor import ActorContext
-from asyncrl.runtime.clock import LoopClock, run_virtual
-from asyncrl.weights.place import host_id
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.segments import Segment, host_id, layout
 from asyncrl.wire.keys import Credentials
 
 NAME = "parameter_server/0"

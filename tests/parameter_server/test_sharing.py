@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from conductor_play import Play
 
-from asyncrl.parameter_server.tree import STRIPES
+from asyncrl.parameter_server.sharing import STRIPES
 
 HERE = {"same_host": False, "host": "a"}
 THERE = {"same_host": False, "host": "b"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.parameter_server.tree import ROOT, STRIPES, Tree
+from asyncrl.parameter_server.sharing import ROOT, STRIPES, Tree
 
 HOSTS = [1, 2, 3, 6, 16, 64, 512]
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
-from asyncrl.preflight.algorithm import check_algorithm
+from asyncrl.preflight.trials import check_algorithm
 
 MODULE = """
 import os, sys

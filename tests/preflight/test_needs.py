@@ -6,7 +6,6 @@ import pytest
 from side_by_side import held_and_free
 
 from asyncrl.config.load import validate_config
-from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.needs import (
     ModelSize,
     Need,
@@ -15,7 +14,7 @@ from asyncrl.preflight.needs import (
     memory_need,
     run_dir_need,
 )
-from asyncrl.preflight.ports import check_ports, ports_needed, ports_of
+from asyncrl.preflight.room import check_ports, descriptor_limit, judge_descriptors, ports_needed, ports_of
 
 GIB = 1 << 30
 HERE = "127.0.0.1"

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from asyncrl.config.load import validate_config
-from asyncrl.preflight.playing import check_command, check_episode
+from asyncrl.preflight.trials import check_command, check_episode
 
 PLAYS = """
 async def play(task, client): raise AssertionError("nothing is played")

@@ -7,7 +7,7 @@ from asyncrl.disk import free_bytes, nearest_folder
 from asyncrl.preflight import part as part_module
 from asyncrl.preflight.needs import ModelSize, Need
 from asyncrl.preflight.part import Part
-from asyncrl.preflight.storage import check_folder, same_disk
+from asyncrl.preflight.room import check_folder, same_disk
 
 
 def test_room_and_rights(tmp_path):

@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import shown
 
@@ -64,6 +64,7 @@ def test_nothing_but_one_good_score_for_each_is_taken(names, data):
             match(entries, "id", names, number)
 
 
+@settings(max_examples=40)
 @given(st.text('{}"[]:,scores1 \n\\', max_size=200))
 def test_any_text_is_read_or_refused(text):
     with contextlib.suppress(BadAnswer):
@@ -78,12 +79,6 @@ def test_a_hostile_answer_takes_no_time(text):
     with pytest.raises(BadAnswer):
         read_entries(text, "scores")
     assert time.process_time() - began < 5
-
-
-def test_an_answer_that_is_too_long_is_refused():
-    assert read_entries('{"scores": []}', "scores") == []
-    with pytest.raises(BadAnswer, match="characters"):
-        read_entries('{"scores": []}' + " " * 200_000, "scores")
 
 
 @given(st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
@@ -115,6 +110,7 @@ def test_room_is_shared_evenly_by_those_that_want_more(sizes, total):
     assert not cut or max(rooms) - min(cut) <= 1
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=80), st.integers(0, 90))
 def test_a_text_that_is_too_long_loses_its_middle(text, room):
     short = shorten(text, room)

@@ -28,14 +28,7 @@ def _short_pauses(monkeypatch):
     monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.01)
 
 
-def run(body):
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-
-        async def bounded():
-            async with asyncio.timeout(60):
-                await body
-
-        runner.run(bounded())
+RUN = uvloop.run
 
 
 @asynccontextmanager
@@ -75,19 +68,6 @@ def in_prose(body):
     return f"<think>Maybe {told([])}</think>Well: \\frac{{1}}{{2}} {{x}}\n```json\n{right(body)}\n```\nThat is all."
 
 
-def one_less(body):
-    return told(scores(body)[1:])
-
-
-def one_more(body):
-    return told([*scores(body), {"id": "zzzzz", "explanation": "", "score": 1}])
-
-
-def twice(body):
-    entries = scores(body)
-    return told([*entries, {**entries[0], "score": 0.5}])
-
-
 def two_answers(body):
     other = [{**entry, "score": 0.5} for entry in scores(body)]
     return f"{right(body)}\nOr rather: {told(other)}"
@@ -97,31 +77,12 @@ def said_again(body):
     return f"{right(body)}\nThat is: {right(body)}"
 
 
-def with_score(value):
-    def answer(body):
-        entries = scores(body)
-        entries[0]["score"] = value
-        return told(entries)
-
-    return answer
-
-
 UNUSABLE = {
     "prose": lambda body: "They are all very good.",
-    "nothing": lambda body: "",
     "null": lambda body: None,
-    "one less": one_less,
-    "one more": one_more,
-    "twice": twice,
+    "one less": lambda body: told(scores(body)[1:]),
     "two answers": two_answers,
-    "unknown": lambda body: right(body).replace(next(iter(shown(body))), "aaaaa"),
-    "NaN": with_score(float("nan")),
-    "infinite": with_score(float("inf")),
-    "out of range": with_score(1.01),
-    "text": with_score("0.5"),
-    "true": with_score(True),
-    "none": with_score(None),
-    "list": lambda body: json.dumps([entry["score"] for entry in scores(body)]),
+    "out of range": lambda body: told([{**entry, "score": 1.01} for entry in scores(body)]),
     "by position": lambda body: json.dumps({"scores": [entry["score"] for entry in scores(body)]}),
     "cut short": lambda body: right(body)[:-5],
     "key twice": lambda body: right(body).replace('"score":', '"score": 0, "score":', 1),
@@ -129,57 +90,48 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("answer", [right, permuted, in_prose, said_again, late(0.2)], ids=lambda a: a.__name__)
-def test_scores_go_by_id_whatever_the_form_and_the_order(answer):
-    async def body():
-        async with judging(answer) as (server, pool):
-            found = await pool.score(group(*WORTH))
-            assert found.rewards == WORTH
-            assert found.components == [{"judge": value} for value in WORTH]
-            assert (len(server.bodies), pool.counters.scored, pool.judged.repairs) == (1, 1, 0)
-
-    run(body())
+async def test_scores_go_by_id_whatever_the_form_and_the_order(answer):
+    async with judging(answer) as (server, pool):
+        found = await pool.score(group(*WORTH))
+        assert found.rewards == WORTH
+        assert found.components == [{"judge": value} for value in WORTH]
+        assert (len(server.bodies), pool.counters.scored, pool.judged.repairs) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-def test_an_answer_that_cannot_be_used_is_sent_back_once_and_then_leaves_the_group_unjudged(kind):
-    async def body():
-        heard = []
-        async with judging(UNUSABLE[kind], right, heard=heard) as (server, pool):
-            assert (await pool.score(group(*WORTH))).rewards == WORTH
-            first, second = server.bodies
-            assert second["messages"][:2] == first["messages"]
-            assert "cannot be used:\n* " in second["messages"][3]["content"]
-            assert (pool.judged.repairs, pool.judged.failed_votes, heard) == (1, 0, [("0-1", None)])
-            heard.clear()
-            server.script = [UNUSABLE[kind]]
-            with pytest.raises(RewardFailed, match="relative_judge: unjudged: its answer cannot be used") as caught:
-                await pool.score(group(*WORTH, uid="0-7"))
-            assert caught.value.retryable
-            assert len(server.bodies) == 4
-            [(uid, fault)] = heard
-            assert (uid, fault.kind) == ("0-7", "unjudged (unusable answer)")
-            assert (pool.judged.unjudged, pool.counters.failed, pool.counters.scored) == (1, 1, 1)
-
-    run(body())
+async def test_an_answer_that_cannot_be_used_is_sent_back_once_and_then_leaves_the_group_unjudged(kind):
+    heard = []
+    async with judging(UNUSABLE[kind], right, heard=heard) as (server, pool):
+        assert (await pool.score(group(*WORTH))).rewards == WORTH
+        first, second = server.bodies
+        assert second["messages"][:2] == first["messages"]
+        assert "cannot be used:\n* " in second["messages"][3]["content"]
+        assert (pool.judged.repairs, pool.judged.failed_votes, heard) == (1, 0, [("0-1", None)])
+        heard.clear()
+        server.script = [UNUSABLE[kind]]
+        with pytest.raises(RewardFailed, match="relative_judge: unjudged: its answer cannot be used") as caught:
+            await pool.score(group(*WORTH, uid="0-7"))
+        assert caught.value.retryable
+        assert len(server.bodies) == 4
+        [(uid, fault)] = heard
+        assert (uid, fault.kind) == ("0-7", "unjudged (unusable answer)")
+        assert (pool.judged.unjudged, pool.counters.failed, pool.counters.scored) == (1, 1, 1)
 
 
-def test_the_repair_says_what_is_wrong():
-    async def body():
-        def wrong(body):
-            first, second, third, _ = scores(body)
-            return told([first, first, {**second, "score": "high"}, {**third, "score": 7}, {"id": "zzzzz", "score": 1}])
+async def test_the_repair_says_what_is_wrong():
+    def wrong(body):
+        first, second, third, _ = scores(body)
+        return told([first, first, {**second, "score": "high"}, {**third, "score": 7}, {"id": "zzzzz", "score": 1}])
 
-        async with judging(wrong, right) as (server, pool):
-            await pool.score(group(*WORTH))
-            first, second, third, fourth = shown(server.bodies[0])
-            said = server.bodies[1]["messages"][3]["content"]
-            assert f'* id "{first}" is there twice\n' in said
-            assert f'* id "{second}": the score "high" is not a number\n' in said
-            assert f'* id "{third}": the score 7 is not between 0 and 1\n' in said
-            assert '* there is no id "zzzzz"\n' in said
-            assert f'* id "{fourth}" is missing\n' in said
-
-    run(body())
+    async with judging(wrong, right) as (server, pool):
+        await pool.score(group(*WORTH))
+        first, second, third, fourth = shown(server.bodies[0])
+        said = server.bodies[1]["messages"][3]["content"]
+        assert f'* id "{first}" is there twice\n' in said
+        assert f'* id "{second}": the score "high" is not a number\n' in said
+        assert f'* id "{third}": the score 7 is not between 0 and 1\n' in said
+        assert '* there is no id "zzzzz"\n' in said
+        assert f'* id "{fourth}" is missing\n' in said
 
 
 PASSING = {
@@ -194,300 +146,246 @@ PASSING = {
 
 
 @pytest.mark.parametrize("kind", PASSING)
-def test_a_request_that_fails_for_the_moment_is_sent_again_and_in_the_end_leaves_the_group_unjudged(kind):
-    async def body():
-        async with judging(PASSING[kind], right, tries=2) as (server, pool):
-            assert (await pool.score(group(*WORTH))).rewards == WORTH
-            assert (len(server.bodies), pool.judged.retries, pool.judged.requests) == (2, 1, 2)
-            server.script = [PASSING[kind]]
-            with pytest.raises(RewardFailed, match="unjudged: http://127") as caught:
-                await pool.score(group(*WORTH))
-            assert caught.value.retryable and len(server.bodies) == 4
-
-    run(body())
+async def test_a_request_that_fails_for_the_moment_is_sent_again_and_in_the_end_leaves_the_group_unjudged(kind):
+    async with judging(PASSING[kind], right, tries=2) as (server, pool):
+        assert (await pool.score(group(*WORTH))).rewards == WORTH
+        assert (len(server.bodies), pool.judged.retries, pool.judged.requests) == (2, 1, 2)
+        server.script = [PASSING[kind]]
+        with pytest.raises(RewardFailed, match="unjudged: http://127") as caught:
+            await pool.score(group(*WORTH))
+        assert caught.value.retryable and len(server.bodies) == 4
 
 
-@pytest.mark.parametrize("code", [301, 400, 401, 404])
-def test_a_refusal_for_good_is_not_repeated(code):
-    async def body():
-        answer = status(code, "no such model", Location="/v1/chat/completions")
-        async with judging(answer) as (server, pool):
-            with pytest.raises(RewardFailed, match=f"status {code}: no such model") as caught:
-                await pool.score(group(*WORTH))
-            assert not caught.value.retryable and len(server.bodies) == 1
-
-    run(body())
+@pytest.mark.parametrize("code", [301, 404])
+async def test_a_refusal_for_good_is_not_repeated(code):
+    answer = status(code, "no such model", Location="/v1/chat/completions")
+    async with judging(answer) as (server, pool):
+        with pytest.raises(RewardFailed, match=f"status {code}: no such model") as caught:
+            await pool.score(group(*WORTH))
+        assert not caught.value.retryable and len(server.bodies) == 1
 
 
-def test_what_the_server_asks_for_is_waited_by_all_and_not_counted_as_time():
-    async def body():
-        came = []
+async def test_what_the_server_asks_for_is_waited_by_all_and_not_counted_as_time():
+    came = []
 
-        async def note(request, body):
-            came.append(time.monotonic())
-            return chat(right(body))
+    async def note(request, body):
+        came.append(time.monotonic())
+        return chat(right(body))
 
-        async with judging(status(429, Retry_After="0.6"), note, timeout_s=0.5) as (server, pool):
-            began = time.monotonic()
-            first = pool.score(group(*WORTH))
-            while not pool.judged.retries:
-                await asyncio.sleep(0.01)
-            found = await asyncio.gather(first, pool.score(group(*WORTH)))
-            assert [scores.rewards for scores in found] == [WORTH, WORTH]
-            assert all(at - began >= 0.6 for at in came) and len(came) == 2
-            server.script = [status(429, Retry_After="3600")]
-            with pytest.raises(RewardFailed, match="asks for a pause of 3600 s"):
-                await pool.score(group(*WORTH))
-
-    run(body())
+    async with judging(status(429, Retry_After="0.6"), note, timeout_s=0.5) as (server, pool):
+        began = time.monotonic()
+        first = pool.score(group(*WORTH))
+        while not pool.judged.retries:
+            await asyncio.sleep(0.01)
+        found = await asyncio.gather(first, pool.score(group(*WORTH)))
+        assert [scores.rewards for scores in found] == [WORTH, WORTH]
+        assert all(at - began >= 0.6 for at in came) and len(came) == 2
+        server.script = [status(429, Retry_After="3600")]
+        with pytest.raises(RewardFailed, match="asks for a pause of 3600 s"):
+            await pool.score(group(*WORTH))
 
 
 @pytest.mark.parametrize("answer", [hang, status(500)], ids=["hang", "refused again and again"])
-def test_a_judge_that_says_nothing_ends_by_the_deadline(answer):
-    async def body():
-        async with judging(answer, timeout_s=0.3, tries=20) as (_, pool):
-            with pytest.raises(RewardFailed, match=r"unjudged: .* within 0.3 s \(reward.timeout_s\)") as caught:
-                await pool.score(group(*WORTH))
-            assert caught.value.retryable
-            assert (pool.counters.timed_out, pool.running, pool.queued) == (1, 0, 0)
-
-    run(body())
+async def test_a_judge_that_says_nothing_ends_by_the_deadline(answer):
+    async with judging(answer, timeout_s=0.3, tries=20) as (_, pool):
+        with pytest.raises(RewardFailed, match=r"unjudged: .* within 0.3 s \(reward.timeout_s\)") as caught:
+            await pool.score(group(*WORTH))
+        assert caught.value.retryable
+        assert (pool.counters.timed_out, pool.running, pool.queued) == (1, 0, 0)
 
 
-def test_the_deadline_is_over_all_tries_of_a_vote():
+async def test_the_deadline_is_over_all_tries_of_a_vote():
     async def refuse_late(request, body):
         await asyncio.sleep(0.2)
         return web.Response(status=500)
 
-    async def body():
-        async with judging(refuse_late, timeout_s=0.3, tries=20) as (server, pool):
-            with pytest.raises(RewardFailed, match=r"within 0.3 s"):
-                await pool.score(group(*WORTH))
-            assert len(server.bodies) <= 2
-
-    run(body())
-
-
-def test_tokens_a_minute_are_those_that_the_server_counts():
-    async def body():
-        # By the estimate alone the second request would wait for a minute.
-        async with judging(right, tokens_per_minute=1500) as (_, pool):
-            async with asyncio.timeout(20):
-                await pool.score(group(*WORTH))
-                await pool.score(group(*WORTH, uid="0-2"))
-            third = pool.score(group(*WORTH, prompt="long " * 1000))
-            while not pool.queued:
-                await asyncio.sleep(0.01)
-            third.cancel()
-
-    run(body())
-
-
-def test_each_vote_has_ids_and_an_order_of_its_own_and_asks_the_same_when_repeated():
-    async def body():
-        async with judging(right, votes=6) as (server, pool):
-            found = await pool.score(group(*WORTH))
-            assert found.rewards == WORTH
-            assert [parts["judge_spread"] for parts in found.components] == [0.0] * 4
-            asked = server.bodies[:]
-            orders = {tuple(shown(body).values()) for body in asked}
-            assert len(orders) > 1 and len({id for body in asked for id in shown(body)}) == 24
+    async with judging(refuse_late, timeout_s=0.3, tries=20) as (server, pool):
+        with pytest.raises(RewardFailed, match=r"within 0.3 s"):
             await pool.score(group(*WORTH))
-            key = str
-            assert sorted(map(key, server.bodies[6:])) == sorted(map(key, asked))
+        assert len(server.bodies) <= 2
+
+
+async def test_tokens_a_minute_are_those_that_the_server_counts():
+    # By the estimate alone the second request would wait for a minute.
+    async with judging(right, tokens_per_minute=1500) as (_, pool):
+        async with asyncio.timeout(20):
+            await pool.score(group(*WORTH))
             await pool.score(group(*WORTH, uid="0-2"))
-            assert not {id for body in server.bodies[12:] for id in shown(body)} & {
-                id for body in asked for id in shown(body)
-            }
-
-    run(body())
-
-
-def test_votes_are_averaged_and_a_majority_is_needed():
-    async def body():
-        def harsh(body):
-            return told([{**entry, "score": entry["score"] / 2} for entry in scores(body)])
-
-        async with judging(right, harsh, UNUSABLE["prose"], votes=3, concurrency=1) as (server, pool):
-            found = await pool.score(group(0.0, 1.0))
-            assert found.rewards == [0.0, 0.75]
-            assert [parts["judge_spread"] for parts in found.components] == [0.0, 0.5]
-            assert pool.judged.failed_votes == 1
-            server.script = [right, UNUSABLE["prose"]]
-            with pytest.raises(RewardFailed, match="unjudged: 2 of 3 votes failed: its answer"):
-                await pool.score(group(0.0, 1.0))
-            assert server.most_at_once == 1
-
-    run(body())
+        third = pool.score(group(*WORTH, prompt="long " * 1000))
+        while not pool.queued:
+            await asyncio.sleep(0.01)
+        third.cancel()
 
 
-def test_identical_trajectories_get_one_score_and_are_shown_once():
-    async def body():
-        async with judging(right) as (server, pool):
-            assert (await pool.score(group(0.5, 1.0, 0.5, 0.5))).rewards == [0.5, 1.0, 0.5, 0.5]
-            assert sorted(shown(server.bodies[0]).values()) == ["worth 0.5", "worth 1.0"]
-            assert (await pool.score(group(0.5, 0.5))).rewards == [0.5, 0.5]
-
-    run(body())
-
-
-def test_the_request_is_as_the_options_say(monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "k-123")
-
-    async def body():
-        options = {
-            "api_key_env": "JUDGE_KEY",
-            "criteria": ["Short is good."],
-            "low": -1.0,
-            "high": 10.0,
-            "extra": {"temperature": 0},
-            "row_keys": ["answer"],
-            "price_per_million": [2.0, 20.0],
+async def test_each_vote_has_ids_and_an_order_of_its_own_and_asks_the_same_when_repeated():
+    async with judging(right, votes=6) as (server, pool):
+        found = await pool.score(group(*WORTH))
+        assert found.rewards == WORTH
+        assert [parts["judge_spread"] for parts in found.components] == [0.0] * 4
+        asked = server.bodies[:]
+        orders = {tuple(shown(body).values()) for body in asked}
+        assert len(orders) > 1 and len({id for body in asked for id in shown(body)}) == 24
+        await pool.score(group(*WORTH))
+        key = str
+        assert sorted(map(key, server.bodies[6:])) == sorted(map(key, asked))
+        await pool.score(group(*WORTH, uid="0-2"))
+        assert not {id for body in server.bodies[12:] for id in shown(body)} & {
+            id for body in asked for id in shown(body)
         }
-        async with judging(right, **options) as (server, pool):
-            found = await pool.score(group(-0.5, 9.0, prompt="What is it?", row={"answer": "42", "secret": "s"}))
-            assert found.rewards == [-0.5, 9.0]
-            [asked], [headers] = server.bodies, server.headers
-            assert (asked["model"], asked["temperature"], headers["Authorization"]) == ("judge", 0, "Bearer k-123")
-            schema = asked["response_format"]["json_schema"]["schema"]
-            assert list(schema["properties"]["scores"]["items"]["properties"]) == ["id", "explanation", "score"]
-            system, user = (message["content"] for message in asked["messages"])
-            assert "* Short is good.\n" in system and "from -1 to 10" in system
-            assert "=== task begins ===\nWhat is it?\n=== task ends ===" in user
-            assert "answer: 42" in user and "secret" not in user
-            assert (pool.judged.prompt_tokens, pool.judged.completion_tokens) == (100, 10)
-            assert pool.judged.cost == pytest.approx(0.0004)
-            with pytest.raises(RewardFailed, match="unjudged: the row has no column 'answer'") as caught:
-                await pool.score(group(1.0, 2.0))
-            assert not caught.value.retryable
-
-    run(body())
 
 
-def test_a_server_that_takes_no_schema_is_asked_without():
-    async def body():
-        async def picky(request, body):
-            if "response_format" in body:
-                return web.Response(status=400, text="response_format is not supported")
-            return chat(right(body))
+async def test_votes_are_averaged_and_a_majority_is_needed():
+    def harsh(body):
+        return told([{**entry, "score": entry["score"] / 2} for entry in scores(body)])
 
-        async with judging(picky) as (server, pool):
-            for _ in range(2):
-                assert (await pool.score(group(*WORTH))).rewards == WORTH
-            assert ["response_format" in body for body in server.bodies] == [True, False, False]
-
-    run(body())
-
-
-def test_limits_hold_for_all_groups_together():
-    async def body():
-        async with judging(late(0.05), concurrency=3, votes=2) as (server, pool):
-            found = await asyncio.gather(*(pool.score(group(*WORTH, uid=f"0-{at}")) for at in range(8)))
-            assert [scores.rewards for scores in found] == [WORTH] * 8
-            assert server.most_at_once == 3
-        async with judging(right, requests_per_minute=2) as (server, pool):
-            calls = [pool.score(group(*WORTH, uid=f"0-{at}")) for at in range(3)]
-            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(calls[:2])
-            await asyncio.sleep(0.2)
-            assert [call.done() for call in calls] == [True, True, False]
-            assert (len(server.bodies), pool.running, pool.queued) == (2, 1, 1)
-            calls[2].cancel()
-
-    run(body())
+    async with judging(right, harsh, UNUSABLE["prose"], votes=3, concurrency=1) as (server, pool):
+        found = await pool.score(group(0.0, 1.0))
+        assert found.rewards == [0.0, 0.75]
+        assert [parts["judge_spread"] for parts in found.components] == [0.0, 0.5]
+        assert pool.judged.failed_votes == 1
+        server.script = [right, UNUSABLE["prose"]]
+        with pytest.raises(RewardFailed, match="unjudged: 2 of 3 votes failed: its answer"):
+            await pool.score(group(0.0, 1.0))
+        assert server.most_at_once == 1
 
 
-def test_answers_are_found_again_by_the_next_attempt_of_the_run(tmp_path):
-    async def body():
-        async with judging(permuted, votes=2, folder=tmp_path) as (server, pool):
+async def test_identical_trajectories_get_one_score_and_are_shown_once():
+    async with judging(right) as (server, pool):
+        assert (await pool.score(group(0.5, 1.0, 0.5, 0.5))).rewards == [0.5, 1.0, 0.5, 0.5]
+        assert sorted(shown(server.bodies[0]).values()) == ["worth 0.5", "worth 1.0"]
+        assert (await pool.score(group(0.5, 0.5))).rewards == [0.5, 0.5]
+
+
+async def test_the_request_is_as_the_options_say(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "k-123")
+    options = {
+        "api_key_env": "JUDGE_KEY",
+        "criteria": ["Short is good."],
+        "low": -1.0,
+        "high": 10.0,
+        "extra": {"temperature": 0},
+        "row_keys": ["answer"],
+        "price_per_million": [2.0, 20.0],
+    }
+    async with judging(right, **options) as (server, pool):
+        found = await pool.score(group(-0.5, 9.0, prompt="What is it?", row={"answer": "42", "secret": "s"}))
+        assert found.rewards == [-0.5, 9.0]
+        [asked], [headers] = server.bodies, server.headers
+        assert (asked["model"], asked["temperature"], headers["Authorization"]) == ("judge", 0, "Bearer k-123")
+        schema = asked["response_format"]["json_schema"]["schema"]
+        assert list(schema["properties"]["scores"]["items"]["properties"]) == ["id", "explanation", "score"]
+        system, user = (message["content"] for message in asked["messages"])
+        assert "* Short is good.\n" in system and "from -1 to 10" in system
+        assert "=== task begins ===\nWhat is it?\n=== task ends ===" in user
+        assert "answer: 42" in user and "secret" not in user
+        assert (pool.judged.prompt_tokens, pool.judged.completion_tokens) == (100, 10)
+        assert pool.judged.cost == pytest.approx(0.0004)
+        with pytest.raises(RewardFailed, match="unjudged: the row has no column 'answer'") as caught:
+            await pool.score(group(1.0, 2.0))
+        assert not caught.value.retryable
+
+
+async def test_a_server_that_takes_no_schema_is_asked_without():
+    async def picky(request, body):
+        if "response_format" in body:
+            return web.Response(status=400, text="response_format is not supported")
+        return chat(right(body))
+
+    async with judging(picky) as (server, pool):
+        for _ in range(2):
             assert (await pool.score(group(*WORTH))).rewards == WORTH
-            config = pool._config
-            await pool.close()
-            server.script = [UNUSABLE["prose"]]
-            after = JudgePool(config, max_tokens=100, folder=tmp_path)
-            await after.start()
-            assert (await after.score(group(*WORTH))).rewards == WORTH
-            assert (len(server.bodies), after.judged.cached, after.judged.requests) == (2, 2, 0)
-            for other in (group(*WORTH[::-1]), group(*WORTH, uid="0-2"), group(*WORTH, prompt="another")):
-                with pytest.raises(RewardFailed):
-                    await after.score(other)
-            await after.close()
-
-    run(body())
+        assert ["response_format" in body for body in server.bodies] == [True, False, False]
 
 
-def test_a_cache_that_cannot_be_written_costs_no_reward(tmp_path):
+async def test_limits_hold_for_all_groups_together():
+    async with judging(late(0.05), concurrency=3, votes=2) as (server, pool):
+        found = await asyncio.gather(*(pool.score(group(*WORTH, uid=f"0-{at}")) for at in range(8)))
+        assert [scores.rewards for scores in found] == [WORTH] * 8
+        assert server.most_at_once == 3
+    async with judging(right, requests_per_minute=2) as (server, pool):
+        calls = [pool.score(group(*WORTH, uid=f"0-{at}")) for at in range(3)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(calls[:2])
+        await asyncio.sleep(0.2)
+        assert [call.done() for call in calls] == [True, True, False]
+        assert (len(server.bodies), pool.running, pool.queued) == (2, 1, 1)
+        calls[2].cancel()
+
+
+async def test_answers_are_found_again_by_the_next_attempt_of_the_run(tmp_path):
+    async with judging(permuted, votes=2, folder=tmp_path) as (server, pool):
+        assert (await pool.score(group(*WORTH))).rewards == WORTH
+        config = pool._config
+        await pool.close()
+        server.script = [UNUSABLE["prose"]]
+        after = JudgePool(config, max_tokens=100, folder=tmp_path)
+        await after.start()
+        assert (await after.score(group(*WORTH))).rewards == WORTH
+        assert (len(server.bodies), after.judged.cached, after.judged.requests) == (2, 2, 0)
+        for other in (group(*WORTH[::-1]), group(*WORTH, uid="0-2"), group(*WORTH, prompt="another")):
+            with pytest.raises(RewardFailed):
+                await after.score(other)
+        await after.close()
+
+
+async def test_a_cache_that_cannot_be_written_costs_no_reward(tmp_path):
     (tmp_path / "judge_cache").write_text("in the way")
-
-    async def body():
-        async with judging(right, folder=tmp_path) as (server, pool):
-            for _ in range(2):
-                assert (await pool.score(group(*WORTH))).rewards == WORTH
-            assert (len(server.bodies), pool.judged.uncached, pool.judged.cached) == (2, 2, 0)
-
-    run(body())
+    async with judging(right, folder=tmp_path) as (server, pool):
+        for _ in range(2):
+            assert (await pool.score(group(*WORTH))).rewards == WORTH
+        assert (len(server.bodies), pool.judged.uncached, pool.judged.cached) == (2, 2, 0)
 
 
-def test_a_function_may_be_added(tmp_path, monkeypatch):
+async def test_a_function_may_be_added(tmp_path, monkeypatch):
     (tmp_path / "my_bonus.py").write_text(
         "def bonus(*, completion, row, scale):\n"
         "    if completion == row.get('bad'): raise KeyError('no verifier')\n"
         "    return {'length': scale * len(completion), 'one': 1.0}\n"
     )
     monkeypatch.chdir(tmp_path)
-
-    async def body():
-        added = {"also": "my_bonus:bonus", "also_options": {"scale": 2.0}, "also_weight": 0.5}
-        async with judging(right, **added) as (_, pool):
-            found = await pool.score(group(0.5, 1.0))
-            assert found.rewards == [0.5 + 9.5, 1.0 + 9.5]
-            assert found.components[0] == {"judge": 0.5, "bonus": 19.0, "bonus.length": 18.0, "bonus.one": 1.0}
-            with pytest.raises(RewardFailed, match="no verifier"):
-                await pool.score(group(0.5, 1.0, row={"bad": "worth 0.5"}))
-            assert (pool.counters.failed, pool.judged.unjudged) == (1, 0)
-        with pytest.raises(ConfigError, match=r"reward.options.also_options.scale: is required by my_bonus:bonus"):
-            async with judging(right, also="my_bonus:bonus"):
-                pass
-
-    run(body())
+    added = {"also": "my_bonus:bonus", "also_options": {"scale": 2.0}, "also_weight": 0.5}
+    async with judging(right, **added) as (_, pool):
+        found = await pool.score(group(0.5, 1.0))
+        assert found.rewards == [0.5 + 9.5, 1.0 + 9.5]
+        assert found.components[0] == {"judge": 0.5, "bonus": 19.0, "bonus.length": 18.0, "bonus.one": 1.0}
+        with pytest.raises(RewardFailed, match="no verifier"):
+            await pool.score(group(0.5, 1.0, row={"bad": "worth 0.5"}))
+        assert (pool.counters.failed, pool.judged.unjudged) == (1, 0)
+    with pytest.raises(ConfigError, match=r"reward.options.also_options.scale: is required by my_bonus:bonus"):
+        async with judging(right, also="my_bonus:bonus"):
+            pass
 
 
-def test_no_group_is_to_blame_where_the_added_functions_workers_are_gone():
-    async def body():
-        heard = []
-        async with judging(right, heard=heard, also="constant") as (_, pool):
-            watched = asyncio.create_task(pool.watch())
-            pool._also.give_up(RewardPoolEnded("constant", "has no worker process left"))
-            with pytest.raises(RewardPoolEnded):
-                await pool.score(group(*WORTH))
-            with pytest.raises(RewardPoolEnded):
-                await watched
-            assert heard == []
-
-    run(body())
-
-
-def test_a_pool_that_ends_leaves_nothing_running():
-    async def body():
-        async with judging(hang) as (server, pool):
-            call, gone = pool.score(group(*WORTH)), pool.score(group(*WORTH, uid="0-2"))
-            while len(server.bodies) < 2:
-                await asyncio.sleep(0.01)
-            uid, seconds = pool.longest_task()
-            assert (uid, pool.running) == ("0-1", 2) and seconds > 0
-            gone.cancel()
-            await asyncio.wait([gone])
-            assert pool.running == 1
-            watched = asyncio.create_task(pool.watch())
-            await pool.close()
+async def test_no_group_is_to_blame_where_the_added_functions_workers_are_gone():
+    heard = []
+    async with judging(right, heard=heard, also="constant") as (_, pool):
+        watched = asyncio.create_task(pool.watch())
+        pool._also.give_up(RewardPoolEnded("constant", "has no worker process left"))
+        with pytest.raises(RewardPoolEnded):
+            await pool.score(group(*WORTH))
+        with pytest.raises(RewardPoolEnded):
             await watched
-            assert call.cancelled()
-            with pytest.raises(RewardPoolEnded):
-                pool.score(group(*WORTH))
-            while server.at_once:
-                await asyncio.sleep(0.01)
+        assert heard == []
 
-    run(body())
+
+async def test_a_pool_that_ends_leaves_nothing_running():
+    async with judging(hang) as (server, pool):
+        call, gone = pool.score(group(*WORTH)), pool.score(group(*WORTH, uid="0-2"))
+        while len(server.bodies) < 2:
+            await asyncio.sleep(0.01)
+        uid, seconds = pool.longest_task()
+        assert (uid, pool.running) == ("0-1", 2) and seconds > 0
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert pool.running == 1
+        watched = asyncio.create_task(pool.watch())
+        await pool.close()
+        await watched
+        assert call.cancelled()
+        with pytest.raises(RewardPoolEnded):
+            pool.score(group(*WORTH))
+        while server.at_once:
+            await asyncio.sleep(0.01)
 
 
 RUBRIC = [
@@ -506,18 +404,15 @@ def verdicts(**given):
     return answer
 
 
-def test_a_rubric_weighs_its_criteria_and_a_failed_gate_gives_its_own_reward():
-    async def body():
-        good = verdicts(right="yes", clear="partly", rude="No", safe="yes")
-        unsafe = verdicts(right="yes", clear="yes", rude="no", safe="no")
-        async with judging(good, unsafe, function="rubric", rubric=RUBRIC) as (_, pool):
-            found = await pool.score(group(1))
-            assert found.rewards == [3.5 / 4]
-            assert found.components == [{"judge": 3.5 / 4, "right": 1.0, "clear": 0.5, "rude": 0.0, "safe": 1.0}]
-            found = await pool.score(group(1))
-            assert found.rewards == [-1.0] and found.components[0]["right"] == 1.0
-
-    run(body())
+async def test_a_rubric_weighs_its_criteria_and_a_failed_gate_gives_its_own_reward():
+    good = verdicts(right="yes", clear="partly", rude="No", safe="yes")
+    unsafe = verdicts(right="yes", clear="yes", rude="no", safe="no")
+    async with judging(good, unsafe, function="rubric", rubric=RUBRIC) as (_, pool):
+        found = await pool.score(group(1))
+        assert found.rewards == [3.5 / 4]
+        assert found.components == [{"judge": 3.5 / 4, "right": 1.0, "clear": 0.5, "rude": 0.0, "safe": 1.0}]
+        found = await pool.score(group(1))
+        assert found.rewards == [-1.0] and found.components[0]["right"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -530,29 +425,23 @@ def test_a_rubric_weighs_its_criteria_and_a_failed_gate_gives_its_own_reward():
     ],
     ids=["no level", "twice", "none", "number"],
 )
-def test_verdicts_that_cannot_be_used_leave_the_trajectory_unjudged(answer):
-    async def body():
-        async with judging(answer, function="rubric", rubric=RUBRIC) as (server, pool):
-            with pytest.raises(RewardFailed, match="rubric: unjudged: its answer cannot be used"):
-                await pool.score(group(1))
-            assert len(server.bodies) == 2
-
-    run(body())
+async def test_verdicts_that_cannot_be_used_leave_the_trajectory_unjudged(answer):
+    async with judging(answer, function="rubric", rubric=RUBRIC) as (server, pool):
+        with pytest.raises(RewardFailed, match="rubric: unjudged: its answer cannot be used"):
+            await pool.score(group(1))
+        assert len(server.bodies) == 2
 
 
-def test_a_row_may_bring_its_rubric():
-    async def body():
-        answer = verdicts(right="yes", clear="no", rude="no", safe="yes", own="yes")
-        async with judging(answer, function="rubric", rubric=RUBRIC[:2], rubric_key="rubric") as (_, pool):
-            own = [{"name": "own", "text": "It names the year.", "weight": 4.0}]
-            found = await pool.score(group(1, row={"rubric": own}))
-            assert found.rewards == [7 / 8]
-            assert set(found.components[0]) == {"judge", "right", "clear"}
-            for wrong in (None, [{"name": "right", "text": "again"}], "text"):
-                with pytest.raises(RewardFailed, match=r"unjudged: row\['rubric'\] holds no"):
-                    await pool.score(group(1, row={"rubric": wrong}))
-
-    run(body())
+async def test_a_row_may_bring_its_rubric():
+    answer = verdicts(right="yes", clear="no", rude="no", safe="yes", own="yes")
+    async with judging(answer, function="rubric", rubric=RUBRIC[:2], rubric_key="rubric") as (_, pool):
+        own = [{"name": "own", "text": "It names the year.", "weight": 4.0}]
+        found = await pool.score(group(1, row={"rubric": own}))
+        assert found.rewards == [7 / 8]
+        assert set(found.components[0]) == {"judge", "right", "clear"}
+        for wrong in (None, [{"name": "right", "text": "again"}], "text"):
+            with pytest.raises(RewardFailed, match=r"unjudged: row\['rubric'\] holds no"):
+                await pool.score(group(1, row={"rubric": wrong}))
 
 
 @pytest.mark.parametrize(
@@ -585,18 +474,15 @@ def test_a_row_may_bring_its_rubric():
         ({"function": "rubric", "per": "trajectory", "rubric": RUBRIC[:1] * 2}, "there are two named right"),
     ],
 )
-def test_options_that_are_wrong_are_named_before_the_first_call(fields, problem):
-    async def body():
-        options = {"url": "http://127.0.0.1:9/v1", "model": "m"}
-        config = {"function": "relative_judge", "per": "group", "options": options}
-        for key, value in fields.items():
-            (config if key in RewardConfig.model_fields else options)[key] = value
-        pool = JudgePool(RewardConfig(**config), max_tokens=9)
-        with pytest.raises(ConfigError, match=re.escape(problem)):
-            await pool.start()
-        await pool.close()
-
-    run(body())
+async def test_options_that_are_wrong_are_named_before_the_first_call(fields, problem):
+    options = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+    config = {"function": "relative_judge", "per": "group", "options": options}
+    for key, value in fields.items():
+        (config if key in RewardConfig.model_fields else options)[key] = value
+    pool = JudgePool(RewardConfig(**config), max_tokens=9)
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        await pool.start()
+    await pool.close()
 
 
 def test_the_examples_of_the_docs_are_valid(monkeypatch):
@@ -609,15 +495,12 @@ def test_the_examples_of_the_docs_are_valid(monkeypatch):
             assert f"`{name}`" in text, f"docs/judges.md does not tell {name}"
 
 
-def test_truncated_responses_may_be_punished_as_without_a_judge():
-    async def body():
-        async with judging(right, truncated="penalty") as (_, pool):
-            completions = [
-                Completion(text="worth 1", finish_reason="length", tokens=1000),
-                Completion(text="worth 0.5", finish_reason="stop", tokens=1),
-            ]
-            found = await pool.score(Score(uid="0-1", prompt="", row={}, completions=completions))
-            assert found.rewards == [0.0, 0.5]
-            assert found.components[0] == {"judge": 1.0, "overlong_penalty": -1.0}
-
-    run(body())
+async def test_truncated_responses_may_be_punished_as_without_a_judge():
+    async with judging(right, truncated="penalty") as (_, pool):
+        completions = [
+            Completion(text="worth 1", finish_reason="length", tokens=1000),
+            Completion(text="worth 0.5", finish_reason="stop", tokens=1),
+        ]
+        found = await pool.score(Score(uid="0-1", prompt="", row={}, completions=completions))
+        assert found.rewards == [0.0, 0.5]
+        assert found.components[0] == {"judge": 1.0, "overlong_penalty": -1.0}

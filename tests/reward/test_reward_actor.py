@@ -16,10 +16,10 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.messages.reward import Completion, Score
 from asyncrl.monitor.catalogue import EDGES
 from asyncrl.reward import pool as pool_module
-from asyncrl.reward.actor import ACTOR, RewardActor
+from asyncrl.reward.actor import RewardActor
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.workers.confinement import why_not
@@ -49,7 +49,7 @@ def workers() -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _module(tmp_path, monkeypatch):
     (tmp_path / "actor_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
 
@@ -99,28 +99,24 @@ def request(text: str, uid: str = "0-1") -> Score:
 
 
 @pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
-def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_actor(tmp_path: Path) -> None:
+async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_actor(tmp_path):
     private = tmp_path / "runs" / "mine" / "private"
     private.parent.mkdir(parents=True)
     create_credentials(private, RUN_ID, ["reward/0"], attempts=1, curve=False)
     thief.prepare(tmp_path, private, actor=os.getpid())
-
-    async def body() -> None:
-        config = config_with(function="thief:reward", timeout_s=60.0)
-        async with serving(config, private.parent) as (actor, rollouter):
-            scores: Scores = await rollouter.call(request("x"), timeout=60.0)
-            assert (tmp_path / "loot").read_text() == "{}"
-            assert scores.rewards == [0.0]
-            assert actor._notices.take() == []
-
-    asyncio.run(body())
+    config = config_with(function="thief:reward", timeout_s=60.0)
+    async with serving(config, private.parent) as (actor, rollouter):
+        scores = await rollouter.call(request("x"), timeout=60.0)
+        assert (tmp_path / "loot").read_text() == "{}"
+        assert scores.rewards == [0.0]
+        assert actor._notices.take() == []
 
 
-def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:
-    async def body() -> None:
+def test_scores_and_failures_go_over_the_wire(tmp_path):
+    async def body():
         async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
             calls = [rollouter.call(request("x" * size)) for size in range(1, 100)]
-            scores: list[Scores] = await asyncio.gather(*calls)
+            scores = await asyncio.gather(*calls)
             assert [one.rewards for one in scores] == [[float(size)] for size in range(1, 100)]
             assert scores[4].components == [{"length": 5.0}]
             for text, named in (("raise", "raised ValueError: no judge"), ("sleep 99", "ran longer than 1 s")):
@@ -143,60 +139,46 @@ def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:
         runner.run(body())
 
 
-def test_a_caller_that_cancels_gives_up_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_cancels_gives_up_its_task(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
-
-    async def body() -> None:
-        async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as (actor, rollouter):
-            hanging = rollouter.call(request("sleep 500"))
-            queued = rollouter.call(request("sleep 500"))
-            async with asyncio.timeout(30):
-                while (actor.figures()["reward/running"], actor.figures()["reward/queued"]) != (1, 1):
-                    await asyncio.sleep(0.01)
-            hanging.cancel()
-            queued.cancel()
-            assert (await rollouter.call(request("abc"))).rewards == [3.0]
-            assert actor.heartbeat(1, 0.0).counters["reward/workers_killed"] == 1
-
-    asyncio.run(body())
-
-
-def test_the_actor_ends_while_a_function_hangs(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with serving(config_with(timeout_s=600.0), tmp_path) as (_, rollouter):
-            hanging = rollouter.call(request("sleep 500"))
-            await asyncio.sleep(0.2)
+    async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as (actor, rollouter):
+        hanging = rollouter.call(request("sleep 500"))
+        queued = rollouter.call(request("sleep 500"))
+        async with asyncio.timeout(30):
+            while (actor.figures()["reward/running"], actor.figures()["reward/queued"]) != (1, 1):
+                await asyncio.sleep(0.01)
         hanging.cancel()
+        queued.cancel()
+        assert (await rollouter.call(request("abc"))).rewards == [3.0]
+        assert actor.heartbeat(1, 0.0).counters["reward/workers_killed"] == 1
 
-    asyncio.run(body())
+
+async def test_the_actor_ends_while_a_function_hangs(tmp_path):
+    async with serving(config_with(timeout_s=600.0), tmp_path) as (_, rollouter):
+        hanging = rollouter.call(request("sleep 500"))
+        await asyncio.sleep(0.2)
+    hanging.cancel()
 
 
-def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_ready(tmp_path: Path) -> None:
-    async def body() -> None:
-        actor = RewardActor(context_with(config_with(function="actor_rewards:akt"), tmp_path))
-        with pytest.raises(ConfigError, match=r"reward\.function: .*did you mean act") as caught:
-            await actor.main()
-        assert caught.value.exit_code == 78
-        assert not actor.ready
-
-    asyncio.run(body())
+async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_ready(tmp_path):
+    actor = RewardActor(context_with(config_with(function="actor_rewards:akt"), tmp_path))
+    with pytest.raises(ConfigError, match=r"reward\.function: .*did you mean act") as caught:
+        await actor.main()
+    assert caught.value.exit_code == 78
+    assert not actor.ready
     assert workers() == []
 
 
-def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(pool_module, "MAX_START_FAILURES", 2)
-
-    async def body() -> None:
-        actor = RewardActor(context_with(config_with(workers=1), tmp_path))
-        life = asyncio.create_task(actor.main())
-        await until_ready(actor, life)
-        (tmp_path / "actor_rewards.py").write_text("")
-        workers()[0].kill()
-        with pytest.raises(RewardFailed, match="no worker process left"):
-            await asyncio.wait_for(life, 60)
-
-    asyncio.run(body())
+    actor = RewardActor(context_with(config_with(workers=1), tmp_path))
+    life = asyncio.create_task(actor.main())
+    await until_ready(actor, life)
+    (tmp_path / "actor_rewards.py").write_text("")
+    workers()[0].kill()
+    with pytest.raises(RewardFailed, match="no worker process left"):
+        await asyncio.wait_for(life, 60)
     assert workers() == []
 
 
@@ -207,98 +189,77 @@ async def failing(rollouter: Peer, text: str, uid: str) -> str:
     return caught.value.code
 
 
-def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
-            for number in range(3):
-                assert (await rollouter.call(request("abc"))).rewards == [3.0]
-                for text in ("raise", "exit", f"odd {number}"):
-                    assert await failing(rollouter, text, f"0-{number}") == "reward_failed"
-            assert await failing(rollouter, "sleep 99", "0-7") == "reward_failed"
-            line = MODULE[: MODULE.index("no judge")].count("\n") + 1
-            notices = actor._notices.take()
-            told = {notice.key: (notice.count, f"{notice.text}. {notice.meanwhile}") for notice in notices}
-            function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
-            then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"
-            hint = "; reward.on_timeout = NUMBER would give such a response that reward"
-            assert told == {
-                f"reward: ValueError {path}:{line}": (
-                    3,
-                    f"{function} raised ValueError: no judge ({path}:{line}) (prompt 0-0). {then}",
-                ),
-                "reward: ended its worker process (exit code 1)": (
-                    3,
-                    f"{function} ended its worker process (exit code 1) (prompt 0-0). {then}",
-                ),
-                "reward: no reward": (
-                    3,
-                    f"{function} returned for the component 'a' str 'odd 0'; a finite number is expected (prompt 0-0). "
-                    f"{then}",
-                ),
-                "reward: timed out": (
-                    1,
-                    f"{function} ran longer than 1 s (reward.timeout_s); its worker process was killed (prompt 0-7). "
-                    f"{then}{hint}",
-                ),
-            }
-            assert [notice.of for notice in notices] == ["10 calls", "11 calls", "12 calls", "13 calls"]
-            spent = actor.histograms.taken()["reward/run_s"]
-            assert sum(spent.counts) == 13, "the calls that failed are among them"
-            assert spent.counts[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"
-
-    asyncio.run(body())
+async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(tmp_path):
+    async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
+        for number in range(3):
+            assert (await rollouter.call(request("abc"))).rewards == [3.0]
+            for text in ("raise", "exit", f"odd {number}"):
+                assert await failing(rollouter, text, f"0-{number}") == "reward_failed"
+        assert await failing(rollouter, "sleep 99", "0-7") == "reward_failed"
+        line = MODULE[: MODULE.index("no judge")].count("\n") + 1
+        notices = actor._notices.take()
+        told = {notice.key: (notice.count, f"{notice.text}. {notice.meanwhile}") for notice in notices}
+        function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
+        then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"
+        hint = "; reward.on_timeout = NUMBER would give such a response that reward"
+        assert told == {
+            f"reward: ValueError {path}:{line}": (
+                3,
+                f"{function} raised ValueError: no judge ({path}:{line}) (prompt 0-0). {then}",
+            ),
+            "reward: ended its worker process (exit code 1)": (
+                3,
+                f"{function} ended its worker process (exit code 1) (prompt 0-0). {then}",
+            ),
+            "reward: no reward": (
+                3,
+                f"{function} returned for the component 'a' str 'odd 0'; a finite number is expected (prompt 0-0). "
+                f"{then}",
+            ),
+            "reward: timed out": (
+                1,
+                f"{function} ran longer than 1 s (reward.timeout_s); its worker process was killed (prompt 0-7). "
+                f"{then}{hint}",
+            ),
+        }
+        assert [notice.of for notice in notices] == ["10 calls", "11 calls", "12 calls", "13 calls"]
+        spent = actor.histograms.taken()["reward/run_s"]
+        assert sum(spent.counts) == 13, "the calls that failed are among them"
+        assert spent.counts[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"
 
 
-@pytest.mark.parametrize("text", ["raise", "exit", "sleep 99"])
-def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path: Path, text: str) -> None:
-    """As with a number for timeouts: then these fail as well, though each has its reward."""
-    named = {
-        "raise": "raised ValueError: no judge",
-        "exit": "ended its worker process (exit code 1)",
-        "sleep 99": "ran longer than 0.2 s",
-    }[text]
-
-    async def body() -> None:
-        config = config_with(timeout_s=0.2, on_timeout=0.0)
-        actor = RewardActor(context_with(config, tmp_path))
-        async with Net() as net:
-            life = asyncio.create_task(actor.main())
-            await until_ready(actor, life)
-            net.register(ActorRecord(name="reward/0", incarnation=1, address=actor.address))
-            rollouter = net.client("reward/0", "rollouter/0")
-            calls = [rollouter.call(request(text, f"0-{number % 4}"), timeout=600.0) for number in range(64)]
-            ending = asyncio.gather(*calls, return_exceptions=True)
-            with pytest.raises(RewardBroken, match="has failed in all of its 16 calls, for 4 prompts") as caught:
-                await asyncio.wait_for(life, 60)
-            assert f"The first: it {named}" in str(caught.value)
-            assert (caught.value.exit_code, caught.value.restartable) == (1, False)
-            for call in calls:
-                call.cancel()
-            # Those that did not make it to a worker are nobody's fault.
-            codes = [getattr(outcome, "code", "") for outcome in await ending]
-            assert codes.count("reward_failed") == (0 if text == "sleep 99" else 16)
-            assert actor._pool is not None
-            timed_out = actor._pool.counters.timed_out
-            # Others may have been in the workers when the last of the 16 was killed.
-            assert timed_out >= 16 if text == "sleep 99" else timed_out == 0
-
-    asyncio.run(body())
+@pytest.mark.parametrize("text", ["raise", "sleep 99"])
+async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path, text):
+    """Timeouts that have a number for a reward are failures as well."""
+    named = {"raise": "raised ValueError: no judge", "sleep 99": "ran longer than 0.2 s"}[text]
+    config = config_with(timeout_s=0.2, on_timeout=0.0)
+    actor = RewardActor(context_with(config, tmp_path))
+    async with Net() as net:
+        life = asyncio.create_task(actor.main())
+        await until_ready(actor, life)
+        net.register(ActorRecord(name="reward/0", incarnation=1, address=actor.address))
+        rollouter = net.client("reward/0", "rollouter/0")
+        calls = [rollouter.call(request(text, f"0-{number % 4}"), timeout=600.0) for number in range(64)]
+        ending = asyncio.gather(*calls, return_exceptions=True)
+        with pytest.raises(RewardBroken, match="has failed in all of its 16 calls, for 4 prompts") as caught:
+            await asyncio.wait_for(life, 60)
+        assert f"The first: it {named}" in str(caught.value)
+        assert (caught.value.exit_code, caught.value.restartable) == (1, False)
+        for call in calls:
+            call.cancel()
+        # Those that did not make it to a worker are nobody's fault.
+        codes = [getattr(outcome, "code", "") for outcome in await ending]
+        assert codes.count("reward_failed") == (0 if text == "sleep 99" else 16)
+        assert actor._pool is not None
+        timed_out = actor._pool.counters.timed_out
+        # Others may have been in the workers when the last of the 16 was killed.
+        assert timed_out >= 16 if text == "sleep 99" else timed_out == 0
     assert workers() == []
 
 
-def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with serving(config_with(), tmp_path) as (_, rollouter):
-            asked = [
-                msgspec.structs.replace(request("raise", f"0-{number % 4}"), has_worked=True) for number in range(64)
-            ]
-            outcomes = await asyncio.gather(*(rollouter.call(each) for each in asked), return_exceptions=True)
-            assert {getattr(outcome, "code", "") for outcome in outcomes} == {"reward_failed"}
-            assert (await rollouter.call(request("abc"))).rewards == [3.0]
-
-    asyncio.run(body())
-
-
-def test_the_role_is_found_by_name() -> None:
-    assert ACTOR is RewardActor
-    assert RewardActor.role == "reward"
+async def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path):
+    async with serving(config_with(), tmp_path) as (_, rollouter):
+        asked = [msgspec.structs.replace(request("raise", f"0-{number % 4}"), has_worked=True) for number in range(64)]
+        outcomes = await asyncio.gather(*(rollouter.call(each) for each in asked), return_exceptions=True)
+        assert {getattr(outcome, "code", "") for outcome in outcomes} == {"reward_failed"}
+        assert (await rollouter.call(request("abc"))).rewards == [3.0]

@@ -1,5 +1,3 @@
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -26,7 +24,7 @@ from asyncrl.reward.functions import constant, exact, math_verify, reasoning_gym
         ({"answer_key": "solution"}, "42", "42", 1),
     ],
 )
-def test_exact(options: dict[str, Any], completion: str, answer: Any, expected: float) -> None:
+def test_exact(options, completion, answer, expected):
     assert exact(**options)(completion=completion, row={options.get("answer_key", "answer"): answer}) == expected
 
 
@@ -48,7 +46,7 @@ GSM8K = r"####\s*(-?[\d.,]+)"
         ({"pattern": r"x(\d)?"}, "x", "1", 0),
     ],
 )
-def test_regex(options: dict[str, Any], completion: str, answer: Any, expected: float) -> None:
+def test_regex(options, completion, answer, expected):
     assert regex(**options)(completion=completion, row={"answer": answer}) == expected
 
 
@@ -66,11 +64,11 @@ def test_regex(options: dict[str, Any], completion: str, answer: Any, expected: 
         ("\\boxed{7}", ["6", "7"], 1),
     ],
 )
-def test_math_verify(completion: str, answer: Any, expected: float) -> None:
+def test_math_verify(completion, answer, expected):
     assert math_verify()(completion=completion, row={"answer": answer}) == expected
 
 
-def test_a_gold_answer_that_is_no_mathematics_is_an_error_and_not_a_zero() -> None:
+def test_a_gold_answer_that_is_no_mathematics_is_an_error_and_not_a_zero():
     with pytest.raises(ValueError, match=r"row\['answer'\]"):
         math_verify()(completion="\\boxed{1}", row={"answer": "$$"})
 
@@ -79,18 +77,18 @@ def test_a_gold_answer_that_is_no_mathematics_is_an_error_and_not_a_zero() -> No
 @pytest.mark.parametrize(
     ("row", "named"), [({"question": "?"}, r"has \['question'\]"), ({"answer": None}, "no answer")]
 )
-def test_a_row_without_an_answer_is_an_error(make: Any, row: dict[str, Any], named: str) -> None:
+def test_a_row_without_an_answer_is_an_error(make, row, named):
     with pytest.raises(ValueError, match=named):
         make()(completion="a", row=row)
 
 
-def test_a_gold_answer_that_the_pattern_misses_is_an_error() -> None:
+def test_a_gold_answer_that_the_pattern_misses_is_an_error():
     with pytest.raises(ValueError, match="answer_pattern"):
         regex(pattern=GSM8K, answer_pattern=GSM8K)(completion="#### 5", row={"answer": "5"})
 
 
 @pytest.mark.parametrize(("task", "options"), [("chain_sum", {"min_terms": 2}), ("rearc", {})])
-def test_reasoning_gym_scores_as_the_library_does(task: str, options: dict[str, Any]) -> None:
+def test_reasoning_gym_scores_as_the_library_does(task, options):
     from reasoning_gym import create_dataset
 
     dataset = create_dataset(task, size=3, seed=3, **options)
@@ -106,7 +104,7 @@ def test_reasoning_gym_scores_as_the_library_does(task: str, options: dict[str, 
         assert reward(completion=wrong, row=row) == dataset.score_answer(wrong, item) < 1
 
 
-def test_reasoning_gym_scores_the_item_that_the_row_holds() -> None:
+def test_reasoning_gym_scores_the_item_that_the_row_holds():
     item = {"question": "2 + 2 =", "answer": "4", "metadata": {}}
     row = {"task": "chain_sum", "options": {}, "item": item}
     assert reasoning_gym()(completion="4", row=row) == 1
@@ -114,12 +112,12 @@ def test_reasoning_gym_scores_the_item_that_the_row_holds() -> None:
     assert reasoning_gym()(completion="4", row={**row, "index": 0, "size": 2, "seed": 1}) == 1
 
 
-def test_reasoning_gym_refuses_a_row_of_another_source() -> None:
+def test_reasoning_gym_refuses_a_row_of_another_source():
     with pytest.raises(ValueError, match="task, options, item"):
         reasoning_gym()(completion="1", row={"answer": "1"})
 
 
-def test_constant_is_the_same_for_the_same_texts_and_spreads_over_others() -> None:
+def test_constant_is_the_same_for_the_same_texts_and_spreads_over_others():
     assert constant()(prompt="p", completion="c") == 1.0
     reward = constant(value=0.5, spread=0.5)
     rewards = [reward(prompt="p", completion=str(number)) for number in range(200)]
@@ -138,6 +136,6 @@ def test_constant_is_the_same_for_the_same_texts_and_spreads_over_others() -> No
         (constant, {"duration_s": -1}, "duration_s"),
     ],
 )
-def test_wrong_options_are_refused(make: Any, options: dict[str, Any], named: str) -> None:
+def test_wrong_options_are_refused(make, options, named):
     with pytest.raises(ValueError, match=named):
         make(**options)

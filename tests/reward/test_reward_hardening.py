@@ -1,4 +1,4 @@
-"""What a reward function may do to its worker, and what the pool says of it: memory, output, descriptors, processes."""
+"""Harm that a reward function may do to its worker, and what is said of it: memory, output, descriptors, processes."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from asyncrl.errors import RewardFailed
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.workers import memory
-from asyncrl.runtime.workers.output import Output
+from asyncrl.runtime.workers.process import Output
 
 MODULE = """
 import ctypes, mmap, os, signal, subprocess, sys, threading, time
@@ -127,19 +127,19 @@ LIMIT = 256 * MIB
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _module(tmp_path, monkeypatch):
     (tmp_path / "hard_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _libuv() -> None:
+def _libuv():
     """The first loop of a process opens a pipe for signals that is never closed."""
     uvloop.new_event_loop().close()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
+def _nothing_left():
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     pipes = open_pipes()
     yield
@@ -162,9 +162,7 @@ class Printed(list[tuple[str, str, int]]):
         return sum(dropped for _, _, dropped in self)
 
 
-def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(body())
+RUN = uvloop.run
 
 
 @asynccontextmanager
@@ -223,56 +221,35 @@ def pids(pool: RewardPool) -> list[int]:
         ("children_share", "reward.max_memory_bytes; its worker process and [1-3] below it held"),
     ],
 )
-def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replaced(text: str, named: str) -> None:
-    async def body() -> None:
-        async with started() as pool:
-            before = pids(pool)
-            others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(50)]
-            with pytest.raises(RewardFailed, match=named) as caught:
-                await reward(pool, text)
-            assert caught.value.retryable
-            assert await asyncio.gather(*others) == [3.0] * 50
-            assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(50))) == [4.0] * 50
-            await until(lambda: len(set(pids(pool)) - set(before)) == 1 and len(pids(pool)) == 2)
-            assert pool.counters.failed == 1
-            assert pool.counters.out_of_memory == (text != "allocate_in_c")
-
-    run(body)
+async def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replaced(text, named):
+    async with started() as pool:
+        before = pids(pool)
+        others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(50)]
+        with pytest.raises(RewardFailed, match=named) as caught:
+            await reward(pool, text)
+        assert caught.value.retryable
+        assert await asyncio.gather(*others) == [3.0] * 50
+        assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(50))) == [4.0] * 50
+        await until(lambda: len(set(pids(pool)) - set(before)) == 1 and len(pids(pool)) == 2)
+        assert pool.counters.failed == 1
+        assert pool.counters.out_of_memory == (text != "allocate_in_c")
 
 
-def test_the_limit_holds_for_what_the_function_starts() -> None:
-    async def body() -> None:
-        async with started() as pool:
-            # Its own MemoryError ends the child; the function goes on.
-            assert await reward(pool, "child_allocates") == 1.0
-
-    run(body)
+async def test_the_limit_holds_for_what_the_function_starts():
+    async with started() as pool:
+        # Its own MemoryError ends the child; the function goes on.
+        assert await reward(pool, "child_allocates") == 1.0
 
 
-def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced() -> None:
-    async def body() -> None:
-        async with started(workers=1, timeout_s=2.0) as pool:
-            before = await reward(pool, "pid")
-            with pytest.raises(RewardFailed):
-                await reward(pool, "thread_allocates")
-            assert await reward(pool, "pid") != before
-
-    run(body)
+async def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced():
+    async with started(workers=1, timeout_s=2.0) as pool:
+        before = await reward(pool, "pid")
+        with pytest.raises(RewardFailed):
+            await reward(pool, "thread_allocates")
+        assert await reward(pool, "pid") != before
 
 
-def test_what_was_sent_ahead_of_a_full_worker_is_run_by_another() -> None:
-    async def body() -> None:
-        async with started(workers=1) as pool:
-            await asyncio.gather(*(reward(pool, "abc") for _ in range(50)))
-            texts = ["abc" * 20_000, *["ab"] * 5, "allocate", *["abcd"] * 20]
-            outcomes = await asyncio.gather(*(reward(pool, text) for text in texts), return_exceptions=True)
-            assert isinstance(outcomes.pop(6), RewardFailed)
-            assert outcomes == [60_000.0, *[2.0] * 5, *[4.0] * 20]
-
-    run(body)
-
-
-def test_memory_that_processes_share_counts_once() -> None:
+def test_memory_that_processes_share_counts_once():
     held = bytearray(os.urandom(64 * MIB))
     pid = os.fork()
     if not pid:
@@ -295,53 +272,31 @@ def test_memory_that_processes_share_counts_once() -> None:
 # --- output ---
 
 
-def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept() -> None:
+async def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept():
     printed = Printed()
-
-    async def body() -> None:
-        async with started(printed, max_output_bytes=1000) as pool:
-            printing = asyncio.ensure_future(reward(pool, "print", uid="0-7", mib=1026))
-            # Others are served meanwhile.
-            while not printing.done():
-                assert await reward(pool, "abc") == 3.0
-            assert await printing == 1.0
-            assert pool.counters.output_dropped_bytes == printed.dropped
-
-    run(body)
+    async with started(printed, max_output_bytes=1000) as pool:
+        printing = asyncio.ensure_future(reward(pool, "print", uid="0-7", mib=1026))
+        # Others are served meanwhile.
+        while not printing.done():
+            assert await reward(pool, "abc") == 3.0
+        assert await printing == 1.0
+        assert pool.counters.output_dropped_bytes == printed.dropped
     assert {uid for uid, _, _ in printed} == {"0-7"}
     assert (len(printed.text), printed.dropped) == (1000, 1026 * MIB - 1000)
 
 
-def test_a_function_that_prints_for_ever_is_ended_by_its_timeout() -> None:
+async def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own():
     printed = Printed()
-
-    async def body() -> None:
-        async with started(printed, workers=1, timeout_s=1.0, max_output_bytes=100) as pool:
-            with pytest.raises(RewardFailed, match="ran longer than 1 s"):
-                await reward(pool, "print_for_ever")
-            assert await reward(pool, "abc") == 3.0
-            assert printed.text == ("for ever " * 12)[:100]
-            assert printed.dropped > MIB
-
-    run(body)
-
-
-def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own() -> None:
-    printed = Printed()
-
-    async def body() -> None:
-        async with started(printed, workers=1, max_output_bytes=8) as pool:
-            for number in range(5):
-                assert await reward(pool, "say", uid=f"0-{number}", what=number) == 1.0
-            with pytest.raises(RewardFailed, match="SIGSEGV"):
-                await reward(pool, "say_and_crash", uid="0-8")
-            await reward(pool, "say_late", uid="0-9")
-            await until(lambda: "late\n" in printed.text)
-
-    run(body)
+    async with started(printed, workers=1, max_output_bytes=8) as pool:
+        for number in range(5):
+            assert await reward(pool, "say", uid=f"0-{number}", what=number) == 1.0
+        with pytest.raises(RewardFailed, match="SIGSEGV"):
+            await reward(pool, "say_and_crash", uid="0-8")
+        await reward(pool, "say_late", uid="0-9")
+        await until(lambda: "late\n" in printed.text)
     # What one call printed may be handed out in parts: Python writes the text and its newline apart.
-    texts: dict[str, str] = {}
-    dropped: dict[str, int] = {}
+    texts = {}
+    dropped = {}
     for uid, text, count in printed:
         texts[uid] = texts.get(uid, "") + text
         dropped[uid] = dropped.get(uid, 0) + count
@@ -349,7 +304,7 @@ def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own() -> No
     assert {uid: count for uid, count in dropped.items() if count} == {"0-8": 6}
 
 
-def test_output_is_bounded_whatever_is_written() -> None:
+def test_output_is_bounded_whatever_is_written():
     output = Output(10)
     try:
         os.write(output.write_fd, b"abc\xff")
@@ -377,55 +332,42 @@ def test_output_is_bounded_whatever_is_written() -> None:
         ("sleep_in_c", "ran longer than 1 s"),
     ],
 )
-def test_what_a_function_did_to_its_worker_is_said(text: str, named: str) -> None:
-    async def body() -> None:
-        async with started(timeout_s=1.0) as pool:
-            others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(20)]
-            with pytest.raises(RewardFailed, match=named) as caught:
-                await reward(pool, text)
-            assert caught.value.retryable
-            assert await asyncio.gather(*others) == [3.0] * 20
-            assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(20))) == [4.0] * 20
-            assert pool.counters.failed == 1
-
-    run(body)
+async def test_what_a_function_did_to_its_worker_is_said(text, named):
+    async with started(timeout_s=1.0) as pool:
+        others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(20)]
+        with pytest.raises(RewardFailed, match=named) as caught:
+            await reward(pool, text)
+        assert caught.value.retryable
+        assert await asyncio.gather(*others) == [3.0] * 20
+        assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(20))) == [4.0] * 20
+        assert pool.counters.failed == 1
 
 
-def test_a_function_may_close_its_streams() -> None:
-    async def body() -> None:
-        async with started(workers=1) as pool:
-            before = await reward(pool, "pid")
-            assert await reward(pool, "no_streams") == 1.0
-            assert await reward(pool, "abc") == 3.0
-            assert await reward(pool, "pid") == before
-
-    run(body)
+async def test_a_function_may_close_its_streams():
+    async with started(workers=1) as pool:
+        before = await reward(pool, "pid")
+        assert await reward(pool, "no_streams") == 1.0
+        assert await reward(pool, "abc") == 3.0
+        assert await reward(pool, "pid") == before
 
 
 @pytest.mark.parametrize(("text", "end"), [("detached", "hang"), ("spawn_and_exit", "exit")])
-def test_what_a_function_lets_go_of_is_ended_with_its_worker(tmp_path: Path, text: str, end: str) -> None:
+async def test_what_a_function_lets_go_of_is_ended_with_its_worker(tmp_path, text, end):
     """I7: also what has left its parent, its group and its session, and what a worker leaves that ends by itself."""
     path = tmp_path / "pid"
-
-    async def body() -> None:
-        async with started(timeout_s=2.0) as pool:
-            with pytest.raises(RewardFailed, match="exit code 5|ran longer"):
-                await reward(pool, text, path=str(path), end=end)
-            await until(lambda: not lives(int(path.read_text())))
-
-    run(body)
+    async with started(timeout_s=2.0) as pool:
+        with pytest.raises(RewardFailed, match="exit code 5|ran longer"):
+            await reward(pool, text, path=str(path), end=end)
+        await until(lambda: not lives(int(path.read_text())))
 
 
 # --- a whole run ---
 
 KINDS = {
-    "loop": "ran longer than 2 s",
     "allocate": "raised MemoryError",
     "exit": "exit code 3",
     "close": "closed the socket",
     "print_for_ever": "ran longer than 2 s",
-    "sleep_in_c": "ran longer than 2 s",
-    "share": "reward.max_memory_bytes",
 }
 WHOLE = """
 import os
@@ -433,9 +375,6 @@ import hard_rewards
 
 def judge(*, row):
     kind = row["kind"]
-    if kind == "loop":
-        while True:
-            pass
     if kind == "exit":
         os._exit(3)
     if kind != "good":
@@ -444,12 +383,12 @@ def judge(*, row):
 """
 
 
-def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_trains_the_rest(tmp_path: Path) -> None:
+def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_trains_the_rest(tmp_path):
     """I1 through asyncrl-launch: exit 0, every other prompt is trained once, the reasons say what each bad one did."""
     (tmp_path / "whole_rewards.py").write_text(WHOLE)
-    kinds = ["good"] * 100
+    kinds = ["good"] * 40
     for index, kind in enumerate(KINDS):
-        kinds[index * 13 + 5] = kind
+        kinds[index * 9 + 5] = kind
     rows = [{"prompt": f"prompt {index}", "index": index, "kind": kind} for index, kind in enumerate(kinds)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     good = kinds.count("good")

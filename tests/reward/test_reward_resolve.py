@@ -1,13 +1,11 @@
 import asyncio
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.reward.frames import Setup, Task
-from asyncrl.reward.resolve import resolve
+from asyncrl.reward.worker import resolve
 from asyncrl.runtime.workers.user_code import NotCallable
 
 MODULE = """
@@ -50,13 +48,13 @@ number = 3
 
 
 @pytest.fixture
-def runner() -> Iterator[asyncio.Runner]:
+def runner():
     with asyncio.Runner() as runner:
         yield runner
 
 
 @pytest.fixture(autouse=True)
-def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _modules(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(MODULE)
     (tmp_path / "broken_rewards.py").write_text("import json\n\n1 / 0\n")
     (tmp_path / "needs_more.py").write_text("import no_such_thing\n")
@@ -78,7 +76,7 @@ def scored(runner: asyncio.Runner, function: str, per: str = "trajectory", **opt
     return resolve(Setup(function, per, options, 1 << 30), runner)(task)
 
 
-def test_a_function_is_given_what_it_accepts(runner: asyncio.Runner) -> None:
+def test_a_function_is_given_what_it_accepts(runner):
     assert scored(runner, "my_rewards:little") == [(2.0, {}), (3.0, {})]
     assert scored(runner, "my_rewards:judge") == [(2.0, {}), (2.0, {})]
     assert scored(runner, "pack.inner:little") == [(2.0, {}), (3.0, {})]
@@ -90,15 +88,15 @@ def test_a_function_is_given_what_it_accepts(runner: asyncio.Runner) -> None:
     assert components == {"prompt": 1, "completion": 2, "finish_reason": 6, "extra": 7}
 
 
-def test_a_coroutine_is_awaited(runner: asyncio.Runner) -> None:
+def test_a_coroutine_is_awaited(runner):
     assert scored(runner, "my_rewards:awaited") == [(2.0, {}), (3.0, {})]
 
 
-def test_a_group_function_sees_the_group(runner: asyncio.Runner) -> None:
+def test_a_group_function_sees_the_group(runner):
     assert scored(runner, "my_rewards:group", per="group") == [(2.0, {}), (3.0, {})]
 
 
-def test_a_function_sees_the_conversations_of_episodes(runner: asyncio.Runner) -> None:
+def test_a_function_sees_the_conversations_of_episodes(runner):
     assert scored(runner, "my_rewards:turns") == [(0.0, {}), (0.0, {})]
     assert scored(runner, "my_rewards:all_turns", per="group") == [(0.0, {}), (0.0, {})]
     said = {"role": "assistant", "content": "ab"}
@@ -107,7 +105,7 @@ def test_a_function_sees_the_conversations_of_episodes(runner: asyncio.Runner) -
         assert resolve(Setup(f"my_rewards:{function}", per, {}, 1 << 30), runner)(task) == [(1.0, {}), (2.0, {})]
 
 
-def test_a_built_in_function_is_made_with_its_options(runner: asyncio.Runner) -> None:
+def test_a_built_in_function_is_made_with_its_options(runner):
     assert scored(runner, "regex", pattern="b", answer_key="answer") == [(0.0, {}), (0.0, {})]
 
 
@@ -140,9 +138,7 @@ def test_a_built_in_function_is_made_with_its_options(runner: asyncio.Runner) ->
         ("my_rewards:everything", "trajectory", {"row": 1}, [("reward.options.row: ", "with each call")]),
     ],
 )
-def test_what_cannot_be_called_is_found_before_the_first_call(
-    runner: asyncio.Runner, function: str, per: str, options: dict[str, Any], problems: list[tuple[str, str]]
-) -> None:
+def test_what_cannot_be_called_is_found_before_the_first_call(runner, function, per, options, problems):
     with pytest.raises(NotCallable) as caught:
         scored(runner, function, per, **options)
     assert len(caught.value.problems) == len(problems)

@@ -21,7 +21,7 @@ def encode(text):
 
 
 def by_character(text):
-    """As encoding never does, and a policy may."""
+    """Ids as encoding never gives them, and a policy may."""
     return [ord(character) for character in text]
 
 
@@ -117,7 +117,7 @@ class Call:
     extension: bool
     """Whether it was not rendered as a whole."""
     longest_path: int
-    """Of those that the submission began with, when it was made."""
+    """The longest of those that the submission began with, when it was made."""
     node: object = None
 
 

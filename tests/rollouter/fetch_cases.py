@@ -15,7 +15,7 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import VersionGone
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer
-from asyncrl.parameter_server.chunk_server import ChunkServer
+from asyncrl.parameter_server.held import ChunkServer
 from asyncrl.parameter_server.snapshots import Snapshot
 from asyncrl.rollouter.fetch import Fetched, fetch
 from asyncrl.rollouter.relay import Relay
@@ -24,7 +24,7 @@ from asyncrl.runtime.actor import Caller, handler
 
 
 class Server:
-    """What the parameter server does for a fetch. ``on_chunk`` may change, delay or refuse a reply."""
+    """The parameter server as far as a fetch needs it. ``on_chunk`` may change, delay or refuse a reply."""
 
     def __init__(self, *snapshots: Snapshot, on_chunk: Callable[..., Any] | None = None) -> None:
         self.snapshots = {snapshot.manifest.version: snapshot for snapshot in snapshots}
@@ -60,7 +60,7 @@ class Server:
     def offer(self, version: int, transport: str) -> Offer:
         manifest = self.snapshots[version].manifest
         manifest = manifest if transport == "shm" else as_streamed(manifest)
-        return Offer(version=version, transport=transport, manifest=manifest)  # type: ignore[arg-type]
+        return Offer(version=version, transport=transport, manifest=manifest)
 
     def close(self) -> None:
         for snapshot in self.snapshots.values():
@@ -74,7 +74,7 @@ class Host:
         self.name, self.relay, self.weights = name, Relay(), weights
         self.served: Counter[str] = Counter()
         """By caller."""
-        self.address: str = net.serve(self, name).address  # type: ignore[attr-defined]
+        self.address: str = net.serve(self, name).address
         endpoint = net.endpoint(name)
         self._peers = {other: net.peer(endpoint, other) for other in (PARAMETER_SERVER,)}
         self._net, self._endpoint = net, endpoint
@@ -111,7 +111,7 @@ class Host:
 
 
 def calling(*peers: Any) -> Any:
-    """What a fetch asks others with; the peers by their names."""
+    """A fetch's way to ask others; the peers by their names."""
     known = {peer.name: peer for peer in peers}
     return lambda name, request, timeout: known[name].call(request, timeout)
 

@@ -57,7 +57,7 @@ class Dataloader:
     def __init__(self):
         self.grants, self.asked, self.returned = [], [], []
         self.partings = []
-        """What was held by who leaves, each time it said so."""
+        """Uids held by one that leaves, each time it said so."""
         self.more = asyncio.Event()
         self.callers = []
 
@@ -132,7 +132,7 @@ class Life:
         return self
 
     def open_tickets(self, learner, dataloader=1) -> TicketsHeld:
-        """As the handler answers it, within one callback."""
+        """The handler's answer, within one callback."""
         caller = Caller("dataloader/0", dataloader, -1, asyncio.get_running_loop().time() + 10)
         return self.rollouter.open_tickets(OpenTickets(learner=learner), caller)
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import get_args
 
 import pytest
-from session_cases import TOOL, World, call_of, result, said, user
+from session_cases import TOOL, call_of, played, result, said, user
 
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
@@ -14,18 +14,10 @@ from asyncrl.monitor.story_words import words_of
 from asyncrl.rollouter.account import EVENTS_KEPT
 from asyncrl.rollouter.conversation import Cause
 
-WAIT_S = 20.0
-
 
 def told(folder, agent, **options):
     """Each event of an episode, and what is said of it."""
-
-    async def run():
-        async with asyncio.timeout(WAIT_S), World(folder, agent=agent, **options) as world:
-            await world.player.play(world.ticket, world.account)
-            return world.account
-
-    account = asyncio.run(run())
+    account = played(folder, agent, **options)[1].account
     facts = {"since": 0.0, "samples": [account.events], "end": "delivered", "left_out": account.left_out}
     line = Line(1, 0.0, "rollouter/0", "generated", facts)
     return account, [happening.text for happening in words_of(line, "0-1") if happening.sample == 0]
@@ -41,7 +33,7 @@ def test_each_turn_is_told_from_its_context_to_its_reward(tmp_path):
     answers = iter([call_of("look"), "There is nothing."])
     account, words = told(tmp_path, agent, say=lambda prompt: next(answers))
     assert [event[1] for event in account.events] == [
-        *("episode", "asked", "answered", "turn reward", "asked", "answered", "ended"),
+        *("episode", "asked", "answered", "turn reward", "asked", "answered", "ended")
     ]
     assert words[0] == "episode began at episodes/0"
     assert words[1].startswith("call 0 (the first): ") and " generation began at version 0 after " in words[1]

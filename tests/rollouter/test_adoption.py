@@ -4,6 +4,7 @@ The answer says which tickets are held; whatever is on its way at that moment, i
 """
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 from harness import Net
@@ -13,10 +14,17 @@ from asyncrl.errors import RemoteError
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets
 from asyncrl.runtime import peer as peer_module
 
+both = pytest.mark.parametrize("memory", [True, False], ids=["memory", "zeromq"])
 
-@pytest.fixture(params=["memory", "zeromq"])
-def memory(request):
-    return request.param == "memory"
+
+@asynccontextmanager
+async def between(learner, dataloader, folder, *, memory=True, learner_at=1, dataloader_at=1):
+    """A rollouter that lives between these incarnations of its peers."""
+    async with Net(memory=memory) as net:
+        net.serve(learner, "learner/0", learner_at)
+        net.dataloader = net.serve(dataloader, "dataloader/0", dataloader_at)
+        async with living(net, folder) as life:
+            yield life
 
 
 @pytest.fixture(autouse=True)
@@ -24,138 +32,97 @@ def soon(monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
 
 
-def run(main):
-    asyncio.run(asyncio.wait_for(main, 60))
+async def test_an_acknowledgement_of_an_older_learner_that_comes_after_the_adoption_releases_nothing(tmp_path):
+    old, new, dataloader = Learner(open=False), Learner(), Dataloader()
+    async with between(old, dataloader, tmp_path) as life:
+        dataloader.grant("0-1")
+        await old.came.wait()
+        answer = life.open_tickets(learner=2)
+        assert [ticket.uid for ticket in answer.tickets] == ["0-1"]
+        old.open.set()
+        await asyncio.sleep(0.1)
+        assert life.held == {"0-1"}
+        life.net.serve(new, "learner/0", 2)
+        await life.until(lambda: not life.held)
+        assert new.uids == ["0-1"]
+        assert life.rollouter.counters["rollout/adoptions"] == 1
 
 
-def test_an_acknowledgement_of_an_older_learner_that_comes_after_the_adoption_releases_nothing(memory, tmp_path):
-    async def main():
-        async with Net(memory=memory) as net:
-            old, new, dataloader = Learner(open=False), Learner(), Dataloader()
-            net.serve(old, "learner/0", 1)
-            net.serve(dataloader, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                dataloader.grant("0-1")
-                await old.came.wait()
-                answer = life.open_tickets(learner=2)
-                assert [ticket.uid for ticket in answer.tickets] == ["0-1"]
-                old.open.set()
-                await asyncio.sleep(0.1)
-                assert life.held == {"0-1"}
-                net.serve(new, "learner/0", 2)
-                await life.until(lambda: not life.held)
-                assert new.uids == ["0-1"]
-                assert life.rollouter.counters["rollout/adoptions"] == 1
-
-    run(main())
-
-
-def test_an_acknowledgement_that_nobody_has_looked_at_when_the_learner_is_adopted_releases_nothing(memory, tmp_path):
+@both
+async def test_an_acknowledgement_that_nobody_has_looked_at_when_the_learner_is_adopted_releases_nothing(
+    memory, tmp_path
+):
     """The race: the reply is in, the coroutine that waits for it has not run, and OpenTickets is answered."""
-
-    async def main():
-        async with Net(memory=memory) as net:
-            old, new, dataloader = Learner(open=False), Learner(), Dataloader()
-            net.serve(old, "learner/0", 1)
-            net.serve(dataloader, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                dataloader.grant("0-1")
-                await old.came.wait()
-                answers = life.within_the_next_reply("learner/0", lambda: life.open_tickets(learner=2))
-                old.open.set()
-                await life.until(lambda: answers)
-                assert [ticket.uid for ticket in answers[0].tickets] == ["0-1"]
-                await asyncio.sleep(0.1)
-                assert life.held == {"0-1"}
-                net.serve(new, "learner/0", 2)
-                await life.until(lambda: not life.held)
-                assert (old.uids, new.uids) == (["0-1"], ["0-1"])
-                assert life.rollouter.counters["rollout/delivered_again"] == 1
-
-    run(main())
+    old, new, dataloader = Learner(open=False), Learner(), Dataloader()
+    async with between(old, dataloader, tmp_path, memory=memory) as life:
+        dataloader.grant("0-1")
+        await old.came.wait()
+        answers = life.within_the_next_reply("learner/0", lambda: life.open_tickets(learner=2))
+        old.open.set()
+        await life.until(lambda: answers)
+        assert [ticket.uid for ticket in answers[0].tickets] == ["0-1"]
+        await asyncio.sleep(0.1)
+        assert life.held == {"0-1"}
+        life.net.serve(new, "learner/0", 2)
+        await life.until(lambda: not life.held)
+        assert (old.uids, new.uids) == (["0-1"], ["0-1"])
+        assert life.rollouter.counters["rollout/delivered_again"] == 1
 
 
-def test_what_was_released_before_the_adoption_is_not_in_the_answer(memory, tmp_path):
-    async def main():
-        async with Net(memory=memory) as net:
-            old, new, dataloader = Learner(), Learner(), Dataloader()
-            net.serve(old, "learner/0", 1)
-            net.serve(dataloader, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                dataloader.grant("0-1")
-                await old.came.wait()
-                await life.until(lambda: not life.held)
-                assert life.open_tickets(learner=2).tickets == []
-                net.serve(new, "learner/0", 2)
-                dataloader.grant("0-2")
-                await life.until(lambda: new.uids)
-                assert new.uids == ["0-2"]
-
-    run(main())
+async def test_what_was_released_before_the_adoption_is_not_in_the_answer(tmp_path):
+    old, new, dataloader = Learner(), Learner(), Dataloader()
+    async with between(old, dataloader, tmp_path) as life:
+        dataloader.grant("0-1")
+        await old.came.wait()
+        await life.until(lambda: not life.held)
+        assert life.open_tickets(learner=2).tickets == []
+        life.net.serve(new, "learner/0", 2)
+        dataloader.grant("0-2")
+        await life.until(lambda: new.uids)
+        assert new.uids == ["0-2"]
 
 
 @pytest.mark.parametrize("adopted", [1, 2])
-def test_an_acknowledgement_of_the_learner_that_is_adopted_counts_whenever_it_came(memory, tmp_path, adopted):
-    async def main():
-        async with Net(memory=memory) as net:
-            learner, dataloader = Learner(open=False), Dataloader()
-            net.serve(learner, "learner/0", 2)
-            net.serve(dataloader, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                dataloader.grant("0-1")
-                await learner.came.wait()
-                answers = life.within_the_next_reply("learner/0", lambda: life.open_tickets(learner=adopted))
-                learner.open.set()
-                await life.until(lambda: answers and not life.held)
-                assert learner.uids == ["0-1"]
-                assert life.rollouter.counters["rollout/delivered_again"] == 0
-
-    run(main())
+async def test_an_acknowledgement_of_the_learner_that_is_adopted_counts_whenever_it_came(tmp_path, adopted):
+    learner, dataloader = Learner(open=False), Dataloader()
+    async with between(learner, dataloader, tmp_path, learner_at=2) as life:
+        dataloader.grant("0-1")
+        await learner.came.wait()
+        answers = life.within_the_next_reply("learner/0", lambda: life.open_tickets(learner=adopted))
+        learner.open.set()
+        await life.until(lambda: answers and not life.held)
+        assert learner.uids == ["0-1"]
+        assert life.rollouter.counters["rollout/delivered_again"] == 0
 
 
-def test_a_learner_that_takes_no_groups_yet_is_asked_again(memory, tmp_path):
-    async def main():
-        async with Net(memory=memory) as net:
-            learner, dataloader = Learner(refusals=2), Dataloader()
-            net.serve(learner, "learner/0", 1)
-            net.serve(dataloader, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                dataloader.grant("0-1")
-                await life.until(lambda: learner.uids and not life.held)
-
-    run(main())
+async def test_a_learner_that_takes_no_groups_yet_is_asked_again(tmp_path):
+    learner, dataloader = Learner(refusals=2), Dataloader()
+    async with between(learner, dataloader, tmp_path) as life:
+        dataloader.grant("0-1")
+        await life.until(lambda: learner.uids and not life.held)
 
 
-def test_the_answer_lists_all_that_is_not_acknowledged_with_its_grant_and_the_deaths_it_was_in(memory, tmp_path):
-    async def main():
-        async with Net(memory=memory) as net:
-            learner, dataloader = Learner(open=False), Dataloader()
-            net.serve(learner, "learner/0", 1)
-            net.serve(dataloader, "dataloader/0", 7)
-            async with living(net, tmp_path) as life:
-                life.gates["0-2"] = asyncio.Event()
-                dataloader.grant("0-1", "0-2")
-                await life.until(lambda: learner.uids == ["0-1"])
-                dataloader.grant("0-3", attempt=1)
-                await life.until(lambda: learner.uids == ["0-1", "0-3"])
-                life.rollouter._host.suspects.died(["0-2", "0-3"], "killed", alone=False)
-                asker = net.client("rollouter/0", "dataloader/0", 7)
-                net.register(record_of(life))
-                answer = await asker.call(OpenTickets(learner=1))
-                assert answer.tickets == [
-                    HeldTicket("0-1", 1, 0),
-                    HeldTicket("0-2", 2, 1),
-                    HeldTicket("0-3", 3, 2),
-                ]
-                assert (answer.seen, answer.served_version) == (3, -1)
-                stranger = net.client("rollouter/0", "reward/0", 1)
-                with pytest.raises(RemoteError, match="reward/0 may not send OpenTickets: dataloader may"):
-                    await stranger.call(OpenTickets(learner=9))
-                learner.open.set()
-                life.gates["0-2"].set()
-                await life.until(lambda: not life.held)
-
-    run(main())
+@both
+async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_grant_and_the_deaths_it_was_in(memory, tmp_path):
+    learner, dataloader = Learner(open=False), Dataloader()
+    async with between(learner, dataloader, tmp_path, memory=memory, dataloader_at=7) as life:
+        life.gates["0-2"] = asyncio.Event()
+        dataloader.grant("0-1", "0-2")
+        await life.until(lambda: learner.uids == ["0-1"])
+        dataloader.grant("0-3", attempt=1)
+        await life.until(lambda: learner.uids == ["0-1", "0-3"])
+        life.rollouter._host.suspects.died(["0-2", "0-3"], "killed", alone=False)
+        asker = life.net.client("rollouter/0", "dataloader/0", 7)
+        life.net.register(record_of(life))
+        answer = await asker.call(OpenTickets(learner=1))
+        assert answer.tickets == [HeldTicket("0-1", 1, 0), HeldTicket("0-2", 2, 1), HeldTicket("0-3", 3, 2)]
+        assert (answer.seen, answer.served_version) == (3, -1)
+        stranger = life.net.client("rollouter/0", "reward/0", 1)
+        with pytest.raises(RemoteError, match="reward/0 may not send OpenTickets: dataloader may"):
+            await stranger.call(OpenTickets(learner=9))
+        learner.open.set()
+        life.gates["0-2"].set()
+        await life.until(lambda: not life.held)
 
 
 def record_of(life):
@@ -164,105 +131,79 @@ def record_of(life):
     return ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address)
 
 
-def test_grants_of_a_dataloader_that_is_no_more_are_dropped_with_their_numbers(memory, tmp_path):
+async def test_grants_of_a_dataloader_that_is_no_more_are_dropped_with_their_numbers(tmp_path):
     """Else the next one numbers other prompts alike, and believes that they were seen."""
-
-    async def main():
-        async with Net(memory=memory) as net:
-            learner, old, new = Learner(open=False), Dataloader(), Dataloader()
-            net.serve(learner, "learner/0", 1)
-            bound = net.serve(old, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                old.grant("0-1")
-                await life.until(lambda: life.held == {"0-1"} and len(old.asked) > 1)
-                answers = life.within_the_next_reply("dataloader/0", lambda: life.open_tickets(1, dataloader=2))
-                old.grant("0-2")
-                await life.until(lambda: answers)
-                assert answers[0].seen == 1
-                await asyncio.sleep(0.1)
-                assert life.held == {"0-1"}
-                bound.close()
-                net.serve(new, "dataloader/0", 2)
-                await life.until(lambda: new.asked)
-                assert (new.asked[0].seen, new.asked[0].holding) == (1, ["0-1"])
-                new.grant("0-3")
-                await life.until(lambda: life.held == {"0-1", "0-3"})
-                assert life.rollouter._held["0-3"].grant == 2
-                learner.open.set()
-                await life.until(lambda: not life.held)
-
-    run(main())
+    learner, old, new = Learner(open=False), Dataloader(), Dataloader()
+    async with between(learner, old, tmp_path) as life:
+        old.grant("0-1")
+        await life.until(lambda: life.held == {"0-1"} and len(old.asked) > 1)
+        answers = life.within_the_next_reply("dataloader/0", lambda: life.open_tickets(1, dataloader=2))
+        old.grant("0-2")
+        await life.until(lambda: answers)
+        assert answers[0].seen == 1
+        await asyncio.sleep(0.1)
+        assert life.held == {"0-1"}
+        life.net.dataloader.close()
+        life.net.serve(new, "dataloader/0", 2)
+        await life.until(lambda: new.asked)
+        assert (new.asked[0].seen, new.asked[0].holding) == (1, ["0-1"])
+        new.grant("0-3")
+        await life.until(lambda: life.held == {"0-1", "0-3"})
+        assert life.rollouter._held["0-3"].grant == 2
+        learner.open.set()
+        await life.until(lambda: not life.held)
 
 
-def test_a_lease_that_is_parked_when_its_dataloader_dies_is_asked_of_the_next(memory, tmp_path):
-    async def main():
-        async with Net(memory=memory) as net:
-            learner, old, new = Learner(), Dataloader(), Dataloader()
-            net.serve(learner, "learner/0", 1)
-            net.serve(old, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                await life.until(lambda: old.asked)
-                net.serve(new, "dataloader/0", 2)
-                life.open_tickets(1, dataloader=2)
-                # It lives on, as one that is cut off from the controller would, and grants.
-                old.grant("0-1")
-                await life.until(lambda: new.asked)
-                new.grant("0-2")
-                await life.until(lambda: learner.uids)
-                assert learner.uids == ["0-2"]
-
-    run(main())
+async def test_a_lease_that_is_parked_when_its_dataloader_dies_is_asked_of_the_next(tmp_path):
+    learner, old, new = Learner(), Dataloader(), Dataloader()
+    async with between(learner, old, tmp_path) as life:
+        await life.until(lambda: old.asked)
+        life.net.serve(new, "dataloader/0", 2)
+        life.open_tickets(1, dataloader=2)
+        # It lives on, as one that is cut off from the controller would, and grants.
+        old.grant("0-1")
+        await life.until(lambda: new.asked)
+        new.grant("0-2")
+        await life.until(lambda: learner.uids)
+        assert learner.uids == ["0-2"]
 
 
-def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_rest(memory, tmp_path):
-    async def main():
-        async with Net(memory=memory) as net:
-            learner, dataloader = Learner(open=False), Dataloader()
-            net.serve(learner, "learner/0", 1)
-            net.serve(dataloader, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                life.gates["0-2"] = asyncio.Event()
-                dataloader.grant("0-1", "0-2")
-                await learner.came.wait()
-                life.rollouter.preempted()
-                asked = len(dataloader.asked)
-                dataloader.grant("0-3")
-                # At once, as the learner waits for whatever is out; with all that may still be delivered.
-                await life.until(lambda: life.held == {"0-1"})
-                assert (dataloader.returned, dataloader.partings) == (["0-2"], [["0-1"]])
-                assert [held.uid for held in life.open_tickets(1).tickets] == ["0-1"]
-                learner.open.set()
-                await life.until(lambda: not life.held)
-                await asyncio.sleep(0.05)
-                assert len(dataloader.asked) == asked
-                await life.drain()
-                assert dataloader.returned == ["0-2"]
-                assert learner.uids == ["0-1"]
-
-    run(main())
+async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_rest(tmp_path):
+    learner, dataloader = Learner(open=False), Dataloader()
+    async with between(learner, dataloader, tmp_path) as life:
+        life.gates["0-2"] = asyncio.Event()
+        dataloader.grant("0-1", "0-2")
+        await learner.came.wait()
+        life.rollouter.preempted()
+        asked = len(dataloader.asked)
+        dataloader.grant("0-3")
+        # At once, as the learner waits for whatever is out; with all that may still be delivered.
+        await life.until(lambda: life.held == {"0-1"})
+        assert (dataloader.returned, dataloader.partings) == (["0-2"], [["0-1"]])
+        assert [held.uid for held in life.open_tickets(1).tickets] == ["0-1"]
+        learner.open.set()
+        await life.until(lambda: not life.held)
+        await asyncio.sleep(0.05)
+        assert len(dataloader.asked) == asked
+        await life.drain()
+        assert dataloader.returned == ["0-2"]
+        assert learner.uids == ["0-1"]
 
 
-def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(memory, tmp_path):
+async def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(tmp_path):
     """I1: whatever it is granted afterwards it does not take."""
-
-    async def main():
-        async with Net(memory=memory) as net:
-            learner, dataloader = Learner(), Dataloader()
-            net.serve(learner, "learner/0", 1)
-            net.serve(dataloader, "dataloader/0", 1)
-            async with living(net, tmp_path) as life:
-                life.gates["0-2"] = asyncio.Event()
-                dataloader.grant("0-1", "0-2")
-                await life.until(lambda: life.held == {"0-2"})
-                life.rollouter.asked_to_leave(10.0)
-                dataloader.grant("0-3")
-                await life.until(lambda: dataloader.partings)
-                assert dataloader.partings == [["0-2"]]
-                assert life.open_tickets(1).leaving
-                assert life.held == {"0-2"}
-                life.gates["0-2"].set()
-                await life.task
-                assert (dataloader.partings, dataloader.returned) == ([["0-2"], []], [])
-                assert learner.uids == ["0-1", "0-2"]
-
-    run(main())
+    learner, dataloader = Learner(), Dataloader()
+    async with between(learner, dataloader, tmp_path) as life:
+        life.gates["0-2"] = asyncio.Event()
+        dataloader.grant("0-1", "0-2")
+        await life.until(lambda: life.held == {"0-2"})
+        life.rollouter.asked_to_leave(10.0)
+        dataloader.grant("0-3")
+        await life.until(lambda: dataloader.partings)
+        assert dataloader.partings == [["0-2"]]
+        assert life.open_tickets(1).leaving
+        assert life.held == {"0-2"}
+        life.gates["0-2"].set()
+        await life.task
+        assert (dataloader.partings, dataloader.returned) == ([["0-2"], []], [])
+        assert learner.uids == ["0-1", "0-2"]

@@ -12,7 +12,6 @@ from conversation_cases import (
     StripsThinking,
     by_character,
     echo,
-    encode,
     reserialised,
     tool,
     user,
@@ -68,13 +67,6 @@ def test_spans_keep_that_a_token_was_sampled_over_older_keys(player):
     spans = [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2, True)]
     player.conversation.commit(prompt, tokens=[65, 66], logprobs=[-1.0, -2.0], spans=spans, finish="stop", content="AB")
     assert player.conversation.sequences()[0].spans == spans
-
-
-def test_what_was_sampled_is_never_encoded_again(player):
-    first = player.chat([user("hi")], "abab", encode=by_character)
-    second = player.ask([user("hi"), echo(first), user("more")])
-    assert first.ids.tolist()[:4] == by_character("abab") != encode("abab")
-    assert second.ids[: first.length] == first.path_ids().tolist()
 
 
 def test_the_same_again_behind_an_answer_goes_on_from_it_with_all_that_is_behind_it(player):
@@ -155,121 +147,39 @@ def test_an_answer_counts_only_behind_what_it_was_asked_with(player):
     assert player.ask(messages).cause == "fork:edited"
 
 
-def cause_after_one_answer(case):
-    """The cause of a second call; see the table below."""
-    renderer, history, first, second, how = case
-    how = dict(how)
-    twice = how.pop("twice", False)
-    player = Player(Conversation(history=history), renderer())
-    node = player.chat(first, "ab", reasoning="b", **{"calls": SEARCH, **how})
-    messages, tools = second(echo(node, reasoning=True))
-    if twice:
-        player.chat(messages, "b", tools)
-    return player.ask(messages, tools).cause
-
-
-TABLE = {
-    "goes on": (ChatML, "sampled", HI, lambda a: ([*HI, a, tool("call_0_0", "x")], []), {}, "extend"),
-    "goes on without end token": (NoEnd, "sampled", HI, lambda a: ([*HI, a, user("x")], []), {}, "extend"),
-    "a cut that the template mends": (
-        ChatML,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, user("x")], []),
-        {"cut": True},
-        "extend",
-    ),
-    "a cut that a rendering mends": (
-        CutIsTheEnd,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, user("x")], []),
-        {"cut": True, "calls": ()},
-        "extend",
-    ),
-    "a cut that nothing mends": (
-        CutIsTheEnd,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, user("x")], []),
-        {"cut": True, "encode": by_character},
-        "fork:cut",
-    ),
-    "the same again": (ChatML, "sampled", HI, lambda a: (HI, []), {}, "fork:branch"),
-    "a summary": (ChatML, "sampled", HI, lambda a: ([user("so far")], []), {}, "fork:branch"),
-    "other tools": (ChatML, "sampled", HI, lambda a: ([*HI, a, user("x")], [{"name": "t"}]), {}, "fork:root"),
-    "a stranger's answer": (
-        ChatML,
-        "sampled",
-        HI,
-        lambda a: ([*HI, {"role": "assistant", "content": "no"}, user("x")], []),
-        {},
-        "fork:assistant",
-    ),
-    "the same again behind an answer": (
-        ChatML,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, user("x")], []),
-        {"twice": True},
-        "extend",
-    ),
-    "a stranger's answer behind ours, again": (
-        ChatML,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, tool("call_0_0", "x"), {"role": "assistant", "content": "no"}, user("x")], []),
-        {"twice": True, "encode": by_character},
-        "fork:assistant",
-    ),
-    "a stranger's answer behind ours": (
-        ChatML,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, tool("call_0_0", "x"), {"role": "assistant", "content": "no"}, user("x")], []),
-        {},
-        "fork:assistant",
-    ),
-    "changed before an answer": (ChatML, "sampled", HI, lambda a: ([user("ho"), a, user("x")], []), {}, "fork:edited"),
-    "thinking stripped": (
-        StripsThinking,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, user("x")], []),
-        {},
-        "fork:no-extension",
-    ),
-    "thinking kept for a tool": (
-        StripsThinking,
-        "sampled",
-        HI,
-        lambda a: ([*HI, a, tool("call_0_0", "x")], []),
-        {},
-        "extend",
-    ),
-    "as the template has it": (
-        StripsThinking,
-        "template",
-        HI,
-        lambda a: ([*HI, a, tool("call_0_0", "x")], []),
-        {},
-        "extend",
-    ),
-    "not as the template has it": (
-        StripsThinking,
-        "template",
-        HI,
-        lambda a: ([*HI, a, user("x")], []),
-        {},
-        "fork:history",
-    ),
+NEXT, RESULT, NO = user("x"), tool("call_0_0", "x"), {"role": "assistant", "content": "no"}
+CHARACTERS = {"encode": by_character}
+CAUSES = {
+    "goes on": ("extend", ChatML, lambda a: [*HI, a, RESULT], {}),
+    "goes on without end token": ("extend", NoEnd, lambda a: [*HI, a, NEXT], {}),
+    "a cut that the template mends": ("extend", ChatML, lambda a: [*HI, a, NEXT], {"cut": True}),
+    "a cut that a rendering mends": ("extend", CutIsTheEnd, lambda a: [*HI, a, NEXT], {"cut": True, "calls": ()}),
+    "a cut that nothing mends": ("fork:cut", CutIsTheEnd, lambda a: [*HI, a, NEXT], {"cut": True} | CHARACTERS),
+    "the same again": ("fork:branch", ChatML, lambda a: HI, {}),
+    "a summary": ("fork:branch", ChatML, lambda a: [user("so far")], {}),
+    "other tools": ("fork:root", ChatML, lambda a: [*HI, a, NEXT], {"tools": [{"name": "t"}]}),
+    "a stranger's answer": ("fork:assistant", ChatML, lambda a: [*HI, NO, NEXT], {}),
+    "the same again behind an answer": ("extend", ChatML, lambda a: [*HI, a, NEXT], {"twice": True}),
+    "a stranger's behind ours": ("fork:assistant", ChatML, lambda a: [*HI, a, RESULT, NO, NEXT], {}),
+    "that, again": ("fork:assistant", ChatML, lambda a: [*HI, a, RESULT, NO, NEXT], {"twice": True} | CHARACTERS),
+    "changed before an answer": ("fork:edited", ChatML, lambda a: [user("ho"), a, NEXT], {}),
+    "thinking stripped": ("fork:no-extension", StripsThinking, lambda a: [*HI, a, NEXT], {}),
+    "thinking kept for a tool": ("extend", StripsThinking, lambda a: [*HI, a, RESULT], {}),
+    "as the template has it": ("extend", StripsThinking, lambda a: [*HI, a, RESULT], {"history": "template"}),
+    "not as the template has it": ("fork:history", StripsThinking, lambda a: [*HI, a, NEXT], {"history": "template"}),
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", CAUSES)
 def test_why_a_prompt_forks(name):
-    *case, expected = TABLE[name]
-    assert cause_after_one_answer(case) == expected
+    cause, renderer, second, how = CAUSES[name]
+    player = Player(Conversation(history=how.get("history", "sampled")), renderer())
+    answer = {key: how[key] for key in ("cut", "calls", "encode") if key in how}
+    node = player.chat(HI, "ab", reasoning="b", **{"calls": SEARCH, **answer})
+    messages, tools = second(echo(node, reasoning=True)), how.get("tools", [])
+    if "twice" in how:
+        player.chat(messages, "b", tools)
+    assert player.ask(messages, tools).cause == cause
 
 
 def test_a_rendering_has_our_answers_as_they_were_given():
@@ -347,30 +257,6 @@ def test_the_tokens_of_an_answer_go_on_under_options_that_the_template_leaves_ou
     assert [turn.past_reward for turn in sequence.turns] == [0.0, 0.0]
 
 
-def test_an_answer_whose_tokens_are_rendered_otherwise_trains_in_its_own_context_alone():
-    player = Player(Conversation(), StripsThinking())
-    first = player.chat(HI, "ab", reasoning="b")
-    player.chat([*HI, echo(first), user("x")], "ba", reasoning="a")
-    one, two = player.conversation.sequences()
-    assert one.tokens.tolist() == player.calls[0].tokens and roles(one) == ["sampled"]
-    assert two.tokens.tolist() == player.calls[1].tokens and roles(two) == ["sampled"]
-    assert two.prompt_ids.tolist() == player.calls[1].submitted
-
-
-def test_what_branches_share_is_sampled_once_and_repeated_then(player):
-    first = player.chat(HI, "ab")
-    for text in "pqr":
-        player.chat([*HI, echo(first), user(text)], "b")
-    sequences = player.conversation.sequences()
-    assert [roles(sequence) for sequence in sequences] == [
-        ["sampled", "context", "sampled"],
-        ["repeated", "context", "sampled"],
-        ["repeated", "context", "sampled"],
-    ]
-    assert [len(sequence.logprobs) for sequence in sequences] == [4, 2, 2]
-    assert sequences[1].spans[0] == VersionSpan(-1, 0, 2, role="repeated")
-
-
 def test_an_untrained_answer_is_context_to_come_and_never_sampled(player):
     first = player.chat(HI, "ab", untrained=True)
     second = player.chat([*HI, echo(first), user("x")], "b")
@@ -417,18 +303,6 @@ def test_the_main_line_keeps_the_reasoning_that_the_agent_dropped(player):
     ]
 
 
-def test_past_reward_is_what_came_before_or_beside(player):
-    conversation = player.conversation
-    first = player.chat(HI, "ab")
-    left = player.chat([*HI, echo(first), user("p")], "b")
-    right = player.chat([*HI, echo(first), user("q")], "b")
-    for node, value in ((first, 1.0), (left, 10.0), (right, 100.0)):
-        assert conversation.reward(node.id, value) == node.id
-    one, two = conversation.sequences()
-    assert [turn.past_reward for turn in one.turns] == [0.0, 101.0]
-    assert [turn.past_reward for turn in two.turns] == [11.0]
-
-
 def test_an_answer_that_the_template_drops_is_still_credited_with_what_came_after_it():
     player = Player(Conversation(), StripsThinking())
     first = player.chat(HI, "ab", reasoning="b")
@@ -472,11 +346,7 @@ def test_a_sealed_conversation_never_changes(player):
     before = (conversation.sequences()[0].tokens.tolist(), conversation.messages(), conversation.counts())
     conversation.seal("it has ended")
     conversation.seal("again")
-    for change in (
-        lambda: player.ask(HI),
-        lambda: player.answer(late, "b"),
-        lambda: conversation.reward(None, 2.0),
-    ):
+    for change in (lambda: player.ask(HI), lambda: player.answer(late, "b"), lambda: conversation.reward(None, 2.0)):
         with pytest.raises(EpisodeOver, match="it has ended"):
             change()
     assert (conversation.sequences()[0].tokens.tolist(), conversation.messages(), conversation.counts()) == before

@@ -1,16 +1,7 @@
 """Conversations of random agents, held against what the engine was given and what it sampled."""
 
 import pytest
-from conversation_cases import (
-    TEMPLATES,
-    Player,
-    by_character,
-    echo,
-    encode,
-    reserialised,
-    tool,
-    user,
-)
+from conversation_cases import TEMPLATES, Player, by_character, echo, encode, reserialised, tool, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,6 +8,7 @@ import pytest
 from harness import replace
 from inprocess import sim_config
 from test_messages import make_group
+from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
@@ -17,10 +18,10 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed, single_turn
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.stops import Stops
 
 STEP_S = 1.0
+RUN = run_virtual
 
 
 class Letters:
@@ -193,87 +194,74 @@ def whole(trajectory, tokens):
 
 
 @pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
-def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
-    async def main():
-        async with World(on_update=mode) as world:
-            running = asyncio.create_task(world.response("0-1", 8))
-            await asyncio.sleep(3.5)
-            world.version = 4
-            world.engines[-1].die("killed")
-            trajectory = await running
-            assert whole(trajectory, 8)
-            assert versions(trajectory) == [0] * 3 + [4] * 5
-            assert [held for _, held, _ in world.submitted] == [0, 3]
-            assert trajectory.resumes == 1
-
-    run_virtual(main())
+async def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
+    async with World(on_update=mode) as world:
+        running = asyncio.create_task(world.response("0-1", 8))
+        await asyncio.sleep(3.5)
+        world.version = 4
+        world.engines[-1].die("killed")
+        trajectory = await running
+        assert whole(trajectory, 8)
+        assert versions(trajectory) == [0] * 3 + [4] * 5
+        assert [held for _, held, _ in world.submitted] == [0, 3]
+        assert trajectory.resumes == 1
 
 
-def test_its_states_tell_of_the_update_and_an_engine_that_dies_under_it_is_down_from_then_on():
-    async def main():
-        async with World(on_update="keep") as world:
-            entered = []
-            world.host._states.entered = lambda state, awaiting: entered.append((LoopClock().now(), state))
-            running = asyncio.create_task(world.response("0-1", 8))
-            await asyncio.sleep(2.5)
-            world.version = 4
-            updating = asyncio.create_task(world.update())
-            await asyncio.sleep(0.05)
-            killed = LoopClock().now()
-            world.engines[-1].die("killed")
-            await running
-            await updating
-        states = [state for _, state in entered]
-        assert states[:5] == ["generating", "pausing", "paused", "loading", "restarting"]
-        assert entered[4][0] == pytest.approx(killed)
-        assert states[5] == "waiting", "for its weights, in another engine"
-
-    run_virtual(main())
+async def test_its_states_tell_of_the_update_and_an_engine_that_dies_under_it_is_down_from_then_on():
+    async with World(on_update="keep") as world:
+        entered = []
+        world.host._states.entered = lambda state, awaiting: entered.append((LoopClock().now(), state))
+        running = asyncio.create_task(world.response("0-1", 8))
+        await asyncio.sleep(2.5)
+        world.version = 4
+        updating = asyncio.create_task(world.update())
+        await asyncio.sleep(0.05)
+        killed = LoopClock().now()
+        world.engines[-1].die("killed")
+        await running
+        await updating
+    states = [state for _, state in entered]
+    assert states[:5] == ["generating", "pausing", "paused", "loading", "restarting"]
+    assert entered[4][0] == pytest.approx(killed)
+    assert states[5] == "waiting", "for its weights, in another engine"
 
 
-def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
+async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
     """I3: of those nobody can say which version sampled them."""
-
-    async def main():
-        async with World(on_update="keep") as world:
-            running = asyncio.create_task(world.response("0-1", 10))
-            await asyncio.sleep(3.5)
-            world.version = 1
-            await world.update()
-            await asyncio.sleep(3.0)
-            world.engines[-1].die("killed")
-            trajectory = await running
-            assert whole(trajectory, 10)
-            assert versions(trajectory) == [0] * 3 + [1] * 7
-            assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
-
-    run_virtual(main())
+    async with World(on_update="keep") as world:
+        running = asyncio.create_task(world.response("0-1", 10))
+        await asyncio.sleep(3.5)
+        world.version = 1
+        await world.update()
+        await asyncio.sleep(3.0)
+        world.engines[-1].die("killed")
+        trajectory = await running
+        assert whole(trajectory, 10)
+        assert versions(trajectory) == [0] * 3 + [1] * 7
+        assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
 
 
 @pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
-def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(mode):
-    async def main():
-        async with World(poison={"0-3": 2}, max_attempts=3, on_update=mode) as world:
-            async with asyncio.TaskGroup() as tasks:
-                fine = [tasks.create_task(world.response(f"0-{n}", 6 + n)) for n in range(3)]
-                bad = [tasks.create_task(caught(world.response("0-3", 8, sample))) for sample in range(2)]
-                for version in range(1, 30):
-                    await asyncio.sleep(2.3)
-                    world.version = version
-                    if not world.host.died.is_set() and world.host.version >= 0:
-                        await world.update()
-            assert all(whole(task.result(), 6 + n) for n, task in enumerate(fine))
-            for task in bad:
-                assert isinstance(task.result(), TrajectoryFailed)
-                assert "died 3 times (rollout.max_attempts)" in str(task.result())
-                assert "killed by 0-3" in str(task.result())
-            assert len(world.reasons) == 2 + 3
-            alone = [inside for uid, _, inside in world.submitted if uid == "0-3"][4:]
-            assert alone and all(inside == {"0-3"} for inside in alone)
-            assert world.excused == [False] * 2 + [True] * 3, "what one prompt does is not the engine's fault"
-            assert (world.host.suspects.own_deaths, world.host.suspects.failed) == (3, 1)
-
-    run_virtual(main())
+async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(mode):
+    async with World(poison={"0-3": 2}, max_attempts=3, on_update=mode) as world:
+        async with asyncio.TaskGroup() as tasks:
+            fine = [tasks.create_task(world.response(f"0-{n}", 6 + n)) for n in range(3)]
+            bad = [tasks.create_task(caught(world.response("0-3", 8, sample))) for sample in range(2)]
+            for version in range(1, 30):
+                await asyncio.sleep(2.3)
+                world.version = version
+                if not world.host.died.is_set() and world.host.version >= 0:
+                    await world.update()
+        assert all(whole(task.result(), 6 + n) for n, task in enumerate(fine))
+        for task in bad:
+            assert isinstance(task.result(), TrajectoryFailed)
+            assert "died 3 times (rollout.max_attempts)" in str(task.result())
+            assert "killed by 0-3" in str(task.result())
+        assert len(world.reasons) == 2 + 3
+        alone = [inside for uid, _, inside in world.submitted if uid == "0-3"][4:]
+        assert alone and all(inside == {"0-3"} for inside in alone)
+        assert world.excused == [False] * 2 + [True] * 3, "what one prompt does is not the engine's fault"
+        assert (world.host.suspects.own_deaths, world.host.suspects.failed) == (3, 1)
 
 
 async def caught(work):
@@ -283,117 +271,94 @@ async def caught(work):
         return error
 
 
-def test_the_innocent_survive_any_number_of_deaths_and_finish_alone():
-    async def main():
-        async with World(max_attempts=1) as world:
-            long = [asyncio.create_task(world.response(f"0-{n}", 40)) for n in range(3)]
-            for _ in range(8):
-                # Only ever in company.
-                await asyncio.sleep(2.5)
-                if len(world.inside(world.engines[-1])) > 1:
-                    world.engines[-1].die("of something else")
-            trajectories = await asyncio.gather(*long)
-            assert all(whole(t, 40) for t in trajectories)
-            assert len(world.reasons) == 2
-            assert all(len(inside) == 1 for inside in world.steps[-80:])
-            assert world.host.suspects.failed == 0
-
-    run_virtual(main())
+async def test_the_innocent_survive_any_number_of_deaths_and_finish_alone():
+    async with World(max_attempts=1) as world:
+        long = [asyncio.create_task(world.response(f"0-{n}", 40)) for n in range(3)]
+        for _ in range(8):
+            # Only ever in company.
+            await asyncio.sleep(2.5)
+            if len(world.inside(world.engines[-1])) > 1:
+                world.engines[-1].die("of something else")
+        trajectories = await asyncio.gather(*long)
+        assert all(whole(t, 40) for t in trajectories)
+        assert len(world.reasons) == 2
+        assert all(len(inside) == 1 for inside in world.steps[-80:])
+        assert world.host.suspects.failed == 0
 
 
-def test_a_ticket_that_is_to_run_alone_does_so_from_its_first_submission():
-    async def main():
-        async with World() as world:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(world.response("0-1", 5))
-                await asyncio.sleep(1.5)
-                for sample in range(2):
-                    tasks.create_task(world.response("0-2", 5, sample, alone=True))
-                await asyncio.sleep(0.1)
-                tasks.create_task(world.response("0-3", 5))
-            assert [uid for uid, _, _ in world.submitted] == ["0-1", "0-2", "0-2", "0-3"]
-            assert all(len(inside) == 1 for inside in world.steps)
-            assert world.host.turns.lone_turns == 1
-
-    run_virtual(main())
+async def test_a_ticket_that_is_to_run_alone_does_so_from_its_first_submission():
+    async with World() as world:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.response("0-1", 5))
+            await asyncio.sleep(1.5)
+            for sample in range(2):
+                tasks.create_task(world.response("0-2", 5, sample, alone=True))
+            await asyncio.sleep(0.1)
+            tasks.create_task(world.response("0-3", 5))
+        assert [uid for uid, _, _ in world.submitted] == ["0-1", "0-2", "0-2", "0-3"]
+        assert all(len(inside) == 1 for inside in world.steps)
+        assert world.host.turns.lone_turns == 1
 
 
 @pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
-def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode):
-    async def main():
-        async with World(on_update=mode) as world:
-            async with asyncio.TaskGroup() as tasks:
-                work = [tasks.create_task(world.response(f"0-{n}", 5 + n % 4, alone=n % 3 == 0)) for n in range(12)]
-                for version in range(1, 10):
-                    await asyncio.sleep(1.7)
-                    world.version = version
-                    await world.update()
-            assert all(whole(task.result(), 5 + n % 4) for n, task in enumerate(work))
-            assert all(len(inside) == 1 for inside in world.steps if inside & {f"0-{n}" for n in range(0, 12, 3)})
-
-    run_virtual(main())
+async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode):
+    async with World(on_update=mode) as world:
+        async with asyncio.TaskGroup() as tasks:
+            work = [tasks.create_task(world.response(f"0-{n}", 5 + n % 4, alone=n % 3 == 0)) for n in range(12)]
+            for version in range(1, 10):
+                await asyncio.sleep(1.7)
+                world.version = version
+                await world.update()
+        assert all(whole(task.result(), 5 + n % 4) for n, task in enumerate(work))
+        assert all(len(inside) == 1 for inside in world.steps if inside & {f"0-{n}" for n in range(0, 12, 3)})
 
 
-def test_what_dies_of_a_load_is_no_fault_of_what_is_frozen_in_it():
-    async def main():
-        async with World(on_update="keep", max_attempts=1) as world:
-            running = asyncio.create_task(world.response("0-1", 8, alone=True))
-            await asyncio.sleep(2.5)
-            world.version = 1
-            world.unloadable = {1}
-            await world.update()
-            await asyncio.sleep(0)
-            world.unloadable = set()
-            assert whole(await running, 8)
-            assert world.reasons and "load" in world.reasons[0]
-            assert world.host.suspects.own_deaths == 0
-            assert not any(world.excused)
-
-    run_virtual(main())
+async def test_what_dies_of_a_load_is_no_fault_of_what_is_frozen_in_it():
+    async with World(on_update="keep", max_attempts=1) as world:
+        running = asyncio.create_task(world.response("0-1", 8, alone=True))
+        await asyncio.sleep(2.5)
+        world.version = 1
+        world.unloadable = {1}
+        await world.update()
+        await asyncio.sleep(0)
+        world.unloadable = set()
+        assert whole(await running, 8)
+        assert world.reasons and "load" in world.reasons[0]
+        assert world.host.suspects.own_deaths == 0
+        assert not any(world.excused)
 
 
-def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused():
+async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused():
     """Restarts of an engine that is broken are used up before its prompts are given up."""
-
-    async def main():
-        async with World(poison={"0-1": 0, "0-2": 0, "0-3": 0}, max_attempts=2) as world:
-            results = await asyncio.gather(*[caught(world.response(f"0-{n}")) for n in (1, 2, 3)])
-            assert all(isinstance(result, TrajectoryFailed) for result in results)
-            await asyncio.sleep(1.0)
-            assert world.excused == [False] * 2 + [True, False, False] * 2
-
-    run_virtual(main())
+    async with World(poison={"0-1": 0, "0-2": 0, "0-3": 0}, max_attempts=2) as world:
+        results = await asyncio.gather(*[caught(world.response(f"0-{n}")) for n in (1, 2, 3)])
+        assert all(isinstance(result, TrajectoryFailed) for result in results)
+        await asyncio.sleep(1.0)
+        assert world.excused == [False] * 2 + [True, False, False] * 2
 
 
-def test_a_prompt_that_kills_is_excused_though_there_is_nothing_else_to_do():
-    async def main():
-        async with World(poison={"0-1": 0}, max_attempts=3) as world:
-            assert isinstance(await caught(world.response("0-1")), TrajectoryFailed)
-            await asyncio.sleep(1.0)
-            assert world.excused == [False] * 2 + [True] * 3
-
-    run_virtual(main())
+async def test_a_prompt_that_kills_is_excused_though_there_is_nothing_else_to_do():
+    async with World(poison={"0-1": 0}, max_attempts=3) as world:
+        assert isinstance(await caught(world.response("0-1")), TrajectoryFailed)
+        await asyncio.sleep(1.0)
+        assert world.excused == [False] * 2 + [True] * 3
 
 
-def test_an_engine_that_dies_of_an_abort_is_replaced():
+async def test_an_engine_that_dies_of_an_abort_is_replaced():
     """The stop string was found; what was handed over stands."""
+    async with World(stop=[chr(0x100 + 3)]) as world:
+        real = Engine.abort
 
-    async def main():
-        async with World(stop=[chr(0x100 + 3)]) as world:
-            real = Engine.abort
+        async def abort(self, ids):
+            self.die("of an abort")
+            self._alive()
 
-            async def abort(self, ids):
-                self.die("of an abort")
-                self._alive()
-
-            Engine.abort = abort
-            try:
-                trajectory = await world.response("0-1", 8)
-            finally:
-                Engine.abort = real
-            assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
-            while not world.reasons:
-                await asyncio.sleep(0.01)
-            assert "abort" in world.reasons[0]
-
-    run_virtual(main())
+        Engine.abort = abort
+        try:
+            trajectory = await world.response("0-1", 8)
+        finally:
+            Engine.abort = real
+        assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
+        while not world.reasons:
+            await asyncio.sleep(0.01)
+        assert "abort" in world.reasons[0]

@@ -1,9 +1,9 @@
-"""What the user is told of episodes that fail without an exception of theirs."""
+"""Notices to the user of episodes that fail without an exception of theirs."""
 
 import pytest
 from inprocess import sim_config
 
-from asyncrl.rollouter.episode_faults import TOLD, EpisodeFaults
+from asyncrl.rollouter.episode_figures import TOLD, EpisodeFaults
 
 
 def faults(**rollout):

@@ -1,9 +1,9 @@
-"""Where an episode is played, by tables and properties."""
+"""The choice of an episode's host, by tables and properties."""
 
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rollouter.episode_hosts import choose, shares
@@ -69,6 +69,7 @@ def test_what_cannot_be_divided_is_another_rollouters_at_each_host():
     assert [tuple(share.values()) for share in found] == [(2, 1), (1, 1), (1, 2)]
 
 
+@settings(max_examples=30)
 @given(rollouters=st.integers(1, 5), count=st.integers(0, 4), room=st.integers(1, 40), asked=st.data())
 def test_whatever_ends_and_dies_no_host_for_all_has_more_than_a_rollouter_plays(rollouters, count, room, asked):
     """And nobody ever lacks a host."""

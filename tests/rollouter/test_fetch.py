@@ -6,13 +6,11 @@ import asyncio
 import copy
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
+from cuts import way_to
 from fetch_cases import Server, calling
 from harness import Net, replace
 from probes import make_probe
@@ -27,29 +25,22 @@ from published_weights import (
     stepped,
 )
 from structlog.testing import capture_logs
+from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import (
-    DeadlineExceeded,
-    PeerRestarted,
-    ProtocolError,
-    RemoteError,
-    VersionGone,
-    WeightsCorrupt,
-)
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk, Offer
-from asyncrl.parameter_server.deltas import encode_deltas
+from asyncrl.parameter_server.held import encode_deltas
 from asyncrl.rollouter import fetch as module
 from asyncrl.rollouter.fetch import Fetched, fetch
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.segments import Segment
 from asyncrl.weights.staging import Staged
 
 CHUNK = 4096
 SIZES = (3 * CHUNK + 101, 1, 2 * CHUNK, 50)
-"""Of the buckets: one that chunks do not divide, one of next to nothing, one that they divide, one below a chunk."""
+"""Bucket sizes: one that chunks do not divide, one of next to nothing, one that they divide, one below a chunk."""
 CHUNKS = 4 + 1 + 2 + 1
 WEIGHTS = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=3, deadline_s=20.0)
 OLD = [random_bytes(size, seed) for seed, size in enumerate(SIZES)]
@@ -63,7 +54,7 @@ def _heap():
 
 
 @pytest.fixture(autouse=True)
-def no_leak() -> Any:
+def no_leak():
     before = open_memory()
     yield
     assert comes_to(before)
@@ -99,7 +90,7 @@ def with_checksum(offer: Offer, bucket: int, checksum: int) -> Offer:
 
 
 @pytest.fixture
-def server() -> Any:
+def server():
     """Version 3, and version 4 with deltas against it."""
     base = held(3, OLD)
     made = Server(base, encode_deltas(base, held(4, NEW)))
@@ -108,7 +99,7 @@ def server() -> Any:
 
 
 @pytest.fixture
-def base(server: Server) -> Any:
+def base(server):
     """Version 3 as a replica holds it."""
     staged = stage(server.snapshots[3].manifest)
     yield staged
@@ -120,7 +111,7 @@ def base(server: Server) -> Any:
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 @pytest.mark.parametrize("delta", [False, True])
-def test_every_bit_arrives(transport: str, delta: bool, server: Server, base: Staged) -> None:
+def test_every_bit_arrives(transport, delta, server, base):
     found = asyncio.run(take(server.offer(4, transport), server, base if delta else None))
     staged, published = found.staged, server.snapshots[4].manifest
     server.close()
@@ -144,7 +135,7 @@ def test_every_bit_arrives(transport: str, delta: bool, server: Server, base: St
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_the_probe_stays_with_the_weights(transport: str, server: Server) -> None:
+def test_the_probe_stays_with_the_weights(transport, server):
     probe = make_probe()
     offer = server.offer(4, transport)
     offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
@@ -155,7 +146,7 @@ def test_the_probe_stays_with_the_weights(transport: str, server: Server) -> Non
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 @pytest.mark.parametrize("what", ["version", "layout", "nothing"])
-def test_a_base_that_does_not_fit_is_not_used(what: str, transport: str, server: Server) -> None:
+def test_a_base_that_does_not_fit_is_not_used(what, transport, server):
     other = held(3 if what == "layout" else 2, [] if what == "nothing" else [content + b"ab" for content in OLD])
     base = stage(other.manifest)
     found = asyncio.run(take(server.offer(4, transport), server, base))
@@ -167,7 +158,7 @@ def test_a_base_that_does_not_fit_is_not_used(what: str, transport: str, server:
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport: str, server: Server) -> None:
+def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport, server):
     # It says that it is version 3, and is not.
     other = held(3, [random_bytes(size, 77) for size in SIZES])
     base = stage(other.manifest)
@@ -184,7 +175,7 @@ def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport: st
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_bit_flipped_in_a_segment_is_found(transport: str, server: Server) -> None:
+def test_a_bit_flipped_in_a_segment_is_found(transport, server):
     offer = server.offer(4, transport)
     assert offer.manifest is not None
     wrong = with_checksum(offer, 2, offer.manifest.buckets[2].checksum ^ 1)
@@ -194,31 +185,23 @@ def test_a_bit_flipped_in_a_segment_is_found(transport: str, server: Server) -> 
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_version_that_is_no_longer_held_is_gone(transport: str, server: Server) -> None:
+def test_a_version_that_is_no_longer_held_is_gone(transport, server):
     offer = server.offer(4, transport)
     server.snapshots.pop(4).release()
     with pytest.raises(VersionGone, match="version 4"):
         asyncio.run(take(offer, server))
 
 
-def test_segments_that_are_no_segments_are_corrupt(server: Server) -> None:
-    offer = server.offer(4, "shm")
-    assert offer.manifest is not None
-    buckets = [replace(offer.manifest.buckets[0], path="/etc/hostname"), *offer.manifest.buckets[1:]]
-    with pytest.raises(WeightsCorrupt, match="bucket 0: '/etc/hostname' is no"):
-        asyncio.run(take(replace(offer, manifest=replace(offer.manifest, buckets=buckets)), None))
-
-
 # --- chunks ---
 
 
-def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flip(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch):
+    def flip(request, chunk):
         wrong = (request.bucket, request.offset) == (0, CHUNK) and server.served[0, CHUNK, -1] == 1
         return flipped(chunk) if wrong else chunk
 
     class Watched(Segment):
-        def write(self, offset: int, data: Any) -> None:
+        def write(self, offset, data):
             assert bytes(data) == NEW[SIZES.index(self.size)][offset : offset + len(data)]
             super().write(offset, data)
 
@@ -246,8 +229,8 @@ def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch: pyt
         (lambda chunk: replace(chunk, data=np.empty(0, np.float32)), "0 bytes instead of"),
     ],
 )
-def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil: Callable[[Chunk], Chunk], words: str) -> None:
-    def change(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil, words):
+    def change(request, chunk):
         return spoil(chunk) if (request.bucket, request.offset) == (2, CHUNK) else chunk
 
     server = Server(held(4, NEW), on_chunk=change)
@@ -258,7 +241,7 @@ def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil: Callable[[Chunk], 
 
 
 @pytest.mark.parametrize("credit", [1, 2, 5, 100])
-def test_no_more_is_asked_for_than_there_is_credit(credit: int) -> None:
+def test_no_more_is_asked_for_than_there_is_credit(credit):
     server = Server(held(4, NEW))
     weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=credit)
     found = asyncio.run(take(server.offer(4, "stream"), server, weights=weights))
@@ -280,10 +263,10 @@ def test_no_more_is_asked_for_than_there_is_credit(credit: int) -> None:
         (RemoteError("parameter_server/0", "too_large", "raise it"), False),
     ],
 )
-def test_calls_that_fail_are_repeated_where_that_can_help(error: Exception, again: bool) -> None:
-    failed: list[FetchChunk] = []
+def test_calls_that_fail_are_repeated_where_that_can_help(error, again):
+    failed = []
 
-    def fail(request: FetchChunk, chunk: Chunk) -> Chunk:
+    def fail(request, chunk):
         if (request.bucket, request.offset) == (0, CHUNK) and len(failed) < 2:
             failed.append(request)
             # A new one each time: with its traceback it would keep what was mapped.
@@ -304,50 +287,36 @@ def test_calls_that_fail_are_repeated_where_that_can_help(error: Exception, agai
     server.close()
 
 
-def test_progress_keeps_a_fetch_alive_and_silence_ends_it() -> None:
-    async def slow(request: FetchChunk, chunk: Chunk) -> Chunk:
-        await asyncio.sleep(15.0 if request.bucket < 2 else 1000.0)
+@pytest.mark.parametrize(
+    ("whole_s", "waits_s", "ended", "what"),
+    [
+        # Silence ends it, and not before: each chunk that comes is a sign of life.
+        (None, 1000.0, 5 * 15.0 + 20.0, f"chunks of version 4 ({SIZES[0] + SIZES[1]} of {sum(SIZES)} bytes are here)"),
+        (50.0, 15.0, 50.0, f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes"),
+    ],
+)
+def test_a_fetch_ends_by_silence_or_by_the_deadline_of_all_of_it(whole_s, waits_s, ended, what):
+    async def slow(request, chunk):
+        await asyncio.sleep(15.0 if request.bucket < 2 else waits_s)
         return chunk
 
-    async def main() -> tuple[float, DeadlineExceeded]:
-        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0)
-        try:
-            await take(server.offer(4, "stream"), server, weights=weights)
-        except DeadlineExceeded as error:
-            return asyncio.get_running_loop().time(), error
-        raise AssertionError("it ended")
-
-    server = Server(held(4, NEW), on_chunk=slow)
-    ended, error = run_virtual(main())
-    assert ended == 5 * 15.0 + 20.0
-    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 20.0)
-    arrived = SIZES[0] + SIZES[1]
-    assert f"chunks of version 4 ({arrived} of {sum(SIZES)} bytes are here)" in str(error)
-    server.close()
-
-
-def test_a_fetch_that_goes_on_and_on_ends_at_the_deadline_of_all_of_it() -> None:
-    async def slow(request: FetchChunk, chunk: Chunk) -> Chunk:
-        await asyncio.sleep(15.0)
-        return chunk
-
-    async def main() -> tuple[float, DeadlineExceeded]:
-        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, stage_deadline_s=50.0)
+    async def main():
+        more = {} if whole_s is None else {"stage_deadline_s": whole_s}
+        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, **more)
         with pytest.raises(DeadlineExceeded) as caught:
             await take(server.offer(4, "stream"), server, weights=weights)
-        return asyncio.get_running_loop().time(), caught.value
+        assert asyncio.get_running_loop().time() == ended
+        return caught.value
 
     server = Server(held(4, NEW), on_chunk=slow)
-    ended, error = run_virtual(main())
-    assert ended == 50.0
-    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
-    told = f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes are here)"
-    assert told in str(error)
+    error = run_virtual(main())
+    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", whole_s or 20.0)
+    assert what in str(error)
     server.close()
 
 
-def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
-    def away(request: FetchChunk, chunk: Chunk) -> Chunk:
+def test_the_error_of_a_silent_fetch_says_what_was_tried_last():
+    def away(request, chunk):
         raise RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True)
 
     server = Server(held(4, NEW), on_chunk=away)
@@ -361,39 +330,34 @@ def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
 
 
 @pytest.mark.parametrize("chunks", range(CHUNKS))
-def test_a_cancelled_stream_leaves_nothing(chunks: int) -> None:
-    async def main() -> None:
-        arrived = asyncio.Event()
+async def test_a_cancelled_stream_leaves_nothing(chunks):
+    arrived = asyncio.Event()
 
-        async def stop(request: FetchChunk, chunk: Chunk) -> Chunk:
-            if server.served.total() > chunks:
-                arrived.set()
-                await asyncio.sleep(3600)
-            return chunk
+    async def stop(request, chunk):
+        if server.served.total() > chunks:
+            arrived.set()
+            await asyncio.sleep(3600)
+        return chunk
 
-        server = Server(held(4, NEW), on_chunk=stop)
-        before = open_memory()
-        fetching = asyncio.create_task(take(server.offer(4, "stream"), server))
-        await arrived.wait()
-        fetching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-        # What the server has mapped to serve from is its own.
-        server.close()
-        assert open_memory() <= before
-
-    asyncio.run(main())
+    server = Server(held(4, NEW), on_chunk=stop)
+    before = open_memory()
+    fetching = asyncio.create_task(take(server.offer(4, "stream"), server))
+    await arrived.wait()
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    # What the server has mapped to serve from is its own.
+    server.close()
+    assert open_memory() <= before
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_cancelled_fetch_waits_for_its_threads(
-    transport: str, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkeypatch):
     entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
     name = "verify_segment" if transport == "shm" else "_write"
     real = getattr(module, name)
 
-    def slow(*arguments: Any, **named: Any) -> Any:
+    def slow(*arguments, **named):
         entered.set()
         go_on.wait(10)
         try:
@@ -401,63 +365,20 @@ def test_a_cancelled_fetch_waits_for_its_threads(
         finally:
             left.set()
 
-    async def main() -> None:
-        fetching = asyncio.create_task(take(server.offer(4, transport), server))
-        await asyncio.to_thread(entered.wait, 10)
-        for _ in range(2):
-            fetching.cancel()
-            await asyncio.wait({fetching}, timeout=0.05)
-            assert not fetching.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-        assert left.is_set()
-
     monkeypatch.setattr(module, name, slow)
-    asyncio.run(main())
+    fetching = asyncio.create_task(take(server.offer(4, transport), server))
+    await asyncio.to_thread(entered.wait, 10)
+    for _ in range(2):
+        fetching.cancel()
+        await asyncio.wait({fetching}, timeout=0.05)
+        assert not fetching.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert left.is_set()
 
 
 # --- over ZeroMQ ---
-
-
-@asynccontextmanager
-async def cut_by(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A TCP relay to ``address``: its own address, and what cuts every connection that goes through it."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    writers: set[asyncio.StreamWriter] = set()
-    pumps: set[asyncio.Task[None]] = set()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(port))
-        writers.update((writer, back))
-        for source, target in ((reader, back), (there, writer)):
-            task = asyncio.create_task(pump(source, target))
-            pumps.add(task)
-            task.add_done_callback(pumps.discard)
-
-    def cut() -> None:
-        while writers:
-            writers.pop().transport.abort()
-
-    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
-    try:
-        yield f"tcp://127.0.0.1:{listening.sockets[0].getsockname()[1]}", cut
-    finally:
-        listening.close()
-        cut()
-        if pumps:
-            await asyncio.wait(set(pumps))
-        await listening.wait_closed()
 
 
 BIG = [random_bytes(size, 5) for size in ((3 << 20) + 77, 2 << 20)]
@@ -465,27 +386,21 @@ BIG_CHUNKS = 4 + 2
 BIG_WEIGHTS = WeightsConfig(chunk_bytes=1 << 20, chunks_in_flight=2, deadline_s=20.0)
 
 
-def over_zmq(main: Callable[[Net], Coroutine[Any, Any, None]]) -> None:
-    async def go() -> None:
-        async with Net() as net:
-            await main(net)
+async def test_a_broken_connection_is_taken_up_at_the_missing_chunk():
+    async with Net() as net:
 
-    asyncio.run(go())
-
-
-def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
-    async def main(net: Net) -> None:
-        async def break_off(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def break_off(request, chunk):
             if server.served.total() == 3:
                 # While two are in flight: what comes now is of a connection that is no more.
-                asyncio.get_running_loop().call_soon(cut)
+                asyncio.get_running_loop().call_soon(way.cut)
                 await asyncio.sleep(0.05)
+                await way.open()
             return chunk
 
         server = Server(held(4, BIG), on_chunk=break_off)
-        address = net.serve(server, "parameter_server/0", register=False).address  # type: ignore[attr-defined]
-        async with cut_by(address) as (relayed, cut):
-            net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=relayed))
+        address = net.serve(server, "parameter_server/0", register=False).address
+        async with way_to(address) as way:
+            net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=way.address))
             peer = net.client("parameter_server/0", "rollouter/4")
             found = await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
         assert contents_of(found.staged.manifest) == BIG
@@ -496,15 +411,13 @@ def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
         found.staged.close()
         server.close()
 
-    over_zmq(main)
-
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: bool) -> None:
-    async def main(net: Net) -> None:
+async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta):
+    async with Net() as net:
         reached = asyncio.Event()
 
-        async def die(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def die(request, chunk):
             if first.served.total() > (1 if delta else 2):
                 reached.set()
                 await asyncio.sleep(3600)
@@ -538,45 +451,3 @@ def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: boo
         found.staged.close()
         for each in (old, *second.snapshots.values()):
             each.release()
-
-    over_zmq(main)
-
-
-def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
-    async def main(net: Net) -> None:
-        def let_go(request: FetchChunk, chunk: Chunk) -> Chunk:
-            if server.served.total() == 3:
-                server.snapshots.pop(4).release()
-            return chunk
-
-        server = Server(held(4, BIG), on_chunk=let_go)
-        net.serve(server, "parameter_server/0")
-        peer = net.client("parameter_server/0", "rollouter/4")
-        with pytest.raises(VersionGone, match="parameter_server/0 has let it go") as caught:
-            await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
-        assert caught.value.version == 4
-        assert not net.errors
-
-    over_zmq(main)
-
-
-def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
-    async def main(net: Net) -> None:
-        server = Server(held(4, BIG))
-        net.serve(server, "parameter_server/0")
-        peers = [net.client("parameter_server/0", f"rollouter/{index}") for index in range(3)]
-        offer = server.offer(4, "stream")
-        found = await asyncio.gather(*(fetch(offer, None, call=calling(peer), weights=BIG_WEIGHTS) for peer in peers))
-        for each in found:
-            assert contents_of(each.staged.manifest) == BIG
-            each.staged.close()
-        assert set(server.served.values()) == {3}
-        server.close()
-
-    over_zmq(main)
-
-
-def test_checksums_of_the_cases() -> None:
-    """The cases differ in every bucket, or the others would prove nothing."""
-    for old, new in zip(OLD, NEW, strict=True):
-        assert xxhash.xxh3_64_intdigest(old) != xxhash.xxh3_64_intdigest(new)

@@ -7,13 +7,13 @@ from harness import Net
 from inprocess import sim_config
 from rollouter_cases import Dataloader, Learner, living
 from test_messages import make_group
+from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.runtime.handlers import Caller, handler
 
 SAMPLES = 4
@@ -33,7 +33,7 @@ class Scripted:
         self.events = []
         self.generated = 0
         self.has_worked = []
-        """What each score said of the function."""
+        """Each score's word on the function."""
 
     async def episode(self, ticket, sample):
         await asyncio.sleep(self.lengths[sample])
@@ -135,7 +135,7 @@ def test_or_is_left_out_while_enough_survive():
 
 
 def test_a_reward_that_fails_costs_its_trajectory_alone_where_it_may_be_left_out():
-    """As a response on which a verifier hangs: its siblings are scored once, and are the group."""
+    """A response on which a verifier hangs is left out: its siblings are scored once, and are the group."""
     script = Scripted(refusals={2: 99})
     group = run(script, rollout={"on_failed_trajectory": "drop", "max_attempts": 3})
     assert (group.failure, group.dropped, group.failed_attempts) == (None, 1, 3)
@@ -205,77 +205,60 @@ def test_a_bug_of_the_reward_pool_that_stays_quarantines_nothing(per):
     assert (error.code, error.retryable) == ("AssertionError", False)
 
 
-@pytest.mark.parametrize("count", [1, SAMPLES])
-def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count):
-    """As what is generated is: a group reward has them all in one call."""
+class Pool:
+    """Has a long queue: answers when it is told to."""
 
-    class Pool:
-        def __init__(self):
-            self.came, self.answers = asyncio.Event(), asyncio.Event()
-
-        @handler
-        async def score(self, request: Score, caller: Caller) -> Scores:
-            self.came.set()
-            await self.answers.wait()
-            return Scores(rewards=[1.0] * count, components=[{}] * count, run_s=0.0)
-
-    async def main():
-        pool, completion = Pool(), Completion(text="x", finish_reason="stop", tokens=1)
-        async with asyncio.timeout(30), Net(memory=True) as net:
-            for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner()), ("reward/0", pool)):
-                net.serve(served, name, 1)
-            async with living(net, tmp_path) as life:
-                request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
-                call = asyncio.create_task(life.rollouter._call_reward(request, set()))
-                await pool.came.wait()
-                assert life.rollouter.figures()["rollout/scoring"] == count
-                pool.answers.set()
-                await call
-                assert life.rollouter.figures()["rollout/scoring"] == 0
-
-    asyncio.run(main())
-
-
-class SlowPool:
-    """Has a long queue."""
-
-    def __init__(self):
-        self.came, self.answers = asyncio.Event(), asyncio.Event()
+    def __init__(self, count=1):
+        self.came, self.answers, self.count = asyncio.Event(), asyncio.Event(), count
 
     @handler
     async def score(self, request: Score, caller: Caller) -> Scores:
         self.came.set()
         await self.answers.wait()
-        return Scores(rewards=[1.0], components=[{}], run_s=0.0)
+        return Scores(rewards=[1.0] * self.count, components=[{}] * self.count, run_s=0.0)
+
+
+@pytest.mark.parametrize("count", [1, SAMPLES])
+async def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count):
+    """A group reward has them all in one call."""
+
+    pool, completion = Pool(count), Completion(text="x", finish_reason="stop", tokens=1)
+    async with asyncio.timeout(30), Net(memory=True) as net:
+        for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner()), ("reward/0", pool)):
+            net.serve(served, name, 1)
+        async with living(net, tmp_path) as life:
+            request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
+            call = asyncio.create_task(life.rollouter._call_reward(request, set()))
+            await pool.came.wait()
+            assert life.rollouter.figures()["rollout/scoring"] == count
+            pool.answers.set()
+            await call
+            assert life.rollouter.figures()["rollout/scoring"] == 0
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path, away):
+async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path, away):
     """However long its queue; silence ends the wait, though the queue of a large run may honestly take hours."""
     patience_s = 1.0
-
-    async def main():
-        pool, completion = SlowPool(), Completion(text="x", finish_reason="stop", tokens=1)
-        async with asyncio.timeout(30), Net(memory=True) as net:
-            for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner())):
-                net.serve(served, name, 1)
-            bound = net.serve(pool, "reward/0", 1)._bound
-            async with living(net, tmp_path) as life:
-                rollouter = life.rollouter
-                network = rollouter.config.network.model_copy(update={"call_timeout_s": patience_s})
-                reward = rollouter.config.reward.model_copy(update={"timeout_s": 3600.0})
-                rollouter.config = rollouter.config.model_copy(update={"network": network, "reward": reward})
-                request = Score(uid="0-1", prompt="", row={}, completions=[completion])
-                call = asyncio.create_task(rollouter._call_reward(request, set()))
-                await pool.came.wait()
-                if away:
-                    bound.deliver = lambda client, frames: None
-                    with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
-                        await call
-                else:
-                    await asyncio.sleep(3 * patience_s)
-                    pool.answers.set()
-                    assert (await call).rewards == [1.0]
+    pool, completion = Pool(), Completion(text="x", finish_reason="stop", tokens=1)
+    async with asyncio.timeout(30), Net(memory=True) as net:
+        for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner())):
+            net.serve(served, name, 1)
+        bound = net.serve(pool, "reward/0", 1)._bound
+        async with living(net, tmp_path) as life:
+            rollouter = life.rollouter
+            network = rollouter.config.network.model_copy(update={"call_timeout_s": patience_s})
+            reward = rollouter.config.reward.model_copy(update={"timeout_s": 3600.0})
+            rollouter.config = rollouter.config.model_copy(update={"network": network, "reward": reward})
+            request = Score(uid="0-1", prompt="", row={}, completions=[completion])
+            call = asyncio.create_task(rollouter._call_reward(request, set()))
+            await pool.came.wait()
+            if away:
+                bound.deliver = lambda client, frames: None
+                with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
+                    await call
+            else:
+                await asyncio.sleep(3 * patience_s)
                 pool.answers.set()
-
-    asyncio.run(main())
+                assert (await call).rewards == [1.0]
+            pool.answers.set()

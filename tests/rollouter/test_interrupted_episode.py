@@ -47,12 +47,7 @@ def played(folder, model, on_update, *, updates):
             model=path,
             engine=lambda config: make_engine(config, "rollouter/0"),
             publish=lambda version: publisher.publish_model(version, weights),
-            rollout={
-                "engine": "reference",
-                "max_tokens": MAX_TOKENS,
-                "stream_interval": 2,
-                "on_update": on_update,
-            },
+            rollout={"engine": "reference", "max_tokens": MAX_TOKENS, "stream_interval": 2, "on_update": on_update},
             data={"max_prompt_tokens": 400},
         )
         async with world:

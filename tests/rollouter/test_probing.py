@@ -56,12 +56,12 @@ class Asked:
 def probe(engine: Asked, timeout: float = 5.0):
     async def main():
         async with asyncio.timeout(timeout):
-            return await probe_engine(engine, PROBE, version=4, temperature=0.7)  # type: ignore[arg-type]
+            return await probe_engine(engine, PROBE, version=4, temperature=0.7)
 
     return asyncio.run(main())
 
 
-def test_tokens_are_sampled_as_the_run_samples_them_and_all_at_once() -> None:
+def test_tokens_are_sampled_as_the_run_samples_them_and_all_at_once():
     engine = Asked()
     drift = probe(engine)
     assert drift.nats == pytest.approx(0.0)
@@ -73,21 +73,21 @@ def test_tokens_are_sampled_as_the_run_samples_them_and_all_at_once() -> None:
         assert request.priority < 0
 
 
-def test_what_is_aborted_is_left_out() -> None:
+def test_what_is_aborted_is_left_out():
     drift = probe(Asked(aborted=True))
     assert (drift.nats, drift.tokens) == (pytest.approx(0.0), 5 + 8)
 
 
-def test_an_engine_that_dies_is_told_and_nothing_goes_on() -> None:
+def test_an_engine_that_dies_is_told_and_nothing_goes_on():
     engine = Asked(dies=True)
     with pytest.raises(EngineDied):
         probe(engine)
     assert engine.running == 0
 
 
-def test_an_engine_that_is_too_busy_is_asked_no_longer() -> None:
+def test_an_engine_that_is_too_busy_is_asked_no_longer():
     class Silent(Asked):
-        async def _wait(self) -> None:
+        async def _wait(self):
             self.running += 1
             try:
                 await asyncio.sleep(3600)

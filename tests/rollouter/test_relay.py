@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from fetch_cases import Host, Server
 from harness import Net, replace
 from published_weights import as_streamed, comes_to, contents_of, held, open_memory, random_bytes, stage
 from structlog.testing import capture_logs
+from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.weights import Chunk, FetchChunk
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.rollouter.relay import Relay
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.chunks import Piece
 from asyncrl.weights.segments import Segment
 
@@ -36,22 +36,14 @@ PROCESS = Path(__file__).parent / "relay_process.py"
 
 
 @pytest.fixture(autouse=True)
-def no_leak() -> Any:
+def no_leak():
     before = open_memory()
     yield
     assert comes_to(before)
 
 
-def over_zmq(main: Callable[[Net], Coroutine[Any, Any, None]]) -> None:
-    async def go() -> None:
-        async with Net() as net:
-            await main(net)
-
-    asyncio.run(go())
-
-
-def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> None:
-    async def main(net: Net) -> None:
+async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above():
+    async with Net() as net:
         server = Server(held(4, CONTENTS))
         net.serve(server, "parameter_server/0")
         hosts = [Host(net, f"rollouter/{index}", WEIGHTS) for index in range(3)]
@@ -76,27 +68,34 @@ def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> No
         shared.close()
         server.close()
 
-    over_zmq(main)
-
 
 EVEN = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
 ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow: int) -> None:
-    async def main(net: Net) -> None:
-        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
-            await go_on.wait()
-            return chunk
-
-        go_on = asyncio.Event()
-        server = Server(held(4, CONTENTS))
-        relays = [Server(held(4, CONTENTS), on_chunk=hold_back if stripe == slow else None) for stripe in (0, 1)]
-        for name, owner in (("parameter_server/0", server), ("rollouter/0", relays[0]), ("rollouter/1", relays[1])):
-            net.serve(owner, name)
+@asynccontextmanager
+async def below(*scripts: Any) -> AsyncIterator[tuple[Host, list[Server], Manifest]]:
+    """A host below the parameter server, rollouter/0 and rollouter/1, whose replies ``scripts`` change."""
+    async with Net() as net:
+        servers = [Server(held(4, CONTENTS), on_chunk=script) for script in scripts]
+        for name, server in zip(("parameter_server/0", "rollouter/0", "rollouter/1"), servers, strict=True):
+            net.serve(server, name)
         host = Host(net, "rollouter/2", WEIGHTS)
-        manifest = as_streamed(server.snapshots[4].manifest)
+        yield host, servers, as_streamed(servers[0].snapshots[4].manifest)
+        host.relay.close()
+        for server in servers:
+            server.close()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow):
+    async def hold_back(request, chunk):
+        await go_on.wait()
+        return chunk
+
+    go_on = asyncio.Event()
+    ways = [hold_back if stripe == slow else None for stripe in (0, 1)]
+    async with below(None, *ways) as (host, (server, *relays), manifest):
         fetching = asyncio.create_task(host.take(manifest, "rollouter/0", more=[["rollouter/1"]]))
         async with asyncio.timeout(20):
             while arrived(host) != (EVEN, ODD)[1 - slow]:
@@ -108,31 +107,14 @@ def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_oth
         for relay, pieces in zip(relays, (EVEN, ODD), strict=True):
             assert relay.served == {(piece.bucket, piece.offset, -1): 1 for piece in pieces}
         found.staged.close()
-        host.relay.close()
-        for each in (server, *relays):
-            each.close()
-
-    over_zmq(main)
 
 
-def test_a_relay_that_fails_is_left_for_its_stripe_alone() -> None:
-    async def main(net: Net) -> None:
-        server = Server(held(4, CONTENTS))
-        failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: has_let_go(chunk))
-        good = Server(held(4, CONTENTS))
-        for name, owner in (("parameter_server/0", server), ("rollouter/1", failing), ("rollouter/0", good)):
-            net.serve(owner, name)
-        host = Host(net, "rollouter/2", WEIGHTS)
-        manifest = as_streamed(server.snapshots[4].manifest)
+async def test_a_relay_that_fails_is_left_for_its_stripe_alone():
+    async with below(None, None, lambda _, chunk: has_let_go(chunk)) as (host, (server, good, _), manifest):
         found = await host.take(manifest, "rollouter/1", more=[["rollouter/0"]])
         assert contents_of(found.staged.manifest) == CONTENTS
         assert (server.served.total(), good.served.total()) == (CHUNKS / 2, CHUNKS / 2)
         found.staged.close()
-        host.relay.close()
-        for each in (server, failing, good):
-            each.close()
-
-    over_zmq(main)
 
 
 def shared_manifest(server: Server, paths: list[str]) -> Any:
@@ -141,11 +123,11 @@ def shared_manifest(server: Server, paths: list[str]) -> Any:
     return replace(manifest, buckets=buckets)
 
 
-def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
-    async def main(net: Net) -> None:
-        reached, go_on = asyncio.Event(), asyncio.Event()
+async def test_chunks_are_handed_on_while_the_rest_is_under_way():
+    async with Net() as net:
+        go_on = asyncio.Event()
 
-        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+        async def hold_back(request, chunk):
             if request.bucket == 1:
                 await go_on.wait()
             return chunk
@@ -156,13 +138,9 @@ def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
         manifest = as_streamed(server.snapshots[4].manifest)
         fetching = [asyncio.create_task(upper.take(manifest)), asyncio.create_task(lower.take(manifest, "rollouter/0"))]
 
-        async def watch() -> None:
+        async with asyncio.timeout(20):
             while upper.served["rollouter/1"] < 4:
                 await asyncio.sleep(0.002)
-            reached.set()
-
-        async with asyncio.timeout(20):
-            await watch()
         assert not fetching[0].done()
         go_on.set()
         for each in fetching:
@@ -170,8 +148,6 @@ def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
         for host in (upper, lower):
             host.relay.close()
         server.close()
-
-    over_zmq(main)
 
 
 @asynccontextmanager
@@ -195,9 +171,10 @@ async def host_process(address: str, manifest: Any) -> AsyncIterator[tuple[str, 
         await process.wait()
 
 
-def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version() -> None:
-    async def main(net: Net) -> None:
-        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+async def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version():
+    async with Net() as net:
+
+        async def hold_back(request, chunk):
             # From the relay alone: it never gets the second bucket.
             if request.bucket == 1 and not killed.is_set():
                 await asyncio.sleep(3600)
@@ -205,7 +182,7 @@ def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version()
 
         killed = asyncio.Event()
         server = Server(held(4, CONTENTS), on_chunk=hold_back)
-        address = net.serve(server, "parameter_server/0").address  # type: ignore[attr-defined]
+        address = net.serve(server, "parameter_server/0").address
         manifest = as_streamed(server.snapshots[4].manifest)
         async with host_process(address, manifest) as (relay, process):
             net.register(ActorRecord(name="rollouter/1", incarnation=1, address=relay))
@@ -225,8 +202,6 @@ def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version()
         found.staged.close()
         host.relay.close()
         server.close()
-
-    over_zmq(main)
 
 
 def arrived(host: Host) -> set[Piece]:
@@ -253,30 +228,18 @@ def has_a_defect(chunk: Chunk) -> Chunk:
 
 
 @pytest.mark.parametrize("what", [flips, cuts, has_let_go, has_a_defect], ids=lambda what: what.__name__)
-def test_a_relay_that_fails_is_left_for_the_next_above(what: Callable[[Chunk], Chunk]) -> None:
-    async def main(net: Net) -> None:
-        server = Server(held(4, CONTENTS))
-        failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: what(chunk))
-        good = Server(held(4, CONTENTS))
-        for name, owner in (("parameter_server/0", server), ("rollouter/1", failing), ("rollouter/0", good)):
-            net.serve(owner, name)
-        host = Host(net, "rollouter/2", WEIGHTS)
+async def test_a_relay_that_fails_is_left_for_the_next_above(what):
+    async with below(None, None, lambda _, chunk: what(chunk)) as (host, (server, good, _), manifest):
         with capture_logs() as logs:
-            found = await host.take(as_streamed(server.snapshots[4].manifest), "rollouter/1", "rollouter/0")
+            found = await host.take(manifest, "rollouter/1", "rollouter/0")
         assert contents_of(found.staged.manifest) == CONTENTS
-        assert server.served.total() == 0
-        assert good.served.total() == CHUNKS
+        assert (server.served.total(), good.served.total()) == (0, CHUNKS)
         assert [line["relay"] for line in logs if line["event"] == "relay is left"] == ["rollouter/1"]
         found.staged.close()
-        host.relay.close()
-        for each in (server, failing, good):
-            each.close()
-
-    over_zmq(main)
 
 
-def test_a_relay_that_gets_nothing_itself_is_left_in_time() -> None:
-    async def main() -> float:
+def test_a_relay_that_gets_nothing_itself_is_left_in_time():
+    async def main():
         async with Net(memory=True) as net:
             server = Server(held(4, CONTENTS))
             net.serve(server, "parameter_server/0")
@@ -313,7 +276,7 @@ def ask(relay: Relay, version: int, piece: Piece, base: int = -1) -> Chunk:
 FIRST = Piece(0, 0, 4096)
 
 
-def test_what_has_arrived_outlives_the_one_who_fetched_it() -> None:
+def test_what_has_arrived_outlives_the_one_who_fetched_it():
     relay, content = Relay(), random_bytes(4096)
     segment = segment_of(content)
     relay.begin(1)
@@ -334,14 +297,14 @@ def test_what_has_arrived_outlives_the_one_who_fetched_it() -> None:
         ask(relay, 1, FIRST)
 
 
-def test_one_whole_version_is_held_beside_the_one_that_comes() -> None:
+def test_one_whole_version_is_held_beside_the_one_that_comes():
     relay, staged = Relay(), {}
     for version in (1, 2, 3):
         snapshot = held(version, [random_bytes(100, version)])
         staged[version] = stage(snapshot.manifest)
         snapshot.release()
 
-    def versions() -> set[int]:
+    def versions():
         return set(relay._versions)
 
     relay.begin(1)
@@ -367,8 +330,8 @@ def test_one_whole_version_is_held_beside_the_one_that_comes() -> None:
         each.close()
 
 
-def test_who_waits_for_a_version_that_is_dropped_is_told_at_once() -> None:
-    async def main() -> None:
+def test_who_waits_for_a_version_that_is_dropped_is_told_at_once():
+    async def main():
         relay.begin(1)
         waiting = asyncio.create_task(relay.chunk(FetchChunk(version=1, bucket=0, offset=0, size=1), 1000.0))
         await asyncio.sleep(1)

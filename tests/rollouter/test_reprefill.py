@@ -1,4 +1,4 @@
-"""What updates make engines compute again: counted when it is computed, once, and not what the prefix cache has."""
+"""Tokens that updates make engines compute again: counted when computed, once, without what the prefix cache has."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import sim_config
 from test_messages import make_group
+from virtual import LoopClock, run_virtual
 
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
@@ -23,7 +24,6 @@ from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.reprefill import Reprefill
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.stops import Stops
 
 PROMPT = list(range(40))
@@ -108,7 +108,7 @@ class World:
         version = self.host.version + 1
         await self.host.quiesced(1000.0)
         await self.host.pause(version)
-        await self.host.load(SimpleNamespace(version=version))  # type: ignore[arg-type]
+        await self.host.load(SimpleNamespace(version=version))
         await self.host.commit()
         if not at_once:
             await asyncio.sleep(10.0)
@@ -117,8 +117,8 @@ class World:
         ticket = replace(
             make_group("0-1").ticket, max_tokens=TOKENS, prompt_ids=np.array(PROMPT, np.int32), temperature=1.0
         )
-        call = PolicyCall(self.host, Letters(), self.config, ticket, SampleAccount("0-1", sample, lambda: 0.0).call())  # type: ignore[arg-type]
-        await single_turn(call, ticket, sample, Stops(), Letters())  # type: ignore[arg-type]
+        call = PolicyCall(self.host, Letters(), self.config, ticket, SampleAccount("0-1", sample, lambda: 0.0).call())
+        await single_turn(call, ticket, sample, Stops(), Letters())
 
     async def play(self, meanwhile: Any) -> None:
         await self.host.start()
@@ -141,7 +141,7 @@ def play(meanwhile, **rollout: Any) -> World:
 
 
 def test_aborted_requests_count_what_their_resumes_compute():
-    async def twice(world: World) -> None:
+    async def twice(world):
         await world.update()
         await world.update()
 
@@ -154,7 +154,7 @@ def test_aborted_requests_count_what_their_resumes_compute():
 
 
 def test_an_update_on_the_heels_of_another_counts_only_what_is_computed():
-    async def at_once(world: World) -> None:
+    async def at_once(world):
         await world.update(at_once=True)
         await world.update()
 
@@ -168,7 +168,7 @@ def test_an_update_on_the_heels_of_another_counts_only_what_is_computed():
 def test_kept_requests_count_what_they_held_at_the_load(keep_kv, counts):
     held = []
 
-    async def once(world: World) -> None:
+    async def once(world):
         held.append(SIBLINGS * len(PROMPT) + world.host.sampled_tokens)
         await world.update()
 
@@ -177,10 +177,10 @@ def test_kept_requests_count_what_they_held_at_the_load(keep_kv, counts):
 
 
 def test_a_drain_and_a_run_without_updates_count_nothing():
-    async def nothing(world: World) -> None:
+    async def nothing(world):
         pass
 
-    async def update(world: World) -> None:
+    async def update(world):
         await world.update()
 
     assert play(nothing).host.reprefill.tokens == 0
@@ -188,7 +188,7 @@ def test_a_drain_and_a_run_without_updates_count_nothing():
 
 
 def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
-    async def dies(world: World) -> None:
+    async def dies(world):
         engine = world.host._engine
         assert isinstance(engine, Engine)
         engine.kill()
@@ -205,7 +205,7 @@ def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
 
 
 def test_a_delta_tells_of_the_cache_also_where_it_is_merged_with_others():
-    async def main() -> Delta:
+    async def main():
         stream = DeltaStream(asyncio.get_running_loop())
         stream.put(Delta(tokens=[1], logprobs=[0.0], cached_tokens=32))
         stream.put(Delta(tokens=[], logprobs=[], finish_reason="abort"))

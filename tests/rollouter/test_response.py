@@ -82,7 +82,7 @@ PIECES = ["", "a", "b", " b", "ab", "bab", ".", " .", "aaa", b"\xe4", b"\xbd", b
 
 
 def decode_pieces(tokens):
-    """As tokenizers do it: bytes are joined, a leading space is dropped, and a space before a full stop."""
+    """Text as tokenizers make it: bytes are joined, a leading space is dropped, and a space before a full stop."""
     text = b"".join(p if isinstance(p := PIECES[token], bytes) else p.encode() for token in tokens)
     return text.decode(errors="replace").removeprefix(" ").replace(" .", ".")
 

@@ -3,23 +3,14 @@
 import asyncio
 import time
 
-import numpy as np
 import pytest
 from harness import replace
-from session_cases import HOST, TOOL, World, call_of, result, said, user
+from session_cases import TOOL, World, call_of, result, said, user
 
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.stops import Stops
 
 WAIT_S = 20.0
-
-
-def play(folder, main, **options):
-    async def run():
-        async with asyncio.timeout(WAIT_S), World(folder, **options) as world:
-            await main(world)
-
-    asyncio.run(run())
 
 
 async def until(state):
@@ -31,10 +22,9 @@ def whole(sequence):
     return [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]
 
 
-def test_turns_extend_what_was_sampled_token_by_token(tmp_path):
+async def test_turns_extend_what_was_sampled_token_by_token(tmp_path):
     """I3: the tokens of a conversation are those that the engine was given and sampled, each under its version."""
-
-    async def main(world):
+    async with World(tmp_path, say=lambda prompt: "One." if "go on" not in prompt else "And two.") as world:
         session = world.open()
         first = await world.chat(session.key, [user("hi")])
         await world.update()
@@ -53,11 +43,11 @@ def test_turns_extend_what_was_sampled_token_by_token(tmp_path):
             [user("hi"), said(first), user("go on"), said(second)], (), {}, generate=False
         ).rstrip("\n")
 
-    play(tmp_path, main, say=lambda prompt: "One." if "go on" not in prompt else "And two.")
 
-
-def test_calls_of_tools_are_recognised_by_their_ids_whatever_the_agent_made_of_them(tmp_path):
-    async def main(world):
+async def test_calls_of_tools_are_recognised_by_their_ids_whatever_the_agent_made_of_them(tmp_path):
+    async with World(
+        tmp_path, say=lambda prompt: "A key." if "a key" in prompt else call_of("look", at="door")
+    ) as world:
         session = world.open()
         ask = await world.chat(session.key, [user("find")], tools=[TOOL])
         assert [(c.name, c.id) for c in ask.tool_calls] == [("look", "call_0_0")]
@@ -70,11 +60,9 @@ def test_calls_of_tools_are_recognised_by_their_ids_whatever_the_agent_made_of_t
         assert session.conversation.counts().forks == {}
         assert len(session.conversation.sequences()) == 1
 
-    play(tmp_path, main, say=lambda prompt: "A key." if "a key" in prompt else call_of("look", at="door"))
 
-
-def test_a_repeat_joins_its_call_and_is_given_its_answer(tmp_path):
-    async def main(world):
+async def test_a_repeat_joins_its_call_and_is_given_its_answer(tmp_path):
+    async with World(tmp_path) as world:
         session = world.open()
         world.speaks.clear()
         asked = [asyncio.create_task(world.chat(session.key, [user("hi")], call="same")) for _ in range(3)]
@@ -88,11 +76,9 @@ def test_a_repeat_joins_its_call_and_is_given_its_answer(tmp_path):
         await world.chat(session.key, [user("hi")], call="other")
         assert len(world.submitted) == 2
 
-    play(tmp_path, main)
 
-
-def test_a_call_that_was_cancelled_goes_on_from_its_tokens(tmp_path):
-    async def main(world):
+async def test_a_call_that_was_cancelled_goes_on_from_its_tokens(tmp_path):
+    async with World(tmp_path, say=lambda prompt: "A long answer of many words.") as world:
         session = world.open()
         world.pause_after = 3
         asked = asyncio.create_task(world.chat(session.key, [user("hi")], call="cut"))
@@ -108,42 +94,23 @@ def test_a_call_that_was_cancelled_goes_on_from_its_tokens(tmp_path):
         assert next((s.version, s.start, s.end) for s in sequence.spans) == (0, 0, 3)
         assert sequence.spans[1].version == 1
 
-    play(tmp_path, main, say=lambda prompt: "A long answer of many words.")
 
-
-def test_weights_that_change_under_a_call_are_not_noticed(tmp_path):
-    async def main(world):
-        session = world.open()
-        world.pause_after = 2
-        asked = asyncio.create_task(world.chat(session.key, [user("hi")]))
-        await until(lambda: world.spoken == 2 and not world.speaks.is_set())
-        world.speaks.set()
-        await world.update()
-        assert (await asked).content == "A long answer of many words."
-        (sequence,) = session.conversation.sequences()
-        assert [s.version for s in sequence.spans] == [0, 1]
-
-    play(tmp_path, main, say=lambda prompt: "A long answer of many words.")
-
-
-def test_parallel_calls_have_noise_that_their_order_does_not_change(tmp_path):
+async def test_parallel_calls_have_noise_that_their_order_does_not_change(tmp_path):
     async def keys(world, order):
         session = world.open()
         for text in order:
             await world.chat(session.key, [user(text)])
         return {text: call.key.split("/", 3)[3] for text, call in zip(order, session.calls.values(), strict=True)}
 
-    async def main(world):
+    async with World(tmp_path) as world:
         first = await keys(world, ["a", "b"])
         world.account.attempts = 0
         assert await keys(world, ["b", "a"]) == first
         assert first["a"] != first["b"]
 
-    play(tmp_path, main)
 
-
-def test_calls_that_ask_the_same_are_told_apart_by_their_arrival(tmp_path):
-    async def main(world):
+async def test_calls_that_ask_the_same_are_told_apart_by_their_arrival(tmp_path):
+    async with World(tmp_path) as world:
         session = world.open()
         render, pauses = world.renderer.render, iter([0.1, 0.0])
 
@@ -155,22 +122,18 @@ def test_calls_that_ask_the_same_are_told_apart_by_their_arrival(tmp_path):
         await asyncio.gather(*(world.chat(session.key, [user("hi")], call=name) for name in ("first", "second")))
         assert [session.calls[name].key.rpartition("/")[2] for name in ("first", "second")] == ["1", "2"]
 
-    play(tmp_path, main)
 
-
-def test_the_most_turns_end_it(tmp_path):
-    async def main(world):
+async def test_the_most_turns_end_it(tmp_path):
+    async with World(tmp_path, episode={"max_turns": 1}) as world:
         session = world.open()
         reply = await world.chat(session.key, [user("hi")])
         with pytest.raises(EpisodeOver, match=r"1 turns \(episode.max_turns\)"):
             await world.chat(session.key, [user("hi"), said(reply), user("more")])
         assert session.stages.outcome == "turns"
 
-    play(tmp_path, main, episode={"max_turns": 1})
 
-
-def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_path):
-    async def main(world):
+async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_path):
+    async with World(tmp_path, say=lambda prompt: "words " * 100, episode={"max_context_tokens": 40}) as world:
         session = world.open()
         prompt = len(world.renderer.render([user("hi")], [], {}))
         reply = await world.chat(session.key, [user("hi")])
@@ -181,43 +144,26 @@ def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_path):
             await world.chat(session.key, [user("hi"), said(reply), user("more")])
         assert session.stages.outcome == "length"
 
-    play(tmp_path, main, say=lambda prompt: "words " * 100, episode={"max_context_tokens": 40})
 
-
-def test_an_agent_may_ask_for_less_and_that_cuts_no_trajectory(tmp_path):
-    async def main(world):
+async def test_an_agent_may_ask_for_less_and_that_cuts_no_trajectory(tmp_path):
+    async with World(tmp_path) as world:
         session = world.open()
         reply = await world.chat(session.key, [user("hi")], max_tokens=2)
         assert (reply.finish_reason, reply.completion_tokens) == ("length", 2)
         assert not session.cut
 
-    play(tmp_path, main)
 
-
-def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path):
-    async def main(world):
+async def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path):
+    async with World(tmp_path, say=lambda prompt: "Act. Observation: made up.") as world:
         session = world.open()
         reply = await world.chat(session.key, [user("hi")], stop=["Observation:"])
         assert (reply.content, reply.finish_reason) == ("Act. ", "stop")
         (sequence,) = session.conversation.sequences()
         assert "Observation:" in world.tokenizer.decode(sequence.tokens.tolist())
 
-    play(tmp_path, main, say=lambda prompt: "Act. Observation: made up.")
 
-
-def test_auxiliary_calls_are_not_trained(tmp_path):
-    async def main(world):
-        session = world.open()
-        await world.chat(session.key, [user("hi")])
-        before = [whole(sequence) for sequence in session.conversation.sequences()]
-        await world.chat(session.key, [user("a title?")], untrained=True)
-        assert [whole(sequence) for sequence in session.conversation.sequences()] == before
-
-    play(tmp_path, main)
-
-
-def test_nobody_reaches_a_session_but_its_host_and_only_while_it_is_open(tmp_path):
-    async def main(world):
+async def test_nobody_reaches_a_session_but_its_host_and_only_while_it_is_open(tmp_path):
+    async with World(tmp_path) as world:
         session = world.open()
         with pytest.raises(EpisodeOver):
             await world.chat(session.key, [user("hi")], host="episodes/1")
@@ -229,11 +175,9 @@ def test_nobody_reaches_a_session_but_its_host_and_only_while_it_is_open(tmp_pat
         assert len(world.sessions) == 0
         assert not world.submitted
 
-    play(tmp_path, main)
 
-
-def test_an_episode_that_ends_under_a_call_adds_nothing(tmp_path):
-    async def main(world):
+async def test_an_episode_that_ends_under_a_call_adds_nothing(tmp_path):
+    async with World(tmp_path) as world:
         session = world.open()
         world.speaks.clear()
         asked = asyncio.create_task(world.chat(session.key, [user("hi")]))
@@ -244,22 +188,18 @@ def test_an_episode_that_ends_under_a_call_adds_nothing(tmp_path):
             await asked
         assert session.conversation.nodes == []
 
-    play(tmp_path, main)
 
-
-def test_calls_that_cannot_be_asked_are_refused_and_hold_no_place(tmp_path):
-    async def main(world):
+async def test_calls_that_cannot_be_asked_are_refused_and_hold_no_place(tmp_path):
+    async with World(tmp_path, rollout={"concurrency": 2}) as world:
         session = world.open()
         with pytest.raises(ChatRefused, match=r"messages\[0\]\.role"):
             await world.chat(session.key, [{"role": "wizard", "content": "hi"}])
         assert session.stages.turns == 0
         assert (await world.chat(session.key, [user("hi")])).content == "Hello."
 
-    play(tmp_path, main, rollout={"concurrency": 2})
 
-
-def test_text_is_told_as_it_is_sampled(tmp_path):
-    async def main(world):
+async def test_text_is_told_as_it_is_sampled(tmp_path):
+    async with World(tmp_path, say=lambda prompt: "Grüße, 世界!") as world:
         session = world.open()
         reply = await world.chat(session.key, [user("hi")], stream=True)
         assert reply.content == "Grüße, 世界!"
@@ -270,11 +210,9 @@ def test_text_is_told_as_it_is_sampled(tmp_path):
         assert reply.content.startswith(told)
         assert len(world.deltas) > 1
 
-    play(tmp_path, main, say=lambda prompt: "Grüße, 世界!")
 
-
-def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
-    async def main(world):
+async def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
+    async with World(tmp_path, rollout={"concurrency": 2}) as world:
         sessions = [world.open() for _ in range(6)]
         world.speaks.clear()
         asked = [asyncio.create_task(world.chat(session.key, [user("hi")])) for session in sessions]
@@ -284,31 +222,9 @@ def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
         assert {reply.content for reply in [await task for task in asked]} == {"Hello."}
         assert world.sessions.gauges()["rollout/episodes_at/user"] == 6
 
-    play(tmp_path, main, rollout={"concurrency": 2})
 
-
-def test_context_is_what_the_engine_had_also_where_it_forks(tmp_path):
-    """Each path of the forest is a submission of the engine's, and what it sampled for it."""
-
-    async def main(world):
-        session = world.open()
-        one = await world.chat(session.key, [user("hi")])
-        await world.chat(session.key, [user("hi"), said(one), user("left")])
-        await world.chat(session.key, [user("hi"), said(one), user("right")])
-        await world.chat(session.key, [user("another")])
-        sequences = session.conversation.sequences()
-        assert sorted(sum(span.role == "repeated" for span in s.spans) for s in sequences) == [0, 0, 1]
-        assert sum(len(s.logprobs) for s in sequences) == sum(len(node.ids) for node in session.conversation.nodes)
-        paths = [np.array(whole(s)) for s in sequences]
-        for prompt, _, _ in world.submitted:
-            assert any(np.array_equal(path[: len(prompt)], prompt) for path in paths)
-        assert session.host == HOST
-
-    play(tmp_path, main)
-
-
-def test_a_fork_is_rendered_with_our_answers_as_they_were_given(tmp_path):
-    async def main(world):
+async def test_a_fork_is_rendered_with_our_answers_as_they_were_given(tmp_path):
+    async with World(tmp_path, family="keeps thinking", say=lambda prompt: "<think>Because.</think>Yes.") as world:
         session = world.open()
         first = await world.chat(session.key, [user("hi")])
         assert (first.reasoning, first.content) == ("Because.", "Yes.")
@@ -318,34 +234,29 @@ def test_a_fork_is_rendered_with_our_answers_as_they_were_given(tmp_path):
         )
         assert "Because." in world.tokenizer.decode(world.submitted[-1][0], keep_special=True)
 
-    play(tmp_path, main, family="keeps thinking", say=lambda prompt: "<think>Because.</think>Yes.")
 
-
-def test_nothing_is_streamed_where_the_run_has_stops_of_its_own(tmp_path):
-    async def main(world):
+async def test_nothing_is_streamed_where_the_run_has_stops_of_its_own(tmp_path):
+    async with World(
+        tmp_path, say=lambda prompt: "Act. Observation: made up.", stops=Stops(strings=("Observation:",))
+    ) as world:
         session = world.open()
         reply = await world.chat(session.key, [user("hi")], stream=True)
         assert reply.content == "Act. "
         assert world.deltas == []
 
-    play(tmp_path, main, say=lambda prompt: "Act. Observation: made up.", stops=Stops(strings=("Observation:",)))
 
-
-def test_answered_calls_hold_no_history(tmp_path):
-    async def main(world):
+async def test_answered_calls_hold_no_history(tmp_path):
+    async with World(tmp_path) as world:
         session = world.open()
         await world.chat(session.key, [user("hi")])
         assert [(call.prompt, call.response) for call in session.calls.values()] == [(None, None)]
 
-    play(tmp_path, main)
 
+async def test_an_evaluation_has_limits_of_its_own(tmp_path):
 
-def test_an_evaluation_has_limits_of_its_own(tmp_path):
-    async def main(world):
+    held = {"data": {"source": "synthetic", "max_prompt_tokens": 500}, "max_tokens": 300}
+    async with World(tmp_path, eval={"held": held}, data={"max_prompt_tokens": 32}) as world:
         world.ticket = replace(world.ticket, purpose="eval/held", max_tokens=300)
         session = world.open()
         await world.chat(session.key, [user("hi")])
         assert world.submitted[0][2] == 300
-
-    held = {"data": {"source": "synthetic", "max_prompt_tokens": 500}, "max_tokens": 300}
-    play(tmp_path, main, eval={"held": held}, data={"max_prompt_tokens": 32})

@@ -6,7 +6,7 @@ from contextlib import suppress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollouter.slots import Slots
+from asyncrl.rollouter.concurrency import Slots
 
 
 class Taker:
@@ -42,58 +42,49 @@ def numbers(takers):
     return [taker.number for taker in takers]
 
 
-def test_the_lowest_free_number_is_taken_and_whoever_asks_first_comes_first():
-    async def main():
-        slots = Slots(2)
-        takers = [Taker(slots) for _ in range(4)]
-        await settled()
-        assert numbers(takers) == [0, 1, None, None]
-        await takers[0].let_go()
-        await settled()
-        assert numbers(takers) == [None, 1, 0, None]
-        slots.resize(3)
-        await settled()
-        assert numbers(takers) == [None, 1, 0, 2]
-        for taker in takers[1:]:
-            await taker.let_go()
-
-    asyncio.run(main())
+async def test_the_lowest_free_number_is_taken_and_whoever_asks_first_comes_first():
+    slots = Slots(2)
+    takers = [Taker(slots) for _ in range(4)]
+    await settled()
+    assert numbers(takers) == [0, 1, None, None]
+    await takers[0].let_go()
+    await settled()
+    assert numbers(takers) == [None, 1, 0, None]
+    slots.resize(3)
+    await settled()
+    assert numbers(takers) == [None, 1, 0, 2]
+    for taker in takers[1:]:
+        await taker.let_go()
 
 
-def test_fewer_slots_are_enough_once_so_many_are_given_back():
-    async def main():
-        slots = Slots(3)
-        takers = [Taker(slots) for _ in range(4)]
-        await settled()
-        slots.resize(1)
-        await takers[0].let_go()
-        await takers[1].let_go()
-        await settled()
-        assert numbers(takers) == [None, None, 2, None]
-        await takers[2].let_go()
-        await settled()
-        assert takers[3].number == 0
-        await takers[3].let_go()
-
-    asyncio.run(main())
+async def test_fewer_slots_are_enough_once_so_many_are_given_back():
+    slots = Slots(3)
+    takers = [Taker(slots) for _ in range(4)]
+    await settled()
+    slots.resize(1)
+    await takers[0].let_go()
+    await takers[1].let_go()
+    await settled()
+    assert numbers(takers) == [None, None, 2, None]
+    await takers[2].let_go()
+    await settled()
+    assert takers[3].number == 0
+    await takers[3].let_go()
 
 
-def test_a_slot_that_was_given_to_one_who_is_cancelled_goes_to_the_next():
-    async def main():
-        slots = Slots(1)
-        takers = [Taker(slots) for _ in range(3)]
-        await settled()
-        takers[0]._let_go.set()
-        # The second is given the slot, and does not run before it is cancelled.
-        while slots.taken and not takers[0].task.done():
-            await asyncio.sleep(0)
-        await takers[1].cancel()
-        await settled()
-        assert numbers(takers) == [None, None, 0]
-        await takers[2].let_go()
-        assert slots.taken == 0
-
-    asyncio.run(main())
+async def test_a_slot_that_was_given_to_one_who_is_cancelled_goes_to_the_next():
+    slots = Slots(1)
+    takers = [Taker(slots) for _ in range(3)]
+    await settled()
+    takers[0]._let_go.set()
+    # The second is given the slot, and does not run before it is cancelled.
+    while slots.taken and not takers[0].task.done():
+        await asyncio.sleep(0)
+    await takers[1].cancel()
+    await settled()
+    assert numbers(takers) == [None, None, 0]
+    await takers[2].let_go()
+    assert slots.taken == 0
 
 
 steps = st.lists(

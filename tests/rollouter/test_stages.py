@@ -31,11 +31,7 @@ def happens(stages, now, method, *arguments):
 
 
 def answered(call, start, end, *tools):
-    return (
-        (start, "call", call),
-        (start, "enter", call, "engine"),
-        (end, "answered", call, {"tools": [*tools]}),
-    )
+    return ((start, "call", call), (start, "enter", call, "engine"), (end, "answered", call, {"tools": [*tools]}))
 
 
 DEADLINES = {

@@ -1,4 +1,4 @@
-"""What ends a response: ids, special tokens by their text, and strings; on tokenizers as model folders have them."""
+"""Ends of responses: ids, special tokens by their text, and strings; on tokenizers as model folders have them."""
 
 import asyncio
 import json

@@ -4,8 +4,8 @@ import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual import run_virtual
 
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.runtime.deadlines import TICK_S, Deadlines
 
 times = st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0)), max_size=30)

@@ -10,7 +10,7 @@ from inprocess import CREDENTIALS, sim_config
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.wire.envelope import decode_header
-from asyncrl.wire.memory import MemoryNetwork
+from tools.memory_transport import MemoryNetwork
 
 
 class Racing(Actor):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import zmq
 from harness import Net
+from virtual import run_virtual
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime import peer as peer_module
-from asyncrl.runtime.clock import run_virtual
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.turns import BUDGET_BYTES

@@ -4,8 +4,8 @@ import asyncio
 import time
 
 import pytest
+from virtual import LoopClock, run_virtual
 
-from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.runtime.parking import ParkingLot
 
 

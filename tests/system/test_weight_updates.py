@@ -11,7 +11,7 @@ from inprocess import System, sim_config
 from structlog.testing import capture_logs
 
 from asyncrl.learner.loop import Training
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import read_metrics
 from asyncrl.weights.segments import Segment
 
 TRANSPORTS = ["shm", "stream", "gloo"]

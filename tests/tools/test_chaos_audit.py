@@ -239,7 +239,9 @@ def test_more_steps_than_were_asked_for_are_found(folder):
     has(folder.problems(), "history: 1 steps were never asked for: 7")
 
 
-@pytest.mark.parametrize("name", ["private/key", "version_mark.new", "checkpoints/.v00000100.partial-7/state.json"])
+@pytest.mark.parametrize(
+    "name", ["private/key", "version_mark.json.new", "checkpoints/.v00000100.partial-7/state.json"]
+)
 def test_what_is_left_over_is_found(folder, name):
     folder.write()
     path = folder.run_dir / name

@@ -109,7 +109,7 @@ class Peer:
         return self.answer()
 
     def kill(self) -> None:
-        """Whatever its state."""
+        """End it, whatever its state."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -132,7 +132,7 @@ def freeze(pid: int) -> None:
 
 @dataclass
 class Answer:
-    """What became of a receive."""
+    """The outcome of a receive."""
 
     checksums: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -221,7 +221,7 @@ def group_at(port: int, epoch: int, size: int) -> CollectiveGroup:
 
 
 def to_receive(group: CollectiveGroup, rank: int, version: Version, timeout_s: float = PATIENCE_S) -> Broadcast:
-    """What a replica of one worker needs for this version."""
+    """Orders for a replica of one worker to receive this version."""
     return Broadcast(
         version=version.version,
         collective=Collective(group=group, first_rank=rank, buckets=version.layouts),

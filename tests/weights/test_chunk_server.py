@@ -24,9 +24,8 @@ from published_weights import (
 
 from asyncrl.errors import InvalidRequest, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, TensorSpec
-from asyncrl.parameter_server import chunk_server, deltas
-from asyncrl.parameter_server.chunk_server import ChunkServer
-from asyncrl.parameter_server.deltas import encode_deltas, item_bytes
+from asyncrl.parameter_server import held as held_versions
+from asyncrl.parameter_server.held import ChunkServer, encode_deltas, item_bytes
 from asyncrl.parameter_server.snapshots import hold
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.weights import delta
@@ -70,8 +69,8 @@ def test_a_checksum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
             computed.append(data.nbytes)
             return xxhash.xxh3_64_intdigest(data)
 
-    monkeypatch.setattr(chunk_server, "xxhash", Counting)
-    monkeypatch.setattr(chunk_server, "MAX_CHECKSUMS", 4)
+    monkeypatch.setattr(held_versions, "xxhash", Counting)
+    monkeypatch.setattr(held_versions, "MAX_CHECKSUMS", 4)
     snapshot, server = held(3, [random_bytes(100)]), ChunkServer()
     for offset in (0, 10, 20, 30, 0, 10, 20, 30):
         server.chunk(snapshot, request(offset=offset, size=10))
@@ -240,7 +239,7 @@ def test_deltas_that_fail_leave_everything_as_it_was(monkeypatch: pytest.MonkeyP
             raise OSError("no memory")
         return delta.encode(old, new, item)
 
-    monkeypatch.setattr(deltas, "encode", encode)
+    monkeypatch.setattr(held_versions, "encode", encode)
     before = open_memory()
     with pytest.raises(OSError, match="no memory"):
         encode_deltas(base, plain)
@@ -263,7 +262,7 @@ def test_a_version_released_while_it_is_encoded_leaves_nothing(monkeypatch: pyte
         plain.release()
         return delta.encode(old, new, item)
 
-    monkeypatch.setattr(deltas, "encode", encode)
+    monkeypatch.setattr(held_versions, "encode", encode)
     with pytest.raises(VersionGone, match="version 4"):
         encode_deltas(base, plain)
 

@@ -1,4 +1,4 @@
-"""What the members of a broadcast say to one another: every frame, whole or in pieces, and what is not the next one."""
+"""Words of the members of a broadcast to one another: every frame, whole or in pieces, and what is not the next one."""
 
 from __future__ import annotations
 

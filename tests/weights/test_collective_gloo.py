@@ -141,20 +141,6 @@ def test_members_come_and_go_with_the_epochs(peers, sender, version) -> None:
         assert broadcast(sender, members, epoch, made) == [Answer(checksums=made.checksums)] * len(members)
 
 
-def test_buckets_are_sent_as_they_come(peers, sender, version) -> None:
-    members, made = peers.take(2), version(0, small_tensors(0))
-    group = group_at(sender.port, 1, 3)
-    begin(members, group, made)
-
-    def gathered() -> Iterator[tuple[Bucket, int]]:
-        for bucket in made.buckets:
-            time.sleep(0.1)
-            yield bucket
-
-    sender.send(group, 0, made.layouts, gathered())
-    assert [peer.answer().checksums for peer in members] == [made.checksums] * 2
-
-
 @contextmanager
 def killed_within_a_bucket(peer: Peer) -> Iterator[None]:
     """The peer is frozen somewhere within the next bucket, of several pieces, and killed when all are stuck in it."""
@@ -180,30 +166,28 @@ def killed_within_a_bucket(peer: Peer) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_killed_member_is_noticed_in_the_middle_of_a_bucket(peers, sender, version, size: int) -> None:
-    members, made = peers.take(3)[: size - 1], version(0, large_tensors(0, megabytes=256))
-    group = group_at(sender.port, 1, size)
+def test_killed_member_is_noticed_in_the_middle_of_a_bucket(peers, sender, version) -> None:
+    members, made = peers.take(3), version(0, large_tensors(0, megabytes=256))
+    group = group_at(sender.port, 1, 4)
     begin(members, group, made)
     victim = members.pop()
 
     # Not by the timeout, which nothing here comes near to.
     began = time.monotonic()
     with killed_within_a_bucket(victim):
-        assert f"rank {size - 1} is gone" in failing(sender, group, made, iter(made.buckets))
+        assert "rank 3 is gone" in failing(sender, group, made, iter(made.buckets))
     for peer in members:
         answer = peer.answer()
         assert answer.kind == "BroadcastFailed"
-        assert f"rank {size - 1} is gone" in answer.error
+        assert "rank 3 is gone" in answer.error
     assert time.monotonic() - began < PATIENCE_S / 2
     victim.kill()
     # Nothing of a broken epoch goes on, on either side.
-    assert f"epoch 1 is over: rank {size - 1} is gone" in failing(sender, group, made, iter(made.buckets))
+    assert "epoch 1 is over: rank 3 is gone" in failing(sender, group, made, iter(made.buckets))
     for rank, peer in enumerate(members, start=1):
         assert "epoch 1 is over" in peer.ask("receive", to_receive(group, rank, made), 0).error
-    if members:
-        small = version(1, small_tensors(1))
-        assert broadcast(sender, members, 2, small) == [Answer(checksums=small.checksums)] * len(members)
+    small = version(1, small_tensors(1))
+    assert broadcast(sender, members, 2, small) == [Answer(checksums=small.checksums)] * 2
 
 
 def test_killed_sender_is_noticed(peers, version) -> None:
@@ -241,19 +225,16 @@ def test_frozen_member_fails_the_others_by_timeout(peers, version) -> None:
         sender.close()
 
 
-@pytest.mark.parametrize("flipped", [0, 2])
-def test_flipped_bit_is_found_before_anything_is_handed_out(peers, sender, version, flipped: int) -> None:
-    members, made = peers.take(2), version(7, small_tensors(7), flipped=flipped)
+def test_flipped_bit_is_found_before_anything_is_handed_out(peers, sender, version) -> None:
+    members, made = peers.take(2), version(7, small_tensors(7), flipped=2)
     group = group_at(sender.port, 1, 3)
     begin(members, group, made)
-    assert f"weights of version 7, bucket {flipped}: its checksum is" in failing(
-        sender, group, made, iter(made.buckets)
-    )
+    assert "weights of version 7, bucket 2: its checksum is" in failing(sender, group, made, iter(made.buckets))
     answers = [peer.answer() for peer in members]
     assert {answer.kind for answer in answers} <= {"WeightsCorrupt", "BroadcastFailed"}
     assert "WeightsCorrupt" in {answer.kind for answer in answers}
     for answer in answers:
-        assert f"bucket {flipped}: its checksum is" in answer.error
+        assert "bucket 2: its checksum is" in answer.error
         assert not answer.checksums
 
 
@@ -318,7 +299,7 @@ def test_abort_from_another_thread(peers, sender, version, where: str) -> None:
     members, made = peers.take(2), version(0, large_tensors(0))
     group = group_at(sender.port, 1, 3 if where != "forming" else 4)
     begin(members, group, made)
-    aborting = threading.Timer(2.0, sender.abort, ["enough"])
+    aborting = threading.Timer(1.0, sender.abort, ["enough"])
     if where == "forming":
         aborting.start()
 

@@ -62,7 +62,7 @@ def test_nothing_is_returned_unless_it_pays(base: bytes, seed: int, item_bytes: 
         assert decoded(same, base) == base
 
 
-@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1, (9 << 20) + 3])
+@pytest.mark.parametrize("size", [1 << 20, (3 << 20) + 3])
 def test_a_step_of_bfloat16_is_small_whatever_the_length(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     base = random_bytes(size)
@@ -75,8 +75,8 @@ def test_a_step_of_bfloat16_is_small_whatever_the_length(size: int, monkeypatch:
 
 def test_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "BLOCK_BYTES", 1 << 20)
-    base = random_bytes(32 << 20)
-    new, out = stepped(base), bytearray(32 << 20)
+    base = random_bytes(16 << 20)
+    new, out = stepped(base), bytearray(16 << 20)
     encoded = encode(base, new, 2)
     assert encoded is not None
     tracemalloc.start()
@@ -99,7 +99,7 @@ def test_what_was_cut_or_lengthened_is_an_error(versions: tuple[bytes, bytes], c
             decoded(encoded + b"\0", base)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(versions=two_versions(), flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1))
 def test_whatever_is_decoded_ends_or_is_an_error(versions: tuple[bytes, bytes], flips: list[tuple[int, int]]) -> None:
     base, new = versions
@@ -108,13 +108,6 @@ def test_whatever_is_decoded_ends_or_is_an_error(versions: tuple[bytes, bytes], 
         encoded[at % len(encoded)] ^= 1 << bit
     with suppress(ValueError):
         decoded(bytes(encoded), base)
-
-
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_random_bytes_are_no_delta(encoded: bytes, base: bytes) -> None:
-    if encoded[:4] != b"xpz1":
-        with pytest.raises(ValueError, match="no delta"):
-            decoded(encoded, base)
 
 
 def test_a_block_that_says_it_is_larger_is_not_unpacked() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from asyncrl.messages import Done, Request
 from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime.handlers import Caller, handler
-from asyncrl.wire import door
-from asyncrl.wire.door import BURST, PER_S, REOPENS_WITH, Door
+from asyncrl.wire import listening
+from asyncrl.wire.listening import BURST, PER_S, REOPENS_WITH, Door
 
 
 class Knock(Request, frozen=True, kw_only=True):
@@ -48,9 +48,9 @@ def test_it_shuts_after_a_burst_and_is_open_to_several_afterwards() -> None:
 def test_no_more_begin_than_a_burst_and_its_share_of_time(spells: list[tuple[float, int]]) -> None:
     waits = [wait for wait, times in spells for _ in range(times)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "BURST", 20)
-        patch.setattr(door, "PER_S", 10.0)
-        patch.setattr(door, "REOPENS_WITH", 5)
+        patch.setattr(listening, "BURST", 20)
+        patch.setattr(listening, "PER_S", 10.0)
+        patch.setattr(listening, "REOPENS_WITH", 5)
         now = shut_until = 0.0
         entrance = Door(now)
         begun: list[float] = []
@@ -65,9 +65,9 @@ def test_no_more_begin_than_a_burst_and_its_share_of_time(spells: list[tuple[flo
 
 
 def test_a_flood_is_kept_outside_while_friends_are_served_and_new_ones_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "BURST", 20)
-    monkeypatch.setattr(door, "PER_S", 20.0)
-    monkeypatch.setattr(door, "REOPENS_WITH", 10)
+    monkeypatch.setattr(listening, "BURST", 20)
+    monkeypatch.setattr(listening, "PER_S", 20.0)
+    monkeypatch.setattr(listening, "REOPENS_WITH", 10)
 
     async def main() -> None:
         async with asyncio.timeout(60), Net() as net:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from asyncrl.wire.keys import Credentials
-from asyncrl.wire.memory import MemoryNetwork
 from asyncrl.wire.zeromq import ZmqTransport
+from tools.memory_transport import MemoryNetwork
 
 
 @pytest.mark.parametrize("memory", [True, False])

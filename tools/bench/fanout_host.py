@@ -95,15 +95,11 @@ class Replica(Actor):
         )
         self._follower = UpdateFollower(
             self.config,
-            self.name,
+            self.services,
             host=self._host,
             call=self._ask,
             committed=self._committed,
             updated=lambda times: None,
-            awaits=self.awaits,
-            clock=self.clock,
-            log=self.log,
-            notify=self.notify,
             track=self.trace.track("weights", WEIGHTS),
             place=self.name,
         )

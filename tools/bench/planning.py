@@ -37,6 +37,7 @@ from asyncrl.monitor.story_log import StoryLog
 from asyncrl.monitor.trace import STEPS, Trace
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.services import ActorServices
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 
@@ -221,7 +222,18 @@ class Loop:
 
         self.training = Training(
             config,
-            name="learner/0",
+            ActorServices(
+                name="learner/0",
+                clock=clock,
+                log=get_logger("learner/0"),
+                counters=self.counters,
+                histograms=Histograms(),
+                awaits=Awaits(clock.now),
+                states=StateLedger(clock.now, "rank"),
+                story=StoryLog("learner/0"),
+                notify=lambda *told, **more: None,
+                progress=lambda: None,
+            ),
             backend=self.trainer,
             thread=self._thread,
             intake=self._intake,
@@ -230,15 +242,6 @@ class Loop:
             checkpoint=nothing,
             checkpoint_owed=lambda: False,
             published=lambda version: None,
-            progress=lambda: None,
-            notify=lambda *told, **more: None,
-            states=StateLedger(clock.now, "rank"),
-            counters=self.counters,
-            histograms=Histograms(),
-            clock=clock,
-            log=get_logger("learner/0"),
-            awaits=Awaits(clock.now),
-            story=StoryLog("learner/0"),
             track=trace.track("steps", STEPS),
             supervised=None,
             teacher=None,

@@ -31,11 +31,11 @@ from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.trajectories import sampled_tokens, versions_of
 from asyncrl.wire.keys import Credentials
-from asyncrl.wire.memory import MemoryNetwork
 from tools.bench.counterparts import Counterpart, Exchange
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 from tools.bench.tiny_model import make_model, publish
+from tools.memory_transport import MemoryNetwork
 
 GROUPS = 48
 SAMPLES = 4

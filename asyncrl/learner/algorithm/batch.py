@@ -35,13 +35,12 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.advantages import Advantages, ScoredGroup, find_advantage
+from asyncrl.learner.algorithm.advantages import Advantages, Penalties, ScoredGroup, find_advantage
 from asyncrl.learner.algorithm.aggregation import step_denominator, token_weight
 from asyncrl.learner.algorithm.group_check import check_group
 from asyncrl.learner.algorithm.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
 from asyncrl.learner.algorithm.micro_batch import MicroBatch, count_tokens, make_micro_batches
 from asyncrl.learner.algorithm.packing import pack
-from asyncrl.learner.algorithm.penalties import Penalties
 from asyncrl.learner.algorithm.sharing import Sharing, find_sharing, nothing_shared
 from asyncrl.learner.algorithm.signal import turns_past
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan

@@ -23,8 +23,8 @@ import numpy as np
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.algorithm.advantages import Penalties
 from asyncrl.learner.algorithm.batch import GroupScores
-from asyncrl.learner.algorithm.penalties import Penalties
 from asyncrl.messages.groups import Group
 from asyncrl.trajectories import past_rewards
 

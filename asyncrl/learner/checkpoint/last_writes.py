@@ -20,8 +20,6 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.config import Config
 from asyncrl.disk import free_bytes, full_errno, in_words, no_room
 from asyncrl.errors import ActorFailed, AsyncRLError
@@ -29,9 +27,7 @@ from asyncrl.learner.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import Failed, end_of_run, room, waits_for_room
 from asyncrl.learner.checkpoint.writer import Checkpoints
 from asyncrl.learner.loop import Training
-from asyncrl.monitor.states import StateLedger
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.notices import Notify
+from asyncrl.runtime.services import ActorServices
 
 GRACE_SHARE = 0.3
 """Share of preempt.grace_s: longest that a run which makes way waits for room."""
@@ -43,31 +39,24 @@ class LastWrites:
     def __init__(
         self,
         config: Config,
+        services: ActorServices,
         *,
-        name: str,
         run_dir: Path,
         backend: Backend,
         thread: Executor,
         training: Training,
         checkpoints: Checkpoints,
         checkpoint: Callable[[], Awaitable[None]],
-        states: StateLedger,
-        notify: Notify,
-        clock: Clock,
-        log: FilteringBoundLogger,
     ) -> None:
         self._config = config
-        self._name = name
+        self._name, self._clock, self._log = services.name, services.clock, services.log
+        self._states, self._notify = services.states, services.notify
         self._run_dir = run_dir
         self._backend = backend
         self._thread = thread
         self._training = training
         self._checkpoints = checkpoints
         self._checkpoint = checkpoint
-        self._states = states
-        self._notify = notify
-        self._clock = clock
-        self._log = log
         self._room_until = math.inf
 
     def make_way(self) -> None:

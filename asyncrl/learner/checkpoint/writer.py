@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.checkpoint.contents import (
+    CONTENTS,
     GROUPS,
     STATE,
     TRAINER,
@@ -33,7 +34,6 @@ from asyncrl.checkpoint.contents import (
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.checkpoint.step_back import StepBack
-from asyncrl.checkpoint.trainer_contents import CONTENTS
 from asyncrl.disk import free_bytes, no_room
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backend import Backend

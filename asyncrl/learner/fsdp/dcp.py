@@ -42,11 +42,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from asyncrl.checkpoint.damage import check_file
-from asyncrl.checkpoint.durable import Digest, digest_file, refused, sync_folder, write_file
-from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
+from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
+from asyncrl.checkpoint.damage import check_file, refused
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.files import Digest, digest_file, sync, write_file
 from asyncrl.learner.fsdp.lora import A
 from asyncrl.learner.fsdp.ranks import Ranks
 
@@ -58,8 +58,6 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """Names of AdamW's state of a parameter."""
 AROUND_TENSOR_BYTES = 2560
 """Bytes that torch writes around a tensor: an archive of its own, and its place in the metadata."""
-
-
 T = TypeVar("T")
 
 
@@ -184,7 +182,7 @@ def _write_own(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, wri
         own = f"rank_{ranks.rank:05d}.msgpack"
         files = {own: write_file(folder / own, [staged.generators])}
         files |= {name: digest_file(folder / name) for name in sorted({shard.file for shard in shards})}
-        sync_folder(folder)
+        sync(folder)
         return _Report(None, shards, files)
 
     try:
@@ -227,7 +225,7 @@ def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSy
     files[METADATA] = digest_file(folder / METADATA)
     contents = TrainerContents(steps=staged.steps, warm_steps=staged.warm_steps, world_size=len(reports), files=files)
     write_file(folder / CONTENTS, [msgspec.json.encode(contents)])
-    sync_folder(folder)
+    sync(folder)
 
 
 def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> TrainerContents:

@@ -11,7 +11,6 @@ Fails with OSError on rank 0, after all ranks have finished the gather; no file 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.files import sync
 from asyncrl.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
 
 SHARD_BYTES = 4 << 30
@@ -88,7 +88,9 @@ def _aside(folder: Path) -> Iterator[Path]:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         yield aside
-        _sync_folder(aside)
+        for path in aside.rglob("*"):
+            sync(path)
+        sync(aside)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -98,7 +100,7 @@ def _aside(folder: Path) -> Iterator[Path]:
         folder.rename(old)
     aside.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
@@ -176,17 +178,3 @@ class _Writer:
 
 def _part(number: int) -> str:
     return f"part-{number}.safetensors"
-
-
-def _sync_folder(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

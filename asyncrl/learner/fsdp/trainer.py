@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.checkpoint.durable import refused
+from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
 from asyncrl.learner.groups.evals import EvalCollector
@@ -34,12 +33,10 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.away import log_away
+from asyncrl.runtime.retry import AWAY_S, log_away, wait_out
+from asyncrl.runtime.services import ActorServices
 
 DATALOADER = "dataloader/0"
-AWAY_S = 0.5
-"""Pause before a dataloader that did not answer is asked again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +57,10 @@ class DataloaderLink:
         call: Callable[[Request], asyncio.Future[Any]],
         intake: Intake,
         evals: EvalCollector,
+        services: ActorServices,
         *,
         stand: Callable[[], Stand],
         news: Callable[[], None],
-        awaits: Awaits,
-        log: FilteringBoundLogger,
     ) -> None:
         self.supply = Supply(number=-1, exhausted=False, outstanding=0)
         """Supply of prompts, as last heard."""
@@ -81,8 +77,7 @@ class DataloaderLink:
         self._evals = evals
         self._stand = stand
         self._news = news
-        self._awaits = awaits
-        self._log = log
+        self._awaits, self._log = services.awaits, services.log
         self._changed = asyncio.Event()
         self._acknowledged = asyncio.Event()
         self._restoring = asyncio.Lock()
@@ -128,8 +123,7 @@ class DataloaderLink:
                 try:
                     sample: PromptSample = await self._call(SamplePrompts(count=SEQUENCES))
                 except (DeadlineExceeded, RemoteError) as error:
-                    log_away(self._log, "dataloader", error)
-                    await asyncio.sleep(AWAY_S)
+                    await wait_out(self._log, "dataloader", error)
                 else:
                     return sample.prompts
 
@@ -224,5 +218,4 @@ class DataloaderLink:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
             await self.restore()
             return
-        log_away(self._log, "dataloader", error)
-        await asyncio.sleep(AWAY_S)
+        await wait_out(self._log, "dataloader", error)

@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.errors import ActorFailed
@@ -21,8 +20,7 @@ from asyncrl.learner.algorithm.batch import GroupScores
 from asyncrl.learner.algorithm.scoring import by_group, sampled_sequences
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.monitor.metrics import Figures
-from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.services import ActorServices
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.trajectories import sampled_positions
 
@@ -30,24 +28,21 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
 class ServedTeacher:
-    """The teacher on a server. ``name`` is the actor's."""
+    """The teacher on a server."""
 
     def __init__(
         self,
         url: str,
         config: TeacherServerConfig,
+        services: ActorServices,
         *,
-        name: str,
         tasks: asyncio.TaskGroup,
-        counters: Figures,
-        awaits: Awaits,
-        log: FilteringBoundLogger,
         news: Callable[[], object],
     ) -> None:
         """``news`` is called whenever a group is done."""
         self._client = TeacherClient(url, config)
-        self._config, self._name, self._tasks = config, name, tasks
-        self._counters, self._awaits, self._log = counters, awaits, log
+        self._config, self._name, self._tasks = config, services.name, tasks
+        self._counters, self._awaits, self._log = services.counters, services.awaits, services.log
         self._news = news
         self._places = asyncio.Semaphore(config.concurrency)
         self._scores: dict[str, asyncio.Future[GroupScores]] = {}

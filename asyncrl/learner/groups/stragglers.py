@@ -11,35 +11,23 @@ goes on. A version that is owed to a full disk is not published meanwhile, one t
 
 from __future__ import annotations
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.config import Config
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import Calendar, Choice, choose_step
 from asyncrl.messages.dataloader import GrantsOpen, OpenGrant
-from asyncrl.monitor.metrics import Figures
-from asyncrl.runtime.awaits import Await, Awaits
-from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.awaits import Await
+from asyncrl.runtime.services import ActorServices
 
 
 class Stragglers:
     """The choice of the next step, and its wait for a late group."""
 
-    def __init__(
-        self,
-        config: Config,
-        supply: DataloaderLink,
-        intake: Intake,
-        *,
-        counters: Figures,
-        clock: Clock,
-        log: FilteringBoundLogger,
-        awaits: Awaits,
-    ) -> None:
+    def __init__(self, config: Config, supply: DataloaderLink, intake: Intake, services: ActorServices) -> None:
         self._learner, self._limit = config.learner, config.staleness.max
         self._supply, self._intake = supply, intake
-        self._counters, self._clock, self._log, self._awaits = counters, clock, log, awaits
+        self._counters, self._clock = services.counters, services.clock
+        self._log, self._awaits = services.log, services.awaits
         self._told = GrantsOpen(supply_number=-1, grants=[])
         self._known: set[str] = set()
         """Uids that were granted before the dataloader's last answer."""
@@ -48,7 +36,7 @@ class Stragglers:
         self.waited_s = 0.0
         """Seconds waited for the step that comes next."""
         self.waited_groups = 0
-        counters["staleness/waited_groups"] = 0
+        self._counters["staleness/waited_groups"] = 0
 
     @property
     def waits_for(self) -> str:

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncrl.files import append_whole
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.monitor.metrics import check_name
-from asyncrl.monitor.whole import append_whole
 
 
 class RecordFiles:

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics.generation_log import GenerationLog, update_line, update_metrics
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
-from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.services import ActorServices
 from asyncrl.snapshot import UPDATE_LINES
 
 STATS_WAIT_S = 3.0
@@ -45,13 +43,11 @@ class StepLines:
     def __init__(
         self,
         records: RecordFiles,
+        services: ActorServices,
         *,
         samples_per_step: int,
         tell: Callable[[dict[str, Any]], object],
-        counters: dict[str, float],
         notify: Callable[[int, OSError], object],
-        clock: Clock,
-        log: FilteringBoundLogger,
         step: int = 0,
     ) -> None:
         """``step`` is the last one whose line is written already; ``notify`` is told the number of lost writes so far,
@@ -60,10 +56,8 @@ class StepLines:
         self._records = records
         self._samples_per_step = samples_per_step
         self._tell = tell
-        self._counters = counters
         self._notify = notify
-        self._clock = clock
-        self._log = log
+        self._counters, self._clock, self._log = services.counters, services.clock, services.log
         self._generation = GenerationLog(succeeds=records.start > 1)
         self._stats_came = asyncio.Event()
         self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)

@@ -36,10 +36,7 @@ from asyncrl.messages.weights import (
     Manifest,
     Probe,
 )
-from asyncrl.runtime.away import log_away
-
-AWAY_S = 0.5
-"""Pause before a parameter server that did not answer is asked again."""
+from asyncrl.runtime.retry import is_refusal, wait_out
 
 SealedBucket = tuple[Bucket, int]
 """A bucket and a descriptor of its segment, valid until the broadcast is over."""
@@ -270,11 +267,10 @@ class Broadcaster:
                 return await self._call(request)
             except (DeadlineExceeded, RemoteError) as error:
                 what = type(request).__name__
-                if isinstance(error, RemoteError) and not (error.retryable or error.code == "deadline"):
+                if is_refusal(error):
                     self._log.error("broadcast is refused", request=what, error=str(error))
                     return None
-                log_away(self._log, "parameter server", error, request=what)
-                await asyncio.sleep(AWAY_S)
+                await wait_out(self._log, "parameter server", error, request=what)
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

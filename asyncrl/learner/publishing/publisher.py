@@ -23,10 +23,7 @@ from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.learner.publication import Publication
 from asyncrl.messages import Request
 from asyncrl.messages.weights import KeepPublished, Publish, Published
-from asyncrl.runtime.away import log_away
-
-AWAY_S = 0.5
-"""Pause before a parameter server that did not answer is asked again."""
+from asyncrl.runtime.retry import is_refusal, wait_out
 
 
 class Publisher:
@@ -118,10 +115,9 @@ class Publisher:
         try:
             return await call
         except (DeadlineExceeded, RemoteError) as error:
-            if isinstance(error, RemoteError) and not (error.retryable or error.code == "deadline"):
+            if is_refusal(error):
                 raise
-            log_away(self._log, "parameter server", error)
-            await asyncio.sleep(AWAY_S)
+            await wait_out(self._log, "parameter server", error)
             return None
 
     def _release_unneeded(self) -> None:

@@ -19,16 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.durable import sync_folder
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import ConfigError
+from asyncrl.files import replace_file
 
 FILE = "version_mark.json"
 """Name of the file in the run's folder: ``{"version": ..., "start": ...}``."""
 TAIL_BYTES = 4 << 20
 """Bytes of metrics.jsonl that are read: versions and starts only rise in it."""
-
-
 _MISSING = "is not there"
 
 
@@ -69,19 +67,7 @@ class VersionMark:
         return self.version
 
     def _write(self, mark: Used) -> None:
-        aside = self._path.with_suffix(".new")
-        try:
-            with aside.open("wb") as file:
-                file.write(msgspec.json.encode(mark))
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(self._path)
-            sync_folder(self._path.parent)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-            # A write does not say which file it was.
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        replace_file(self._path, msgspec.json.encode(mark))
         self.version, self.start = mark.version, mark.start
 
     def _read(self) -> tuple[Used, str]:

@@ -28,10 +28,9 @@ from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.vllm import checkpoint
-from asyncrl.rollouter.engines.vllm.cores import ClaimedCores
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
-from asyncrl.rollouter.engines.vllm.processes import Processes
+from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Layout, Staged, check_complete

@@ -59,7 +59,7 @@ def environment(config: Config) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",
             # The worker lives in the engine core's process: one process less, and half the start-up time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Engines that vLLM binds would all choose the same cores; cores.py does it.
+            # Engines that vLLM binds would all choose the same cores; ClaimedCores does it.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if threads:

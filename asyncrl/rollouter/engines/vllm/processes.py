@@ -1,4 +1,4 @@
-"""The processes that an engine started, and their end.
+"""The processes that an engine started, the cores that they are bound to, and their end.
 
 Only what was seen as a child or a descendant of a child is ever touched; a process number that went to somebody
 else meanwhile is recognised by its start time. Blocking: run ``end`` in a thread.
@@ -7,11 +7,18 @@ else meanwhile is recognised by its start time. Blocking: run ``end`` in a threa
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import psutil
+
+NAME = "asyncrl-core"
+"""A claim's name begins so, before the core's number. It is one of the kernel's own (unix(7), "abstract"), and leaves
+nothing on disk."""
 
 
 class Processes:
@@ -71,3 +78,56 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+class ClaimedCores:
+    """Some of this host's cores, until they are released: for the threads of one engine that computes on CPU.
+
+    A process of the run that wakes up beside an engine would else now and then be put where the engine computes, while
+    other cores idle. A core is claimed by a name that one socket of the host can have, so it is free again however its
+    owner ends. Invariant: no two engines of this host's network are bound to one core, and the first of the cores that
+    a process may use is left to everybody. Where too few are free, nothing is bound.
+    """
+
+    def __init__(self, cores: Sequence[int], claims: Sequence[socket.socket]) -> None:
+        self.cores = frozenset(cores)
+        self._claims = claims
+
+    @classmethod
+    def claim(cls, count: int) -> ClaimedCores | None:
+        """Claim ``count`` of the cores that this process may use, the last ones first; None where too few are free."""
+        cores: list[int] = []
+        claims: list[socket.socket] = []
+        for core in sorted(os.sched_getaffinity(0), reverse=True)[:-1]:
+            if len(cores) < count and (claim := _claim(core)) is not None:
+                cores.append(core)
+                claims.append(claim)
+        claimed = cls(cores, claims)
+        if len(cores) == count:
+            return claimed
+        claimed.release()
+        return None
+
+    def bind(self, pids: Iterable[int]) -> None:
+        """Keep all threads of these processes, and those that they begin, on the cores."""
+        for pid in pids:
+            # A thread or process that has ended meanwhile needs none.
+            with contextlib.suppress(FileNotFoundError):
+                for thread in list(Path(f"/proc/{pid}/task").iterdir()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.sched_setaffinity(int(thread.name), self.cores)
+
+    def release(self) -> None:
+        """Let others have the cores; processes that were bound stay so."""
+        for claim in self._claims:
+            claim.close()
+
+
+def _claim(core: int) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0{NAME}-{core}")
+    except OSError:
+        claim.close()
+        return None
+    return claim

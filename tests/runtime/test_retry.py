@@ -1,12 +1,15 @@
-"""The pauses between repeats."""
+"""The pauses between repeats; and a peer that does not answer is worth a warning, one that ends is not."""
 
 import random
 import statistics
 
+import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.runtime.repeats import DOUBLINGS, pause
+from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.runtime.retry import CANCELLED, DOUBLINGS, log_away, pause
 
 firsts = st.floats(0.001, 100.0)
 draws = st.floats(0.0, 1.0, exclude_max=True)
@@ -34,3 +37,17 @@ def test_pauses_are_spread_over_all_of_their_range_and_the_same_for_the_same_sou
     assert found == drawn()
     assert abs(statistics.fmean(found) - 0.5) < 0.05
     assert min(found) < 0.02 and max(found) > 0.98
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (RemoteError("dataloader/0", CANCELLED, "the call was cancelled", retryable=True), "info"),
+        (RemoteError("dataloader/0", "restore_needed", "not yet", retryable=True), "warning"),
+        (DeadlineExceeded("learner/0", "dataloader/0", "Outcomes", 30.0, "the call is not answered"), "warning"),
+    ],
+)
+def test_only_who_is_ending_is_no_trouble(error, level):
+    with structlog.testing.capture_logs() as logged:
+        log_away(structlog.get_logger(), "dataloader", error, uid="0-1")
+    assert logged == [{"event": "dataloader is away", "error": str(error), "uid": "0-1", "log_level": level}]

@@ -5,13 +5,13 @@ import os
 import pytest
 from disks import room_for
 
-from asyncrl.monitor.whole import append_whole, replace_whole
+from asyncrl.files import append_whole, replace_file
 
 
 def test_a_file_is_replaced(tmp_path):
     path = tmp_path / "report.html"
     for text in ("–" * 10, "shorter"):
-        replace_whole(path, text)
+        replace_file(path, text)
         assert path.read_text(encoding="utf-8") == text
     assert list(tmp_path.iterdir()) == [path]
 
@@ -19,9 +19,9 @@ def test_a_file_is_replaced(tmp_path):
 def test_a_private_file_is_its_owners(tmp_path):
     mask = os.umask(0o022)
     try:
-        for name, private, mode in (("open", False, 0o644), ("private", True, 0o600)):
-            replace_whole(tmp_path / name, "x", private=private)
-            assert (tmp_path / name).stat().st_mode & 0o777 == mode
+        for name, mode, found in (("open", None, 0o644), ("private", 0o600, 0o600)):
+            replace_file(tmp_path / name, "x", mode=mode)
+            assert (tmp_path / name).stat().st_mode & 0o777 == found
     finally:
         os.umask(mask)
 
@@ -32,20 +32,20 @@ def test_on_a_full_disk_all_is_as_before(tmp_path, before):
     if before is not None:
         path.write_text(before)
     with room_for(10), pytest.raises(OSError, match="too large"):
-        replace_whole(path, "x" * 100)
+        replace_file(path, "x" * 100)
     assert [(found, found.read_text()) for found in tmp_path.iterdir()] == ([(path, before)] if before else [])
 
 
 def test_what_is_no_text_leaves_nothing(tmp_path):
     with pytest.raises(UnicodeEncodeError):
-        replace_whole(tmp_path / "report.html", "\udcff")
+        replace_file(tmp_path / "report.html", "\udcff")
     assert not list(tmp_path.iterdir())
 
 
 def test_where_nothing_can_be_written_it_fails(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(NotADirectoryError):
-        replace_whole(tmp_path / "file" / "x", "")
+        replace_file(tmp_path / "file" / "x", "")
 
 
 def test_what_a_full_disk_takes_a_part_of_is_cut_off_again(tmp_path):

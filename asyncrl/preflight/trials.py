@@ -1,6 +1,8 @@
-"""The reward function, found as the pool finds it and called on sample rows, in a worker of a pool of its own.
+"""The user's code, tried in processes of its own: reward function, code that plays episodes, loss and advantage.
 
-So a function that exits, hangs, eats memory or prints without end costs that worker and nothing else. A call on one
+So code that exits, hangs, eats memory or prints without end costs that process and nothing else. Each is found as it is
+found in the run; a reward function is called on sample rows, loss and advantage on a few made-up tokens, and no episode
+is played: a command's program is looked for, and the script that an interpreter is given. A reward's call on one
 sample may fail by that sample, or by a completion that no model would write: a function that fails on each sample of
 a set is an error, one that fails on some a warning. A call that runs over its time is a warning, too, unless all do
 for which there was time and reward.on_timeout gives such a response no reward.
@@ -9,28 +11,43 @@ for which there was time and reward.on_timeout gives such a response no reward.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.training import RewardConfig
-from asyncrl.errors import ConfigError, DeadlineExceeded, RewardFailed
+from asyncrl.config.training import LearnerConfig, RewardConfig
+from asyncrl.episodes.workers import Workers
+from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.preflight.inputs import Sample
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.pool import JudgePool, for_trial
 from asyncrl.reward.pool import RewardPool
+from asyncrl.runtime.supervision import describe_exit
 from asyncrl.runtime.workers.confinement import Confinement
 
 IMPORT_S = 45.0
-"""Longest time for importing the function's module; the pool has more, so that this is no error."""
+"""Longest time for importing the user's module; pool and episode host have more, so that this is no error."""
 CALLS_S = 12.0
 """Longest time for all calls together; reward.timeout_s, by default less, bounds each of them too."""
 PLAIN = "I am not sure. The answer is 42."
 """Completion that a model might give to anything."""
 KEY = "reward.function"
+NOWHERE = "http://127.0.0.1:9/v1"
+"""Address of an endpoint of which nothing is asked."""
+ARGV = (sys.executable, "-m", "asyncrl.learner.algorithm.trial")
+TRIAL_S = 60.0
+"""Longest time for the trial (s); importing torch takes most."""
+KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")
 
 
 @dataclass
@@ -145,3 +162,87 @@ def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_o
         return ok("reward", f"{function} can be called", key=KEY)
     shown = listed([f"{reward:.4g}" for reward in rewards])
     return ok("reward", f"{function} can be called, and gives on samples: {shown}", key=KEY)
+
+
+async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Finding:
+    """Whether the configured episode can be played."""
+    episode = config.episode
+    if importlib.util.find_spec("aiohttp") is None:
+        fix = "pip install 'asyncrl[episodes]', on each host that plays episodes"
+        return fail("episode", "the endpoint of episodes needs aiohttp, which is not installed", fix)
+    key = f"episode.{episode.kind}"
+    if episode.kind == "command":
+        return check_command(episode.command)
+    one = episode.model_copy(update={"workers": 1})
+    confined = Confinement(config.security.user_environment)
+    workers = Workers(one, model="", base_url=NOWHERE, confined=confined, start_timeout_s=import_s)
+    code = ", ".join(episode.tools) or episode.function or episode.env
+    try:
+        await workers.start()
+    except ConfigError as error:
+        fix = f"correct {key} and episode.options; modules have to be installed or lie where you launch"
+        return fail("episode", listed(error.problems), fix)
+    except EpisodeWorkersEnded as error:
+        return fail("episode", f"importing {code}: it {error.reason}", f"mend what {code} does when imported", key=key)
+    except DeadlineExceeded:
+        told = f"importing {code} takes more than {import_s:g} s"
+        return warn("episode", told, "see what its module does when it is imported; each worker does it", key=key)
+    finally:
+        await workers.close()
+    return ok("episode", f"{code} can be played", key=key)
+
+
+def check_command(command: list[str]) -> Finding:
+    """Whether the program and its script are there."""
+    program = shutil.which(command[0])
+    if program is None:
+        there = "is no program that can be run" if os.path.exists(command[0]) else "is not there"
+        fix = "install it where you launch, on each host with rollouters, or give its path"
+        return fail("episode", f"{command[0]} {there}", fix, key="episode.command")
+    script = next((word for word in command[1:2] if word.endswith((".py", ".sh", ".js"))), None)
+    if script is not None and not Path(script).exists():
+        fix = f"correct it: paths count from where you launch ({os.getcwd()})"
+        return fail("episode", f"{script} is not there", fix, key="episode.command")
+    return ok("episode", f"{program} is there", key="episode.command")
+
+
+def is_default(config: LearnerConfig) -> bool:
+    """Whether there is nothing to be tried: the loss and the advantage are those of a configuration without keys."""
+    default = LearnerConfig()
+    return config.backend == "sim" or all(getattr(config, key) == getattr(default, key) for key in KEYS)
+
+
+async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Finding | None:
+    """Whether loss and advantage can be called; None where there is nothing to be tried."""
+    learner = config.learner
+    if is_default(learner):
+        return None
+    trial = await asyncio.create_subprocess_exec(
+        *ARGV,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        process_group=0,
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            answer, said = await trial.communicate(learner.model_dump_json().encode())
+    except TimeoutError:
+        told = f"{learner.loss} and {learner.advantage} were not tried within {limit_s:g} s"
+        return warn("algorithm", told, "see what their modules do when they are imported", key="learner.loss")
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(trial.pid, 9)
+        await trial.wait()
+    try:
+        problems = json.loads(answer)
+    except ValueError:
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
+        told = f"the process that tries them ended: {describe_exit(trial.returncode or 0)}"
+        return fail(
+            "algorithm", ": ".join([told, *last]), "mend what their modules do when imported", key="learner.loss"
+        )
+    if problems:
+        fix = "correct these keys; modules of your own have to be installed or lie where you launch"
+        return fail("algorithm", listed(problems), fix)
+    return ok("algorithm", f"{learner.loss} with {learner.advantage} can be called", key="learner.loss")

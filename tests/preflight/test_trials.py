@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.load import validate_config
 from asyncrl.config.training import RewardConfig
 from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.rewarding import RewardTrial, Trial, judge
+from asyncrl.preflight.trials import RewardTrial, Trial, judge
 
 REWARDS = """
 import os, sys, time

@@ -1,15 +1,8 @@
-"""Weights change again and again under running episodes, on the real vLLM, in each mode.
-
-Whatever the mode: the version spans say which weights sampled each token, and its log-prob is what those weights give
-it over the whole context before it; also where prompts and prefixes are shared, so that a cached block of other weights
-would show.
-"""
+"""A host whose weights change again and again under running episodes, and what must hold of their tokens."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,33 +11,48 @@ import numpy as np
 import pytest
 from published_weights import stage
 from test_messages import make_group
-from test_vllm_engine import TOLERANCE, VllmEngine, config_for
-from tiny_models import VOCAB, Publisher, logprobs_of, make_model, save_model
+from tiny_models import VOCAB, Publisher, logprobs_of, make_model
+from virtual import LoopClock
 
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.messages.groups import Ticket
 from asyncrl.messages.weights import Manifest
 from asyncrl.monitor.states import StateLedger
-from asyncrl.rollouter import generation
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.generation import PolicyCall
 from asyncrl.rollouter.response import Response
 from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import resolve_stops
 
-pytestmark = [
-    # vLLM leaves its ZeroMQ contexts to the garbage collector.
+LEAVES_CONTEXTS = [
     pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
 ]
-
+"""vLLM leaves its ZeroMQ contexts to the garbage collector."""
+TOLERANCE = 1e-4
 EPISODES = 12
 UPDATES = 5
 MAX_TOKENS = 160
 PROMPTS = [[(7 * i + 3) % 90 for i in range(40)], [(5 * i + 1) % 90 for i in range(33)]]
 LONG_PROMPTS = [[(7 * i + 3) % 89 for i in range(104)], [(5 * i + 1) % 89 for i in range(97)]]
 """Three blocks of the KV cache and a part of one."""
+
+
+def config_for(folder: str, *, lora: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    """An engine on the CPU for a model of ``folder``."""
+    vllm = {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32} | rollout.pop("vllm", {})
+    defaults = {"gpus_per_replica": 0, "max_tokens": 512, "engine_timeout_s": 60.0, "stream_interval": 8}
+    return validate_config(
+        {
+            "model": {"path": folder},
+            "data": {"source": "synthetic", "max_prompt_tokens": 256},
+            "rollout": {**defaults, "vllm": vllm, **rollout},
+            "lora": lora or {},
+        }
+    )
 
 
 class Letters:
@@ -84,30 +92,6 @@ class Borrowed:
         return self._engine.generate(request)
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def engine(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    folder = save_model(tmp_path_factory.mktemp("model"), make_model(0))
-    engine = VllmEngine(config_for(folder), "rollouter/0")
-    try:
-        runner.run(engine.start())
-        yield engine
-    finally:
-        runner.run(engine.close())
-        gc.collect()
-
-
-@pytest.fixture(scope="module")
-def versions() -> Iterator[int]:
-    """Numbers that grow over all tests, as one engine sees them."""
-    return itertools.count()
-
-
 class Changing:
     """A host whose weights change between two models."""
 
@@ -117,14 +101,14 @@ class Changing:
         self.stops = resolve_stops(self.config.rollout, Letters())
         clock = LoopClock()
         states = StateLedger(clock.now, "engine")
-        self.host = EngineHost(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))  # type: ignore
+        self.host = EngineHost(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))
         self.models = [make_model(seed) for seed in (1, 2)]
         self.prompts = PROMPTS
         self.of: dict[int, Any] = {}
         self._versions, self.publisher = versions, Publisher()
 
     async def update(self) -> None:
-        """As the update follower does it."""
+        """An update as the follower makes it."""
         version = next(self._versions)
         model = self.of[version] = self.models[version % 2]
         staged = await asyncio.to_thread(stage, self.publish(version, model))
@@ -153,7 +137,7 @@ class Changing:
         )
         account = SampleAccount(ticket.uid, number, LoopClock().now)
         response = Response(max_tokens=max_tokens, stops=self.stops)
-        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())  # type: ignore
+        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())
         await call.generate(prompt, response, f"{ticket.uid}/{number}/1")
         return response
 
@@ -222,126 +206,3 @@ def check(changing: Changing, found: list[Response], *, stale: bool = False) -> 
                 expected = truth[id(changing.of[span.version])][len(prompt) - 1 :][span.start : span.end]
                 assert np.abs(np.array(generated.logprobs[span.start : span.end]) - expected).max() < TOLERANCE
     return mixed
-
-
-@pytest.mark.parametrize(
-    ("on_update", "keep_kv"), [("abort_resume", "recompute"), ("keep", "recompute"), ("keep", "stale")]
-)
-def test_tokens_on_both_sides_of_each_update_are_those_of_their_own_weights(
-    runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int], on_update: str, keep_kv: str
-) -> None:
-    """I3: each token carries the log-prob and the version of the weights that sampled it."""
-
-    async def main() -> None:
-        changing = Changing(engine, versions, on_update=on_update, keep_kv=keep_kv)
-        found = await changing.run()
-        assert check(changing, found, stale=keep_kv == "stale") >= EPISODES / 2
-        assert any(len(generated.spans) > 2 for generated in found)
-        check_reprefill(changing, keep_kv if on_update == "keep" else "")
-
-    runner.run(main())
-
-
-def check_reprefill(changing: Changing, kept: str) -> None:
-    """What was aborted counts without what a sibling has brought into the cache, and what was kept as a whole."""
-    again, resumed = changing.host.reprefill.tokens, changing.borrowed.resumed
-    if kept == "stale":
-        assert (again, resumed) == (0, [])
-    elif kept:
-        assert again >= len(PROMPTS[0]) and not resumed
-    else:
-        # A block of 32 tokens is the most that two of these prompts share.
-        assert sum(resumed) - 32 * len(resumed) <= again <= sum(resumed) - 32
-
-
-def _without_the_salt(monkeypatch: pytest.MonkeyPatch, _engine: VllmEngine) -> None:
-    request = generation.GenerationRequest
-    monkeypatch.setattr(
-        generation, "GenerationRequest", lambda **fields: request(**(fields | {"cache_salt": "of all versions"}))
-    )
-
-
-def _without_the_drop(monkeypatch: pytest.MonkeyPatch, engine: VllmEngine) -> None:
-    async def nothing(**_: Any) -> bool:
-        return True
-
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", nothing)
-
-
-GUARDS = {"salt": _without_the_salt, "drop": _without_the_drop}
-
-
-@pytest.mark.parametrize(
-    ("mode", "without", "exact"),
-    [
-        (("abort_resume", "recompute"), [], True),
-        (("abort_resume", "recompute"), ["salt"], True),
-        (("abort_resume", "recompute"), ["drop"], True),
-        (("abort_resume", "recompute"), ["salt", "drop"], False),
-        (("keep", "recompute"), ["salt"], True),
-        # What is kept would go on over keys and values of the old weights.
-        (("keep", "recompute"), ["drop"], False),
-        (("keep", "stale"), [], True),
-        # Nothing is dropped there, and what begins after the update must not find what is left.
-        (("keep", "stale"), ["salt"], False),
-    ],
-    ids=str,
-)
-def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
-    runner: asyncio.Runner,
-    engine: VllmEngine,
-    versions: Iterator[int],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: tuple[str, str],
-    without: list[str],
-    exact: bool,
-) -> None:
-    """Prompts of several blocks come again under each version. Of the two guards each mode needs one: the drop of the
-    cache in a load, and the salt of the version; without it the test sees old blocks."""
-    for guard in without:
-        GUARDS[guard](monkeypatch, engine)
-
-    async def main() -> None:
-        changing = Changing(engine, versions, on_update=mode[0], keep_kv=mode[1])
-        changing.prompts = LONG_PROMPTS
-        found = await changing.run_over_versions(updates=5, episodes=4, max_tokens=80)
-        assert any(len(generated.spans) > 1 for generated in found), "updates meet episodes that run"
-        worst = changing.worst(found)
-        assert worst < TOLERANCE if exact else worst > 0.1
-
-    runner.run(main())
-
-
-def test_drained_responses_meet_no_update(runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int]) -> None:
-    async def main() -> None:
-        changing = Changing(engine, versions, on_update="drain")
-        assert check(changing, await changing.run(updates=2)) == 0
-
-    runner.run(main())
-
-
-def test_responses_end_at_their_limit_and_at_stop_strings_over_any_number_of_resumes(
-    runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int]
-) -> None:
-    async def main() -> None:
-        plain = Changing(engine, versions)
-        texts = [Letters().decode(generated.tokens) for generated in await plain.run(updates=0)]
-        # Strings that do occur, of two characters, so that updates fall into some of them.
-        stops = sorted({text[at : at + 2] for text in texts for at in range(20, min(len(text) - 2, 140), 40)})[:24]
-        changing = Changing(engine, versions, stop=stops)
-        found = await changing.run(episodes=24, updates=8)
-        assert check(changing, found) > 0
-        assert max(generated.submissions for generated in found) >= 3
-        stopped = 0
-        for generated in found:
-            text = Letters().decode(generated.tokens)
-            first = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-            if first is None:
-                assert len(generated.tokens) == MAX_TOKENS or generated.tokens[-1] == 95
-            else:
-                stopped += 1
-                assert len(text) == first + 2, "nothing comes after a stop string, and none is missed"
-                assert generated.finish_reason == "stop"
-        assert stopped > 0
-
-    runner.run(main())

@@ -1,0 +1,120 @@
+"""Files that are written as a whole or not at all, that outlive a power cut, and that a checksum can be held against.
+
+A file is durable once it and the folder that names it have been flushed; the functions say which of the two they do.
+
+Fails with OSError, as the operating system says it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+CHUNK_BYTES = 4 << 20
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class Digest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and checksum of a file when it was written."""
+
+    bytes: int
+    xxh3_128: str
+    """Checksum of all bytes, in hexadecimal."""
+
+
+def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
+    """Write a file that is not there yet and flush it. The folder is the caller's to flush."""
+    descriptor = os.open(path, _NEW, 0o644)
+    hasher, size = xxhash.xxh3_128(), 0
+    try:
+        for chunk in chunks:
+            hasher.update(chunk)
+            size += len(chunk)
+            _write_all(descriptor, chunk)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Digest(size, hasher.hexdigest())
+
+
+def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, aside: Path | None = None) -> None:
+    """Put ``data`` (text in UTF-8) in the place of a file, if there is one; a reader sees either the old or the new.
+
+    Durable. ``mode`` are the rights of the new file, those of any new file if None; ``aside`` is the place where it is
+    written first, which is taken to be nobody else's. Raises OSError naming ``path``; all is then as before.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    aside = aside or path.with_name(f"{path.name}.new")
+    try:
+        aside.unlink(missing_ok=True)
+        try:
+            descriptor = os.open(aside, _NEW, 0o666 if mode is None else mode)
+            try:
+                _write_all(descriptor, content)
+                if mode is not None:
+                    os.fchmod(descriptor, mode)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(aside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+    except OSError as error:
+        # A write does not say which file it was.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def append_whole(descriptor: int, data: bytes | memoryview) -> None:
+    """Write ``data`` through a descriptor that was opened to append. Raises OSError; the file is then as before.
+
+    Not through a buffer: that of a file keeps what a full disk refused, and writes it when the file is closed.
+    """
+    size = os.fstat(descriptor).st_size
+    try:
+        _write_all(descriptor, data)
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names that a folder holds."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest_file(path: Path) -> Digest:
+    """Digest of a whole file, which is read."""
+    hasher, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            hasher.update(chunk)
+            size += len(chunk)
+    return Digest(size, hasher.hexdigest())
+
+
+def difference(path: Path, written: Digest) -> str | None:
+    """Difference of a file from the one that was written; None if there is none. Raises OSError."""
+    found = digest_file(path)
+    if found == written:
+        return None
+    if found.bytes != written.bytes:
+        return f"has {found.bytes} bytes instead of {written.bytes}"
+    return "does not hold what was written (its checksum differs)"

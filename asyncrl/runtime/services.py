@@ -1,0 +1,31 @@
+"""Services of an actor that the parts it is made of share: passed on as one, so that a part takes those it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.monitor.metrics import Figures, Histograms
+from asyncrl.monitor.states import StateLedger
+from asyncrl.monitor.story_log import StoryLog
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.notices import Notify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorServices:
+    """Services of the actor ``name``."""
+
+    name: str
+    clock: Clock
+    log: FilteringBoundLogger
+    counters: Figures
+    histograms: Histograms
+    awaits: Awaits
+    states: StateLedger
+    story: StoryLog
+    notify: Notify
+    progress: Callable[[], None]

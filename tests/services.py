@@ -1,0 +1,27 @@
+"""The services of an actor that there is none of."""
+
+from typing import Any
+
+from asyncrl.monitor.logging import get_logger
+from asyncrl.monitor.metrics import Figures, Histograms
+from asyncrl.monitor.states import StateLedger
+from asyncrl.monitor.story_log import StoryLog
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.services import ActorServices
+
+
+def services(name: str = "learner/0", clock: Clock | None = None, **parts: Any) -> ActorServices:
+    """Services that tell nobody; ``parts`` take the place of some."""
+    clock = clock or Clock()
+    alone = {
+        "log": get_logger(name),
+        "counters": Figures(),
+        "histograms": Histograms(),
+        "awaits": Awaits(clock.now),
+        "states": StateLedger(clock.now, "rank"),
+        "story": StoryLog(name),
+        "notify": lambda *_, **__: None,
+        "progress": lambda: None,
+    }
+    return ActorServices(name=name, clock=clock, **{**alone, **parts})
