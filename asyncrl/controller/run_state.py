@@ -11,7 +11,8 @@ reached. A run that makes way ends with the exit code that says so only if there
 of a lost host are not awaited: the run goes on without replicas as long as ``min_replicas`` rollouters are left, and
 waits ``host_grace_s`` for anything else, and for replicas that it needs; then it fails. A replica that its agent has
 given up, or that is not ready in time, is set aside, and tried again after a rest; the run fails when fewer than
-``min_replicas`` rollouters, or no reward pool, are not set aside. Replicas may be added and taken away at any time.
+``min_replicas`` rollouters, or no reward pool, are not set aside, and never for the sinks. Replicas may be added and
+taken away at any time.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -24,7 +25,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.controller.reserve import ROLLOUTER, SINKS, Reserve, Rest
+from asyncrl.controller.reserve import ROLLOUTER, Reserve, Rest
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
@@ -33,7 +34,9 @@ from asyncrl.runtime.supervision import (
     describe_exit,
     drain_rank,
     is_gang,
+    is_optional,
     is_replicated,
+    is_set_aside,
     role_of,
 )
 from asyncrl.snapshot import OVER
@@ -177,7 +180,7 @@ class RunStateMachine:
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
-        if fatal and is_replicated(name) and exit_code not in UNHEALABLE_EXITS:
+        if fatal and is_set_aside(name, exit_code):
             return self.set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
@@ -354,9 +357,11 @@ class RunStateMachine:
             return set()
         # On no lost host, and not set aside.
         left = Counter(role_of(name) for name in self.expected - self._lost.keys() - self._resting)
-        least = {ROLLOUTER: self.min_replicas, SINKS: 0}
         return {
-            name for name in self._lost if is_replicated(name) and left[role_of(name)] >= least.get(role_of(name), 1)
+            name
+            for name in self._lost
+            if is_optional(name)
+            or (is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1))
         }
 
     @property

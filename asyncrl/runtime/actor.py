@@ -35,7 +35,7 @@ from asyncrl.runtime.roster import CONTROLLER, Roster
 from asyncrl.runtime.run_watch import RunWatch
 from asyncrl.runtime.server import CallServer
 from asyncrl.runtime.services import ActorServices
-from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
+from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS, is_optional
 from asyncrl.runtime.telling import Events, Telling
 from asyncrl.runtime.vitals import Vitals, VitalSigns
 from asyncrl.wire.keys import Credentials
@@ -489,7 +489,7 @@ class Actor:
         """Tell the controller why this actor ends."""
         if self.context.controller is None:
             return
-        if self._will_be_restarted(error):
+        if is_optional(self.name) or self._will_be_restarted(error):
             # Its node agent decides; the run goes on meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1

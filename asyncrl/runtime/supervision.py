@@ -27,6 +27,8 @@ class RolePolicy:
     """Whether its actors compute together: when one dies all are started again, so that new ones meet new ones."""
     replicated: bool = False
     """Whether each does the same work: a run goes on with those that are left."""
+    optional: bool = False
+    """Whether a run goes on without any, whatever they ended of; these are replicated too."""
     fixed: bool = False
     """Whether it is found at one address with one key for the whole run, so its successor takes over both."""
 
@@ -39,8 +41,8 @@ ROLES: dict[str, RolePolicy] = {
     "parameter_server": RolePolicy(drain_rank=2),
     "dataloader": RolePolicy(drain_rank=2),
     "learner": RolePolicy(drain_rank=3, gang=True),
-    # After the learner, whose last metrics these bring out; a run goes on without any.
-    "sinks": RolePolicy(drain_rank=4, replicated=True),
+    # After the learner, whose last metrics these bring out.
+    "sinks": RolePolicy(drain_rank=4, replicated=True, optional=True),
     "controller": RolePolicy(drain_rank=5, fixed=True),
 }
 
@@ -65,6 +67,17 @@ def is_replicated(name: str) -> bool:
     """Whether a run goes on without an actor as long as there are others of its role."""
     policy = ROLES.get(role_of(name))
     return policy is not None and policy.replicated
+
+
+def is_optional(name: str) -> bool:
+    """Whether a run goes on without an actor and all others of its role."""
+    policy = ROLES.get(role_of(name))
+    return policy is not None and policy.optional
+
+
+def is_set_aside(name: str, exit_code: int) -> bool:
+    """Whether a run may go on without an actor that is given up after this exit; it ends otherwise."""
+    return is_optional(name) or (is_replicated(name) and exit_code not in UNHEALABLE_EXITS)
 
 
 def describe_exit(exit_code: int) -> str:
