@@ -88,5 +88,6 @@ class SinksFeed:
             line=self._last - left,
             picture=self._picture,
             snapshot=self._snapshot if is_new else b"",
-            last=self._is_over and not left,
+            # Not before the sinks have shown that they took them all.
+            last=self._is_over and not lines,
         )

@@ -1,6 +1,8 @@
 """What the tests of the sinks share."""
 
+import asyncio
 import contextlib
+import json
 import threading
 import time
 
@@ -56,6 +58,17 @@ def wait_for(what, timeout=NET_S):
         assert time.monotonic() < until, what
         time.sleep(0.02)
     return found
+
+
+async def until(what, timeout=NET_S):
+    async with asyncio.timeout(timeout):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+def address_of(run_dir):
+    """The address of the endpoint for Prometheus."""
+    return json.loads((run_dir / "monitor" / "prometheus.json").read_text())["address"]
 
 
 @contextlib.contextmanager

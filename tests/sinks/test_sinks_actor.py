@@ -1,249 +1,221 @@
-"""The controller's end of the sinks, with a real process at the other one."""
+"""The actor of the sinks, with a real controller."""
 
-import itertools
+import asyncio
+import contextlib
 import os
-import signal
-import subprocess
-import sys
+import socket
+import tempfile
+import threading
 import urllib.request
 
-import psutil
+import msgspec
 import pytest
-from sinks_cases import LOG, address_of, encoded, ends, feeding, setup, snapshot, standing_still, train, wait_for
+from inprocess import System, sim_config
+from sinks_cases import address_of, snapshot, train, until
 from tensorboard_files import steps
 
-from asyncrl.monitor.sinks import records
-from asyncrl.monitor.sinks.feed import MOST_RESTARTS, SinkFeed
-from asyncrl.monitor.sinks.records import PrometheusSetup
-from tools.live_run import lives
+from asyncrl.controller.actor import Controller
+from asyncrl.errors import ConfigError
+from asyncrl.messages.actors import ActorEnded
+from asyncrl.messages.monitor import MetricsLine
+from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.sinks import actor as sinks_module
+from asyncrl.sinks.actor import Sinks
+
+NAME = "sinks/0"
+TENSORBOARD = {"tensorboard": True}
+PROMETHEUS = {"prometheus": {"enabled": True, "host": "127.0.0.1"}}
 
 
-def life(feed, but=0):
-    """Pid of the process, once it is another one than ``but``."""
-    return wait_for(lambda: feed.pid if feed.pid != but else 0)
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """The folder of temporary files; of the test's own process nothing stays changed."""
+    made = tmp_path / "tmp"
+    made.mkdir()
+    monkeypatch.setenv("TMPDIR", str(made))
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    return made
 
 
-def taken(run_dir, step):
-    return wait_for(lambda: (run_dir / "tensorboard").exists() and step in steps(run_dir))
+class Cluster:
+    """A controller and sinks."""
+
+    def __init__(self, run_dir, sinks):
+        self.system = System(sim_config(sinks=sinks, supervision={"drain_s": 20.0}), run_dir)
+        self.run_dir = run_dir
+        self.lives = {}
+        self._temporary = tempfile.tempdir
+
+    @property
+    def controller(self):
+        return self.system.actors[CONTROLLER]
+
+    @property
+    def sinks(self):
+        return self.system.actors[NAME]
+
+    async def start(self, name):
+        # Each process begins with that of the machine.
+        tempfile.tempdir = self._temporary
+        if name == CONTROLLER:
+            # None is above it.
+            self.system.actors.pop(CONTROLLER, None)
+        actor = self.system.make(name)
+        self.lives[name] = asyncio.create_task(actor.main())
+        await until(lambda: actor.ready or self.lives[name].done())
+
+    async def kill(self, name):
+        self.lives[name].cancel()
+        await asyncio.wait({self.lives[name]})
+
+    def feed(self, *lines):
+        for line in lines:
+            self.controller.metrics_line(MetricsLine(line=line), self.system.caller("learner/0"))
+
+    async def taken(self, *wanted):
+        folder = self.run_dir / "tensorboard"
+        await until(lambda: folder.exists() and set(wanted) <= set(steps(self.run_dir)))
+
+    def notices(self):
+        return [line["text"] for line in self.controller._lines.after(0)[0] if line["kind"] == "notice"]
+
+    def end_of(self, name):
+        return ActorEnded(name=name, incarnation=1 << 20, exit_code=0, fatal=False, reason="")
+
+    async def end(self):
+        """The run is stopped: all others have ended, then the sinks do, and the controller."""
+        await self.system.stop()
+        for name in self.controller.config.actors:
+            if name not in self.lives:
+                self.controller.actor_ended(self.end_of(name), self.system.caller("agent/0"))
+        await self.lives[NAME]
+        self.controller.actor_ended(self.end_of(NAME), self.system.caller("agent/0"))
+        await self.lives[CONTROLLER]
 
 
-def test_a_process_that_is_killed_is_started_again(tmp_path):
-    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.05) as (feed, counters):
-        feed.line(train(1))
-        taken(tmp_path, 1)
-        first = feed.pid
-        os.kill(first, signal.SIGKILL)
-        life(feed, but=first)
-        wait_for(lambda: counters["sinks/restarts"] == 1)
-        feed.line(train(2))
-        taken(tmp_path, 2)
-        feed.close(30.0)
-        assert counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 1}
-    assert steps(tmp_path) == [1, 2]
-
-
-def test_a_process_that_dies_again_and_again_is_given_up(tmp_path):
-    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.001) as (feed, counters):
-        killed = 0
-        for _ in range(MOST_RESTARTS + 1):
-            killed = life(feed, but=killed)
-            os.kill(killed, signal.SIGKILL)
-        wait_for(lambda: feed._given_up)
-        feed.line(train(1))
-        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": MOST_RESTARTS}
-        assert feed.pid == 0
-
-
-def test_deaths_far_apart_are_not_counted_together(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.monitor.sinks.feed.LONG_LIFE_S", 0.0)
-    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.001) as (feed, counters):
-        killed = 0
-        for _ in range(MOST_RESTARTS + 3):
-            killed = life(feed, but=killed)
-            os.kill(killed, signal.SIGKILL)
-        life(feed, but=killed)
-        wait_for(lambda: counters["sinks/restarts"] == MOST_RESTARTS + 3)
-        assert not feed._given_up
-
-
-def test_a_process_that_cannot_be_started_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.001) as (feed, counters):
-        wait_for(lambda: feed._given_up)
-        assert counters["sinks/restarts"] == MOST_RESTARTS
-
-
-def test_a_process_that_stands_still_delays_nobody_and_is_killed_at_the_end(tmp_path):
-    with feeding(setup(tmp_path, tensorboard=True), room=50) as (feed, counters):
-        feed.line(train(1))
-        taken(tmp_path, 1)
-        sinks = psutil.Process(feed.pid)
-        large = {"kind": "train", "step": 2, "text": "x" * (1 << 16)}
-
-        def feed_many():
-            for _ in range(200):
-                feed.line(large)
-
-        with standing_still(sinks.pid):
-            ends(feed_many)
-            assert counters["sinks/dropped"] > 50
-        # Nobody lets it go on.
-        held = len(feed._queue)
-        ends(feed.close, 0.5)
-        assert feed.pid == 0 and not feed._thread.is_alive() and not sinks.is_running()
-        assert counters["sinks/dropped"] >= 50 + held
-
-
-def begin_a_line_that_is_too_long_for_the_socket(feed, run_dir):
-    """To a process that stands still."""
-    feed.line(train(1))
-    taken(run_dir, 1)
-    psutil.Process(feed.pid).suspend()
-    feed.line(train(2) | {"text": "x" * (8 << 20)})
-    wait_for(lambda: not feed._queue and feed._sending)
-
-
-def test_a_line_that_is_being_sent_when_the_time_is_up_is_counted(tmp_path):
-    with feeding(setup(tmp_path, tensorboard=True)) as (feed, counters):
-        begin_a_line_that_is_too_long_for_the_socket(feed, tmp_path)
-        feed.close(0.2)
-        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": 0}
-
-
-def test_a_line_that_is_being_sent_when_the_process_dies_is_counted_once(tmp_path):
-    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.05) as (feed, counters):
-        begin_a_line_that_is_too_long_for_the_socket(feed, tmp_path)
-        os.kill(feed.pid, signal.SIGKILL)
-        wait_for(lambda: counters["sinks/restarts"] == 1)
-        feed.line(train(3))
-        taken(tmp_path, 3)
-        feed.close(30.0)
-        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": 1}
-    assert steps(tmp_path) == [1, 3]
-
-
-def test_a_process_that_says_what_cannot_be_is_started_again(tmp_path, monkeypatch):
-    """The feed goes on: a record that is too long is one that it cannot read, as any other nonsense."""
-    limits = itertools.chain([16], itertools.repeat(records.MAX_RECORD_BYTES))
-
-    def stream(kind):
-        monkeypatch.setattr(records, "MAX_RECORD_BYTES", next(limits))
-        return records.Stream(kind)
-
-    monkeypatch.setattr("asyncrl.monitor.sinks.feed.Stream", stream)
-    with feeding(setup(tmp_path, tensorboard=True, prometheus=PrometheusSetup("127.0.0.1", 0)), first_pause_s=0.05) as (
-        feed,
-        counters,
-    ):
-        # What the first says of the address of its endpoint is longer.
-        wait_for(lambda: counters["sinks/restarts"] == 1)
-        feed.line(train(1))
-        taken(tmp_path, 1)
-        assert counters["sinks/restarts"] == 1
-
-
-@pytest.mark.parametrize("data", [b"\xc1", b"\xa1x", b"\xda\xff\xff" + bytes(40)], ids=["unused", "text", "long"])
-def test_bytes_that_are_no_record_and_records_that_are_too_long_are_a_value_error(monkeypatch, data):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 32)
-    with pytest.raises(ValueError):  # noqa: PT011
-        list(records.Stream(records.Report).feed(data))
-
-
-def test_of_snapshots_only_the_newest_waits(tmp_path):
-    """They are large, and those that have been overtaken are of no use."""
-    where = PrometheusSetup("127.0.0.1", 0)
-    with feeding(setup(tmp_path, prometheus=where), first_pause_s=0.05) as (feed, counters):
-        first = life(feed)
-        sinks = psutil.Process(first)
-        address_of(tmp_path)
-        sinks.suspend()
-        for number in range(500):
-            feed.picture(encoded(snapshot(step=number)))
-        assert len(feed._queue) == 0 and counters["sinks/dropped"] == 0
-        feed.picture(encoded(snapshot(step=1234)))
-        sinks.resume()
-        wait_for(lambda: "asyncrl_run_step 1234.0" in exposed(tmp_path))
-        # The next process begins with what is known.
-        (tmp_path / "monitor" / "prometheus.json").unlink()
-        sinks.kill()
-        life(feed, but=first)
-        wait_for(lambda: "asyncrl_run_step 1234.0" in exposed(tmp_path))
-        feed.close(30.0)
-
-
-def exposed(run_dir):
-    with urllib.request.urlopen(address_of(run_dir), timeout=30) as reply:
-        return reply.read().decode()
-
-
-def test_what_is_held_at_the_end_is_brought_out(tmp_path):
-    with feeding(setup(tmp_path, tensorboard=True)) as (feed, counters):
-        for step in range(1, 501):
-            feed.line(train(step))
-        feed.close(60.0)
-        assert counters["sinks/dropped"] == 0
-    assert steps(tmp_path) == list(range(1, 501))
-
-
-def test_it_ends_with_the_process_that_feeds_it(tmp_path):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    feeder = f"""
-import sys, time
-sys.path[:0] = {sys.path!r}
-from sinks_cases import LOG, setup
-from asyncrl.monitor.sinks.feed import SinkFeed
-from asyncrl.monitor.sinks.records import PrometheusSetup
-feed = SinkFeed(setup({str(tmp_path)!r}, prometheus=PrometheusSetup("127.0.0.1", 0)), counters={{}}, log=LOG)
-while not feed.pid:
-    time.sleep(0.01)
-print(feed.pid, flush=True)
-time.sleep(300)
-"""
-    command, env = [sys.executable, "-c", feeder], {**os.environ, "TMPDIR": str(temporary)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+@contextlib.asynccontextmanager
+async def living(tmp_path, **sinks):
+    cluster = Cluster(tmp_path / "run", sinks)
+    async with asyncio.timeout(60):
+        await cluster.start(CONTROLLER)
+        await cluster.start(NAME)
         try:
-            pid = int(process.stdout.readline())
-            sinks = psutil.Process(pid)
-            address = address_of(tmp_path)
-            with urllib.request.urlopen(address, timeout=30) as reply:
-                assert reply.status == 200
-            assert list(temporary.iterdir())
+            yield cluster
         finally:
-            process.kill()
-        wait_for(lambda: not lives(sinks))
-        assert not list(temporary.iterdir())
-        with pytest.raises(OSError, match="refused"):
-            urllib.request.urlopen(address, timeout=30)
+            for life in cluster.lives.values():
+                life.cancel()
+            await asyncio.gather(*cluster.lives.values(), return_exceptions=True)
 
 
-def test_descriptors_beyond_a_thousand_are_no_obstacle(tmp_path):
-    """A controller of many actors has that many sockets."""
-    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-    try:
-        feed = SinkFeed(setup(tmp_path, tensorboard=True), counters={}, log=LOG)
-        life(feed)
-    finally:
-        for file in held:
-            os.close(file)
-    try:
-        feed.line(train(1))
-        taken(tmp_path, 1)
-    finally:
-        feed.close(30.0)
-    assert feed._counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 0}
+async def exposed(run_dir):
+    def read():
+        with urllib.request.urlopen(address_of(run_dir), timeout=30) as reply:
+            return reply.read().decode()
+
+    return await asyncio.to_thread(read)
 
 
-def test_a_port_in_use_is_trouble_of_that_sink_alone(tmp_path):
-    import socket
+async def test_a_run_tells_its_sinks_all_that_it_tells_its_file(tmp_path, temporary):
+    system = System(sim_config(sinks=TENSORBOARD | PROMETHEUS), tmp_path / "run")
+    state = await system.run()
+    assert state.phase == "done"
+    assert steps(system.run_dir) == [line["step"] for line in system.lines("train")] == list(range(1, 7))
+    assert system.actors[CONTROLLER].counters["sinks/dropped"] == 0
+    figures = system.actors[NAME].figures()
+    assert (figures["sinks/dropped"], figures["sinks/lost"]) == (0, 0)
+    assert not (system.run_dir / "monitor" / "prometheus.json").exists()
+    assert list(temporary.iterdir()) == []
 
+
+async def test_they_bring_out_what_is_there_when_the_run_ends(tmp_path):
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        cluster.feed(*(train(step) for step in range(1, 501)))
+        await cluster.end()
+        assert cluster.controller.counters["sinks/dropped"] == 0
+    assert steps(tmp_path / "run") == list(range(1, 501))
+
+
+async def test_those_that_are_started_again_go_on_where_the_others_died(tmp_path):
+    async with living(tmp_path, **TENSORBOARD, **PROMETHEUS) as cluster:
+        cluster.controller._sinks.picture(msgspec.msgpack.encode(snapshot(step=1234)))
+        cluster.feed(train(1))
+        await cluster.taken(1)
+        await cluster.kill(NAME)
+        cluster.feed(train(2))
+        await cluster.start(NAME)
+        await cluster.taken(2)
+        # They begin with what is known of the run.
+        await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
+        assert "asyncrl_run_step 1234.0" in await exposed(cluster.run_dir)
+        assert cluster.controller.counters["sinks/restarts"] == 1
+        await cluster.end()
+        assert cluster.controller.counters["sinks/dropped"] == 0
+    assert steps(cluster.run_dir) == [1, 2]
+
+
+async def test_they_go_on_with_another_controller(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks_module, "AWAY_S", 0.01)
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        cluster.feed(train(1))
+        await cluster.taken(1)
+        await cluster.kill(CONTROLLER)
+        await cluster.start(CONTROLLER)
+        cluster.feed(train(2))
+        await cluster.taken(1, 2)
+
+
+async def test_a_port_in_use_is_told_to_the_user_and_costs_the_others_nothing(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        sinks = {"prometheus": PrometheusSetup("127.0.0.1", other.getsockname()[1]), "tensorboard": True}
-        with feeding(setup(tmp_path, **sinks)) as (feed, _):
-            feed.line(train(1))
-            taken(tmp_path, 1)
-            wait_for(lambda: "in use" in feed._reported.trouble.get("prometheus", ""))
+        prometheus = {"enabled": True, "host": "127.0.0.1", "port": other.getsockname()[1]}
+        async with living(tmp_path, prometheus=prometheus, **TENSORBOARD) as cluster:
+            cluster.feed(train(1))
+            await cluster.taken(1)
+            await until(cluster.notices)
+            assert "the sink prometheus has failed: OSError" in cluster.notices()[0]
+            assert "in use" in cluster.notices()[0]
             other.close()
             # It is bound as soon as it is free.
-            address_of(tmp_path)
-            wait_for(lambda: not feed._reported.trouble)
+            await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
+            await until(lambda: not cluster.sinks._lanes[1].trouble)
+
+
+async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr("asyncrl.sinks.tensorboard.TensorBoardSink.write", lambda *_: go.wait(60))
+    monkeypatch.setattr(sinks_module, "FLUSH_S", 0.2)
+    try:
+        async with living(tmp_path, **TENSORBOARD) as cluster:
+            cluster.feed(train(1), train(2))
+            await cluster.end()
+            assert cluster.notices() == [
+                "the sink tensorboard has failed: it has not brought out what it holds within 0.2 s"
+            ]
+    finally:
+        go.set()
+
+
+async def test_temporary_files_go_with_the_actor_or_with_its_successor(tmp_path, temporary):
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        (own,) = temporary.iterdir()
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(own)
+    assert list(temporary.iterdir()) == []
+    # A killed one removes nothing.
+    tempfile.tempdir = str(temporary)
+    own.mkdir()
+    (temporary / "of-another").mkdir()
+    async with living(tmp_path / "second", **TENSORBOARD) as cluster:
+        assert not own.exists()
+        assert (temporary / "of-another").exists()
+        assert cluster.sinks.ready
+
+
+async def test_a_configuration_that_no_restart_mends_is_no_failure_of_the_run(tmp_path, monkeypatch):
+    def refuse(_):
+        raise ConfigError(["sinks.prometheus.host: nothing is there"])
+
+    monkeypatch.setattr(Sinks, "_sinks", refuse)
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        with pytest.raises(ConfigError):
+            await cluster.lives[NAME]
+        assert isinstance(cluster.controller, Controller) and cluster.controller._run.outcome is None

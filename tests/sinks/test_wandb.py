@@ -1,23 +1,26 @@
 """Weights & Biases for real, offline: what it writes, and what becomes of it when it is killed or its disk is full."""
 
-import contextlib
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
 import wandb_files
-from sinks_cases import encoded, ends, evaluation, feeding, setup, snapshot, standing_still, train, update, wait_for
+from disks import fill, small_disk
+from sinks_cases import ends, evaluation, snapshot, standing_still, train, update, wait_for
 
-from asyncrl.monitor.sinks.records import WandbSetup
+from asyncrl.config.monitor import WandbConfig
+from asyncrl.sinks.lane import Lane
+from asyncrl.sinks.wandb import WandbSink
 from tools.live_run import lives, title
 
 KEY = "0123456789abcdef" * 2 + "01234567"
-OFFLINE = WandbSetup("offline", "trials", None)
+OFFLINE = WandbConfig(mode="offline", project="trials")
+CONFIG = {"learner": {"steps": 40}}
 
 
 @pytest.fixture(autouse=True)
@@ -38,42 +41,53 @@ def environment(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    made = tmp_path / "run"
+    made = tmp_path / "trial"
     made.mkdir()
     return made
 
 
-def service(feed):
-    """W&B's own process."""
+@contextmanager
+def writing(run_dir):
+    """The lane of the sink, which is ready."""
+    lane = Lane(WandbSink(run_dir, OFFLINE, CONFIG))
+    lane.start()
+    try:
+        wait_for(lambda: lane.address)
+        yield lane
+    finally:
+        for process in services():
+            process.kill()
+        lane.end()
+        assert lane.join(60)
 
-    def find():
-        below = psutil.Process(feed.pid).children(recursive=True) if feed.pid else []
-        return next((process for process in below if "wandb-core" in title(process)), None)
 
-    return wait_for(find)
+def services():
+    """W&B's own processes."""
+    return [child for child in psutil.Process().children(recursive=True) if "wandb-core" in title(child)]
+
+
+def put(lane, *records):
+    for record in records:
+        lane.put(record)
+
+
+def finish(lane):
+    lane.end()
+    assert lane.join(60)
 
 
 def steps(run_dir):
     return [entry["step"] for path in wandb_files.files(run_dir) for entry in wandb_files.history(path)]
 
 
-def feed_steps(feed, steps):
-    for step in steps:
-        feed.line(train(step))
-
-
-def is_ready(feed):
-    return wait_for(lambda: "wandb" in feed._reported.addresses)
-
-
 def test_a_run_is_written_offline(run_dir, tmp_path):
-    with feeding(setup(run_dir, wandb=OFFLINE)) as (feed, counters):
-        feed.picture(encoded(snapshot(step=1)))
-        for line in (train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9)):
-            feed.line(line)
-        core = service(feed)
-        feed.close(60.0)
-        assert counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 0}
+    with writing(run_dir) as lane:
+        put(lane, snapshot(step=1))
+        wait_for(lambda: lane._snapshot is None)
+        put(lane, train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
+        (core,) = services()
+        finish(lane)
+        assert (lane.lost, lane.dropped, lane.failures, lane.address) == (0, 0, 0, "")
         wait_for(lambda: not lives(core))
     (path,) = wandb_files.files(run_dir)
     found = wandb_files.history(path)
@@ -94,10 +108,9 @@ def test_a_run_is_written_offline(run_dir, tmp_path):
 def test_a_resumed_run_is_the_same_for_wandb(run_dir):
     ids = set()
     for step in (1, 2):
-        with feeding(setup(run_dir, wandb=OFFLINE)) as (feed, _):
-            feed.line(train(step))
-            is_ready(feed)
-            feed.close(60.0)
+        with writing(run_dir) as lane:
+            put(lane, train(step))
+            finish(lane)
         ids.add(json.loads((run_dir / "monitor" / "wandb.json").read_text())["id"])
     assert len(ids) == 1
     assert {wandb_files.run_of(path).run_id for path in wandb_files.files(run_dir)} == ids
@@ -106,77 +119,47 @@ def test_a_resumed_run_is_the_same_for_wandb(run_dir):
 
 def test_where_its_id_cannot_be_kept_it_is_written_all_the_same(run_dir):
     (run_dir / "monitor").write_text("in the way")
-    with feeding(setup(run_dir, wandb=OFFLINE)) as (feed, counters):
-        feed.line(train(1))
-        is_ready(feed)
-        feed.close(60.0)
-        assert counters["sinks/lost"] == 0
+    with writing(run_dir) as lane:
+        put(lane, train(1))
+        finish(lane)
+        assert lane.lost == 0
     assert steps(run_dir) == [1]
 
 
 def test_its_service_is_killed_and_it_goes_on_with_another(run_dir):
-    with feeding(setup(run_dir, wandb=OFFLINE, tensorboard=True)) as (feed, counters):
-        feed.line(train(1))
-        is_ready(feed)
-        core = service(feed)
+    with writing(run_dir) as lane:
+        put(lane, train(1))
+        (core,) = services()
         core.kill()
         step = 2
-        while not feed._reported.trouble:
-            feed.line(train(step := step + 1))
+        while not lane.trouble:
+            put(lane, train(step := step + 1))
             time.sleep(0.1)
-        wait_for(lambda: "wandb" not in feed._reported.trouble)
-        feed.line(train(1000))
-        feed.close(60.0)
-        assert counters["sinks/restarts"] == counters["sinks/dropped"] == 0
-        assert counters["sinks/lost"] >= 1
+        wait_for(lambda: not lane.trouble)
+        put(lane, train(1000))
+        finish(lane)
+        assert lane.dropped == 0 and lane.lost >= 1
     assert 1000 in steps(run_dir)
 
 
-def test_a_service_that_stands_still_holds_up_neither_the_feed_nor_the_end(run_dir):
-    with feeding(setup(run_dir, wandb=OFFLINE, tensorboard=True)) as (feed, counters):
-        feed.line(train(1))
-        is_ready(feed)
-        core = service(feed)
+def test_a_service_that_stands_still_holds_up_nobody_who_hands_over_lines(run_dir):
+    with writing(run_dir) as lane:
+        put(lane, train(1))
+        (core,) = services()
         with standing_still(core.pid):
-            ends(feed_steps, feed, range(2, 3000))
-        # Nobody lets it go on.
-        ends(feed.close, 3.0)
-        assert not feed._thread.is_alive()
-        wait_for(lambda: not lives(core))
-        assert counters["sinks/restarts"] == 0
+            ends(put, lane, *(train(step) for step in range(2, 3000)))
 
 
-@pytest.fixture
-def small_disk(run_dir):
-    """1 MiB at run_dir."""
-    if os.geteuid() != 0:
-        pytest.skip("a small disk can be mounted by root alone")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run_dir], check=True)
-    yield run_dir
-    subprocess.run(["umount", run_dir], check=True)
-
-
-def fill(disk):
-    file = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
-    with contextlib.suppress(OSError):
-        while True:
-            os.write(file, bytes(4096))
-    os.close(file)
-
-
-def test_its_disk_fills_up_and_nobody_notices(small_disk):
-    with feeding(setup(small_disk, wandb=OFFLINE, tensorboard=True)) as (feed, counters):
-        feed.line(train(1))
-        is_ready(feed)
-        core = service(feed)
-        fill(small_disk)
-        ends(feed_steps, feed, range(2, 500))
-        wait_for(lambda: "No space" in feed._reported.trouble.get("tensorboard", ""))
-        assert feed.pid and counters["sinks/restarts"] == 0
-        ends(feed.close, 5.0)
+def test_its_disk_fills_up_and_nobody_notices(run_dir):
+    with small_disk(run_dir, 1 << 20), writing(run_dir) as lane:
+        put(lane, train(1))
+        (core,) = services()
+        fill(run_dir)
+        ends(put, lane, *(train(step) for step in range(2, 500)))
+        lane.end()
         # The disk can be taken away once nobody has a file there.
+        core.kill()
         wait_for(lambda: not lives(core))
-        assert not feed._thread.is_alive()
-        assert counters["sinks/lost"] > 0
+        assert lane.join(60)
         # All of that while there was no room: who waits for some, waits for ever.
-        assert shutil.disk_usage(small_disk).free == 0
+        assert shutil.disk_usage(run_dir).free == 0
