@@ -47,9 +47,10 @@ docs: ## Build the pages of docs/ into .cache/site, and fail at a broken link
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/python -m mkdocs build
 
 pages: $(STAMP) ## Write anew the pages that are made from code, and the schema of asyncrl-top --json
-	$(BIN)/python -m asyncrl.monitor.catalogue > docs/metrics.md
-	$(BIN)/python -m asyncrl.monitor.top.document > docs/top.schema.json
+	$(BIN)/python -m asyncrl.telemetry.catalogue > docs/metrics.md
+	$(BIN)/python -m asyncrl.top.figures.document > docs/top.schema.json
 	$(BIN)/python -m tools.configuration_page > docs/configuration.md
+	$(BIN)/python -m tools.page_tables
 
 bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench calls --vs ray

@@ -18,7 +18,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from asyncrl.monitor import logging
+from asyncrl.telemetry import logging
 
 os.environ["ASYNCRL_STRICT_METRICS"] = "1"
 

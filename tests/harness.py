@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.runtime.endpoint import Endpoint
-from asyncrl.runtime.peer import Peer
-from asyncrl.runtime.server import CallServer
+from asyncrl.runtime.calls.endpoint import Endpoint
+from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.calls.server import CallServer
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.memory_transport import MemoryNetwork

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,11 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun
 from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
+from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.incarnations import Incarnations
-from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.runtime.lifecycle.incarnations import Incarnations
+from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 
@@ -71,8 +71,7 @@ class System:
         (run_dir / "private").mkdir(parents=True)
 
     def make(self, name: str) -> Actor:
-        role = name.partition("/")[0]
-        actor_class = importlib.import_module(f"asyncrl.{role}.actor").ACTOR
+        actor_class = ROLES[role_of(name)].load()
         controller = self.actors.get(CONTROLLER)
         context = ActorContext(
             config=self.config,

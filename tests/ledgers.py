@@ -3,7 +3,7 @@
 import json
 from datetime import datetime
 
-from asyncrl.monitor.states import STATES
+from asyncrl.telemetry.states import STATES
 
 KINDS = {"engine": "engine", "rank": "rank", "worker": "worker"}
 WHOLE = 0.005

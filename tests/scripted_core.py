@@ -9,10 +9,10 @@ from typing import Any
 
 import uvloop
 
-from asyncrl.episodes.endpoint import Endpoint
+from asyncrl.episodes.http.endpoint import Endpoint
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, ToolCall
-from asyncrl.monitor.logging import get_logger
+from asyncrl.telemetry.logging import get_logger
 
 KEY = "0123456789abcdef" * 2
 OTHER_KEY = "fedcba9876543210" * 2

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from asyncrl.monitor.logging import get_logger
-from asyncrl.monitor.metrics import Figures, Histograms
-from asyncrl.monitor.states import StateLedger
-from asyncrl.monitor.story_log import StoryLog
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.services import ActorServices
+from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.logging import get_logger
+from asyncrl.telemetry.metrics import Figures, Histograms
+from asyncrl.telemetry.states import StateLedger
 
 
 def services(name: str = "learner/0", clock: Clock | None = None, **parts: Any) -> ActorServices:

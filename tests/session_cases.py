@@ -17,18 +17,18 @@ from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.load import validate_config
 from asyncrl.messages.episodes import Chat
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.monitor.metrics import Figures, Histograms
-from asyncrl.monitor.states import StateLedger
-from asyncrl.rollouter.account import GroupAccount
-from asyncrl.rollouter.concurrency import Slots
-from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
-from asyncrl.rollouter.episode_figures import EpisodeFigures
-from asyncrl.rollouter.generation import PolicyCall
-from asyncrl.rollouter.player import EpisodeFailed, EpisodePlayer
-from asyncrl.rollouter.sessions import Sessions
+from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
+from asyncrl.rollouter.episode.sessions import Sessions
+from asyncrl.rollouter.serving.concurrency import Slots
+from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.generation import PolicyCall
+from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.stops import Stops
+from asyncrl.telemetry.metrics import Figures, Histograms
+from asyncrl.telemetry.states import StateLedger
 from asyncrl.tokenizer import load_tokenizer
 
 HOST = "episodes/0"

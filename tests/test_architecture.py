@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "asyncrl"
 CONTRACT = {
     "errors",
+    "roles",
     "disk",
     "files",
     "config",
@@ -32,12 +33,13 @@ FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
 MAY_IMPORT = {
     "errors": set(),
+    "roles": set(),
     "gathering": {"errors"},
     "disk": set(),
     "files": set(),
-    "config": {"errors"},
+    "config": {"errors", "roles"},
     "snapshot": set(),
-    "messages": {"snapshot"},
+    "messages": {"roles", "snapshot"},
     "tokenizer": {"errors", "config"},
     "stops": {"errors", "config", "tokenizer"},
     "chat": {"errors", "config", "messages", "tokenizer"},
@@ -54,7 +56,7 @@ MAY_IMPORT = {
     "wire": {"errors", "messages"},
     "weights": {"errors", "messages"},
     "monitor": {"errors", "files", "messages", "snapshot"},
-    "runtime": {"errors", "config", "messages", "snapshot", "wire", "monitor"},
+    "runtime": {"errors", "roles", "config", "messages", "snapshot", "wire", "monitor"},
     # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
     "preflight": FOR_ACTORS | {"dataloader", "reward", "episodes"},
     "launcher": FOR_ACTORS | {"preflight"},
@@ -72,7 +74,7 @@ ROOMS_OF_LEARNER = {
     "checkpoint": {"fsdp"},
 }
 # What looks at a run from outside, beside what actors use of the same folder.
-OUTSIDE = {"monitor/client.py": {"config", "runtime", "wire"}}
+OUTSIDE = {"top/source/client.py": {"config", "runtime", "wire"}}
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),
     "torch": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "weights/collective/"),

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
-from asyncrl.episodes.players import resolve
+from asyncrl.episodes.playing.players import resolve
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tools.page_tables import TABLES, renewed
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
@@ -86,3 +88,9 @@ def test_a_form_asks_each_thing_once(form):
     found = yaml.safe_load(form.read_text())
     asked = [part["id"] for part in found["body"] if part["type"] != "markdown"]
     assert found["name"] and found["description"] and asked and len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in TABLES.values()}))
+def test_tables_are_those_of_the_declarations(page):
+    text = (DOCS / page).read_text()
+    assert renewed(page, text) == text, "python -m tools.page_tables"

@@ -12,7 +12,7 @@ from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, Turn, V
 from asyncrl.messages.learner import Deliver, Delivered
 from asyncrl.messages.seals import fits, sealed
 from asyncrl.messages.senders import may_send, senders_of
-from asyncrl.runtime.supervision import ROLES
+from asyncrl.roles import ROLES
 from asyncrl.wire.codec import Codec
 
 
@@ -107,7 +107,7 @@ SENT = [kind for kind in EVERY_MESSAGE.values() if issubclass(kind, Request) or 
 
 @pytest.mark.parametrize("kind", SENT, ids=lambda kind: kind.__name__)
 def test_of_each_message_that_is_sent_it_is_said_who_may(kind):
-    assert senders_of(kind), f"messages/senders.py: nobody may send {kind.__name__}"
+    assert senders_of(kind), f"nobody may send {kind.__name__}"
     assert senders_of(kind) <= {*ROLES, "agent", "launcher", "viewer"}
 
 

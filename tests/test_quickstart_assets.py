@@ -99,7 +99,7 @@ def test_dots_change_nothing_of_what_is_right(left, right, dots):
 
 def test_the_reward_of_the_configuration_agrees_with_the_task():
     from asyncrl.config.load import load_config
-    from asyncrl.reward.functions import BUILT_IN
+    from asyncrl.reward.scoring.functions import BUILT_IN
 
     paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
     config = load_config([ROOT / "configs" / "quickstart.toml"], paths).reward

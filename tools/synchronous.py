@@ -25,23 +25,23 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.batch import step_metrics
-from asyncrl.learner.algorithm.signal import has_signal
+from asyncrl.learner.algorithm.advantage.signal import has_signal
+from asyncrl.learner.algorithm.plan.batch import step_metrics
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.metrics.records import RecordFiles
-from asyncrl.learner.step_planner import plan_step
+from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.order import EpochOrder
-from asyncrl.reward.frames import Setup, Task
-from asyncrl.reward.worker import resolve
+from asyncrl.reward.scoring.frames import Setup, Task
+from asyncrl.reward.scoring.worker import resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
-from asyncrl.rollouter.generation import request_seed
-from asyncrl.rollouter.response import Response
+from asyncrl.rollouter.serving.generation import request_seed
+from asyncrl.rollouter.serving.response import Response
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.weights.staging import Staged, layout_of

@@ -17,15 +17,15 @@ import numpy as np
 
 from asyncrl.chat.renderer import Renderer, make_renderer
 from asyncrl.config import Config
-from asyncrl.episodes.client import Reply
-from asyncrl.episodes.function import Player
-from asyncrl.episodes.players import resolve
-from asyncrl.episodes.task import Task
+from asyncrl.episodes.playing.client import Reply
+from asyncrl.episodes.playing.function import Player
+from asyncrl.episodes.playing.players import resolve
+from asyncrl.episodes.playing.task import Task
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import Ticket, Trajectory, Turn, VersionSpan
 from asyncrl.outcome import read_outcome
-from asyncrl.rollouter.player import first_messages, task_seed
-from asyncrl.rollouter.response import Response
+from asyncrl.rollouter.episode.player import first_messages, task_seed
+from asyncrl.rollouter.serving.response import Response
 from asyncrl.stops import Stops
 from asyncrl.tokenizer import Tokenizer
 

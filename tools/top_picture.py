@@ -21,11 +21,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from asyncrl.errors import UsageError
-from asyncrl.monitor.top.app import Top
-from asyncrl.monitor.top.history import History
-from asyncrl.monitor.top.replay import open_replay
-from asyncrl.monitor.top.source import Source
 from asyncrl.snapshot import Snapshot
+from asyncrl.top.app import Top
+from asyncrl.top.source.history import History
+from asyncrl.top.source.replay import Source, open_replay
 
 PICTURE = Path(__file__).parent.parent / "docs" / "figures" / "top.svg"
 SIZE = (150, 40)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib
 import os
 import signal
 import sys
@@ -47,7 +46,7 @@ def main() -> int:
     parser.add_argument("--address", default="", metavar="ADDRESS")
     given = parser.parse_args()
 
-    from asyncrl.runtime.supervision import ROLES, role_of
+    from asyncrl.roles import ROLES, role_of
 
     role = role_of(given.name)
     if role not in ROLES:
@@ -58,9 +57,8 @@ def main() -> int:
     from asyncrl.runtime.process import run_actor
 
     setproctitle.setproctitle(f"asyncrl {given.name} {given.run.name}")
-    actor = importlib.import_module(f"asyncrl.{role}.actor").ACTOR
     return run_actor(
-        actor,
+        ROLES[role].load(),
         name=given.name,
         run_dir=given.run,
         controller=given.controller,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.flags import seconds, split_flags, split_names
-from asyncrl.monitor.printable import json_in_ascii, say
+from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -189,9 +189,9 @@ def _targets(
     import socket
 
     from asyncrl.doctor.examination import REMOTE, Target
-    from asyncrl.launcher.addresses import is_this_host
-    from asyncrl.launcher.hostfile import HostLine, read_hostfile, select_hosts
-    from asyncrl.launcher.start import LocalStart, SshStart
+    from asyncrl.launcher.fleet.addresses import is_this_host
+    from asyncrl.launcher.fleet.hostfile import HostLine, read_hostfile, select_hosts
+    from asyncrl.launcher.fleet.start import LocalStart, SshStart
 
     here = LocalStart(words=REMOTE)
     if hostfile is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.which_run import run_folder
-from asyncrl.monitor.printable import say
+from asyncrl.text.printable import say
 
 if TYPE_CHECKING:
     from asyncrl.checkpoint.folder import CheckpointFolder

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncrl.cli import living
 from asyncrl.cli.flags import split_flags, split_names
-from asyncrl.launcher.signals import heeded
-from asyncrl.monitor.printable import say
-from asyncrl.monitor.streams import send_nowhere
+from asyncrl.launcher.terms.signals import heeded
+from asyncrl.text.printable import say
+from asyncrl.text.streams import send_nowhere
 
 if TYPE_CHECKING:
-    from asyncrl.launcher.detach import Detached
-    from asyncrl.launcher.hostfile import HostLine
-    from asyncrl.launcher.start import StartCommand
+    from asyncrl.launcher.fleet.hostfile import HostLine
+    from asyncrl.launcher.fleet.start import StartCommand
+    from asyncrl.launcher.terminal.detach import Detached
 
 PROGRAM = "asyncrl-launch"
 DESCRIPTION = "Post-train a language model with asynchronous reinforcement learning."
@@ -122,7 +122,7 @@ def _main(argv: list[str]) -> int:
     _check_slurm_flags(parser, given)
     detached: Detached | None = None
     if given.detach:
-        from asyncrl.launcher.detach import Detached, detach
+        from asyncrl.launcher.terminal.detach import Detached, detach
 
         answer = detach()
         if not isinstance(answer, Detached):
@@ -196,12 +196,12 @@ class _Version(argparse.Action):
 def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
     """Run here, on the hosts of a file by ssh, or on the nodes of this job. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
-    from asyncrl.launcher.several import run_hosts
+    from asyncrl.launcher.multi_host import run_hosts
 
     dry_run: bool | Literal["json"] = "json" if given.json else given.dry_run
     lines: list[HostLine] | None = None
     if given.hosts is not None:
-        from asyncrl.launcher.hostfile import read_hostfile, select_hosts
+        from asyncrl.launcher.fleet.hostfile import read_hostfile, select_hosts
 
         lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
     config = load_config(given.configs, _with_allowed(given, overrides))
@@ -213,7 +213,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
         return run_hosts(config, nodes, step, resume=resume, dry_run=dry_run, shared=True, everywhere=in_container)
     start: StartCommand | None = None
     if lines is not None:
-        from asyncrl.launcher.start import SshStart
+        from asyncrl.launcher.fleet.start import SshStart
 
         start = SshStart(config.supervision.start_timeout_s, living.split_ssh_args(given.ssh_args))
     return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached, command=command)

@@ -65,23 +65,23 @@ def _has_choice(given: argparse.Namespace) -> bool:
 def run(given: argparse.Namespace) -> int:
     """The exit code. Raises AsyncRLError or OSError."""
     from asyncrl.cli.which_run import named
-    from asyncrl.launcher.living import find_living
+    from asyncrl.launcher.live.live_run import find_living
 
     if given.stop is not None:
-        from asyncrl.launcher.stop import stop_run
+        from asyncrl.launcher.live.stop import stop_run
 
         return stop_run(find_living(named(given.stop)))
     if given.bring_back is not None:
-        from asyncrl.launcher.bring_back import bring_back
+        from asyncrl.launcher.live.bring_back import bring_back
 
         return bring_back(find_living(named(given.configs[0])), given.bring_back)
     if given.join is None:
-        from asyncrl.launcher.leave import leave_run
+        from asyncrl.launcher.live.leave import leave_run
 
         return leave_run(find_living(named(given.configs[0])), given.leave, given.within)
-    from asyncrl.launcher.hostfile import read_hostfile, select_hosts
-    from asyncrl.launcher.join import join_run
-    from asyncrl.launcher.start import SshStart
+    from asyncrl.launcher.fleet.hostfile import read_hostfile, select_hosts
+    from asyncrl.launcher.fleet.start import SshStart
+    from asyncrl.launcher.live.join import join_run
 
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
     living = find_living(named(given.join))

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
-from asyncrl.monitor.printable import json_in_ascii, printable, say
+from asyncrl.text.printable import json_in_ascii, printable, say
 
 if TYPE_CHECKING:
-    from asyncrl.monitor.client import Target
-    from asyncrl.monitor.top.history import History
-    from asyncrl.monitor.top.replay import Replay
-    from asyncrl.monitor.top.source import Source
+    from asyncrl.top.source.client import Target
+    from asyncrl.top.source.history import History
+    from asyncrl.top.source.replay import Replay, Source
 
 TRACE_S = 30.0
 """Longest wait for a trace, whose last parts the controller awaits for less than half of it."""
@@ -90,12 +89,12 @@ def _main(argv: list[str]) -> int:
 
     try:
         if given.explain is not None:
-            from asyncrl.monitor.story import explain
+            from asyncrl.explain.story import explain
 
             say(explain(run_folder(given.run, "--explain"), given.explain), sys.stdout)
             return 0
         if given.report is not None:
-            from asyncrl.monitor.report import write_report
+            from asyncrl.report.report import write_report
 
             run_dir = run_folder(given.run, "--report")
             try:
@@ -152,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _may_live(run_dir: Path) -> bool:
     """Whether a run lives there, or that is not for this user to know."""
-    from asyncrl.launcher.folders import is_living
+    from asyncrl.launcher.run_folder.folders import is_living
 
     try:
         return is_living(run_dir)
@@ -166,11 +165,10 @@ def _may_live(run_dir: Path) -> bool:
 def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
-    from asyncrl.launcher.folders import is_living
-    from asyncrl.monitor.client import Viewer, find_target
-    from asyncrl.monitor.top.history import History
-    from asyncrl.monitor.top.live import follow
-    from asyncrl.monitor.top.replay import recent_history
+    from asyncrl.launcher.run_folder.folders import is_living
+    from asyncrl.top.source.client import Viewer, find_target
+    from asyncrl.top.source.history import History
+    from asyncrl.top.source.replay import follow, recent_history
 
     target = replace(find_target(living_run(given.run), Path(given.keys) if given.keys else None), lives=is_living)
     if target.run_dir is None:
@@ -181,7 +179,7 @@ def _watch(given: argparse.Namespace) -> int:
         return _print(history, given)
 
     from asyncrl.messages.monitor import RequestTrace, TraceWritten
-    from asyncrl.monitor.top.source import Source
+    from asyncrl.top.source.replay import Source
 
     async def trace() -> str:
         with Viewer(target) as viewer:
@@ -192,7 +190,7 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
-    from asyncrl.monitor.top.replay import open_replay
+    from asyncrl.top.source.replay import open_replay
 
     replay = open_replay(run_dir, lives=_may_live(run_dir))
     if not _wants_terminal(given):
@@ -201,7 +199,7 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
-    from asyncrl.monitor.top.source import Source
+    from asyncrl.top.source.replay import Source
 
     def whole() -> Replay | None:
         return None if _may_live(run_dir) else open_replay(run_dir, lives=False)
@@ -210,8 +208,8 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
 
 
 def _show(source: Source) -> int:
-    from asyncrl.monitor.top.app import Top
     from asyncrl.runtime.process import tune_memory
+    from asyncrl.top.app import Top
 
     # The history of a large run is made of very many objects, which no cycle holds.
     tune_memory()
@@ -228,8 +226,8 @@ async def _take_one(target: Target, history: History) -> None:
     import asyncio
 
     from asyncrl.errors import ActorFailed
-    from asyncrl.monitor.client import Away
-    from asyncrl.monitor.top.live import follow
+    from asyncrl.top.source.client import Away
+    from asyncrl.top.source.replay import follow
 
     first: float | None = None
     reason = f"{target.address} does not answer"
@@ -253,8 +251,8 @@ async def _take_one(target: Target, history: History) -> None:
 
 def _print(history: History, given: argparse.Namespace) -> int:
     from asyncrl.errors import UsageError
-    from asyncrl.monitor.top.document import to_json
-    from asyncrl.monitor.top.model import build
+    from asyncrl.top.figures.document import to_json
+    from asyncrl.top.model import build
 
     if history.newest is None:
         raise UsageError("what is recorded cannot be read by this version")
@@ -262,13 +260,13 @@ def _print(history: History, given: argparse.Namespace) -> int:
     if given.json:
         print(json_in_ascii(to_json(document).decode()))
         return 0
-    from asyncrl.monitor.top.plain import page
-    from asyncrl.monitor.top.text import ASCII, UNICODE
+    from asyncrl.top.drawing.text import ASCII, UNICODE
+    from asyncrl.top.panes import page
 
     unicode = _knows_unicode()
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
     glyphs, whole = UNICODE if unicode else ASCII, not sys.stdout.isatty()
-    text = page(document, max(80, columns), glyphs, ascii_only=not unicode, whole=whole)
+    text = page(document, max(80, columns), glyphs, whole=whole)
     say(text.removesuffix("\n"), sys.stdout)
     return 0
 

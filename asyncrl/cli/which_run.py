@@ -49,7 +49,7 @@ def _runs() -> list[Path]:
 def living_run(run: str | None) -> str:
     """Run folder or HOST:PORT to attach to. Raises UsageError, which says what there is instead."""
     from asyncrl.errors import UsageError
-    from asyncrl.launcher.folders import is_living
+    from asyncrl.launcher.run_folder.folders import is_living
 
     if run is None:
         found = _runs()
@@ -74,7 +74,7 @@ def living_run(run: str | None) -> str:
 def must_be_reachable(address: str) -> None:
     """Require that somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
     from asyncrl.errors import ActorFailed
-    from asyncrl.monitor.reach import why_unreachable
+    from asyncrl.top.source.reach import why_unreachable
 
     if why := why_unreachable(address):
         hint = "that run has ended, or it is at another address, which RUN/private/controller.json on its head tells"

@@ -6,6 +6,7 @@ describes what may be set.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -34,6 +35,7 @@ from asyncrl.config.training import (
     RunConfig,
     StalenessConfig,
 )
+from asyncrl.roles import ROLES
 
 
 class Config(Section):
@@ -138,7 +140,9 @@ class Config(Section):
     def publishes_adapter(self) -> bool:
         """Whether a version is the adapters alone."""
         lora = self.lora
-        return lora.is_on and (lora.publish == "adapter" or (lora.publish == "auto" and self.rollout.engine == "vllm"))
+        return lora.is_on and (
+            lora.publish == "adapter" or (lora.publish == "auto" and self.rollout.traits.adapter_rank > 0)
+        )
 
     @property
     def groups_per_version(self) -> int:
@@ -153,20 +157,17 @@ class Config(Section):
     @property
     def actors(self) -> tuple[str, ...]:
         """Every actor of the run as ROLE/INDEX, the controller first."""
-        return (
-            "controller/0",
-            "dataloader/0",
-            *self.reward_pools,
-            "parameter_server/0",
-            *(f"learner/{rank}" for rank in range(self.learner.ranks)),
-            *(f"rollouter/{replica}" for replica in range(self.rollout.replicas)),
-            *(
-                f"episodes/{replica}"
-                for replica in range(self.rollout.replicas if self.episode.kind != "single" else 0)
-            ),
-            *self.extra_episode_hosts,
-            *(["sinks/0"] if self.sinks.are_wanted else []),
-        )
+        return tuple(f"{role}/{index}" for role in ROLES for index in range(self.number_of(role)))
+
+    def number_of(self, role: str) -> int:
+        """Number of the actors of a role."""
+        number = ROLES[role].number
+        return int(attrgetter(number)(self)) if number else 1
+
+    @property
+    def episode_hosts(self) -> int:
+        """Number of the episode hosts: one beside each rollouter, and the extra ones; 0 for a run without episodes."""
+        return self.rollout.replicas + (self.episode.extra_hosts or 0) if self.episode.kind != "single" else 0
 
     @property
     def reward_pools(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import re
 from asyncrl.config import Config
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
-from asyncrl.config.lora import VLLM_RANKS, LoraConfig
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig, StalenessConfig
 
 FORBIDDEN_VLLM_KEYS = (
@@ -16,6 +16,11 @@ FORBIDDEN_VLLM_KEYS = (
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
     *("worker_extension_cls", "scheduler_cls"),
 )
+
+
+def _context_key(config: Config) -> str:
+    """Dotted key of the engine's longest prompt plus response."""
+    return f"rollout.{config.rollout.traits.context_key}"
 
 
 def _weight_problems(config: Config) -> list[tuple[str, str]]:
@@ -36,8 +41,9 @@ def _weight_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("weights.stage_deadline_s", "must be at least weights.deadline_s"))
     if weights.broadcast_timeout_s > weights.deadline_s:
         found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
-    if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:
-        found.append(("rollout.sim.load_s", "must be below weights.deadline_s"))
+    load_key = rollout.traits.load_key
+    if load_key and rollout.value_of(load_key) >= weights.deadline_s:
+        found.append((f"rollout.{load_key}", "must be below weights.deadline_s"))
     return found
 
 
@@ -53,12 +59,14 @@ def _lora_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("lora.targets", 'is empty; name layers, as ["q_proj", "v_proj"], or take "all-linear"'))
     if not config.publishes_adapter:
         return found
-    if config.rollout.engine != "vllm":
+    traits = config.rollout.traits
+    if not traits.adapter_rank:
         told = f'is adapter, which the engine {config.rollout.engine} cannot load; take auto or "merged"'
         found.append(("lora.publish", told))
-    elif lora.rank > VLLM_RANKS[-1]:
+    elif lora.rank > traits.adapter_rank:
         told = (
-            f'is {lora.rank}, and vLLM takes adapters up to {VLLM_RANKS[-1]}; lower it or set lora.publish to "merged"'
+            f"is {lora.rank}, and {traits.title} takes adapters up to {traits.adapter_rank}; "
+            'lower it or set lora.publish to "merged"'
         )
         found.append(("lora.rank", told))
     if weights.transport in ("gloo", "nccl"):
@@ -73,7 +81,7 @@ def _chat_problems(config: Config) -> list[tuple[str, str]]:
     chat, found = config.chat, []
     named = (("tool_parser", OWN_TOOL_PARSERS), ("reasoning_parser", OWN_REASONING_PARSERS))
     for key, own in named:
-        if getattr(chat, key) not in own and config.rollout.engine != "vllm":
+        if getattr(chat, key) not in own and not config.rollout.traits.parsers:
             theirs = f'is none of {", ".join(own)}; vLLM\'s parsers need rollout.engine = "vllm"'
             found.append((f"chat.{key}", theirs))
     return found
@@ -99,9 +107,9 @@ def _episode_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("reward.truncated", told))
     if episode.max_request_bytes > config.network.max_message_bytes:
         found.append(("episode.max_request_bytes", "must be at most network.max_message_bytes"))
-    context, length = episode.max_context_tokens, rollout.vllm.max_model_len
-    if rollout.engine == "vllm" and context is not None and length is not None and length < context:
-        found.append(("rollout.vllm.max_model_len", f"is {length}, less than episode.max_context_tokens = {context}"))
+    context, length = episode.max_context_tokens, rollout.engine_context
+    if context is not None and length is not None and length < context:
+        found.append((_context_key(config), f"is {length}, less than episode.max_context_tokens = {context}"))
     return found
 
 
@@ -145,11 +153,12 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     """Problems between sections, as (dotted key, what is wrong and what to do)."""
     found: list[tuple[str, str]] = []
     rollout, learner, reward = config.rollout, config.learner, config.reward
-    simulated = rollout.engine == "sim" and learner.backend == "sim"
+    simulated = rollout.traits.makes_up and learner.backend == "sim"
     if config.model.path is None and not simulated:
         found.append(("model.path", 'is required unless rollout.engine and learner.backend are both "sim"'))
-    if rollout.engine == "sim" and learner.backend != "sim":
-        found.append(("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"'))
+    if rollout.traits.makes_up and learner.backend != "sim":
+        told = f'what the {rollout.engine} engine makes up must not train a model; set it to "sim"'
+        found.append(("learner.backend", told))
     # A place of the engine is taken for a call of it alone; an episode has it only meanwhile.
     places, key = config.most_episodes, "rollout.concurrency"
     if config.episode.kind != "single":
@@ -175,16 +184,16 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if config.staleness.late != "requeue" and config.staleness.max_requeues != default:
         found.append(("staleness.max_requeues", 'is for staleness.late = "requeue" alone; leave it out'))
     found += _episode_problems(config)
-    if rollout.engine == "reference" and rollout.concurrency == "auto":
-        told = "auto goes by the engine's KV cache, and the reference engine has none; give a number"
+    if not rollout.traits.kv_cache and rollout.concurrency == "auto":
+        told = f"auto goes by the engine's KV cache, and the {rollout.engine} engine has none; give a number"
         found.append(("rollout.concurrency", told))
-    if rollout.engine == "reference" and rollout.gpus_per_replica:
-        found.append(("rollout.gpus_per_replica", "the reference engine computes on the CPU; set it to 0"))
-    length = rollout.vllm.max_model_len
-    if rollout.engine == "vllm" and length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
+    if not rollout.traits.gpus and not rollout.traits.makes_up and rollout.gpus_per_replica:
+        found.append(("rollout.gpus_per_replica", f"the {rollout.engine} engine computes on the CPU; set it to 0"))
+    length = rollout.engine_context
+    if length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
         found.append(
             (
-                "rollout.vllm.max_model_len",
+                _context_key(config),
                 f"is {length}, less than data.max_prompt_tokens + rollout.max_tokens = "
                 f"{config.data.max_prompt_tokens + rollout.max_tokens}",
             )
@@ -199,7 +208,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     found += _chat_problems(config)
     found += _sft_problems(config)
     found += _teacher_problems(config)
-    if config.weights.transport == "nccl" and (rollout.engine != "vllm" or rollout.gpus_per_replica == 0):
+    if config.weights.transport == "nccl" and (not rollout.traits.gpus or rollout.gpus_per_replica == 0):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
         found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))
@@ -228,8 +237,8 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     for name, evaluation in config.eval.items():
         found += _check_data(f"eval.{name}.data", evaluation.data)
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
-        if rollout.engine == "vllm" and length is not None and length < longest:
-            found.append(("rollout.vllm.max_model_len", f"is {length}, less than eval.{name} needs: {longest}"))
+        if length is not None and length < longest:
+            found.append((_context_key(config), f"is {length}, less than eval.{name} needs: {longest}"))
         if evaluation.n > places:
             found.append((f"eval.{name}.n", f"is more than {key} = {places}"))
     if rollout.min_replicas > rollout.replicas:

@@ -69,7 +69,7 @@ class DriftConfig(Section):
     After each update every replica scores tokens of real prompts and of responses to them, and samples some as the run
     does; the learner has said what the weights of that version make of them. The drift is the root mean square of the
     differences between their log-probs over the scored tokens, or 1.25 times their mean size over the sampled ones,
-    whichever is larger (asyncrl/rollouter/drift.py).
+    whichever is larger (asyncrl/rollouter/serving/drift.py).
     """
 
     warn: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from asyncrl.config.engines import ENGINES, EngineName, EngineTraits
 from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
 AUTO_START = 64
@@ -63,7 +65,7 @@ class VllmEngineConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["vllm", "sim", "reference"] = "vllm"
+    engine: EngineName = "vllm"
     """Inference engine: vLLM, a timing model, or transformers one sequence at a time (slow, and the same in every bit
     each time)."""
     replicas: Positive = 1
@@ -117,8 +119,28 @@ class RolloutConfig(Section):
     def concurrency_bounds(self) -> tuple[int, int]:
         """Least and most calls that may be in an engine at a time; the same where the number is given."""
         if self.concurrency == "auto":
-            return 1, self.vllm.max_num_seqs if self.engine == "vllm" else AUTO_MOST
+            return 1, self.value_of(self.traits.calls_key) or AUTO_MOST
         return self.concurrency, self.concurrency
+
+    @property
+    def traits(self) -> EngineTraits:
+        """The traits of the engine."""
+        return ENGINES[self.engine]
+
+    def value_of(self, key: str) -> Any:
+        """The value of a key of the engine, dotted and below ``rollout``; None for an empty key."""
+        return attrgetter(key)(self) if key else None
+
+    @property
+    def engine_context(self) -> int | None:
+        """Tokens of the engine's context, where they are set; None where they follow from the sequences."""
+        context: int | None = self.value_of(self.traits.context_key)
+        return context
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether engines compute on GPUs, as far as it is settled."""
+        return self.traits.gpus and bool(self.gpus_per_replica)
 
     @property
     def stops(self) -> bool:

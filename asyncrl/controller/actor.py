@@ -21,16 +21,16 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
-from asyncrl.controller.coming_and_going import MEMBERS_FILE, ComingAndGoing
-from asyncrl.controller.hosts import Hosts
-from asyncrl.controller.oversight import Oversight
-from asyncrl.controller.picture import LONGEST_TEXT
-from asyncrl.controller.recent_lines import RecentLines, is_proper
-from asyncrl.controller.reserve import SINKS
-from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.controller.sinks_feed import SinksFeed
-from asyncrl.controller.traces import Traces, remove_unfinished
-from asyncrl.controller.watching import Watching
+from asyncrl.controller.health.liveness import Oversight
+from asyncrl.controller.joining.host_changes import MEMBERS_FILE, ComingAndGoing
+from asyncrl.controller.joining.hosts import Hosts
+from asyncrl.controller.observation.observers import Watching
+from asyncrl.controller.observation.recent_lines import RecentLines, is_proper
+from asyncrl.controller.observation.sinks_feed import SinksFeed
+from asyncrl.controller.observation.snapshot_builder import LONGEST_TEXT
+from asyncrl.controller.observation.traces import Traces, remove_unfinished
+from asyncrl.controller.state.reserve import SINKS
+from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.disk import in_words
 from asyncrl.errors import InvalidRequest, Refused
 from asyncrl.files import replace_file
@@ -65,13 +65,13 @@ from asyncrl.messages.monitor import (
     WatchMetrics,
     WatchSnapshot,
 )
+from asyncrl.roles import role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
-from asyncrl.runtime.incarnations import numbers_begin_above
+from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
+from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
-from asyncrl.runtime.registry import Registry
-from asyncrl.runtime.supervision import role_of
 
 FEW_ACTORS = 64
 """Most actors in the registry with which each of its changes is followed at once."""
@@ -581,6 +581,3 @@ class Controller(Actor):
         self._watchers.wake()
         self._followers.wake()
         self._members.wake()
-
-
-ACTOR = Controller

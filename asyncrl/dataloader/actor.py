@@ -17,6 +17,7 @@ from collections import Counter
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.chat.report import FILE as CHAT_FILE
 from asyncrl.config.training import DataConfig
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
@@ -46,12 +47,11 @@ from asyncrl.messages.groups import Ticket
 from asyncrl.messages.learner import Held, Holds
 from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
 from asyncrl.messages.seals import sealed
-from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
-from asyncrl.order import EpochOrder
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.calls.retry import AWAY_S, log_away
 from asyncrl.runtime.parking import ParkingLot
-from asyncrl.runtime.retry import AWAY_S, log_away
 from asyncrl.stops import resolve_stops
+from asyncrl.telemetry.group_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
@@ -517,6 +517,3 @@ class Dataloader(Actor):
         if tickets.supply_number != self._supply_number:
             self._supply_number = tickets.supply_number
             self._watchers.wake()
-
-
-ACTOR = Dataloader

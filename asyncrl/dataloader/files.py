@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.data.jsonl import RawRow, files_of
 from asyncrl.dataloader.rows import missing_column
 from asyncrl.errors import DataError
-from asyncrl.jsonl import RawRow, files_of
 
 BATCH_ROWS = 1024
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.limit import WorkingLimit
@@ -21,7 +22,6 @@ from asyncrl.errors import InvalidRequest, RunChanged
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Restored
 from asyncrl.messages.rollouter import TicketsHeld
-from asyncrl.order import EpochOrder
 
 
 @dataclass(frozen=True, slots=True)

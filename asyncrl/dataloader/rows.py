@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from asyncrl.data.jsonl import RawRow
 from asyncrl.errors import DataError
-from asyncrl.jsonl import RawRow
 
 Prompt = str | list[dict[str, str]]
 """Text, or chat messages with role and content."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.training import DataConfig
+from asyncrl.data.jsonl import RawRow, read_jsonl
 from asyncrl.dataloader.files import read_hf, read_parquet
 from asyncrl.dataloader.rows import Dataset, collect
 from asyncrl.errors import DataError
-from asyncrl.jsonl import RawRow, read_jsonl
 
 
 def load_dataset(config: DataConfig) -> Dataset:

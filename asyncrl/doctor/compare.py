@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.disk import in_bytes
-from asyncrl.doctor.talk import HostFacts
-from asyncrl.launcher.placement import Placed
+from asyncrl.doctor.protocol import HostFacts
+from asyncrl.launcher.terms.placement import Placed
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 SKEW_S = 0.5
 """Difference above which clocks are named: they decide nothing, but times of two hosts are shown side by side."""
@@ -108,10 +108,8 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
         names = needed.setdefault(actor.host, [])
         if role == "learner" and config.learner.backend != "sim":
             names += ["torch", "transformers"]
-        if role == "rollouter" and config.rollout.engine == "vllm":
-            names += ["torch", "vllm"]
-        if role == "rollouter" and config.rollout.engine == "reference":
-            names += ["torch", "transformers"]
+        if role == "rollouter":
+            names += config.rollout.traits.packages
         if role == "episodes":
             names.append("aiohttp")
     return {host: list(dict.fromkeys(names)) for host, names in needed.items()}

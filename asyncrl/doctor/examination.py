@@ -28,7 +28,7 @@ from asyncrl.doctor.compare import (
     judge_ways,
     needed_packages,
 )
-from asyncrl.doctor.talk import (
+from asyncrl.doctor.protocol import (
     Begin,
     Connect,
     Connected,
@@ -46,15 +46,15 @@ from asyncrl.doctor.talk import (
     Time,
 )
 from asyncrl.errors import ConfigError, HostFailed, UsageError
-from asyncrl.launcher.addresses import by_interface, by_route, interface_of, usable
-from asyncrl.launcher.contact import Contact
-from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.placement import Host, Placed, place, with_episode_hosts, with_gpus
-from asyncrl.launcher.several import passed_on
-from asyncrl.launcher.spec import RouteQuery, Routes
-from asyncrl.launcher.start import StartCommand
+from asyncrl.launcher.fleet.addresses import by_interface, by_route, interface_of, usable
+from asyncrl.launcher.fleet.contact import Contact
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.fleet.start import StartCommand
+from asyncrl.launcher.multi_host import passed_on
+from asyncrl.launcher.terms.placement import Host, Placed, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.terms.spec import RouteQuery, Routes
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 T = TypeVar("T")
 REMOTE = ("-m", "asyncrl.doctor.host")

@@ -23,7 +23,7 @@ from asyncrl.disk import nearest_folder
 from asyncrl.doctor import network
 from asyncrl.doctor.leftovers import check_leftovers
 from asyncrl.doctor.machine import gather_facts, judge_memory, judge_shm, memory_bytes, shm_bytes
-from asyncrl.doctor.talk import (
+from asyncrl.doctor.protocol import (
     Begin,
     Connect,
     Examine,
@@ -38,11 +38,11 @@ from asyncrl.doctor.talk import (
     Seen,
     Time,
 )
-from asyncrl.launcher.addresses import find_routes, interface_of
-from asyncrl.launcher.checks import check_sinks
-from asyncrl.launcher.hosts import find_facts
-from asyncrl.launcher.remote import serve
-from asyncrl.launcher.spec import Facts, RouteQuery
+from asyncrl.launcher.fleet.addresses import find_routes, interface_of
+from asyncrl.launcher.fleet.checks import check_sinks
+from asyncrl.launcher.fleet.hosts import find_facts
+from asyncrl.launcher.fleet.remote import serve
+from asyncrl.launcher.terms.spec import Facts, RouteQuery
 from asyncrl.preflight.findings import Finding
 from asyncrl.preflight.model import digest
 from asyncrl.preflight.needs import Need, descriptors_need, memory_need

@@ -24,7 +24,7 @@ import psutil
 from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.folders import CONFIG, LOCK, PART, PRIVATE
+from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, PART, PRIVATE
 from asyncrl.preflight.findings import Finding, listed, ok, warn
 
 SCRATCH = "asyncrl-engine-"

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 
 from asyncrl.disk import in_bytes
-from asyncrl.doctor.talk import Card, HostFacts
-from asyncrl.launcher.hosts import NVIDIA_SMI_S
-from asyncrl.launcher.spec import Facts
+from asyncrl.doctor.protocol import Card, HostFacts
+from asyncrl.launcher.fleet.hosts import NVIDIA_SMI_S
+from asyncrl.launcher.terms.spec import Facts
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.weights.segments import host_id
 

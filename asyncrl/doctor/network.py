@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from asyncrl.doctor.talk import Connect, Connected, Listen, Listening, Peer
+from asyncrl.doctor.protocol import Connect, Connected, Listen, Listening, Peer
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.room import bind, ports_of
 

@@ -31,7 +31,7 @@ from asyncrl.runtime.awaits import most_telling
 from asyncrl.runtime.workers.confinement import NOTICE, confine
 
 if TYPE_CHECKING:
-    from asyncrl.episodes.endpoint import Endpoint
+    from asyncrl.episodes.http.endpoint import Endpoint
 
 START_SHARE = 0.8
 """Share of an actor's time for its start that the workers may take, so that the host's own error comes first."""
@@ -74,7 +74,7 @@ class EpisodesActor(Actor):
         """Start the endpoint and the workers, and import the user's code in each. Raises ConfigError."""
         config = self.config.episode
         try:
-            from asyncrl.episodes.endpoint import Endpoint
+            from asyncrl.episodes.http.endpoint import Endpoint
         except ImportError as error:
             told = f"the endpoint of episodes cannot be had ({error}); pip install 'asyncrl[episodes]' on this host"
             raise ConfigError([told]) from error
@@ -244,6 +244,3 @@ def _http_figures(counts: Counter[str]) -> dict[str, float]:
         "episodes/http_retries": total("joined", "replayed", "resumed"),
         "episodes/http_cut": total("cut/"),
     }
-
-
-ACTOR = EpisodesActor

@@ -19,13 +19,13 @@ import psutil
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.counts import Counts
+from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.session import Playing, Session
-from asyncrl.episodes.task import Task
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome
-from asyncrl.runtime.supervision import describe_exit
+from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living

@@ -13,9 +13,9 @@ from typing import Literal
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.session import Playing, Session
-from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import WorkerProcess
+from asyncrl.telemetry.states import StateLedger
 
 MEMORY_KEY = "episode.max_memory_bytes"
 SUSPECT_DEATHS = 2

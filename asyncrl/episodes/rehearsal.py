@@ -19,8 +19,8 @@ import math
 import random
 from contextlib import suppress
 
-from asyncrl.episodes.client import Client, Reply
-from asyncrl.episodes.task import Task
+from asyncrl.episodes.playing.client import Client, Reply
+from asyncrl.episodes.playing.task import Task
 from asyncrl.errors import EpisodeOver
 
 _WORDS = ("alpha", "bravo", "delta", "echo", "kilo", "lima", "oscar", "tango", "uniform", "zulu")

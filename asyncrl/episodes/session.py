@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from asyncrl.episodes.task import Task
+from asyncrl.episodes.playing.task import Task
 from asyncrl.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
 from asyncrl.messages import Message, Request
 from asyncrl.messages.episodes import (

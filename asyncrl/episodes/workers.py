@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.counts import Counts
 from asyncrl.episodes.faults import MEMORY_KEY, Open, Slot, Suspects, find_fault, silence
-from asyncrl.episodes.frames import (
+from asyncrl.episodes.playing.frames import (
     SMALL_BYTES,
     Alive,
     Answered,
@@ -42,10 +42,10 @@ from asyncrl.episodes.session import Playing, Session
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
-from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.telemetry.states import StateLedger
 
 BEATS = 8
 """Times that a worker says that it is alive in the shorter of episode.stall_timeout_s and close_timeout_s."""
@@ -196,7 +196,7 @@ class Workers:
             return
         try:
             slot.process = WorkerProcess(
-                "asyncrl.episodes.worker",
+                "asyncrl.episodes.playing.worker",
                 self._encoder.encode(self._setup),
                 confined=self._confined,
                 max_frame_bytes=self._config.max_request_bytes + SMALL_BYTES,

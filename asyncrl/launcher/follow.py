@@ -27,13 +27,13 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import HostFailed
-from asyncrl.launcher.contact import Contact
-from asyncrl.launcher.folders import RunFolder
-from asyncrl.launcher.interrupts import Interrupts
-from asyncrl.launcher.member import SLACK_S, Member, end_in_steps, hang_up
-from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.signals import cause_of
-from asyncrl.launcher.spec import (
+from asyncrl.launcher.agent_handle import SLACK_S, Member, end_in_steps, hang_up
+from asyncrl.launcher.fleet.contact import Contact
+from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.launcher.terminal.interrupts import Interrupts
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terms.signals import cause_of
+from asyncrl.launcher.terms.spec import (
     AT_ONCE,
     CONTROLLER_AT,
     KILL,

@@ -11,20 +11,20 @@ import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.launcher.ended import describe_end, find_left, write_command
-from asyncrl.launcher.folders import RunFolder
-from asyncrl.launcher.placement import INTERFACE_VARIABLES, Placed
-from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.resume import Resumption
-from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
-from asyncrl.launcher.summary import summarise
-from asyncrl.monitor.metrics_line import read_metrics
-from asyncrl.monitor.recording import last_recorded
-from asyncrl.runtime.incarnations import attempt_begins_above
+from asyncrl.launcher.run_folder.ended import describe_end, find_left, write_command
+from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.launcher.run_folder.resume import Resumption
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.summary import summarise
+from asyncrl.launcher.terms.placement import INTERFACE_VARIABLES, Placed
+from asyncrl.launcher.terms.spec import ActorSpec, AgentSpec, EndedEvent
+from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
+from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.telemetry.snapshots.recording import last_recorded
 
 LEARNER = "learner/0"
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
-GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")
+GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.node.guard")
 RESUMED_FROM = "resumed_from.txt"
 """File in the folder of logs of a resumed attempt: the checkpoint gone on from, and what was passed over."""
 LONGEST_EVENT_BYTES = 64 << 20

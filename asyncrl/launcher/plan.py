@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.launcher.checks import summary
-from asyncrl.launcher.folders import free_run_folder
-from asyncrl.launcher.placement import Placed, describe
-from asyncrl.launcher.resume import Resumption
+from asyncrl.launcher.fleet.checks import summary
+from asyncrl.launcher.run_folder.folders import free_run_folder
+from asyncrl.launcher.run_folder.resume import Resumption
+from asyncrl.launcher.terms.placement import Placed, describe
 from asyncrl.preflight.findings import Finding
 
 

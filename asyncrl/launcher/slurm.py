@@ -19,12 +19,12 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, HostFailed, UsageError
-from asyncrl.launcher.choice import find_candidates
-from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.placement import Host, place, with_episode_hosts
-from asyncrl.launcher.resume import AUTO
-from asyncrl.launcher.start import SlurmStart
-from asyncrl.runtime.supervision import role_of
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.fleet.start import SlurmStart
+from asyncrl.launcher.run_folder.choice import find_candidates
+from asyncrl.launcher.run_folder.resume import AUTO
+from asyncrl.launcher.terms.placement import Host, place, with_episode_hosts
+from asyncrl.roles import role_of
 
 ANSWER_S = 60.0
 """Longest time in which a command of SLURM answers."""
@@ -121,7 +121,7 @@ def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str
 def gpus_of_a_node(config: Config, nodes: int) -> int | None:
     """The fewest GPUs on each of so many nodes with which the run has a place; None if only the nodes can tell."""
     learner, rollout = config.learner, config.rollout
-    each = rollout.gpus_per_replica if rollout.engine == "vllm" else 0
+    each = rollout.gpus_per_replica if rollout.traits.gpus else 0
     if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):
         # Both take GPUs where there are some.
         return None

@@ -23,16 +23,16 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
 from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted
-from asyncrl.learner.algorithm.group_metrics import rewards_of
-from asyncrl.learner.algorithm.supervised import SupervisedSteps
-from asyncrl.learner.backend import Backend, create
+from asyncrl.learner.algorithm.advantage.group_metrics import rewards_of
+from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.backends.backend import Backend, create
 from asyncrl.learner.checkpoint.failed_writes import Failed, checkpoint_complete_again, checkpoint_failed
-from asyncrl.learner.checkpoint.last_writes import LastWrites
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.intake import Intake, Snapshot
 from asyncrl.learner.groups.served_teacher import ServedTeacher, begin_all
+from asyncrl.learner.last_writes import LastWrites
 from asyncrl.learner.loop import Training
 from asyncrl.learner.metrics.learning_watch import LearningWatch
 from asyncrl.learner.metrics.records import RecordFiles
@@ -46,12 +46,12 @@ from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
 from asyncrl.messages.seals import fits
-from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
-from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, WEIGHTS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.retry import log_away
-from asyncrl.runtime.server import REFUSED
+from asyncrl.runtime.calls.retry import log_away
+from asyncrl.runtime.calls.server import REFUSED
 from asyncrl.sft.conversations import Conversations, load_conversations
+from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
+from asyncrl.telemetry.trace import CHECKPOINTS, PHASES, STEPS, WEIGHTS, Track
 
 PARAMETER_SERVER = "parameter_server/0"
 
@@ -574,6 +574,3 @@ class Learner(Actor):
                     log_away(self.log, "controller", error)
                 else:
                     return
-
-
-ACTOR = Learner

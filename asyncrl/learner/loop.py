@@ -29,25 +29,25 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
-from asyncrl.learner.algorithm.group_metrics import observe_staleness, requeue_metrics
-from asyncrl.learner.algorithm.supervised import SupervisedSteps
-from asyncrl.learner.backend import Backend
+from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness, requeue_metrics
+from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
+from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import to_publish, version_failed, why_not_published
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.stragglers import Stragglers
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.plan_ahead import Outlook, groups_wanted, oldest_groups
-from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
 from asyncrl.learner.publishing.versions import Versions
-from asyncrl.learner.step_planner import StepPlanner
+from asyncrl.learner.steps.plan_ahead import Outlook, groups_wanted, oldest_groups
+from asyncrl.learner.steps.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
-from asyncrl.monitor.story_log import NOT_TRAINED, TRAINED
-from asyncrl.monitor.trace import Track
 from asyncrl.runtime.services import ActorServices
+from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED
+from asyncrl.telemetry.trace import Track
 from asyncrl.trajectories import is_truncated, oldest_version, versions_of
 
 OWED_RETRY_S = 5.0

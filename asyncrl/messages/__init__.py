@@ -6,7 +6,8 @@ beside the body. Fields are only ever added, with a default. None of it is ever 
 collector need not follow the thousands of groups that are held (``gc=False``).
 
 A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then
-has the effect of doing it once. A request without a reply is a cast. ``senders.py`` says which roles may send each.
+has the effect of doing it once. A request without a reply is a cast. Each that is sent unasked names the roles that may
+send it (``senders``, of senders.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ FinishReason = Literal["stop", "length", "turns", "time"]
 
 class Message(Struct, gc=False, frozen=True, kw_only=True):
     """Base of everything that may be an envelope's body."""
+
+    senders: ClassVar[frozenset[str]] = frozenset()
+    """Roles that may send it unasked; none for a reply."""
 
 
 class Request(Message, frozen=True, kw_only=True):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request
+from asyncrl.messages.senders import AGENT, LAUNCHER, LEARNER, MEMBERS
 
 
 class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
@@ -30,18 +31,8 @@ class Register(Request, frozen=True, kw_only=True):
     """Actor to controller: I am here, or my record has changed."""
 
     reply = Done
+    senders = MEMBERS
     record: ActorRecord
-
-
-class Resolve(Request, frozen=True, kw_only=True):
-    """Anyone to controller: where is this actor? Parked until it is there with a larger incarnation than ``above``."""
-
-    reply: ClassVar[type[Message]]
-    idle = True
-    name: str
-    above: Count = 0
-    unready: bool = False
-    """Answer as soon as it has registered facts, even if it cannot be called yet."""
 
 
 class Resolved(Message, frozen=True, kw_only=True):
@@ -50,21 +41,20 @@ class Resolved(Message, frozen=True, kw_only=True):
     record: ActorRecord | None
 
 
-Resolve.reply = Resolved
+class Resolve(Request, frozen=True, kw_only=True):
+    """Anyone to controller: where is this actor? Parked until it is there with a larger incarnation than ``above``."""
+
+    reply = Resolved
+    senders = MEMBERS
+    idle = True
+    name: str
+    above: Count = 0
+    unready: bool = False
+    """Answer as soon as it has registered facts, even if it cannot be called yet."""
+
+
 RunPhase = Literal["starting", "running", "preempting", "draining", "done", "failed"]
 """Phase; ``preempting``: nothing new is generated, and the learner writes a checkpoint at its next version boundary."""
-
-
-class WatchRun(Request, frozen=True, kw_only=True):
-    """Anyone to controller, parked until the run's state is newer than ``seen``, by more than one more ready actor."""
-
-    reply: ClassVar[type[Message]]
-    idle = True
-    seen: int = -1
-    seen_line: int = -1
-    """Number of a metrics line: with 0 or more, also answered when there are lines past it, and at each ready actor."""
-    members: int = -1
-    """Number of the Members that the caller has taken in; -1 where it takes in none."""
 
 
 class Condemned(Struct, gc=False, frozen=True, array_like=True):
@@ -115,7 +105,7 @@ class RunState(Message, frozen=True, kw_only=True):
     number: int
     phase: RunPhase
     draining: list[str] = []
-    """Roles that are to end now; what they deliver to, drains later (order: controller/run_state.py)."""
+    """Roles that are to end now; what they deliver to, drains later (order: controller/state/run_state.py)."""
     reason: str = ""
     failed_actor: str = ""
     log: str = ""
@@ -147,7 +137,17 @@ class RunState(Message, frozen=True, kw_only=True):
     """The replicas without which the run goes on for now. Their agents end them, and start those named no more."""
 
 
-WatchRun.reply = RunState
+class WatchRun(Request, frozen=True, kw_only=True):
+    """Anyone to controller, parked until the run's state is newer than ``seen``, by more than one more ready actor."""
+
+    reply = RunState
+    senders = MEMBERS
+    idle = True
+    seen: int = -1
+    seen_line: int = -1
+    """Number of a metrics line: with 0 or more, also answered when there are lines past it, and at each ready actor."""
+    members: int = -1
+    """Number of the Members that the caller has taken in; -1 where it takes in none."""
 
 
 class StopRun(Request, frozen=True, kw_only=True):
@@ -158,6 +158,7 @@ class StopRun(Request, frozen=True, kw_only=True):
     """
 
     reply = Done
+    senders = AGENT | LAUNCHER
     reason: str
     preempt: bool = False
 
@@ -166,6 +167,7 @@ class BringBack(Request, frozen=True, kw_only=True):
     """asyncrl-launch --bring-back to controller: try a replica again now that is set aside."""
 
     reply = Done
+    senders = LAUNCHER
     name: str
 
 
@@ -176,6 +178,7 @@ class RunFinished(Request, frozen=True, kw_only=True):
     """
 
     reply = Done
+    senders = LEARNER
     preempted: bool = False
     failure: str = ""
     """Reason that not everything could be written, what is lost and what to do: the run ends as failed."""
@@ -185,6 +188,7 @@ class CheckpointWritten(Request, frozen=True, kw_only=True):
     """Learner to controller: the checkpoint of ``version`` is complete."""
 
     reply = Done
+    senders = LEARNER
     version: Count
     step: Count
     path: str
@@ -194,23 +198,9 @@ class ActorStarted(Request, frozen=True, kw_only=True):
     """Agent to controller: a process of this actor lives. Told again to a controller that was started again."""
 
     reply = Done
+    senders = AGENT
     name: str
     incarnation: Count
-
-
-class ActorEnded(Request, frozen=True, kw_only=True):
-    """Agent to controller: a process has ended.
-
-    ``fatal`` when the restart policy gives up; ``exit_code`` is negative for a signal.
-    """
-
-    reply: ClassVar[type[Message]]
-    name: str
-    incarnation: Count
-    exit_code: int
-    fatal: bool
-    reason: str
-    log: str = ""
 
 
 class EndNoted(Message, frozen=True, kw_only=True):
@@ -219,7 +209,20 @@ class EndNoted(Message, frozen=True, kw_only=True):
     asked: bool = False
 
 
-ActorEnded.reply = EndNoted
+class ActorEnded(Request, frozen=True, kw_only=True):
+    """Agent to controller: a process has ended.
+
+    ``fatal`` when the restart policy gives up; ``exit_code`` is negative for a signal.
+    """
+
+    reply = EndNoted
+    senders = AGENT
+    name: str
+    incarnation: Count
+    exit_code: int
+    fatal: bool
+    reason: str
+    log: str = ""
 
 
 LONGEST_NOTICE, LONGEST_KEY = 2000, 500
@@ -237,6 +240,7 @@ class Notice(Request, frozen=True, kw_only=True):
     """
 
     reply = Done
+    senders = MEMBERS
     key: Annotated[str, Meta(min_length=1, max_length=LONGEST_KEY)]
     text: Annotated[str, Meta(max_length=LONGEST_NOTICE)]
     count: Count = 1
@@ -253,5 +257,6 @@ class ReportFailure(Request, frozen=True, kw_only=True):
     """Actor to controller: the run cannot go on. ``exit_code`` is the run's."""
 
     reply = Done
+    senders = MEMBERS
     reason: str
     exit_code: int = 1

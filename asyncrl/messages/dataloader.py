@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request, Uid
 from asyncrl.messages.groups import LedgerState, Ticket
+from asyncrl.messages.senders import LEARNER, ROLLOUTER
+
+
+class Leased(Message, frozen=True, kw_only=True):
+    """The grants: none when nothing could be granted in time; ``closed`` when nothing will ever be again."""
+
+    tickets: list[Ticket] = []
+    closed: bool = False
 
 
 class Lease(Request, frozen=True, kw_only=True):
@@ -17,7 +25,8 @@ class Lease(Request, frozen=True, kw_only=True):
     Grants above ``seen`` are granted again first, so a lost reply loses nothing.
     """
 
-    reply: ClassVar[type[Message]]
+    reply = Leased
+    senders = ROLLOUTER
     idle = True
     seen: Count
     """The highest grant received by this incarnation of the rollouter."""
@@ -29,20 +38,11 @@ class Lease(Request, frozen=True, kw_only=True):
     """Uids that it holds. Nothing is left of its earlier incarnations."""
 
 
-class Leased(Message, frozen=True, kw_only=True):
-    """The grants: none when nothing could be granted in time; ``closed`` when nothing will ever be again."""
-
-    tickets: list[Ticket] = []
-    closed: bool = False
-
-
-Lease.reply = Leased
-
-
 class ReturnTickets(Request, frozen=True, kw_only=True):
     """Rollouter to dataloader: these groups were not generated; somebody else is to do it."""
 
     reply = Done
+    senders = ROLLOUTER
     uids: list[Uid]
     leaving: bool = False
     """It asks for nothing any more and holds nothing but ``holding``; what else it was granted is with the learner, or
@@ -64,10 +64,19 @@ class Outcome(Struct, gc=False, frozen=True, array_like=True):
     """Ticket.requeues of the next grant; 0 but for ``requeued``."""
 
 
+class OutcomesSeen(Message, frozen=True, kw_only=True):
+    """The highest number seen without a gap, and the limit now in force."""
+
+    number: Count
+    limit: float
+    """Working limit eta_t, in versions."""
+
+
 class Outcomes(Request, frozen=True, kw_only=True):
     """Learner to dataloader: numbered, acknowledged, repeated until acknowledged."""
 
-    reply: ClassVar[type[Message]]
+    reply = OutcomesSeen
+    senders = LEARNER
     number: Annotated[int, Meta(ge=1)]
     """Counts from 1 without gaps; a number already seen is acknowledged and ignored."""
     version: int
@@ -83,25 +92,6 @@ class Outcomes(Request, frozen=True, kw_only=True):
     """Whether buffered_groups and waited speak of a step that has begun since the last report."""
     finished: bool = False
     """The last step is trained: nothing more is to be leased for training."""
-
-
-class OutcomesSeen(Message, frozen=True, kw_only=True):
-    """The highest number seen without a gap, and the limit now in force."""
-
-    number: Count
-    limit: float
-    """Working limit eta_t, in versions."""
-
-
-Outcomes.reply = OutcomesSeen
-
-
-class WatchSupply(Request, frozen=True, kw_only=True):
-    """Learner to dataloader, parked until the supply's state is newer than ``seen``."""
-
-    reply: ClassVar[type[Message]]
-    idle = True
-    seen: int = -1
 
 
 class Rejected(Struct, gc=False, frozen=True, array_like=True):
@@ -127,14 +117,13 @@ class Supply(Message, frozen=True, kw_only=True):
     """eval/NAME@ROUND: number of its prompts, for every round opened so far and not yet closed."""
 
 
-WatchSupply.reply = Supply
+class WatchSupply(Request, frozen=True, kw_only=True):
+    """Learner to dataloader, parked until the supply's state is newer than ``seen``."""
 
-
-class SamplePrompts(Request, frozen=True, kw_only=True):
-    """Learner to dataloader: a few training prompts, the same each time."""
-
-    reply: ClassVar[type[Message]]
-    count: Annotated[int, Meta(ge=1, le=256)]
+    reply = Supply
+    senders = LEARNER
+    idle = True
+    seen: int = -1
 
 
 class PromptSample(Message, frozen=True, kw_only=True):
@@ -144,13 +133,12 @@ class PromptSample(Message, frozen=True, kw_only=True):
     """int32 [P] each, P > 0."""
 
 
-SamplePrompts.reply = PromptSample
+class SamplePrompts(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: a few training prompts, the same each time."""
 
-
-class OpenGrants(Request, frozen=True, kw_only=True):
-    """Learner to dataloader: which training groups are outstanding? Asked under staleness.late = wait."""
-
-    reply: ClassVar[type[Message]]
+    reply = PromptSample
+    senders = LEARNER
+    count: Annotated[int, Meta(ge=1, le=256)]
 
 
 class OpenGrant(Struct, gc=False, frozen=True, array_like=True):
@@ -173,7 +161,11 @@ class GrantsOpen(Message, frozen=True, kw_only=True):
     grants: list[OpenGrant]
 
 
-OpenGrants.reply = GrantsOpen
+class OpenGrants(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: which training groups are outstanding? Asked under staleness.late = wait."""
+
+    reply = GrantsOpen
+    senders = LEARNER
 
 
 class EvalRound(Struct, gc=False, frozen=True, kw_only=True):
@@ -185,6 +177,19 @@ class EvalRound(Struct, gc=False, frozen=True, kw_only=True):
     """Its groups that the learner has."""
 
 
+class Resumed(Message, frozen=True, kw_only=True):
+    """The gate is open."""
+
+    fingerprint: str
+    seed: int
+    limit: float
+    """Working limit eta_t, in versions."""
+    first_epoch: Count = 0
+    """LedgerState.first_epoch from here on: the ledger takes it over."""
+    prompts: Count = 0
+    """Number of the prompts."""
+
+
 class Restored(Request, frozen=True, kw_only=True):
     """Learner to dataloader: this is where the run stands; every other belief is void.
 
@@ -194,7 +199,8 @@ class Restored(Request, frozen=True, kw_only=True):
     allowed that.
     """
 
-    reply: ClassVar[type[Message]]
+    reply = Resumed
+    senders = LEARNER
     version: Count
     """Newest published version, of the weights as they are now. Nothing is granted to an engine that serves less."""
     trained_at_version: Count
@@ -217,19 +223,3 @@ class Restored(Request, frozen=True, kw_only=True):
     rounds_open: list[EvalRound] = []
     finished: bool = False
     """The last step is trained."""
-
-
-class Resumed(Message, frozen=True, kw_only=True):
-    """The gate is open."""
-
-    fingerprint: str
-    seed: int
-    limit: float
-    """Working limit eta_t, in versions."""
-    first_epoch: Count = 0
-    """LedgerState.first_epoch from here on: the ledger takes it over."""
-    prompts: Count = 0
-    """Number of the prompts."""
-
-
-Restored.reply = Resumed

@@ -6,39 +6,15 @@ A session is one attempt at one trajectory, and its key is all that the user's p
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Message, Request, Uid
+from asyncrl.messages.senders import EPISODES, ROLLOUTER
 
 SessionKey = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f]+$")]
 """128 random bits or more, in hexadecimal. No log line holds it."""
-
-
-class RunEpisode(Request, frozen=True, kw_only=True):
-    """Rollouter to episode host: play one task. Cancelling the call ends the episode and all that it has started.
-
-    Not to be repeated at another incarnation of the host: the conversation would go on where another has begun. Refused
-    with EpisodeHostFull by a host for all rollouters that plays as many as it may.
-    """
-
-    reply: ClassVar[type[Message]]
-    idempotent = False
-    session: SessionKey
-    uid: Uid
-    sample: Count
-    attempt: Count
-    """Number of the attempt at this trajectory, from 0."""
-    purpose: str
-    """Purpose of the ticket: train, or eval/NAME."""
-    prompt: str
-    """The prompt as text."""
-    messages: list[dict[str, Any]]
-    """The prompt as the messages that a conversation begins with."""
-    row: dict[str, Any]
-    seed: Count
-    """Seed, the same for all samples of a prompt in every attempt: they face the same task."""
 
 
 class EpisodeDone(Message, frozen=True, kw_only=True):
@@ -56,7 +32,30 @@ class EpisodeDone(Message, frozen=True, kw_only=True):
     """Processor time of the user's code, where it is known."""
 
 
-RunEpisode.reply = EpisodeDone
+class RunEpisode(Request, frozen=True, kw_only=True):
+    """Rollouter to episode host: play one task. Cancelling the call ends the episode and all that it has started.
+
+    Not to be repeated at another incarnation of the host: the conversation would go on where another has begun. Refused
+    with EpisodeHostFull by a host for all rollouters that plays as many as it may.
+    """
+
+    reply = EpisodeDone
+    senders = ROLLOUTER
+    idempotent = False
+    session: SessionKey
+    uid: Uid
+    sample: Count
+    attempt: Count
+    """Number of the attempt at this trajectory, from 0."""
+    purpose: str
+    """Purpose of the ticket: train, or eval/NAME."""
+    prompt: str
+    """The prompt as text."""
+    messages: list[dict[str, Any]]
+    """The prompt as the messages that a conversation begins with."""
+    row: dict[str, Any]
+    seed: Count
+    """Seed, the same for all samples of a prompt in every attempt: they face the same task."""
 
 
 class EpisodeBegan(Message, frozen=True, kw_only=True):
@@ -65,32 +64,8 @@ class EpisodeBegan(Message, frozen=True, kw_only=True):
     It may be lost; the first Chat of the session says the same.
     """
 
+    senders = EPISODES
     session: SessionKey
-
-
-class Chat(Request, frozen=True, kw_only=True):
-    """Episode host to rollouter: the assistant's next message. A repeat of a call joins it, or is given what it gave.
-
-    A call that is cancelled keeps what it has sampled: a repeat goes on from there. Refused with EpisodeOver when the
-    session is over, or is not known; with ChatRefused where the policy cannot be asked so.
-    """
-
-    reply: ClassVar[type[Message]]
-    session: SessionKey
-    call: Annotated[str, Meta(min_length=1, max_length=200)]
-    """Names the call within the session."""
-    messages: list[dict[str, Any]]
-    """Messages as in OpenAI's chat completions: role, content (text or None), tool_calls, tool_call_id, name."""
-    tools: list[dict[str, Any]] = []
-    """Tools as in OpenAI's chat completions."""
-    template_options: dict[str, Any] = {}
-    """Further arguments of the chat template, as enable_thinking."""
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stop: list[str] = []
-    stream: bool = False
-    """Send ChatDelta meanwhile, unless reasoning is parsed: each is a piece of the reply's content."""
-    untrained: bool = False
-    """Nothing that is sampled for it is trained: an auxiliary call, as for a title."""
 
 
 class ToolCall(Struct, gc=False, frozen=True, kw_only=True):
@@ -116,7 +91,30 @@ class ChatReply(Message, frozen=True, kw_only=True):
     completion_tokens: Count
 
 
-Chat.reply = ChatReply
+class Chat(Request, frozen=True, kw_only=True):
+    """Episode host to rollouter: the assistant's next message. A repeat of a call joins it, or is given what it gave.
+
+    A call that is cancelled keeps what it has sampled: a repeat goes on from there. Refused with EpisodeOver when the
+    session is over, or is not known; with ChatRefused where the policy cannot be asked so.
+    """
+
+    reply = ChatReply
+    senders = EPISODES
+    session: SessionKey
+    call: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Names the call within the session."""
+    messages: list[dict[str, Any]]
+    """Messages as in OpenAI's chat completions: role, content (text or None), tool_calls, tool_call_id, name."""
+    tools: list[dict[str, Any]] = []
+    """Tools as in OpenAI's chat completions."""
+    template_options: dict[str, Any] = {}
+    """Further arguments of the chat template, as enable_thinking."""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: list[str] = []
+    stream: bool = False
+    """Send ChatDelta meanwhile, unless reasoning is parsed: each is a piece of the reply's content."""
+    untrained: bool = False
+    """Nothing that is sampled for it is trained: an auxiliary call, as for a title."""
 
 
 class ChatDelta(Message, frozen=True, kw_only=True):
@@ -125,20 +123,11 @@ class ChatDelta(Message, frozen=True, kw_only=True):
     It may be lost: a host that lacks some of it takes the rest from the reply.
     """
 
+    senders = ROLLOUTER
     session: SessionKey
     call: str
     offset: Count
     text: str
-
-
-class TurnReward(Request, frozen=True, kw_only=True):
-    """Episode host to rollouter: credit a turn. A second value for a turn replaces the first."""
-
-    reply: ClassVar[type[Message]]
-    session: SessionKey
-    node: Count | None = None
-    """Node of the turn; None: the one that was answered last."""
-    value: float
 
 
 class TurnRewarded(Message, frozen=True, kw_only=True):
@@ -147,4 +136,12 @@ class TurnRewarded(Message, frozen=True, kw_only=True):
     node: Count
 
 
-TurnReward.reply = TurnRewarded
+class TurnReward(Request, frozen=True, kw_only=True):
+    """Episode host to rollouter: credit a turn. A second value for a turn replaces the first."""
+
+    reply = TurnRewarded
+    senders = EPISODES
+    session: SessionKey
+    node: Count | None = None
+    """Node of the turn; None: the one that was answered last."""
+    value: float

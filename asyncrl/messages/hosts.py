@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request
 from asyncrl.messages.actors import Dead
+from asyncrl.messages.senders import AGENT, LAUNCHER, MEMBERS
 
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 
@@ -26,15 +27,6 @@ class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     """Public keys of each of its rollouters, and then of each of its episode hosts, one for each attempt."""
     episodes: bool = False
     """Whether each of its rollouters has an episode host beside it."""
-
-
-class Join(Request, frozen=True, kw_only=True):
-    """Launcher to controller: let these hosts take part. Parked until every living actor knows their keys."""
-
-    reply: ClassVar[type[Message]]
-    ask: Annotated[str, Meta(min_length=16, max_length=64)]
-    """Mark of the request, chosen at random: by it a repeat is known."""
-    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
 class JoinedHost(Struct, gc=False, frozen=True, kw_only=True):
@@ -57,23 +49,14 @@ class Joined(Message, frozen=True, kw_only=True):
     """Actors that have not taken in the new keys so far: ask again."""
 
 
-Join.reply = Joined
+class Join(Request, frozen=True, kw_only=True):
+    """Launcher to controller: let these hosts take part. Parked until every living actor knows their keys."""
 
-
-class Leave(Request, frozen=True, kw_only=True):
-    """Launcher to controller: drain a host and let it go; asked again, the same.
-
-    Parked while no other rollouter serves, but one is expected to.
-    """
-
-    reply: ClassVar[type[Message]]
-    host: str
-    """Its name, in the hostfile or as it calls itself, or that of its agent."""
-    within_s: Annotated[float, Meta(ge=0)]
-    """Time to finish the groups that are begun; what is left then goes back to the dataloader."""
-    reason: str = ""
-    ask: str = ""
-    """Join.ask of the request that must have brought the host; empty: any host."""
+    reply = Joined
+    senders = LAUNCHER
+    ask: Annotated[str, Meta(min_length=16, max_length=64)]
+    """Mark of the request, chosen at random: by it a repeat is known."""
+    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
 class LeaveBegun(Message, frozen=True, kw_only=True):
@@ -84,13 +67,28 @@ class LeaveBegun(Message, frozen=True, kw_only=True):
     actors: list[str]
 
 
-Leave.reply = LeaveBegun
+class Leave(Request, frozen=True, kw_only=True):
+    """Launcher to controller: drain a host and let it go; asked again, the same.
+
+    Parked while no other rollouter serves, but one is expected to.
+    """
+
+    reply = LeaveBegun
+    senders = LAUNCHER
+    host: str
+    """Its name, in the hostfile or as it calls itself, or that of its agent."""
+    within_s: Annotated[float, Meta(ge=0)]
+    """Time to finish the groups that are begun; what is left then goes back to the dataloader."""
+    reason: str = ""
+    ask: str = ""
+    """Join.ask of the request that must have brought the host; empty: any host."""
 
 
 class HostLeft(Request, frozen=True, kw_only=True):
     """Agent to controller, its last words: everything on this host has ended."""
 
     reply = Done
+    senders = AGENT
 
 
 class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
@@ -102,14 +100,6 @@ class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
     stage: Literal["joining", "serving", "leaving", "left"]
     reason: str = ""
     """Reason that it leaves or has left."""
-
-
-class WatchMembers(Request, frozen=True, kw_only=True):
-    """Anyone to controller, parked until the members are others than ``seen``."""
-
-    reply: ClassVar[type[Message]]
-    idle = True
-    seen: int = -1
 
 
 class Members(Message, frozen=True, kw_only=True):
@@ -125,4 +115,10 @@ class Members(Message, frozen=True, kw_only=True):
     hosts: list[MemberHost] = []
 
 
-WatchMembers.reply = Members
+class WatchMembers(Request, frozen=True, kw_only=True):
+    """Anyone to controller, parked until the members are others than ``seen``."""
+
+    reply = Members
+    senders = MEMBERS | LAUNCHER
+    idle = True
+    seen: int = -1

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from msgspec import Struct
 
 from asyncrl.messages import Count, Message, Request, Uid
 from asyncrl.messages.groups import Group
-
-
-class Deliver(Request, frozen=True, kw_only=True):
-    """Rollouter to learner: a finished group."""
-
-    reply: ClassVar[type[Message]]
-    group: Group
+from asyncrl.messages.senders import DATALOADER, ROLLOUTER
 
 
 class Delivered(Message, frozen=True, kw_only=True):
@@ -23,14 +15,12 @@ class Delivered(Message, frozen=True, kw_only=True):
     duplicate: bool = False
 
 
-Deliver.reply = Delivered
+class Deliver(Request, frozen=True, kw_only=True):
+    """Rollouter to learner: a finished group."""
 
-
-class Holds(Request, frozen=True, kw_only=True):
-    """Dataloader to learner: which of these groups do you hold or have you finished?"""
-
-    reply: ClassVar[type[Message]]
-    uids: list[Uid]
+    reply = Delivered
+    senders = ROLLOUTER
+    group: Group
 
 
 class Held(Message, frozen=True, kw_only=True):
@@ -39,7 +29,12 @@ class Held(Message, frozen=True, kw_only=True):
     uids: list[Uid]
 
 
-Holds.reply = Held
+class Holds(Request, frozen=True, kw_only=True):
+    """Dataloader to learner: which of these groups do you hold or have you finished?"""
+
+    reply = Held
+    senders = DATALOADER
+    uids: list[Uid]
 
 
 class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
@@ -62,8 +57,8 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     encoded_bytes: int = 0
     """Bytes that were read or received for the weights; less than ``bytes`` when deltas paid."""
     drift: float | None = None
-    """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/drift.py. None
-    where it was not measured."""
+    """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/serving/drift.py.
+    None where it was not measured."""
     drift_worst: float | None = None
     """Largest distance over the probe's tokens (nats)."""
     probe_kl: float | None = None
@@ -75,6 +70,7 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
 class RolloutStats(Message, frozen=True, kw_only=True):
     """Rollouter to learner, cast: what generation did since the last one."""
 
+    senders = ROLLOUTER
     sampled_tokens: Count
     """Tokens sampled since the start of this incarnation, eval included."""
     sampling: list[tuple[float, float]]

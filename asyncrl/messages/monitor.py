@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request
+from asyncrl.messages.senders import LEARNER, MEMBERS, SINKS, VIEWER
 from asyncrl.snapshot import Gpu, Histogram
 
 MOST_UNREACHED = 8
@@ -26,7 +27,7 @@ class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
 
 
 class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
-    """An actor that is asked for and not reached; see unreached_s of runtime/peer.py."""
+    """An actor that is asked for and not reached; see unreached_s of runtime/calls/peer.py."""
 
     whom: str
     seconds: float
@@ -34,7 +35,7 @@ class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
 
 
 class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
-    """A serial resource of an actor, as its state-time ledger has it; see monitor/states.py."""
+    """A serial resource of an actor, as its state-time ledger has it; see telemetry/states.py."""
 
     name: str
     state: str
@@ -62,9 +63,10 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death.
     Figures are cumulative since the start of the incarnation, and a beat carries those that have changed since they
-    were last sent, and from time to time all (runtime/telling.py): what is not named is as it was.
+    were last sent, and from time to time all (runtime/heartbeat_delta.py): what is not named is as it was.
     """
 
+    senders = MEMBERS
     beat: Count
     progress: Count
     state: str
@@ -79,7 +81,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
     counters: dict[str, float] = {}
-    """Counters and gauges; names, kinds and units are in monitor/catalogue_table.py."""
+    """Counters and gauges; names, kinds and units are in telemetry/catalogue_table.py."""
     histograms: dict[str, Histogram] = {}
     """Counts by the buckets of the catalogue."""
     resources: list[ResourceRecord] = []
@@ -103,19 +105,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 class MetricsLine(Message, frozen=True, kw_only=True):
     """Learner to controller, cast: a line that was just written to metrics.jsonl."""
 
+    senders = LEARNER
     line: dict[str, Any]
-
-
-class WatchMetrics(Request, frozen=True, kw_only=True):
-    """Sinks to controller, parked until there are lines after number ``line`` or another snapshot than ``picture``.
-
-    The controller forgets the lines up to that number.
-    """
-
-    reply: ClassVar[type[Message]]
-    idle = True
-    line: Count = 0
-    picture: Count = 0
 
 
 class Metrics(Message, frozen=True, kw_only=True):
@@ -128,18 +119,20 @@ class Metrics(Message, frozen=True, kw_only=True):
     """Number of the newest snapshot."""
     snapshot: bytes = b""
     last: bool = False
-    """Whether nothing more will come."""
+    """Whether all was taken and nothing more will come."""
 
 
-WatchMetrics.reply = Metrics
+class WatchMetrics(Request, frozen=True, kw_only=True):
+    """Sinks to controller, parked until there are lines after number ``line`` or another snapshot than ``picture``.
 
+    The controller forgets the lines up to that number.
+    """
 
-class WatchSnapshot(Request, frozen=True, kw_only=True):
-    """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
-
-    reply: ClassVar[type[Message]]
+    reply = Metrics
+    senders = SINKS
     idle = True
-    seen: int = -1
+    line: Count = 0
+    picture: Count = 0
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True):
@@ -149,13 +142,13 @@ class SnapshotTaken(Message, frozen=True, kw_only=True):
     snapshot: bytes = b""
 
 
-WatchSnapshot.reply = SnapshotTaken
+class WatchSnapshot(Request, frozen=True, kw_only=True):
+    """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
 
-
-class RequestTrace(Request, frozen=True, kw_only=True):
-    """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
-
-    reply: ClassVar[type[Message]]
+    reply = SnapshotTaken
+    senders = VIEWER
+    idle = True
+    seen: int = -1
 
 
 class TraceWritten(Message, frozen=True, kw_only=True):
@@ -169,11 +162,15 @@ class TraceWritten(Message, frozen=True, kw_only=True):
     """Actors that did not hand theirs in in time."""
 
 
-RequestTrace.reply = TraceWritten
+class RequestTrace(Request, frozen=True, kw_only=True):
+    """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
+
+    reply = TraceWritten
+    senders = VIEWER
 
 
 class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
-    """Something that an actor did; see monitor/trace.py."""
+    """Something that an actor did; see telemetry/trace.py."""
 
     track: Annotated[str, Meta(min_length=1, max_length=100)]
     order: Annotated[int, Meta(ge=0, lt=100_000)]
@@ -190,6 +187,7 @@ class TracePart(Request, frozen=True, kw_only=True):
     """Actor to controller: a part of its spans, oldest first, because RunState.trace asks for them or it ends."""
 
     reply = Done
+    senders = MEMBERS
     idempotent = False
     number: Count
     """RunState.trace; 0 at the end of an actor."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, FinishReason, Message, Request, Uid
+from asyncrl.messages.senders import ROLLOUTER
 
 TIMED_OUT_COMPONENT = "timed_out"
 """The one component of a reward that the function did not give: that of reward.on_timeout."""
@@ -28,18 +29,6 @@ class Completion(Struct, gc=False, frozen=True, kw_only=True):
     """The conversation's other ends, each from its first message."""
 
 
-class Score(Request, frozen=True, kw_only=True):
-    """Rollouter to reward pool: score one completion, or a whole group for a group reward."""
-
-    reply: ClassVar[type[Message]]
-    uid: Uid
-    prompt: str
-    row: dict[str, Any]
-    completions: Annotated[list[Completion], Meta(min_length=1)]
-    has_worked: bool = False
-    """Whether the sender has had rewards of this function before, so that a pool that was started again knows."""
-
-
 class Scores(Message, frozen=True, kw_only=True):
     """One reward a completion, in order. ``components`` may be empty."""
 
@@ -49,4 +38,14 @@ class Scores(Message, frozen=True, kw_only=True):
     """Time spent in the function."""
 
 
-Score.reply = Scores
+class Score(Request, frozen=True, kw_only=True):
+    """Rollouter to reward pool: score one completion, or a whole group for a group reward."""
+
+    reply = Scores
+    senders = ROLLOUTER
+    uid: Uid
+    prompt: str
+    row: dict[str, Any]
+    completions: Annotated[list[Completion], Meta(min_length=1)]
+    has_worked: bool = False
+    """Whether the sender has had rewards of this function before, so that a pool that was started again knows."""

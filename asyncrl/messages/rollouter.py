@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from msgspec import Struct
 
 from asyncrl.messages import Count, Message, Request, Uid
+from asyncrl.messages.senders import DATALOADER
 
 
 class HeldTicket(Struct, gc=False, frozen=True, array_like=True):
@@ -20,17 +19,6 @@ class HeldTicket(Struct, gc=False, frozen=True, array_like=True):
     """Ticket.served_version of the ticket."""
 
 
-class OpenTickets(Request, frozen=True, kw_only=True):
-    """Dataloader to rollouter: which tickets do you hold?
-
-    Before it answers, the rollouter takes ``learner`` for the living incarnation of learner/0: an acknowledgement of
-    an older one releases nothing any more, and what was delivered to an older one is delivered again.
-    """
-
-    reply: ClassVar[type[Message]]
-    learner: Count
-
-
 class TicketsHeld(Message, frozen=True, kw_only=True):
     """All tickets that are not acknowledged by that learner, finished ones included."""
 
@@ -42,4 +30,13 @@ class TicketsHeld(Message, frozen=True, kw_only=True):
     """It takes no grant above ``seen``."""
 
 
-OpenTickets.reply = TicketsHeld
+class OpenTickets(Request, frozen=True, kw_only=True):
+    """Dataloader to rollouter: which tickets do you hold?
+
+    Before it answers, the rollouter takes ``learner`` for the living incarnation of learner/0: an acknowledgement of
+    an older one releases nothing any more, and what was delivered to an older one is delivered again.
+    """
+
+    reply = TicketsHeld
+    senders = DATALOADER
+    learner: Count

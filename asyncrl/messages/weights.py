@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request
 from asyncrl.messages.learner import UpdateTimes
+from asyncrl.messages.senders import LEARNER, ROLLOUTER
 
 
 class TensorSpec(Struct, gc=False, frozen=True, array_like=True):
@@ -133,16 +134,9 @@ class Publish(Request, frozen=True, kw_only=True):
     """
 
     reply = Done
+    senders = LEARNER
     manifest: Manifest
     gather_s: float = 0.0
-
-
-class KeepPublished(Request, frozen=True, kw_only=True):
-    """Learner to parameter server, parked while version ``version`` is held there."""
-
-    reply: ClassVar[type[Message]]
-    idle = True
-    version: Count
 
 
 class Published(Message, frozen=True, kw_only=True):
@@ -153,7 +147,20 @@ class Published(Message, frozen=True, kw_only=True):
     """Bytes held are no longer those that were sealed: the weights are to be published anew, under another number."""
 
 
-KeepPublished.reply = Published
+class KeepPublished(Request, frozen=True, kw_only=True):
+    """Learner to parameter server, parked while version ``version`` is held there."""
+
+    reply = Published
+    senders = LEARNER
+    idle = True
+    version: Count
+
+
+class Announced(Message, frozen=True, kw_only=True):
+    """``decided`` False: not in time, ask again. Else broadcast to ``group``; to nobody if it is None."""
+
+    decided: bool
+    group: CollectiveGroup | None = None
 
 
 class Announce(Request, frozen=True, kw_only=True):
@@ -163,7 +170,8 @@ class Announce(Request, frozen=True, kw_only=True):
     once that broadcast has broken, it asks for another one to those who survived.
     """
 
-    reply: ClassVar[type[Message]]
+    reply = Announced
+    senders = LEARNER
     version: Count
     backend: CollectiveBackend
     host: str
@@ -175,25 +183,22 @@ class Announce(Request, frozen=True, kw_only=True):
     """Token as CollectiveGroup.token."""
 
 
-class Announced(Message, frozen=True, kw_only=True):
-    """``decided`` False: not in time, ask again. Else broadcast to ``group``; to nobody if it is None."""
-
-    decided: bool
-    group: CollectiveGroup | None = None
-
-
-Announce.reply = Announced
-
-
 class BroadcastEnded(Request, frozen=True, kw_only=True):
     """Learner to parameter server: the broadcast of ``version`` is over; an ``error`` breaks the group."""
 
     reply = Done
+    senders = LEARNER
     version: Count
     epoch: Count
     error: str = ""
     again: bool = False
     """Whether the learner announces it anew next, after an error."""
+
+
+class Update(Message, frozen=True, kw_only=True):
+    """``offer`` is None when nothing newer came in time."""
+
+    offer: Offer | None = None
 
 
 class NextUpdate(Request, frozen=True, kw_only=True):
@@ -202,7 +207,8 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     A replica that asks this has nothing staged and nothing paused any more, but for an engine that failed to load.
     """
 
-    reply: ClassVar[type[Message]]
+    reply = Update
+    senders = ROLLOUTER
     idle = True
     serving: int
     host: str
@@ -215,30 +221,6 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     """Version whose bytes are kept here, to apply deltas to; -1 for none."""
 
 
-class Update(Message, frozen=True, kw_only=True):
-    """``offer`` is None when nothing newer came in time."""
-
-    offer: Offer | None = None
-
-
-NextUpdate.reply = Update
-
-
-class FetchChunk(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server: bytes [offset, offset + size) of a bucket, or of its delta against ``base``.
-
-    Also to a rollouter that brings the version to its host; parked there until the chunk has come. Error
-    ``version_gone`` when the version is no longer held, ``not_here`` when the chunk has not come so far.
-    """
-
-    reply: ClassVar[type[Message]]
-    version: Count
-    bucket: Count
-    offset: Count
-    size: Annotated[int, Meta(ge=1)]
-    base: int = -1
-
-
 class Chunk(Message, frozen=True, kw_only=True):
     """The bytes asked for."""
 
@@ -248,16 +230,20 @@ class Chunk(Message, frozen=True, kw_only=True):
     """xxh3_64 of ``data``."""
 
 
-FetchChunk.reply = Chunk
+class FetchChunk(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: bytes [offset, offset + size) of a bucket, or of its delta against ``base``.
 
+    Also to a rollouter that brings the version to its host; parked there until the chunk has come. Error
+    ``version_gone`` when the version is no longer held, ``not_here`` when the chunk has not come so far.
+    """
 
-class RequestPause(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server, parked until this replica may pause to load ``version``."""
-
-    reply: ClassVar[type[Message]]
+    reply = Chunk
+    senders = ROLLOUTER
     version: Count
-    paths: list[str] = []
-    """Bucket.path of all buckets, where other replicas of this host find the version, if it is held for them."""
+    bucket: Count
+    offset: Count
+    size: Annotated[int, Meta(ge=1)]
+    base: int = -1
 
 
 class PauseGranted(Message, frozen=True, kw_only=True):
@@ -266,18 +252,14 @@ class PauseGranted(Message, frozen=True, kw_only=True):
     granted: bool
 
 
-RequestPause.reply = PauseGranted
+class RequestPause(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server, parked until this replica may pause to load ``version``."""
 
-
-class JoinBroadcast(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server: this replica is paused for the broadcast of ``version``.
-
-    Parked until all members are, or it is called off.
-    """
-
-    reply: ClassVar[type[Message]]
+    reply = PauseGranted
+    senders = ROLLOUTER
     version: Count
-    epoch: Count
+    paths: list[str] = []
+    """Bucket.path of all buckets, where other replicas of this host find the version, if it is held for them."""
 
 
 class BroadcastBegins(Message, frozen=True, kw_only=True):
@@ -287,13 +269,23 @@ class BroadcastBegins(Message, frozen=True, kw_only=True):
     begins: bool = False
 
 
-JoinBroadcast.reply = BroadcastBegins
+class JoinBroadcast(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: this replica is paused for the broadcast of ``version``.
+
+    Parked until all members are, or it is called off.
+    """
+
+    reply = BroadcastBegins
+    senders = ROLLOUTER
+    version: Count
+    epoch: Count
 
 
 class ReportUpdate(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server: the update to ``version`` ended here."""
 
     reply = Done
+    senders = ROLLOUTER
     version: Count
     committed: bool
     times: UpdateTimes

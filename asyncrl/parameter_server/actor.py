@@ -311,6 +311,3 @@ class ParameterServer(Actor):
 
     def _count(self, name: str, by: int) -> None:
         self.counters[name] = self.counters.get(name, 0) + by
-
-
-ACTOR = ParameterServer

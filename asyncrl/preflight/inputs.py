@@ -24,15 +24,15 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
+from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.rows import BadRow, NothingUsable, check_row, collect, unpack
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.jsonl import RawRow
 from asyncrl.preflight.chatting import CONVERSATIONS, check_chat, check_conversations
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.frozen import check_frozen
-from asyncrl.runtime.supervision import describe_exit
+from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 

@@ -155,9 +155,8 @@ def check_model(
 
 def check_window(config: Config) -> Finding | None:
     """Whether the longest prompt and response fit into the model's positions; None if they do, or nobody can say."""
-    window = window_of(config) if config.rollout.engine != "sim" else None
-    asked = config.rollout.vllm.max_model_len if config.rollout.engine == "vllm" else None
-    need = asked or config.longest_sequence
+    window = window_of(config) if not config.rollout.traits.makes_up else None
+    need = config.rollout.engine_context or config.longest_sequence
     if window is None or need <= window:
         return None
     told = (
@@ -175,13 +174,13 @@ def check_served(config: Config) -> Finding | None:
 
     Refuses what is known to be computed in two ways, each by its name and with the reason.
     """
-    if config.rollout.engine != "vllm" or config.model.path is None:
+    if not config.rollout.traits.own_code or config.model.path is None:
         return None
     try:
         model = _read_json(Path(config.model.path) / "config.json")
     except (OSError, Unreadable):
         return None
-    longest = config.rollout.vllm.max_model_len or config.longest_sequence
+    longest = config.rollout.engine_context or config.longest_sequence
     if problem := served_otherwise(model, longest):
         return fail("model", problem[0], problem[1], key=KEY)
     named = [name for name in model.get("architectures") or () if name in WITHOUT_ADAPTERS]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.disk import in_bytes
-from asyncrl.runtime.supervision import role_of
+from asyncrl.roles import role_of
 
 CHECKPOINT_BYTES = 12
 """Bytes for each number that is trained."""
@@ -105,10 +105,9 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
     if ranks and not on_gpu:
         training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained
         need += training * ranks * config.learner.replicas // config.learner.ranks
-    if config.rollout.engine == "reference":
-        need += replicas * size.bytes
-    elif config.rollout.engine == "vllm" and config.rollout.gpus_per_replica == 0:
-        need += replicas * (size.bytes + config.rollout.vllm.cpu_kv_cache_bytes)
+    traits = config.rollout.traits
+    if not traits.makes_up and not (traits.gpus and config.rollout.gpus_per_replica != 0):
+        need += replicas * (size.bytes + (config.rollout.value_of(traits.cpu_cache_key) or 0))
     return need
 
 

@@ -24,9 +24,8 @@ from asyncrl.preflight.room import (
     same_disk,
 )
 from asyncrl.preflight.trials import RewardTrial, check_algorithm, check_episode
+from asyncrl.roles import ROLES, role_of
 
-WITH_MODEL = ("learner", "rollouter", "dataloader")
-WITH_TOKENIZER = ("rollouter", "dataloader")
 RANK_0 = "learner/0"
 
 
@@ -48,7 +47,7 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     config, actors = part.config, part.actors
     found: list[Finding] = []
     size: ModelSize | None = None
-    if any(count(actors, role) for role in WITH_MODEL):
+    if any(ROLES[role_of(actor)].reads_model for actor in actors):
         finding, size = await asyncio.to_thread(check_model, config.model.path, config.lora)
         found.append(finding)
     if count(actors, "rollouter"):
@@ -92,7 +91,7 @@ async def _check_data(config: Config, actors: Sequence[str], known: KnownPrompts
 
 async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> Inputs:
     for_learner = RANK_0 in actors and asks_of_learner(config)
-    if not for_learner and not any(count(actors, role) for role in WITH_TOKENIZER):
+    if not for_learner and not any(ROLES[role_of(actor)].reads_tokenizer for actor in actors):
         return Inputs()
     return await check_inputs(config, with_rows=bool(count(actors, "dataloader")), for_learner=for_learner, known=known)
 

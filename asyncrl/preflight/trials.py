@@ -31,8 +31,8 @@ from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.preflight.inputs import Sample
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.pool import JudgePool, for_trial
-from asyncrl.reward.pool import RewardPool
-from asyncrl.runtime.supervision import describe_exit
+from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.runtime.workers.confinement import Confinement
 
 IMPORT_S = 45.0
@@ -44,7 +44,7 @@ PLAIN = "I am not sure. The answer is 42."
 KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
 """Address of an endpoint of which nothing is asked."""
-ARGV = (sys.executable, "-m", "asyncrl.learner.algorithm.trial")
+ARGV = (sys.executable, "-m", "asyncrl.learner.algorithm.loss.trial")
 TRIAL_S = 60.0
 """Longest time for the trial (s); importing torch takes most."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")

@@ -17,15 +17,15 @@ import msgspec
 from asyncrl.errors import RewardBroken
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.monitor.trace import FIRST_SLOT
-from asyncrl.reward.failure_rate import FailureRate
-from asyncrl.reward.faults import Fault, Faults
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.pool import JudgePool
-from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.scoring.failure_rate import FailureRate
+from asyncrl.reward.scoring.faults import Fault, Faults
+from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
 from asyncrl.runtime.workers.confinement import NOTICE, Confinement, confine
+from asyncrl.telemetry.trace import FIRST_SLOT
 
 START_SHARE = 0.8
 """Share of an actor's time for its start that the pool may take, so that the pool's own error comes first."""
@@ -150,6 +150,3 @@ class RewardActor(Actor):
     def _scored(self, scores: asyncio.Future[Scores], began: float) -> None:
         if not scores.cancelled() and scores.exception() is None:
             self.histograms.observe("reward/score_s", self.clock.now() - began)
-
-
-ACTOR = RewardActor

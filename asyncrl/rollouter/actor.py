@@ -28,24 +28,24 @@ from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
 from asyncrl.messages.weights import Chunk, FetchChunk
-from asyncrl.monitor.story_log import GENERATED
-from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
-from asyncrl.rollouter.account import CallAccount, GroupAccount
-from asyncrl.rollouter.concurrency import LOOK_S, Concurrency, Slots
 from asyncrl.rollouter.delivery import Delivery
-from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_parsers, make_engine
-from asyncrl.rollouter.episode_figures import EpisodeFaults, EpisodeFigures, Failure
-from asyncrl.rollouter.episode_hosts import choose, choose_pool, shares
-from asyncrl.rollouter.generation import PolicyCall, single_turn
+from asyncrl.rollouter.episode.figures import EpisodeFaults, EpisodeFigures, Failure
+from asyncrl.rollouter.episode.hosts import choose, choose_pool, shares
+from asyncrl.rollouter.episode.player import EpisodePlayer
+from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.groups import GroupRunner
-from asyncrl.rollouter.player import EpisodePlayer
-from asyncrl.rollouter.sessions import Session, Sessions
-from asyncrl.rollouter.updates import UpdateFollower
+from asyncrl.rollouter.serving.concurrency import LOOK_S, Concurrency, Slots
+from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
+from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
+from asyncrl.rollouter.updating.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.peer import CallFuture
-from asyncrl.runtime.retry import AWAY_S, wait_out
+from asyncrl.runtime.calls.peer import CallFuture
+from asyncrl.runtime.calls.retry import AWAY_S, wait_out
 from asyncrl.stops import Stops, resolve_stops
+from asyncrl.telemetry.group_log import GENERATED
+from asyncrl.telemetry.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
 from asyncrl.weights.segments import host_id
@@ -578,6 +578,3 @@ class Rollouter(Actor):
             **self._follower.drifts.figures,
             **(self._sessions.gauges(self._scoring.total()) if self._player is not None else {}),
         }
-
-
-ACTOR = Rollouter

@@ -18,8 +18,8 @@ import random
 from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import Deliver
-from asyncrl.runtime.peer import Peer
-from asyncrl.runtime.retry import AWAY_S, log_away, pause
+from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.calls.retry import AWAY_S, log_away, pause
 from asyncrl.runtime.services import ActorServices
 
 

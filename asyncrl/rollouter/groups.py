@@ -22,11 +22,11 @@ from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardF
 from asyncrl.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
-from asyncrl.rollouter.account import GroupAccount, SampleAccount
-from asyncrl.rollouter.generation import TrajectoryFailed
-from asyncrl.rollouter.player import EpisodeFailed
+from asyncrl.rollouter.episode.player import EpisodeFailed
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
+from asyncrl.runtime.calls.retry import is_refusal, pauses
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.retry import is_refusal, pauses
 from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")

@@ -21,23 +21,24 @@ from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
-from asyncrl.monitor.logging import get_logger, lost_lines
-from asyncrl.monitor.states import Kind, StateLedger
-from asyncrl.monitor.story_log import StoryLog
-from asyncrl.monitor.trace import STATES, Trace, spans_kept
+from asyncrl.roles import ROLES, is_optional
 from asyncrl.runtime.awaits import Awaits, most_telling
+from asyncrl.runtime.calls.endpoint import Endpoint
+from asyncrl.runtime.calls.handlers import Caller, handler
+from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.calls.server import CallServer
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.endpoint import Endpoint
-from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.runtime.controller_session import RunWatch
+from asyncrl.runtime.heartbeat_delta import Events, Telling
+from asyncrl.runtime.lifecycle.roster import CONTROLLER, Roster
+from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS
 from asyncrl.runtime.notices import UntoldNotices
-from asyncrl.runtime.peer import Peer
-from asyncrl.runtime.roster import CONTROLLER, Roster
-from asyncrl.runtime.run_watch import RunWatch
-from asyncrl.runtime.server import CallServer
 from asyncrl.runtime.services import ActorServices
-from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS, is_optional
-from asyncrl.runtime.telling import Events, Telling
 from asyncrl.runtime.vitals import Vitals, VitalSigns
+from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.logging import get_logger, lost_lines
+from asyncrl.telemetry.states import Kind, StateLedger
+from asyncrl.telemetry.trace import STATES, Trace, spans_kept
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
@@ -137,7 +138,7 @@ class Actor:
             spawn=self._spawn,
         )
         self.counters = self._endpoint.counters
-        """Counters and gauges by their names; see monitor/catalogue_table.py."""
+        """Counters and gauges by their names; see telemetry/catalogue_table.py."""
         self.histograms = self._endpoint.histograms
         self.events = Events(self.clock.wall)
         """Warnings and errors that the controller is to hear of."""

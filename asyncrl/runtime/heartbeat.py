@@ -20,10 +20,10 @@ import zmq
 
 from asyncrl.errors import ProtocolError
 from asyncrl.messages.monitor import Heartbeat
-from asyncrl.monitor.logging import write_text
 from asyncrl.runtime import stacks
 from asyncrl.runtime.actor import CONTROLLER, Actor
-from asyncrl.runtime.endpoint import Endpoint
+from asyncrl.runtime.calls.endpoint import Endpoint
+from asyncrl.telemetry.logging import write_text
 from asyncrl.wire.envelope import Kind, decode_header
 from asyncrl.wire.pieces import cut
 from asyncrl.wire.zeromq import find_half_open

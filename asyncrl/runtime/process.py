@@ -13,10 +13,10 @@ from pathlib import Path
 
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
-from asyncrl.monitor.logging import configure_logging, listen, write_text
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.processes import age_s
+from asyncrl.telemetry.logging import configure_logging, listen, write_text
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.monitor.metrics import Figures, Histograms
-from asyncrl.monitor.states import StateLedger
-from asyncrl.monitor.story_log import StoryLog
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
+from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.metrics import Figures, Histograms
+from asyncrl.telemetry.states import StateLedger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

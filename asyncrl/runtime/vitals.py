@@ -12,9 +12,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from asyncrl.monitor.machine import GpuWatch, ProcessTimes
-from asyncrl.monitor.metrics import Histograms
 from asyncrl.snapshot import Gpu
+from asyncrl.telemetry.machine import GpuWatch, ProcessTimes
+from asyncrl.telemetry.metrics import Histograms
 
 PROBE_S = 0.1
 LAG = "loop/lag_s"

@@ -17,9 +17,9 @@ import numpy as np
 
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.config import Config
+from asyncrl.data.jsonl import read_jsonl
+from asyncrl.data.order import EpochOrder
 from asyncrl.errors import DataError
-from asyncrl.jsonl import read_jsonl
-from asyncrl.order import EpochOrder
 from asyncrl.sft.encoding import BadConversation, Encoded, Encoder, LongConversation
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of

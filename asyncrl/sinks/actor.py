@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.errors import WireError
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.retry import log_away
+from asyncrl.runtime.calls.retry import log_away
 from asyncrl.sinks.lane import Lane, Sink
 from asyncrl.sinks.prometheus import PrometheusSink
 from asyncrl.sinks.tensorboard import TensorBoardSink

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.monitor import catalogue
-from asyncrl.monitor.catalogue_table import Metric
 from asyncrl.sinks.figures import numbers, run_figures
 from asyncrl.snapshot import ActorView, Histogram, Snapshot
+from asyncrl.telemetry import catalogue
+from asyncrl.telemetry.catalogue_table import Metric
 
 Labels = tuple[tuple[str, str], ...]
 LABELS = {

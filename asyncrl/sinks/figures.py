@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from asyncrl.monitor.metrics_line import number_in
 from asyncrl.snapshot import Snapshot
+from asyncrl.telemetry.metrics_line import number_in
 
 Line = dict[str, Any]
 """A line of metrics.jsonl."""

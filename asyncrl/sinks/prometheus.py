@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from asyncrl.files import replace_file
-from asyncrl.monitor.metrics_line import is_voided
 from asyncrl.sinks.exposition import Labels, families_of
 from asyncrl.sinks.figures import Line
 from asyncrl.snapshot import Snapshot
+from asyncrl.telemetry.metrics_line import is_voided
 
 ADDRESS_FILE = "monitor/prometheus.json"
 """``{"address": "http://HOST:PORT/metrics"}``, while the endpoint is there."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ActorFailed, BroadcastFailed
-from asyncrl.launcher.folders import RunFolder
+from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.messages.weights import Collective, CollectiveGroup
-from asyncrl.monitor.catalogue import EDGES
 from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
+from asyncrl.telemetry.catalogue import EDGES
 from asyncrl.weights.broadcast import Broadcast
 from tools.bench import scale_collective
 from tools.bench.report import Report

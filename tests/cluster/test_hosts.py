@@ -13,7 +13,7 @@ import pytest
 from cluster.launches import SECRET, Command, Launch, left, process
 from model_files import write_model
 
-from asyncrl.monitor.metrics_line import read_metrics
+from asyncrl.telemetry.metrics_line import read_metrics
 from tools.bench.tiny_model import make_model
 from tools.cluster.netns import REPOSITORY, Cluster, wait_until
 
@@ -141,7 +141,7 @@ def test_a_lost_connection_to_a_head_elsewhere_ends_nothing(cluster, folder):
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "-- a /"), signal.SIGKILL)
     launch.wait_to_show("a: the connection is lost")
-    assert process(cluster["a"], "asyncrl.launcher.agent")
+    assert process(cluster["a"], "asyncrl.launcher.node.agent")
     code, shown = launch.end()
     assert code == 1, shown
     assert shown[-1].startswith("agent/0 on a: its connection was lost; how the run ended is told by")
@@ -191,7 +191,7 @@ def test_everything_killed_at_once_is_cleaned_up_by_the_next_start(cluster, fold
 def test_an_agent_that_is_killed_ends_the_run_with_its_name(cluster, folder):
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
     launch.wait_to_show("step 2/")
-    os.kill(process(cluster["b"], "asyncrl.launcher.agent"), signal.SIGKILL)
+    os.kill(process(cluster["b"], "asyncrl.launcher.node.agent"), signal.SIGKILL)
     code, shown = launch.end()
     assert code == 1
     assert shown[-1].startswith("agent/2 on b: killed by SIGKILL (log: ")
@@ -216,7 +216,7 @@ def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(standing, fol
     code, shown = Launch(standing, folder, "head\na\nb\n", "--dry-run", "--exclude", "b").end()
     assert code == 0, shown
     (row,) = [line for line in shown if line.startswith("  a at 10.77.0.2 (eth0): ssh -T -F ")]
-    assert row.endswith(f"-- a '{sys.executable} -m asyncrl.launcher.remote'")
+    assert row.endswith(f"-- a '{sys.executable} -m asyncrl.launcher.fleet.remote'")
     assert any(line.split()[:2] == ["rollouter/1", "a"] for line in shown)
     assert not any("10.77.0.3" in line for line in shown)
     assert not left(standing, folder)

@@ -13,8 +13,8 @@ from cluster.launches import WAIT_S, Command, Launch, left, process
 from recordings import read_recording
 from trace_files import generation, load
 
-from asyncrl.monitor.metrics_line import read_metrics
-from asyncrl.monitor.story import explain
+from asyncrl.explain.story import explain
+from asyncrl.telemetry.metrics_line import read_metrics
 from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import Cluster, wait_until
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.launches import CONFIG
 from cluster.slurm import NODES, Slurm
 
-from asyncrl.monitor.metrics_line import read_metrics
+from asyncrl.telemetry.metrics_line import read_metrics
 from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import REPOSITORY, wait_until
 
@@ -164,7 +164,7 @@ def test_every_part_runs_in_the_sites_container(slurm: Slurm, container: str) ->
     job.wait_to_show("step 2/")
     for node in NODES:
         there = slurm.processes(node)
-        agents = [pid for pid, words in there.items() if "asyncrl.launcher.agent" in words]
+        agents = [pid for pid, words in there.items() if "asyncrl.launcher.node.agent" in words]
         assert len(agents) == 1, there
         assert b"ASYNCRL_HERE=1" in Path(f"/proc/{agents[0]}/environ").read_bytes().split(b"\0")
     assert job.end()["ExitCode"] == "0:0", job.shown

@@ -11,9 +11,9 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as controller_module
 from asyncrl.controller.actor import Controller
-from asyncrl.controller.recent_lines import LINES_KEPT
+from asyncrl.controller.observation.recent_lines import LINES_KEPT
 from asyncrl.errors import AsyncRLError, RemoteError
-from asyncrl.launcher.link import ControllerLink
+from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
@@ -28,8 +28,8 @@ from asyncrl.messages.actors import (
 )
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.endpoint import Endpoint
-from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.calls.endpoint import Endpoint
+from asyncrl.runtime.calls.peer import Peer
 from asyncrl.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 

@@ -3,14 +3,14 @@
 import asyncio
 
 import pytest
-from test_controller_actor import CONTROLLER, Cluster, validate_config
+from controller.test_controller_actor import CONTROLLER, Cluster, validate_config
 from virtual import run_virtual
 from work import steps_of
 
 from asyncrl.controller.actor import Controller
-from asyncrl.controller.blame import Seen, find_culprit
-from asyncrl.controller.reach import Reach, Standing
-from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.controller.health.blame import Seen, find_culprit
+from asyncrl.controller.health.reach import Reach, Standing
+from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import WatchRun
 from asyncrl.messages.monitor import AwaitRecord
 

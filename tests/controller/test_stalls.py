@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from test_controller_actor import OTHERS, run
+from controller.test_controller_actor import OTHERS, run
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.operation import WatchdogConfig

@@ -30,7 +30,7 @@ from asyncrl.messages.groups import LedgerState
 from asyncrl.messages.learner import Held, Holds
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
 from asyncrl.runtime.actor import ActorContext, Caller, handler
-from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.calls.peer import Peer
 
 A, B, LEARNER = "rollouter/0", "rollouter/1", "learner/0"
 

@@ -20,6 +20,7 @@ from statistics import mean
 
 import pytest
 
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask
@@ -28,7 +29,6 @@ from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes
-from asyncrl.order import EpochOrder
 
 LONGEST = 8.0
 """Longest response, in medians: max_tokens of the default configuration over the sim engine's median."""

@@ -11,7 +11,7 @@ import pytest
 from serving_dataloader import LEARNER, A, B, Learner, restored, run, running, small_config, uids
 
 from asyncrl.dataloader import actor as actor_module
-from asyncrl.dataloader.actor import ACTOR, Dataloader
+from asyncrl.dataloader.actor import Dataloader
 from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.errors import ConfigError, DataError, RemoteError
 from asyncrl.messages import Done
@@ -260,9 +260,6 @@ def test_bad_data_ends_the_actor_before_it_is_ready(
         run(main())
     assert error.exit_code == 78
 
-
-def test_the_module_names_its_actor() -> None:
-    assert ACTOR is Dataloader
     assert Dataloader.role == "dataloader"
 
 

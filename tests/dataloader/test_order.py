@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.order import EpochOrder
+from asyncrl.data.order import EpochOrder
 
 EPOCHS = 3
 PINNED = [7, 9, 0, 2, 5, 4, 3, 1, 8, 6]

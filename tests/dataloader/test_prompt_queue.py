@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.ledger import Ledger
-from asyncrl.order import EpochOrder
 
 
 def make_queue(size: int = 3, *oversize: int) -> PromptQueue:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from asyncrl.config.training import DataConfig
+from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.prompts import PromptSet, Remark
 from asyncrl.dataloader.rows import collect
 from asyncrl.errors import DataError
-from asyncrl.jsonl import RawRow
 from asyncrl.tokenizer import ByteTokenizer
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Grant
@@ -16,7 +17,6 @@ from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
-from asyncrl.order import EpochOrder
 
 A, B = "rollouter/0", "rollouter/1"
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from services import services
 
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Grant
@@ -28,7 +29,6 @@ from asyncrl.learner.groups.stragglers import Stragglers
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import GrantsOpen, OpenGrant, Outcome, Outcomes
 from asyncrl.messages.groups import Group, VersionSpan
-from asyncrl.order import EpochOrder
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 

@@ -17,9 +17,9 @@ from asyncrl.doctor.compare import (
     judge_ways,
     needed_packages,
 )
-from asyncrl.doctor.talk import Card, HostFacts
-from asyncrl.launcher.placement import Host, place
-from asyncrl.launcher.spec import Facts
+from asyncrl.doctor.protocol import Card, HostFacts
+from asyncrl.launcher.terms.placement import Host, place
+from asyncrl.launcher.terms.spec import Facts
 
 VERSIONS = {"python": "3.11.7", "asyncrl": "0.1.0", "torch": "2.13.0", "vllm": "", "pyzmq": "27", "msgspec": "1"}
 

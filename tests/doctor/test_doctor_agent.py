@@ -11,7 +11,7 @@ import pytest
 from asyncrl.cli import doctor
 from asyncrl.doctor.agent.speaker import Speaker, example_of
 from asyncrl.doctor.agent.verdict import CAUSES, Played, Turn
-from asyncrl.rollouter.conversation import Cause
+from asyncrl.rollouter.episode.conversation import Cause
 
 AGENT = '''
 import json, sys, time

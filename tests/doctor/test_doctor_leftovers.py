@@ -185,8 +185,16 @@ INIT = (1, 0, "/sbin/init", "systemd")
         ([INIT, (9, 1, "/bin/python -u -m asyncrl.runtime.workers.keeper 7", "python")], [(9, True)]),
         ([INIT, (9, 1, ENGINE, "VLLM")], [(9, False)]),
         ([INIT, (5, 1, "systemd --user", "systemd"), (9, 5, ACTOR, "asyncrl")], [(9, True)]),
-        ([INIT, (5, 1, "python -m asyncrl.launcher.guard p 3", "python"), (9, 5, ACTOR, "asyncrl")], []),
-        ([INIT, (5, 1, "python -m asyncrl.launcher.agent 4 3", "python"), (9, 5, ACTOR, ""), (10, 9, WORKER, "")], []),
+        ([INIT, (5, 1, "python -m asyncrl.launcher.node.guard p 3", "python"), (9, 5, ACTOR, "asyncrl")], []),
+        (
+            [
+                INIT,
+                (5, 1, "python -m asyncrl.launcher.node.agent 4 3", "python"),
+                (9, 5, ACTOR, ""),
+                (10, 9, WORKER, ""),
+            ],
+            [],
+        ),
         ([INIT, (5, 1, "python -m pytest", "python"), (9, 5, WORKER, "asyncrl")], []),
         ([INIT, (9, 1, "asyncrl is what I read about", "less")], []),
         # Its parent is in another container.

@@ -7,7 +7,7 @@ import pytest
 from side_by_side import held_and_free
 
 from asyncrl.doctor.network import Listeners, connect, judge_nccl
-from asyncrl.doctor.talk import Connect, Listen, Peer
+from asyncrl.doctor.protocol import Connect, Listen, Peer
 
 HERE = "127.0.0.1"
 INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}

@@ -11,7 +11,7 @@ from asyncrl.doctor.machine import (
     parse_cards,
     shm_bytes,
 )
-from asyncrl.launcher.hosts import find_facts
+from asyncrl.launcher.fleet.hosts import find_facts
 
 GIB = 1 << 30
 

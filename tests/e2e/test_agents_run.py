@@ -19,8 +19,8 @@ import torch
 
 from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.fsdp.dcp import load_weights
-from asyncrl.learner.fsdp.policy import load_policy
+from asyncrl.learner.fsdp.model.policy import load_policy
+from asyncrl.learner.fsdp.weights.dcp import load_weights
 from tools.learn.assets import ensure_assets
 from tools.learn.tool_lookup import RECIPE as FULL_RECIPE
 

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trace_files import generation, load
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.monitor.story import explain, read_story
+from asyncrl.explain.story import explain, read_story
 
 STEPS = 8
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation

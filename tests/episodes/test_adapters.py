@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.episodes import Task
-from asyncrl.episodes.players import resolve
+from asyncrl.episodes.playing.players import resolve
 from asyncrl.runtime.workers.user_code import NotCallable
 
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import structlog
 import uvloop
-from hosted import Hosted, config_with, hosting, until
+from episodes.hosted import Hosted, config_with, hosting, until
 from structlog.testing import capture_logs
 
 from asyncrl.episodes.command import described, environment, outcome_of
-from asyncrl.episodes.task import Task
+from asyncrl.episodes.playing.task import Task
 from asyncrl.runtime.workers.environment import users_environment
 
 SECONDS = f"1000.{secrets.randbelow(10**9):09d}"

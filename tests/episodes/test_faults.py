@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.episodes.faults import Open, Slot, silence, unended
-from asyncrl.monitor.states import StateLedger
+from asyncrl.telemetry.states import StateLedger
 
 
 def slot(heard: float, **stopped: float) -> Slot:

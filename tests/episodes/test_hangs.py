@@ -10,7 +10,7 @@ import pytest
 from session_cases import World
 from whole import play, whole
 
-from asyncrl.rollouter.player import EpisodeFailed
+from asyncrl.rollouter.episode.player import EpisodeFailed
 
 AGENT = '''
 import asyncio, json, os, socket, subprocess, time

@@ -7,15 +7,16 @@ from typing import Any
 import aiohttp
 import pytest
 import structlog
-from hosted import Hosted, Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
+from episodes.hosted import Hosted, Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
 from structlog.testing import capture_logs
 
 from asyncrl.config.load import validate_config
 from asyncrl.episodes import actor as actor_module
+from asyncrl.episodes.actor import EpisodesActor
 from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
-from asyncrl.runtime.peer import CallFuture
+from asyncrl.runtime.calls.peer import CallFuture
 
 HTTP = """
 import json, os, urllib.error, urllib.request
@@ -282,3 +283,5 @@ print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+    assert EpisodesActor.role == "episodes"

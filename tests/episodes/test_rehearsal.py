@@ -9,9 +9,9 @@ import pytest
 from inprocess import System, sim_config
 from virtual import run_virtual
 
-from asyncrl.episodes.client import Reply
+from asyncrl.episodes.playing.client import Reply
+from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.rehearsal import lognormal, play, text
-from asyncrl.episodes.task import Task
 from asyncrl.errors import EpisodeOver
 
 

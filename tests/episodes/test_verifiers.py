@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hosted import Rollouter, config_with, hosting, refuses
+from episodes.hosted import Rollouter, config_with, hosting, refuses
 from session_cases import World, call_of
 from whole import play, whole
 

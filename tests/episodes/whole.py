@@ -14,17 +14,17 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from hosted import Hosted, hosting
+from episodes.hosted import Hosted, hosting
 from session_cases import HOST, World
 from tiny_models import logprobs_of
 
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Trajectory
-from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.player import EpisodePlayer
+from asyncrl.rollouter.episode.player import EpisodePlayer
+from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.runtime.actor import Caller, handler
-from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.calls.peer import Peer
 
 
 class Seat:

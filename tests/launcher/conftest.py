@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from sim_runs import Run
+from launcher.sim_runs import Run
 
 
 @pytest.fixture

@@ -133,11 +133,11 @@ def command_line(pid: int) -> str:
 
 def launch_placed(config: Any, placed: Any, argv: tuple[str, ...] = (), resumption: Any = None) -> int:
     """A launch of actors that have their places already, all of them on this host; the exit code."""
-    from asyncrl.launcher.hostfile import HostLine
-    from asyncrl.launcher.interrupts import undone_by_signals
+    from asyncrl.launcher.fleet.hostfile import HostLine
     from asyncrl.launcher.local import ACTOR_ARGV
-    from asyncrl.launcher.placement import Host
-    from asyncrl.launcher.several import Launch
+    from asyncrl.launcher.multi_host import Launch
+    from asyncrl.launcher.terminal.interrupts import undone_by_signals
+    from asyncrl.launcher.terms.placement import Host
 
     launch = Launch(config, [HostLine("here")], actor_argv=argv or ACTOR_ARGV, head="here", head_is_here=True)
     launch.hosts, launch.resumption = [Host(name="here", cpus=2)], resumption
@@ -147,8 +147,8 @@ def launch_placed(config: Any, placed: Any, argv: tuple[str, ...] = (), resumpti
 
 def main() -> int:
     from asyncrl.config.load import validate_config
-    from asyncrl.launcher.placement import Host, place
-    from asyncrl.launcher.resume import find_resumption
+    from asyncrl.launcher.run_folder.resume import find_resumption
+    from asyncrl.launcher.terms.placement import Host, place
 
     behaviour, tree, resume = sys.argv[1:]
     config, resumption = validate_config(json.loads(tree)), None

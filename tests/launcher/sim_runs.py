@@ -6,10 +6,10 @@ import subprocess
 import sys
 import termios
 
-from launched import command_line, wait_until
+from launcher.launched import command_line, wait_until
 
-from asyncrl.monitor.metrics_line import read_metrics
 from asyncrl.runtime.processes import children_of
+from asyncrl.telemetry.metrics_line import read_metrics
 
 STEPS = 40
 CONFIG = f"""

@@ -97,7 +97,7 @@ def main() -> int:
     from asyncrl.runtime.process import run_actor
 
     if name == CONTROLLER:
-        from asyncrl.controller.actor import ACTOR as actor
+        from asyncrl.controller.actor import Controller as actor
     else:
         actor = type("Stub", (Stub,), {"role": name.partition("/")[0], "does": json.loads(behaviour).get(name, {})})
     return run_actor(

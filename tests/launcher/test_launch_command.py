@@ -8,14 +8,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launched import wait_until
-from test_resume import write_checkpoint
+from launcher.launched import wait_until
+from launcher.run_folder.test_resume import write_checkpoint
 
 from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.dataloader.sources import load_dataset
-from asyncrl.launcher.folders import create_run_folder
+from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.runtime.processes import children_of
 
 SIM = """

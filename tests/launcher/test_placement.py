@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.placement import Host, describe, place, place_replicas, with_episode_hosts, with_gpus
+from asyncrl.launcher.terms.placement import Host, describe, place, place_replicas, with_episode_hosts, with_gpus
 
 
 def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, sim=False, learner_threads=0, **tables):

@@ -19,9 +19,9 @@ from asyncrl.cli.launch import main
 from asyncrl.config import Config
 from asyncrl.config.load import load_config, validate_config
 from asyncrl.errors import HostFailed, UsageError
-from asyncrl.launcher.hostfile import HostLine
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.fleet.start import SlurmStart
 from asyncrl.launcher.slurm import batch_script, gpus_of_a_node, job_hosts, left_open, resume_of, start_of
-from asyncrl.launcher.start import SlurmStart
 
 SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm"
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}
@@ -72,13 +72,18 @@ def test_a_part_is_a_step_on_one_node_beside_the_others() -> None:
     argv = SlurmStart(python="/opt/python").argv("node-1")
     assert argv[0] == "srun"
     assert {"--nodes=1", "--ntasks=1", "--nodelist=node-1", "--overlap", "--export=ALL"} <= set(argv)
-    assert argv[-3:] == ["/opt/python", "-m", "asyncrl.launcher.remote"]
+    assert argv[-3:] == ["/opt/python", "-m", "asyncrl.launcher.fleet.remote"]
 
 
 @pytest.mark.parametrize("container", ["--container-image=/a.sqsh --container-mounts=/d:/d", "apptainer exec /a.sif"])
 def test_what_leads_into_a_container_comes_before_its_python(container: str) -> None:
     words = shlex.split(container)
-    assert start_of(container).argv("n")[-3 - len(words) :] == [*words, "python3", "-m", "asyncrl.launcher.remote"]
+    assert start_of(container).argv("n")[-3 - len(words) :] == [
+        *words,
+        "python3",
+        "-m",
+        "asyncrl.launcher.fleet.remote",
+    ]
 
 
 @pytest.mark.parametrize("container", ["", "   ", "apptainer 'exec"])

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learner_cases import save_small_model
-from rank_pool import Pools, run_alone
+from learner.learner_cases import save_small_model
+from learner.rank_pool import Pools, run_alone
 
 
 @pytest.fixture(scope="session")

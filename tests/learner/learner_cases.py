@@ -11,8 +11,8 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
-from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan, build_step
-from asyncrl.learner.algorithm.micro_batch import MicroBatch
+from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan, build_step
+from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
 
 VOCABULARY = 48

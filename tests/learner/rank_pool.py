@@ -141,7 +141,7 @@ def _play_backend(
 ) -> Any:
     import torch
 
-    from asyncrl.learner.backend import create
+    from asyncrl.learner.backends.backend import create
 
     torch.set_num_threads(1)
     _forget_meshes()
@@ -179,7 +179,7 @@ def meet(rank: int, addresses: Any, timeout_s: float = TIMEOUT_S) -> Any:
     import torch
     import torch.distributed as dist
 
-    from asyncrl.learner.fsdp import ranks as rendezvous
+    from asyncrl.learner.fsdp.gang import ranks as rendezvous
 
     torch.set_num_threads(1)
     rendezvous.IDLE_WAIT_S = 0.2

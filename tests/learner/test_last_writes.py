@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 from disks import fill, small_disk
-from learner_cases import make_config
+from learner.learner_cases import make_config
 from services import services
 
 from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner.backend import create
+from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
-from asyncrl.learner.checkpoint.last_writes import LastWrites
 from asyncrl.learner.checkpoint.writer import Checkpoints
+from asyncrl.learner.last_writes import LastWrites
 from asyncrl.ledger import Ledger
 from asyncrl.runtime.clock import Clock
 

@@ -11,11 +11,11 @@ from virtual import LoopClock
 
 from asyncrl.errors import RemoteError
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.monitor.catalogue import find
 from asyncrl.preflight.inputs import Sample
 from asyncrl.preflight.trials import RewardTrial
-from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.telemetry.catalogue import find
 
 SAMPLES = 4
 

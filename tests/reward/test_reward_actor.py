@@ -17,12 +17,12 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.monitor.catalogue import EDGES
-from asyncrl.reward import pool as pool_module
 from asyncrl.reward.actor import RewardActor
+from asyncrl.reward.scoring import pool as pool_module
 from asyncrl.runtime.actor import ActorContext
-from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.workers.confinement import why_not
+from asyncrl.telemetry.catalogue import EDGES
 from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.live_run import title

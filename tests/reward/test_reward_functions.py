@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from asyncrl.reward.functions import constant, exact, math_verify, reasoning_gym, regex
+from asyncrl.reward.scoring.functions import constant, exact, math_verify, reasoning_gym, regex
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import uvloop
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import RewardFailed
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.workers import memory
 from asyncrl.runtime.workers.process import Output
 

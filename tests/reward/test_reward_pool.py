@@ -17,8 +17,8 @@ import uvloop
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.reward import pool as pool_module
-from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.scoring import pool as pool_module
+from asyncrl.reward.scoring.pool import RewardPool
 
 MODULE = """
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
@@ -545,7 +545,7 @@ def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path):
             import asyncio
             from asyncrl.config.training import RewardConfig
             from asyncrl.messages.reward import Completion, Score
-            from asyncrl.reward.pool import RewardPool
+            from asyncrl.reward.scoring.pool import RewardPool
 
             async def main():
                 pool = RewardPool(RewardConfig(function="act_rewards:act", workers=2, timeout_s=999), max_tokens=9)

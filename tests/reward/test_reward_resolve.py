@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.reward.frames import Setup, Task
-from asyncrl.reward.worker import resolve
+from asyncrl.reward.scoring.frames import Setup, Task
+from asyncrl.reward.scoring.worker import resolve
 from asyncrl.runtime.workers.user_code import NotCallable
 
 MODULE = """

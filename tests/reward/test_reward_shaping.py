@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.training import OverlongPenalty
-from asyncrl.reward.shaping import overlong_penalty, shaped
+from asyncrl.reward.scoring.shaping import overlong_penalty, shaped
 
 
 @pytest.mark.parametrize(

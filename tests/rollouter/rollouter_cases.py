@@ -16,7 +16,7 @@ from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
 from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import ActorContext
-from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire.zeromq import ZmqTransport
 
 

@@ -12,7 +12,7 @@ from rollouter_cases import Dataloader, Learner, living
 
 from asyncrl.errors import RemoteError
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets
-from asyncrl.runtime import peer as peer_module
+from asyncrl.runtime.calls import peer as peer_module
 
 both = pytest.mark.parametrize("memory", [True, False], ids=["memory", "zeromq"])
 

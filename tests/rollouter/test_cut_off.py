@@ -6,7 +6,7 @@ from cuts import way_to
 from harness import Net, replace
 from rollouter_cases import Dataloader, Learner, living
 
-from asyncrl.runtime import peer as peer_module
+from asyncrl.runtime.calls import peer as peer_module
 
 
 def told(life):

@@ -11,10 +11,10 @@ from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.rollouter.account import GroupAccount
-from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
-from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.runtime.calls.handlers import Caller, handler
 
 SAMPLES = 4
 

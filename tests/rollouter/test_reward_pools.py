@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollouter.episode_hosts import choose_pool
+from asyncrl.rollouter.episode.hosts import choose_pool
 
 A, B, C = ALL = ("reward/0", "reward/1", "reward/2")
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollouter.concurrency import Slots
+from asyncrl.rollouter.serving.concurrency import Slots
 
 
 class Taker:

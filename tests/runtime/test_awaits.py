@@ -10,10 +10,10 @@ from asyncrl.messages import Request
 from asyncrl.messages.dataloader import Lease, WatchSupply
 from asyncrl.messages.learner import Deliver
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat
-from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.messages.weights import KeepPublished, NextUpdate
 from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, most_telling
-from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire.codec import Codec
 
 
@@ -123,14 +123,13 @@ def test_it_is_read_from_other_threads_while_it_changes():
 
 class Ask(Request, frozen=True, kw_only=True):
     reply = KeepPublished
+    senders = ANYBODY
 
 
 class Park(Request, frozen=True, kw_only=True):
     reply = KeepPublished
+    senders = ANYBODY
     idle = True
-
-
-SENDERS.update(dict.fromkeys([Ask, Park], ANYBODY))
 
 
 class Deaf:

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from asyncrl.launcher import stacks as taking
-from asyncrl.launcher.child import Child
-from asyncrl.launcher.stacks import process_state, take_stacks
+from asyncrl.launcher.node import stacks as taking
+from asyncrl.launcher.node.child import Child
+from asyncrl.launcher.node.stacks import process_state, take_stacks
 from asyncrl.runtime.stacks import TASKS_BEGIN, TASKS_END, describe_tasks
 
 ACTOR = """

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from asyncrl.monitor import machine
-from asyncrl.monitor.catalogue import EDGES
-from asyncrl.monitor.machine import LOOK_S, GpuWatch, ProcessTimes, family
-from asyncrl.monitor.metrics import Histograms
 from asyncrl.runtime.vitals import LAG, PROBE_S, VitalSigns
+from asyncrl.telemetry import machine
+from asyncrl.telemetry.catalogue import EDGES
+from asyncrl.telemetry.machine import LOOK_S, GpuWatch, ProcessTimes, family
+from asyncrl.telemetry.metrics import Histograms
 
 
 def test_a_loop_that_was_blocked_shows_it():

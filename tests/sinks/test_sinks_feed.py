@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from asyncrl.controller import sinks_feed
-from asyncrl.controller.sinks_feed import AT_ONCE, ROOM, SinksFeed
+from asyncrl.controller.observation import sinks_feed
+from asyncrl.controller.observation.sinks_feed import AT_ONCE, ROOM, SinksFeed
 from asyncrl.messages.monitor import WatchMetrics
 from asyncrl.runtime.actor import Caller
 

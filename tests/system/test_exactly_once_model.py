@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_messages import make_group
 
 from asyncrl.config.training import LearnerConfig
+from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
@@ -31,7 +32,6 @@ from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group
 from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
-from asyncrl.order import EpochOrder
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")

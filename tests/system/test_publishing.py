@@ -10,12 +10,12 @@ from inprocess import System, sim_config
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner import loop as learner_module
-from asyncrl.learner import sim as sim_learner
+from asyncrl.learner.backends import sim as sim_learner
+from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.publishing.broadcasting import Broadcaster
 from asyncrl.learner.publishing.version_mark import FILE, VersionMark
-from asyncrl.learner.sim import SimTrainer
 from asyncrl.parameter_server.replicas import Phase
-from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.weights.segments import Segment
 
 STEPS, GROUPS = 16, 4

@@ -11,10 +11,10 @@ from inprocess import System, sim_config
 from trace_files import generation, load, slots
 
 from asyncrl.errors import UsageError
+from asyncrl.explain.story import explain, read_story
 from asyncrl.messages.monitor import RequestTrace, TraceWritten
-from asyncrl.monitor import logging
-from asyncrl.monitor.story import explain, read_story
 from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.telemetry import logging
 from asyncrl.wire.keys import VIEWER
 
 STEPS = 8

@@ -11,7 +11,7 @@ from inprocess import System, sim_config
 from structlog.testing import capture_logs
 
 from asyncrl.learner.loop import Training
-from asyncrl.monitor.metrics_line import read_metrics
+from asyncrl.telemetry.metrics_line import read_metrics
 from asyncrl.weights.segments import Segment
 
 TRANSPORTS = ["shm", "stream", "gloo"]
@@ -249,7 +249,7 @@ def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_made_anew(tmp
             # As if a bit of the memory had changed since.
             return msgspec.structs.replace(bucket, checksum=bucket.checksum ^ 1) if len(sealed) == 5 else bucket
 
-    monkeypatch.setattr("asyncrl.learner.sim.Segment", Flipped)
+    monkeypatch.setattr("asyncrl.learner.backends.sim.Segment", Flipped)
     monkeypatch.setattr("asyncrl.learner.loop.OWED_RETRY_S", 0.2)
     system = System(config, tmp_path / "run")
     with capture_logs() as logs:

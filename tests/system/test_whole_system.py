@@ -9,7 +9,7 @@ from inprocess import System, sim_config
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import NonFiniteStep, RemoteError
-from asyncrl.learner.sim import SimTrainer
+from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.messages.learner import Deliver
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.runtime.awaits import Await

@@ -7,9 +7,9 @@ import pytest
 from asyncrl.checkpoint.contents import write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.data.order import EpochOrder
 from asyncrl.errors import CheckpointError
 from asyncrl.ledger import Ledger, position_of
-from asyncrl.order import EpochOrder
 from tools.chaos.audit import Expected, audit
 
 PROMPTS = 10

@@ -226,7 +226,7 @@ def actors_of(run: LiveRun) -> dict[str, int]:
         words = title(process).split()
         if words[:1] == ["asyncrl"] and "/" in words[1]:
             found[words[1]] = process.pid
-        elif "asyncrl.launcher.agent" in words:
+        elif "asyncrl.launcher.node.agent" in words:
             found["agent/0"] = process.pid
     return found
 

@@ -11,17 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Done, Request
-from asyncrl.messages.senders import ANYBODY, SENDERS
-from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.messages.senders import ANYBODY
+from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire import listening
 from asyncrl.wire.listening import BURST, PER_S, REOPENS_WITH, Door
 
 
 class Knock(Request, frozen=True, kw_only=True):
     reply = Done
-
-
-SENDERS.update(dict.fromkeys([Knock], ANYBODY))
+    senders = ANYBODY
 
 
 class House:

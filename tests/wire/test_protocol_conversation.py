@@ -14,7 +14,7 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.errors import RewardFailed
 from asyncrl.messages import Done, Message, Request
-from asyncrl.messages.senders import ANYBODY, SENDERS
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
@@ -28,18 +28,18 @@ class Doubled(Message, frozen=True, kw_only=True):
 
 class Double(Request, frozen=True, kw_only=True):
     reply = Doubled
+    senders = ANYBODY
     data: np.ndarray
 
 
 class Wait(Request, frozen=True, kw_only=True):
     reply = Done
+    senders = ANYBODY
 
 
 class Break(Request, frozen=True, kw_only=True):
     reply = Done
-
-
-SENDERS.update(dict.fromkeys([Double, Wait, Break], ANYBODY))
+    senders = ANYBODY
 
 
 class Speaker(Actor):

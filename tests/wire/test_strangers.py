@@ -11,15 +11,16 @@ import time
 import msgpack
 import pytest
 import zmq
+from every_message import EVERY_MESSAGE
 from harness import RUN_ID, SECRET, Net
 from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, strangers
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
-from asyncrl.messages.senders import ANYBODY, SENDERS
-from asyncrl.runtime import server as serving
-from asyncrl.runtime.handlers import Caller, handler
-from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.messages.senders import ANYBODY
+from asyncrl.runtime.calls import server as serving
+from asyncrl.runtime.calls.handlers import Caller, handler
+from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
 from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES
@@ -31,21 +32,21 @@ class Once(Request, frozen=True, kw_only=True):
     """A request that may not be repeated."""
 
     reply = Done
+    senders = ANYBODY
     idempotent = False
 
 
 class Slow(Request, frozen=True, kw_only=True):
     reply = Done
-
-
-SENDERS.update(dict.fromkeys([Once, Slow], ANYBODY))
+    senders = ANYBODY
 
 
 @pytest.fixture(autouse=True)
 def any_role_may_send_all(monkeypatch):
     """What is refused to a role does not get as far as the checks that are tested here."""
-    for kind in SENDERS:
-        monkeypatch.setitem(SENDERS, kind, ANYBODY)
+    for kind in EVERY_MESSAGE.values():
+        if kind.senders:
+            monkeypatch.setattr(kind, "senders", ANYBODY)
 
 
 class Everything:

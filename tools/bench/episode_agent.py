@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from asyncrl.episodes.client import Client
-from asyncrl.episodes.task import Task
+from asyncrl.episodes.playing.client import Client
+from asyncrl.episodes.playing.task import Task
 
 TURNS = 8
 NEXT = "Go on, and say what you have found so far in a line or two, then name the next thing that you will look at."

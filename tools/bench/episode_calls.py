@@ -23,14 +23,14 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
-from asyncrl.launcher.folders import create_run_folder, private_folder
-from asyncrl.learner.sim import SimTrainer
+from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
+from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.messages.groups import Ticket
-from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.process import SWITCH_S
+from asyncrl.telemetry.logging import configure_logging
 from asyncrl.tokenizer import tokenizer_of
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport

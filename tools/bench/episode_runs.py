@@ -18,10 +18,10 @@ import numpy as np
 import uvloop
 
 from asyncrl.errors import ActorFailed
-from asyncrl.monitor.client import Viewer, find_target
-from asyncrl.monitor.rates import Interval
 from asyncrl.runtime.vitals import PROBE_S
 from asyncrl.snapshot import Snapshot
+from asyncrl.telemetry.snapshots.rates import Interval
+from asyncrl.top.source.client import Viewer, find_target
 from tools.bench.paired import LEVEL, RESAMPLES
 from tools.bench.report import Report, Target
 from tools.bench.scale_report import LAG_TARGET_S, report_lag

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.fsdp.lora import add_adapters
-from asyncrl.learner.fsdp.policy import Policy
+from asyncrl.learner.algorithm.plan.batch import build_step
+from asyncrl.learner.fsdp.model.lora import add_adapters
+from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.trainer import Trainer, make_optimizer
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch

@@ -22,22 +22,22 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.plan.batch import StepPlan
+from asyncrl.learner.backends.sim import SimTrainer
+from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.loop import Training
-from asyncrl.learner.sent_ahead import Sending
-from asyncrl.learner.sim import SimTrainer
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.monitor.logging import get_logger
-from asyncrl.monitor.metrics import Figures, Histograms
-from asyncrl.monitor.states import StateLedger
-from asyncrl.monitor.story_log import StoryLog
-from asyncrl.monitor.trace import STEPS, Trace
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.services import ActorServices
+from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.logging import get_logger
+from asyncrl.telemetry.metrics import Figures, Histograms
+from asyncrl.telemetry.states import StateLedger
+from asyncrl.telemetry.trace import STEPS, Trace
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.learner.algorithm.batch import StepPlan
-from asyncrl.learner.fsdp.ahead import ParcelsAhead
-from asyncrl.learner.fsdp.parcels import pack_step
-from asyncrl.learner.fsdp.ranks import Ranks, open_store
-from asyncrl.learner.sent_ahead import Sending
+from asyncrl.learner.algorithm.plan.batch import StepPlan
+from asyncrl.learner.exchange.sent_ahead import Sending
+from asyncrl.learner.fsdp.gang.ahead import ParcelsAhead
+from asyncrl.learner.fsdp.gang.parcels import pack_step
+from asyncrl.learner.fsdp.gang.ranks import Ranks, open_store
 
 HOST, TIMEOUT_S = "127.0.0.1", 120.0
 

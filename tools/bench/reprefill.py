@@ -25,8 +25,8 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.messages.groups import Ticket
-from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
+from asyncrl.telemetry.logging import configure_logging
 from asyncrl.tokenizer import load_tokenizer
 from asyncrl.trajectories import sampled_tokens
 from tools.bench.counterparts import Exchange

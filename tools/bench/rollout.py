@@ -23,11 +23,11 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.messages.groups import Group, Ticket
-from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rollouter.generation import request_seed
+from asyncrl.rollouter.serving.generation import request_seed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.telemetry.logging import configure_logging
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.trajectories import sampled_tokens, versions_of
 from asyncrl.wire.keys import Credentials

@@ -27,13 +27,13 @@ import uvloop
 
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
-from asyncrl.launcher.link import ControllerLink
+from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, RunState
-from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import Heartbeats
 from asyncrl.runtime.process import SWITCH_S, tune_memory
+from asyncrl.telemetry.logging import configure_logging
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.bench import scale_collective

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from asyncrl.errors import ActorFailed
-from asyncrl.monitor.catalogue import EDGES, quantile
-from asyncrl.monitor.metrics import Histograms
-from asyncrl.monitor.rates import Interval
-from asyncrl.monitor.states import StateLedger
 from asyncrl.snapshot import ActorView, Snapshot
+from asyncrl.telemetry.catalogue import EDGES, quantile
+from asyncrl.telemetry.metrics import Histograms
+from asyncrl.telemetry.snapshots.rates import Interval
+from asyncrl.telemetry.states import StateLedger
 from tools.bench.report import Report, Target
 from tools.bench.scale_watch import Seen, Watched, total
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed
-from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder
-from asyncrl.monitor.client import Target, find_target
+from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
+from asyncrl.top.source.client import Target, find_target
 
 SAMPLES = 8
 PROCESSES_PER_CPU = 4

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.errors import ActorFailed
-from asyncrl.monitor.client import Target, Viewer
 from asyncrl.snapshot import Snapshot
+from asyncrl.top.source.client import Target, Viewer
 from tools.bench.scale_phases import Phase
 from tools.bench.scale_run import END_S, READY_S, Processes
 from tools.bench.scale_top import Drawing, Top

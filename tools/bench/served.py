@@ -23,12 +23,12 @@ import zmq.asyncio
 
 from asyncrl.config.load import config_from_json
 from asyncrl.messages import Done, Message, Request
-from asyncrl.messages.senders import ANYBODY, SENDERS
-from asyncrl.monitor.logging import configure_logging
+from asyncrl.messages.senders import ANYBODY
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.reward.actor import RewardActor
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.process import tune_memory
+from asyncrl.telemetry.logging import configure_logging
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -45,6 +45,7 @@ class Echo(Request, frozen=True, kw_only=True):
     """A small call, answered from the receive callback."""
 
     reply = Echoed
+    senders = ANYBODY
     n: int
 
 
@@ -52,6 +53,7 @@ class EchoTask(Request, frozen=True, kw_only=True):
     """A small call, answered by a task."""
 
     reply = Echoed
+    senders = ANYBODY
     n: int
 
 
@@ -59,10 +61,8 @@ class Blob(Request, frozen=True, kw_only=True):
     """A large call."""
 
     reply = Done
+    senders = ANYBODY
     data: np.ndarray
-
-
-SENDERS.update(dict.fromkeys([Echo, EchoTask, Blob], ANYBODY))
 
 
 class EchoActor(Actor):

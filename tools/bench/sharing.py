@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.learner.algorithm.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, VersionSpan
 from tools.bench.paired import compare, measure_pairs

@@ -26,8 +26,8 @@ from asyncrl.config.load import config_to_json
 from asyncrl.errors import ActorFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.runtime.endpoint import Endpoint
-from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.calls.endpoint import Endpoint
+from asyncrl.runtime.calls.peer import Peer
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.bench.served import RUN_ID, Blob, Echo, EchoTask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asyncrl.learner.publication import Publication
+from asyncrl.learner.exchange.publication import Publication
 from asyncrl.messages.weights import Manifest
 from asyncrl.weights.segments import Segment, layout
 

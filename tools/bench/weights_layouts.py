@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.learner.publication import fill_buckets
+from asyncrl.learner.exchange.publication import fill_buckets
 from asyncrl.messages.weights import TensorSpec
 from asyncrl.weights.segments import layout
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest, Offer, Transport
-from asyncrl.rollouter.fetch import fetch
+from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.broadcast import Broadcast
 
 HOST = "127.0.0.1"

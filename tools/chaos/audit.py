@@ -23,9 +23,9 @@ import numpy as np
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.data.order import EpochOrder
 from asyncrl.errors import CheckpointError
 from asyncrl.ledger import KINDS, Ledger, position_of
-from asyncrl.order import EpochOrder
 
 LISTED = 5
 """Examples that are listed of many of one problem."""

@@ -29,7 +29,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.doctor.agent.speaker import Speaker
 from asyncrl.doctor.agent.verdict import Played, Turn
 from asyncrl.episodes.command import Programs
-from asyncrl.episodes.endpoint import Endpoint
+from asyncrl.episodes.http.endpoint import Endpoint
 from asyncrl.episodes.session import OnDelta
 from asyncrl.episodes.session import Session as Playing
 from asyncrl.episodes.workers import Workers
@@ -47,17 +47,17 @@ from asyncrl.messages.episodes import (
 )
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import Ticket
-from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.preflight.inputs import check_inputs
-from asyncrl.rollouter.account import CallAccount, GroupAccount
-from asyncrl.rollouter.episode_figures import EpisodeFigures
-from asyncrl.rollouter.generation import TrajectoryFailed
-from asyncrl.rollouter.player import EpisodeFailed, EpisodePlayer
-from asyncrl.rollouter.response import Response
-from asyncrl.rollouter.sessions import Session, Sessions
+from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
+from asyncrl.rollouter.episode.sessions import Session, Sessions
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
+from asyncrl.rollouter.serving.response import Response
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.stops import resolve_stops
+from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 HOST = "episodes/0"

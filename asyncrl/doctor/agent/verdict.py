@@ -21,7 +21,7 @@ CAUSES = {
     "fork:cut": "an answer was cut by a limit, and the chat template cannot go on from that",
     "fork:no-extension": "the chat template cannot go on from that answer; asyncrl-doctor --chat says why",
 }
-"""Words by Cause of rollouter/conversation.py."""
+"""Words by Cause of rollouter/episode/conversation.py."""
 REMEDIES = {
     "fork:root": "send the same tools with each call",
     "fork:branch": "right for a sub-agent; otherwise send the whole conversation with each call",

@@ -14,7 +14,7 @@ from typing import Any
 
 import gymnasium
 
-from asyncrl.episodes.task import Task
+from asyncrl.episodes.playing.task import Task
 
 
 class Gymnasium:

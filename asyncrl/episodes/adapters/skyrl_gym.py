@@ -12,7 +12,7 @@ from typing import Any
 
 import skyrl_gym
 
-from asyncrl.episodes.task import Task
+from asyncrl.episodes.playing.task import Task
 
 
 class SkyRLGym:

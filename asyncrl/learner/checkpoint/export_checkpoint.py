@@ -20,11 +20,11 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.retention import Found
 from asyncrl.config import Config
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.fsdp.copies import adapter_units, model_units, whole_buckets
-from asyncrl.learner.fsdp.dcp import load_weights
-from asyncrl.learner.fsdp.export import export, export_adapter
-from asyncrl.learner.fsdp.lora import add_adapters, target_names
-from asyncrl.learner.fsdp.policy import load_policy, model_folder
+from asyncrl.learner.fsdp.model.lora import add_adapters, target_names
+from asyncrl.learner.fsdp.model.policy import load_policy, model_folder
+from asyncrl.learner.fsdp.weights.copies import adapter_units, model_units, whole_buckets
+from asyncrl.learner.fsdp.weights.dcp import load_weights
+from asyncrl.learner.fsdp.weights.export import export, export_adapter
 from asyncrl.lora import adapter_settings
 
 

@@ -36,7 +36,7 @@ from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.checkpoint.step_back import StepBack
 from asyncrl.disk import free_bytes, no_room
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
-from asyncrl.learner.backend import Backend
+from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import LOOK_S, Failed, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock

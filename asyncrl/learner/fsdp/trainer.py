@@ -30,28 +30,34 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
-from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
-from asyncrl.learner.algorithm.micro_batch import MicroBatch
-from asyncrl.learner.algorithm.objective import Objective
-from asyncrl.learner.algorithm.scoring import ScoringPlan
-from asyncrl.learner.fsdp import dcp
-from asyncrl.learner.fsdp.ahead import ParcelsAhead
-from asyncrl.learner.fsdp.assembly import Assembly, Purpose, take_part
-from asyncrl.learner.fsdp.export import export
-from asyncrl.learner.fsdp.gather import publish
-from asyncrl.learner.fsdp.lora import WithoutAdapters, target_names
-from asyncrl.learner.fsdp.parcels import of_step, pack, pack_step, unpack
-from asyncrl.learner.fsdp.policy import Policy, model_folder
-from asyncrl.learner.fsdp.probe import score_probe
-from asyncrl.learner.fsdp.ranks import Ranks, open_store
-from asyncrl.learner.fsdp.saver import Saver
+from asyncrl.learner.algorithm.loss.objective import Objective
+from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.exchange.publication import OnSealed, Publication
+from asyncrl.learner.exchange.sent_ahead import Sending
+from asyncrl.learner.fsdp.gang.ahead import ParcelsAhead
+from asyncrl.learner.fsdp.gang.parcels import of_step, pack, pack_step, unpack
+from asyncrl.learner.fsdp.gang.ranks import Ranks, open_store
+from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
+from asyncrl.learner.fsdp.model.policy import Policy, model_folder
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
-from asyncrl.learner.fsdp.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
+from asyncrl.learner.fsdp.startup.sharding import (
+    build_frozen,
+    build_policy,
+    choose_device,
+    compute_dtype,
+    prepare_device,
+)
 from asyncrl.learner.fsdp.updates import SUPERVISED_LOSS, Scorer, Scorers, StepResult, TermShape, Updates, UpdateShape
 from asyncrl.learner.fsdp.utilisation import mfu
-from asyncrl.learner.probe_sequences import ProbeSequence
-from asyncrl.learner.publication import OnSealed, Publication
-from asyncrl.learner.sent_ahead import Sending
+from asyncrl.learner.fsdp.weights import dcp
+from asyncrl.learner.fsdp.weights.assembly import Assembly, Purpose, take_part
+from asyncrl.learner.fsdp.weights.export import export
+from asyncrl.learner.fsdp.weights.gather import publish
+from asyncrl.learner.fsdp.weights.probe import score_probe
+from asyncrl.learner.fsdp.weights.saver import Saver
 from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
 

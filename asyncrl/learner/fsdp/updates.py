@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import LearnerConfig
+from asyncrl.learner.algorithm.loss.objective import Objective
+from asyncrl.learner.algorithm.loss.statistics import TokenSums, token_sums
 from asyncrl.learner.algorithm.losses import supervised
-from asyncrl.learner.algorithm.micro_batch import MicroBatch
-from asyncrl.learner.algorithm.objective import Objective
-from asyncrl.learner.algorithm.statistics import TokenSums, token_sums
+from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.fsdp.policy import Policy, Row, make_row
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.model.policy import Policy, Row, make_row
 
 
 class TermShape(msgspec.Struct, frozen=True):

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
+from asyncrl.learner.exchange.probe_sequences import SEQUENCES
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.probe_sequences import SEQUENCES
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
     GrantsOpen,
@@ -33,7 +33,7 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.runtime.retry import AWAY_S, log_away, wait_out
+from asyncrl.runtime.calls.retry import AWAY_S, log_away, wait_out
 from asyncrl.runtime.services import ActorServices
 
 DATALOADER = "dataloader/0"

@@ -22,8 +22,8 @@ from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.group_check import check_group
-from asyncrl.learner.algorithm.signal import has_signal
+from asyncrl.learner.algorithm.advantage.group_check import check_group
+from asyncrl.learner.algorithm.advantage.signal import has_signal
 from asyncrl.learner.groups.buffer import GroupBuffer, in_order
 from asyncrl.learner.groups.outcomes import OutcomeQueue
 from asyncrl.ledger import Kind, Ledger, position_of

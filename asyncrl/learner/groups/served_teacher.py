@@ -16,8 +16,8 @@ import numpy as np
 
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.errors import ActorFailed
-from asyncrl.learner.algorithm.batch import GroupScores
-from asyncrl.learner.algorithm.scoring import by_group, sampled_sequences
+from asyncrl.learner.algorithm.plan.batch import GroupScores
+from asyncrl.learner.algorithm.plan.scoring import by_group, sampled_sequences
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.services import ActorServices

@@ -16,8 +16,8 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
 from asyncrl.messages.actors import Notice
-from asyncrl.monitor.metrics_line import number_in
-from asyncrl.monitor.numbers import fixed
+from asyncrl.telemetry.metrics_line import number_in
+from asyncrl.text.numbers import fixed
 
 STEPS = 3
 """Steps in a row, or groups of as many steps, after which a fault is told."""

@@ -20,7 +20,7 @@ from asyncrl.files import append_whole
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.monitor.metrics import check_name
+from asyncrl.telemetry.metrics import check_name
 
 
 class RecordFiles:

@@ -36,7 +36,7 @@ from asyncrl.messages.weights import (
     Manifest,
     Probe,
 )
-from asyncrl.runtime.retry import is_refusal, wait_out
+from asyncrl.runtime.calls.retry import is_refusal, wait_out
 
 SealedBucket = tuple[Bucket, int]
 """A bucket and a descriptor of its segment, valid until the broadcast is over."""
@@ -70,8 +70,7 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
         return transport
     if config.publishes_adapter:
         return None
-    engines_on_gpu = config.rollout.engine == "vllm" and bool(config.rollout.gpus_per_replica)
-    return "nccl" if transport == "auto" and on_gpu and engines_on_gpu else None
+    return "nccl" if transport == "auto" and on_gpu and config.rollout.on_gpu else None
 
 
 class Sending:

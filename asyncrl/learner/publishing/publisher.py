@@ -20,10 +20,10 @@ from typing import Any
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
-from asyncrl.learner.publication import Publication
+from asyncrl.learner.exchange.publication import Publication
 from asyncrl.messages import Request
 from asyncrl.messages.weights import KeepPublished, Publish, Published
-from asyncrl.runtime.retry import is_refusal, wait_out
+from asyncrl.runtime.calls.retry import is_refusal, wait_out
 
 
 class Publisher:

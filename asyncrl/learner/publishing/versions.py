@@ -21,14 +21,14 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
-from asyncrl.learner.backend import Backend
-from asyncrl.learner.probe_sequences import ProbeSequence
-from asyncrl.learner.publication import Publication
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.exchange.publication import Publication
 from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketSender, Sending, collective_backend
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.messages import Request
-from asyncrl.monitor.trace import Track
+from asyncrl.telemetry.trace import Track
 
 T = TypeVar("T")
 

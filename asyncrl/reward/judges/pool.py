@@ -23,14 +23,14 @@ from asyncrl.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEn
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.outcome import Outcome
-from asyncrl.reward.faults import Fault
 from asyncrl.reward.judges.asking import Asker, JudgeCounters, VoteFailed
 from asyncrl.reward.judges.cache import AnswerCache
 from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
-from asyncrl.reward.pool import RewardPool
-from asyncrl.reward.shaping import all_shaped
-from asyncrl.reward.slots import PoolCounters
+from asyncrl.reward.scoring.faults import Fault
+from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.reward.scoring.shaping import all_shaped
+from asyncrl.reward.scoring.slots import PoolCounters
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.user_code import NotCallable
 

@@ -1,8 +1,8 @@
 """NCCL: the bytes of a broadcast from rank 0's GPU to those of all members, which take them as vLLM does.
 
-A member is vLLM's own NCCLWeightTransferEngine (rollouter/engines/vllm/nccl.py), reached with the unique id that rank 0
-makes. Both sides must do in the same order: ncclCommInitRank, one all-reduce of one float, then one broadcast of
-uint8 for every bucket that has tensors, packed as packing.py says.
+A member is vLLM's own NCCLWeightTransferEngine (rollouter/engines/vllm/worker/nccl.py), reached with the unique id
+that rank 0 makes. Both sides must do in the same order: ncclCommInitRank, one all-reduce of one float, then one
+broadcast of uint8 for every bucket that has tensors, packed as packing.py says.
 
 Buckets go through two buffers on the device: one is filled from the bucket's memory while the other is broadcast.
 NCCL waits for ever: every wait here watches the links, and ends by aborting the communicator.

@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncrl.config.operation import SecurityConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.workers.confinement import Confinement, confine
 from asyncrl.runtime.workers.process import WorkerProcess
 from asyncrl.wire.keys import create_credentials

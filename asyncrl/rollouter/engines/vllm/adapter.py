@@ -32,8 +32,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm import options
-from asyncrl.rollouter.engines.vllm.lora import ADAPTER_ID
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
+from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Staged
 

@@ -163,7 +163,7 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
         "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= config.lora.rank),
         # All others, embedding and head among them, would have room for an adapter and compute with its zeros.
         "lora_target_modules": targets(config.lora, config.model.path),
-        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.lora.AdapterLoader",
+        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.worker.lora.AdapterLoader",
     }
 
 

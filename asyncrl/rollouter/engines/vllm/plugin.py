@@ -16,6 +16,8 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl.rollouter.engines.vllm.weights", "WeightTransfer")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "asyncrl.rollouter.engines.vllm.worker.weights", "WeightTransfer"
+        )
     if current_platform.is_cpu():
         import asyncrl.rollouter.engines.vllm.cpu_norms  # noqa: F401

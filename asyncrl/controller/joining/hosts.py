@@ -1,0 +1,126 @@
+"""The hosts of the run, and those of them that are lost.
+
+A host is what a node agent tells of: the agent and its actors. It is *lost* when nothing was heard of any of them for
+``lost_s``, and back as soon as its agent is heard of. Invariants: the head, where this controller is, is never lost;
+time in which nobody could be heard counts as nothing; and a host is either heard of, lost, or in doubt: nothing was
+heard for BEATS heartbeats, which is too long for a host that is well, and not long enough for one that is lost. An
+actor on a host in doubt is not judged by its own silence, for what happened to it may have happened to the host.
+An actor whose agent was never heard of is on no known host. Pure: the caller brings the time (s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.runtime.lifecycle.registry import Registry
+
+BEATS = 3
+"""Heartbeats that nobody of a host may miss at once while it is well."""
+ACTORS = "actors"
+"""The fact of a node agent that names the actors of its host."""
+HOST = "host"
+"""The fact of a node agent that is the name of its host in the hostfile; absent in a run on one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host as its agent tells of it."""
+
+    agent: str
+    name: str
+    """Name in the hostfile, or its own for itself."""
+    actors: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.agent})"
+
+
+@dataclass(slots=True)
+class Hosts:
+    """The hosts of one run, by their agents. ``head`` is an actor of the host that cannot be lost."""
+
+    lost_s: float
+    heartbeat_s: float
+    head: str
+    known: dict[str, Host] = field(default_factory=dict)
+    lost: dict[str, Host] = field(default_factory=dict)
+    _known_since: dict[str, float] = field(default_factory=dict)
+    _lost_since: dict[str, float] = field(default_factory=dict)
+    _host_of: dict[str, str] = field(default_factory=dict)
+
+    def register(self, record: ActorRecord, now: float) -> bool:
+        """Take in an agent's record; whether it is new."""
+        actors = record.facts.get(ACTORS)
+        if not isinstance(actors, list):
+            return False
+        name = str(record.facts.get(HOST) or record.host)
+        return self._add(Host(record.name, name, frozenset(map(str, actors))), now)
+
+    def recall(self, described: Mapping[str, Any], now: float) -> None:
+        """Take in the hosts that ``describe`` told of to an earlier controller."""
+        for agent, (name, actors) in described.items():
+            self._add(Host(agent, name, frozenset(actors)), now)
+
+    def forget(self, agent: str) -> bool:
+        """A host has left the run for good; whether it was known."""
+        host = self.known.pop(agent, None)
+        self.lost.pop(agent, None)
+        if host is not None:
+            self._host_of = {name: other for name, other in self._host_of.items() if other != agent}
+        return host is not None
+
+    def describe(self) -> dict[str, tuple[str, list[str]]]:
+        """Name of each host and its actors, by agent."""
+        return {host.agent: (host.name, sorted(host.actors)) for host in self.known.values()}
+
+    def look(self, registry: Registry, now: float) -> tuple[list[Host], list[Host]]:
+        """Hosts that are newly lost, and those that are back; to be asked about once in a heartbeat."""
+        registry.listen(now, self.lost_s)
+        back = [host for host in self.lost.values() if self._has_spoken(host, registry)]
+        for host in back:
+            del self.lost[host.agent]
+        lost = [
+            host
+            for agent, host in self.known.items()
+            if agent not in self.lost and self._silence_of(host, registry, now) >= self.lost_s
+        ]
+        self.lost.update({host.agent: host for host in lost})
+        self._lost_since.update({host.agent: now for host in lost})
+        return lost, back
+
+    def in_doubt(self, registry: Registry, now: float) -> set[str]:
+        """The actors whose host may be lost."""
+        doubtful = {
+            agent
+            for agent, host in self.known.items()
+            if self._silence_of(host, registry, now) >= BEATS * self.heartbeat_s
+        }
+        return {actor for actor, agent in self._host_of.items() if agent in doubtful}
+
+    def _add(self, host: Host, now: float) -> bool:
+        self._known_since.setdefault(host.agent, now)
+        if self.known.get(host.agent) == host:
+            return False
+        self.known[host.agent] = host
+        self._host_of.update(dict.fromkeys(host.actors, host.agent))
+        return True
+
+    def _silence_of(self, host: Host, registry: Registry, now: float) -> float:
+        """Silence (s) of the actor or agent on the host that was heard of last."""
+        if self.head in host.actors:
+            return 0.0
+        entries = [registry.entries.get(name) for name in self._living(host, registry)]
+        heard = max((entry.heard for entry in entries if entry is not None), default=self._known_since[host.agent])
+        return registry.silence_since(max(heard, self._known_since[host.agent]), now)
+
+    def _has_spoken(self, host: Host, registry: Registry) -> bool:
+        agent = registry.entries.get(host.agent)
+        return agent is not None and agent.heard > self._lost_since[host.agent]
+
+    @staticmethod
+    def _living(host: Host, registry: Registry) -> Iterable[str]:
+        entries = registry.entries
+        return [host.agent, *(name for name in host.actors if name in entries and entries[name].heard_of)]

@@ -1,0 +1,1 @@
+"""Observers of a run: events, snapshots, timelines, lines of metrics."""

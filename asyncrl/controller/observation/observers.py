@@ -1,0 +1,262 @@
+"""The controller's keeping for those who watch the run: events, the newest lines, snapshots and their recording.
+
+Invariant: nothing here holds up the run. Snapshots are written by a thread of their own, one at a time; one that it
+cannot write, or not in time, is lost and counted. The disk is looked at by another thread, which may wait for a file
+system that does not answer; nobody waits for that thread, the end of the controller included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from asyncrl.controller.observation.recent_lines import is_proper
+from asyncrl.controller.observation.snapshot_builder import (
+    Constants,
+    Events,
+    Lines,
+    take_picture,
+    view_actors,
+    view_self,
+)
+from asyncrl.controller.observation.snapshots import Snapshots
+from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.disk import in_words
+from asyncrl.messages.monitor import EventRecord, Heartbeat
+from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
+from asyncrl.runtime.lifecycle.registry import Registry
+from asyncrl.snapshot import Snapshot
+from asyncrl.telemetry.snapshots.recording import Recorder, last_recorded
+from asyncrl.telemetry.snapshots.snapshot_codec import is_wall
+from asyncrl.text.phase import phase_and_reason
+
+ACTORS_AT_ONCE = 64
+"""Actors that are looked at before the event loop may do something else."""
+DISK_S = 10.0
+"""Interval at which the disk is looked at."""
+LAST_WRITE_S = 0.5
+"""Longest that the end of the run waits for its last snapshot to be written."""
+
+
+class Watching:
+    """The keeper of what is watched, made by the controller ``actor``; ``sink`` is given each snapshot that is
+    recorded, ``is_gone`` says of an actor that it has left the run.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        registry: Registry,
+        run: RunStateMachine,
+        *,
+        stalled: Callable[[], str],
+        sink: Callable[[bytes], None],
+        is_gone: Callable[[str], bool],
+    ) -> None:
+        config, context = actor.config, actor.context
+        self._actor, self._registry, self._run = actor, registry, run
+        self._stalled, self._sink, self._is_gone = stalled, sink, is_gone
+        self._constants = Constants(
+            name=context.run_dir.name,
+            run_id=context.credentials.run_id,
+            attempt=sum(1 for _ in context.run_dir.glob("logs/attempt_*")),
+            steps=config.learner.steps,
+            staleness_max=config.staleness.max,
+            groups_per_step=config.learner.groups_per_step,
+            heartbeat_s=config.supervision.heartbeat_s,
+        )
+        self.began = actor.clock.wall()
+        """Wall time at which the first controller of this attempt of the run started."""
+        self.lines = Lines()
+        self._events = Events()
+        self._phase = run.phase
+        self._restarts = 0
+        self._own: Heartbeat | None = None
+        self._own_event = 0
+        """Number of the newest of the controller's own events."""
+        self._disk_free = 0
+        self._logs_lost = 0
+        """Lines of logs that are lost, of all actors, as far as told."""
+        self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
+        """Thread that is not the event loop's own, which is waited for at the end of the loop."""
+        self._writing: asyncio.Future[None] | None = None
+        self._is_over = False
+        """Whether the last snapshot was taken."""
+        self.snapshots = Snapshots(
+            self._take,
+            self._record,
+            self._failed,
+            record_s=config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None,
+            number=numbers_begin_above(context.incarnation),
+            now=actor.clock.now,
+        )
+
+    async def run(self) -> None:
+        """Take snapshots and look around, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.snapshots.run())
+                tasks.create_task(self._look_around())
+                tasks.create_task(self._look_at_disk())
+        finally:
+            self._disk_thread.shutdown(wait=False, cancel_futures=True)
+
+    def happened(self, level: str, actor: str, text: str) -> None:
+        """Note something that is worth knowing of the run; level is info, warning or error."""
+        self._events.add(self._actor.clock.wall(), level, actor, text)
+
+    def told(self, actor: str, events: Iterable[EventRecord]) -> None:
+        """Take in the events that an actor tells of."""
+        entry = self._registry.entries[actor]
+        for event in events:
+            if event.number > entry.event:
+                entry.event = event.number
+                wall = event.wall if is_wall(event.wall) else self._actor.clock.wall()
+                if not self._events.is_recalled(wall, actor, event.text):
+                    self._events.add(wall, event.level, actor, event.text)
+
+    def recall(self) -> Snapshot | None:
+        """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
+        try:
+            found = last_recorded(self._actor.context.run_dir, self._constants.attempt)
+        except OSError as error:
+            self._actor.log.warning("what was recorded cannot be read", error=str(error))
+            return None
+        return found if found is not None and found.run.run_id == self._constants.run_id else None
+
+    def succeed(self, restarts: int, earlier: Snapshot | None) -> None:
+        """Go on from what an earlier controller has left; this one is the ``restarts``-th after the first."""
+        self._restarts = restarts
+        if earlier is not None:
+            self._events.recall(earlier.events)
+            lines, self.lines = self.lines, Lines()
+            for known in (earlier.train, earlier.updates, earlier.evals, *lines.all):
+                for line in filter(is_proper, known):
+                    self.lines.add(line)
+        self.happened("warning", self._actor.name, "was started again: the one before it has died")
+
+    def changed(self) -> None:
+        """The state of the run may be another one."""
+        if self._run.phase != self._phase:
+            self._phase = self._run.phase
+            outcome = self._run.outcome
+            code, reason = (outcome.exit_code, outcome.reason) if outcome is not None else (0, "")
+            failed = outcome is not None and bool(outcome.actor)
+            self.happened(
+                "error" if failed else "info", "", f"the run is {phase_and_reason(self._phase, code, reason)}"
+            )
+
+    async def conclude(self) -> None:
+        """Take the last snapshot, tell it to everybody who watches, and write it."""
+        self._look_at_self()
+        await self._written()
+        await self.snapshots.take(record=True, last=True)
+        self._is_over = True
+        await self._written()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=LAST_WRITE_S)
+
+    async def _take(self) -> Snapshot:
+        actor, constants = self._actor, self._constants
+        if self._own is None:
+            self._look_at_self()
+        assert self._own is not None
+        now, wall = actor.clock.now(), actor.clock.wall()
+        # It has the keys of its first start at each.
+        record = msgspec.structs.replace(actor.record(), attempt=self._restarts)
+        views = [view_self(record, self._own, self._registry, constants, now)]
+        for view in view_actors(constants, self._registry, self._run.expected, actor.name, now, self._is_gone):
+            views.append(view)
+            if len(views) % ACTORS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return take_picture(
+            constants,
+            self._run,
+            self.lines,
+            self._events.kept,
+            views,
+            stalled=self._stalled(),
+            age_s=max(0.0, wall - self.began),
+            disk_free_bytes=self._disk_free,
+            wall=wall,
+        )
+
+    def _record(self, wall: float, snapshot: bytes) -> None:
+        if self._is_over:
+            # The last one is recorded, and nobody writes any more.
+            return
+        self._sink(snapshot)
+        if not self._actor.config.monitor.record_bytes:
+            return
+        if self._writing is not None and not self._writing.done():
+            self._actor.counters.add("snapshots/lost")
+            return
+        loop = asyncio.get_running_loop()
+        self._writing = loop.run_in_executor(self._thread, self._recorder.record, wall, snapshot)
+        self._writing.add_done_callback(self._recorded)
+
+    def _recorded(self, writing: asyncio.Future[None]) -> None:
+        if not writing.cancelled() and (error := writing.exception()) is not None:
+            self._actor.counters.add("snapshots/lost")
+            lost = self._actor.counters["snapshots/lost"]
+            if lost == 1:
+                self._actor.log.warning("snapshots cannot be recorded", error=str(error))
+            if isinstance(error, OSError):
+                where = in_words(error, self._actor.context.run_dir)
+                text = f"the recording of the run lacks snapshots: {where}; a replay shows gaps"
+                self._actor.notify("recording", text, count=int(lost), meanwhile="The run goes on")
+
+    def _failed(self, error: Exception) -> None:
+        self._actor.counters.add("snapshots/failed")
+        if self._actor.counters["snapshots/failed"] == 1:
+            self._actor.log.error("no snapshot of the run can be made", exc_info=error)
+
+    def _look_at_self(self) -> None:
+        """Take in what an actor would tell the controller."""
+        self._own = self._actor.heartbeat(0, 0.0)
+        for event in self._own.events:
+            if event.number > self._own_event:
+                self._own_event = event.number
+                self._events.add(event.wall, event.level, self._actor.name, event.text)
+
+    async def _look_around(self) -> None:
+        while True:
+            counters = self._actor.counters
+            counters["snapshots/bytes"] = self.snapshots.bytes
+            counters["snapshots/take_s"] = self.snapshots.take_s
+            counters["snapshots/taken"] = self.snapshots.taken
+            counters["snapshots/recorded_bytes"] = self._recorder.size
+            self._look_at_self()
+            self._look_at_logs()
+            await asyncio.sleep(self._actor.config.supervision.heartbeat_s)
+
+    def _look_at_logs(self) -> None:
+        beats = [entry.heartbeat for entry in self._registry.entries.values() if entry.heartbeat is not None]
+        if self._own is not None:
+            beats.append(self._own)
+        lost = int(sum(beat.counters.get("logs/lost", 0) for beat in beats))
+        if lost > self._logs_lost:
+            self._logs_lost = lost
+            disk = self._actor.context.run_dir / "logs"
+            text = f"lines of the logs in {disk} are lost: they could not be written, as on a full disk"
+            self._actor.notify("logs", text, count=lost, meanwhile="The run goes on")
+
+    async def _look_at_disk(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._actor.context.run_dir)
+                self._disk_free = found.f_bavail * found.f_frsize
+            except OSError:
+                self._disk_free = 0
+            await asyncio.sleep(DISK_S)

@@ -1,0 +1,287 @@
+"""Traces of the run: what the actors hand in of their timelines, written to ``RUN/trace/trace-NNN.json``.
+
+On demand every actor that is ready is asked for its spans by ``RunState.trace``, and the file is whole once all have
+handed them in, or after WAIT_S without those that have not. At its end each actor hands in what it has unasked; that
+becomes one more file when the run is over. So it makes no difference who shares the run folder: all goes by messages,
+in bounded parts, and nothing is held in memory here.
+
+Everybody who may watch may ask for traces, without a limit: one is written at a time, the next after a pause, also
+where the last one came to nothing, and of those on demand the newest KEPT of this controller are kept.
+
+Invariants: a file appears whole, under a number of its own; what a controller that died had begun is removed by the
+next. Nothing here ends a run: a trace that cannot be written, as on a full disk, is lost and its reason told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import msgspec
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.errors import InvalidRequest
+from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
+from asyncrl.roles import ROLES, role_of
+from asyncrl.telemetry.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
+
+FOLDER = "trace"
+WAIT_S = 8.0
+MOST_SPANS = 4 * SPANS_KEPT
+"""Most spans of one actor in one trace. Each has a track or more with something going on beyond what it keeps."""
+PAUSE_S = 10.0
+"""Time from the end of one on demand to the beginning of the next."""
+KEPT = 16
+_PART = ".part"
+
+
+class TraceFile:
+    """A trace in the making. Its methods block; they are called one at a time."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        """Raises OSError."""
+        folder.mkdir(exist_ok=True)
+        taken = [int(path.name[6:].partition(".")[0]) for path in folder.glob("trace-*.json*") if _is_numbered(path)]
+        self.path = folder / f"trace-{max(taken, default=0) + 1:03d}.json"
+        self._part = folder / f"{self.path.name}{_PART}"
+        self._named: set[tuple[int, int]] = set()
+        head = {"displayTimeUnit": "ms", "otherData": {"run": run}}
+        self._before = b"\n"
+        try:
+            self._part.write_bytes(msgspec.json.encode(head)[:-1] + b',"traceEvents":[')
+        except OSError:
+            self.discard()
+            raise
+
+    def add(self, pid: int, name: str, spans: Sequence[TraceSpan]) -> None:
+        """Append spans of an actor. Raises OSError; the file is then of no use."""
+        events = []
+        if (pid, -1) not in self._named:
+            self._named.add((pid, -1))
+            events += process_events(pid, name)
+        for span in spans:
+            if (pid, span.order) not in self._named:
+                self._named.add((pid, span.order))
+                events += track_events(pid, span.track, span.order)
+        events += span_events(pid, spans)
+        if events:
+            with self._part.open("ab") as file:
+                file.write(self._before + b",\n".join(map(msgspec.json.encode, events)))
+            self._before = b",\n"
+
+    def finish(self) -> Path:
+        """Give the file its name. Raises OSError."""
+        with self._part.open("ab") as file:
+            file.write(b"\n]}\n")
+        os.replace(self._part, self.path)
+        return self.path
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        _remove(self._part)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove the files that an earlier controller had begun."""
+    for path in (run_dir / FOLDER).glob(f"trace-*.json{_PART}"):
+        _remove(path)
+
+
+def _is_numbered(path: Path) -> bool:
+    return path.name[6:].partition(".")[0].isdigit()
+
+
+class _Pids:
+    """Numbers of the actors in all files of a run: those of its beginning in their order, then as others are met."""
+
+    def __init__(self, actors: Sequence[str]) -> None:
+        self._numbers = {actor: pid for pid, actor in enumerate(actors, 1)}
+
+    def of(self, actor: str) -> int:
+        return self._numbers.setdefault(actor, len(self._numbers) + 1)
+
+
+class Pace:
+    """The pace of traces on demand: whether the next may be written. Pure: the caller brings the time (s)."""
+
+    def __init__(self) -> None:
+        self._ended: float | None = None
+        self._said = ""
+
+    def ended(self, written: TraceWritten, now: float) -> None:
+        """A trace is written, or came to nothing."""
+        self._ended = now
+        self._said = f"was written: {written.path}" if written.path else f"came to nothing: {written.error}"
+
+    def refusal(self, now: float) -> str:
+        """Reason that none is begun now; empty if one may be."""
+        if self._ended is None or now - self._ended >= PAUSE_S:
+            return ""
+        ago_s = now - self._ended
+        return f"{ago_s:.0f} s ago one {self._said}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
+
+
+class _Collection:
+    """One trace: its file, and who has not handed in yet."""
+
+    def __init__(self, number: int, run_dir: Path, run: str, pids: _Pids) -> None:
+        self.number = number
+        self.waiting: set[str] = set()
+        self.handed_in: list[str] = []
+        self.complete = asyncio.Event()
+        self.error = ""
+        self._run_dir, self._run, self._pids = run_dir, run, pids
+        self._file: TraceFile | None = None
+        self._is_over = False
+        self._counts: Counter[str] = Counter()
+        self._lock = asyncio.Lock()
+
+    async def add(self, name: str, spans: Sequence[TraceSpan], *, last: bool) -> None:
+        """Take in spans. Raises InvalidRequest for more than an actor can have."""
+        self._counts[name] += len(spans)
+        if self._counts[name] > MOST_SPANS:
+            raise InvalidRequest(f"{name} hands in more than {MOST_SPANS} spans")
+        async with self._lock:
+            # Spans that come too late would be the beginning of a file that nobody finishes.
+            if not self.error and not self._is_over:
+                try:
+                    await asyncio.to_thread(self._write, name, spans)
+                except OSError as error:
+                    self.error = error.strerror or str(error)
+        if last:
+            self.handed_in.append(name)
+            self.waiting.discard(name)
+            if not self.waiting:
+                self.complete.set()
+
+    async def finish(self) -> TraceWritten:
+        """Finish the file, and tell where it is or why there is none."""
+        path = ""
+        async with self._lock:
+            self._is_over = True
+            file = self._file
+            if file is not None:
+                try:
+                    if not self.error:
+                        path = str(await asyncio.to_thread(file.finish))
+                except OSError as error:
+                    self.error = error.strerror or str(error)
+                finally:
+                    if not path:
+                        await asyncio.to_thread(file.discard)
+        return TraceWritten(
+            path=path,
+            error=self.error,
+            actors=sorted(set(self.handed_in), key=self._pids.of),
+            missing=sorted(self.waiting),
+        )
+
+    def _write(self, name: str, spans: Sequence[TraceSpan]) -> None:
+        if self._file is None:
+            self._file = TraceFile(self._run_dir / FOLDER, self._run)
+        self._file.add(self._pids.of(name), name, spans)
+
+
+class Traces:
+    """The traces of one controller, called ``name``; ``trace`` is its own timeline. ``ask`` puts a number into the
+    run's state, 0 for none; numbers begin above ``number``, so that no earlier controller has given them.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run: str,
+        actors: Sequence[str],
+        *,
+        name: str,
+        trace: Trace,
+        ready: Callable[[], Collection[str]],
+        ask: Callable[[int], None],
+        number: int,
+        log: FilteringBoundLogger,
+        notify: Callable[[str, str], None],
+    ) -> None:
+        self._run_dir, self._run, self._notify = run_dir, run, notify
+        self._pids = _Pids(actors)
+        self._name, self._trace = name, trace
+        self._ready, self._ask, self._number, self._log = ready, ask, number, log
+        self._wanted: _Collection | None = None
+        self._writing: asyncio.Task[TraceWritten] | None = None
+        self._pace = Pace()
+        self._kept: deque[Path] = deque()
+        """Traces on demand, the oldest first."""
+        self._last: _Collection | None = None
+        """Spans that actors that have ended handed in."""
+
+    async def write(self, tasks: asyncio.TaskGroup, within_s: float) -> TraceWritten:
+        """Write a trace of now; a caller gets the one that is being written, and soon after it is told of it."""
+        if not self._trace.on:
+            return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
+        if self._writing is None or self._writing.done():
+            if refusal := self._pace.refusal(asyncio.get_running_loop().time()):
+                return TraceWritten(path="", error=refusal)
+            self._writing = tasks.create_task(self._collect(min(WAIT_S, within_s)))
+        return await asyncio.shield(self._writing)
+
+    async def take(self, actor: str, part: TracePart) -> None:
+        """A part has come. One that nobody waits for any more is dropped. Raises InvalidRequest."""
+        if role_of(actor) not in ROLES:
+            raise InvalidRequest(f"{actor} has no timeline")
+        if not part.number:
+            if self._last is None:
+                self._last = self._new(0)
+            await self._last.add(actor, part.spans, last=part.last)
+        elif self._wanted is not None and self._wanted.number == part.number:
+            await self._wanted.add(actor, part.spans, last=part.last)
+
+    async def finish(self) -> None:
+        """The run is over: write what those that have ended handed in."""
+        if self._last is not None:
+            await self._conclude(self._last)
+
+    async def _collect(self, wait_s: float) -> TraceWritten:
+        self._number += 1
+        wanted = self._wanted = self._new(self._number)
+        wanted.waiting = {actor for actor in self._ready() if role_of(actor) in ROLES and actor != self._name}
+        if not wanted.waiting:
+            wanted.complete.set()
+        self._ask(wanted.number)
+        try:
+            async with asyncio.timeout(wait_s):
+                await wanted.complete.wait()
+        except TimeoutError:
+            self._log.warning("trace is incomplete", missing=sorted(wanted.waiting))
+        finally:
+            self._wanted = None
+            self._ask(0)
+        written = await self._conclude(wanted)
+        if written.path:
+            self._kept.append(Path(written.path))
+            while len(self._kept) > KEPT:
+                await asyncio.to_thread(_remove, self._kept.popleft())
+        self._pace.ended(written, asyncio.get_running_loop().time())
+        return written
+
+    async def _conclude(self, collection: _Collection) -> TraceWritten:
+        for spans in self._trace.parts():
+            await collection.add(self._name, spans, last=False)
+        collection.handed_in.append(self._name)
+        written = await collection.finish()
+        if written.error:
+            self._log.warning("trace is not written", error=written.error)
+            self._notify("trace", f"no timeline is written to {self._run_dir / FOLDER}: {written.error}")
+        else:
+            self._log.info("trace is written", path=written.path, actors=len(written.actors), missing=written.missing)
+        return written
+
+    def _new(self, number: int) -> _Collection:
+        return _Collection(number, self._run_dir, self._run, self._pids)

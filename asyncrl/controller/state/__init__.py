@@ -1,0 +1,1 @@
+"""The state of a run, and the replicas that are set aside."""

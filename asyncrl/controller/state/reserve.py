@@ -1,0 +1,129 @@
+"""Replicas that are set aside: who could not be kept alive, why, and when each is tried again.
+
+The first rest is ``window_s``, after which an agent has forgotten the deaths that it counts; each further one is twice
+as long, up to LONGEST_REST times the first, and the first again for one that was back for longer than it had rested.
+A rollouter and the episode host beside it come back together, and the former goes with the latter. Invariant: the end
+of one incarnation sets nobody aside twice, however often it is told. Pure: the caller brings the
+time (monotonic, s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.roles import role_of
+
+LONGEST_REST = 8
+ROLLOUTER, EPISODES, REWARD, SINKS = "rollouter", "episodes", "reward", "sinks"
+PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
+"""Roles of which a run needs some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """The rest of one replica."""
+
+    reason: str
+    until: float
+    rest_s: float
+
+
+@dataclass(slots=True)
+class _Before:
+    """The memory of one that was set aside: by which end, for how long, and since when it is back."""
+
+    incarnation: int
+    rest_s: float
+    back: float
+
+
+@dataclass(slots=True)
+class Reserve:
+    """The replicas that rest, and the memory of those that did."""
+
+    window_s: float
+    resting: dict[str, Rest] = field(default_factory=dict)
+    _before: dict[str, _Before] = field(default_factory=dict)
+
+    def set_aside(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
+        """Set one of the ``expected`` aside, and with an episode host the rollouter that it is beside; see ``put``."""
+        if not self.put(name, incarnation, reason, now):
+            return False
+        beside = _pair(name)[0]
+        if role_of(name) == EPISODES and beside in expected:
+            self.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
+        return True
+
+    def bring_back(self, name: str, now: float) -> None:
+        """Try a replica again, and the other of its pair, without which it is of no use."""
+        for each in self.resting.keys() & set(_pair(name)):
+            self.take(each, now)
+
+    def lacking(self, expected: Collection[str], least: int, without: Collection[str] = ()) -> str | None:
+        """The role of which too few are neither set aside nor ``without``: rollouters below ``least``, no pool."""
+        without = frozenset(without)
+        counts = {role: 0 for role in map(role_of, expected) if role in PLURALS}
+        for name in expected:
+            if role_of(name) in counts and name not in self.resting and name not in without:
+                counts[role_of(name)] += 1
+        return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
+
+    def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
+        """Words behind the reason of the last one if too few are left, else None; see ``lacking``."""
+        role = self.lacking(expected, least)
+        if role is None:
+            return None
+        of_role = [name for name in expected if role_of(name) == role]
+        words = ""
+        if len(of_role) > 1:
+            left = sum(name not in self.resting for name in of_role)
+            words = f"; {left} of {len(of_role)} {PLURALS[role]} are left"
+            words += f", and rollout.min_replicas is {least}" if role == ROLLOUTER else ""
+        if before:
+            words += f"; set aside before: {', '.join(f'{name} ({before[name].reason})' for name in sorted(before))}"
+        return words
+
+    def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
+        """Set one aside by the end of this incarnation, or of any with 0; False if it is or was already."""
+        before = self._before.get(name)
+        if name in self.resting:
+            self._before[name].incarnation = max(incarnation, self._before[name].incarnation)
+            return False
+        if before is not None and 0 < incarnation <= before.incarnation:
+            return False
+        rest_s = self.window_s
+        if before is not None:
+            incarnation = max(incarnation, before.incarnation)
+            if now - before.back < before.rest_s:
+                rest_s = min(2 * before.rest_s, LONGEST_REST * self.window_s)
+        self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
+        self._before[name] = _Before(incarnation, rest_s, now + rest_s)
+        return True
+
+    def take(self, name: str, now: float) -> None:
+        """A replica is brought back."""
+        del self.resting[name]
+        self._before[name].back = now
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These have left for good."""
+        for name in names:
+            self.resting.pop(name, None)
+            self._before.pop(name, None)
+
+    def due(self, now: float) -> list[str]:
+        """Replicas that have rested."""
+        return sorted(name for name, rest in self.resting.items() if now >= rest.until)
+
+    def next_deadline(self) -> float | None:
+        """Time at which the next replica has rested."""
+        return min((rest.until for rest in self.resting.values()), default=None)
+
+
+def _pair(name: str) -> tuple[str, str]:
+    """The rollouter and the episode host of the same number; any other twice."""
+    if role_of(name) not in (ROLLOUTER, EPISODES):
+        return name, name
+    number = name.partition("/")[2]
+    return f"{ROLLOUTER}/{number}", f"{EPISODES}/{number}"

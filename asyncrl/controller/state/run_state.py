@@ -1,0 +1,452 @@
+"""The state of a run, as a pure state machine.
+
+    starting ──all ready──► running ──finished, stopped or failed──► draining ──all ended──► done | failed
+        └────────────────────┴──► preempting ──finished, or past preempt.grace_s──► draining
+
+``starting`` may also go to ``draining`` at once. Invariants: the outcome is decided when draining begins
+and never changes afterwards, so the first failure is the one that is reported; the drain rank only grows; a
+rank of roles is told to end when every actor of the lower ranks has ended or their share of ``drain_s`` is
+over, so draining takes at most ``drain_s``. The controller has the last rank: the state is final once it is
+reached. A run that makes way ends with the exit code that says so only if there is a complete checkpoint. The actors
+of a lost host are not awaited: the run goes on without replicas as long as ``min_replicas`` rollouters are left, and
+waits ``host_grace_s`` for anything else, and for replicas that it needs; then it fails. A replica that its agent has
+given up, or that is not ready in time, is set aside, and tried again after a rest; the run fails when fewer than
+``min_replicas`` rollouters, or no reward pool, are not set aside, and never for the sinks. Replicas may be added and
+taken away at any time.
+
+Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
+(monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
+from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
+from asyncrl.roles import ROLES, drain_rank, is_gang, is_optional, is_replicated, role_of
+from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit, is_set_aside
+from asyncrl.snapshot import OVER
+
+DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}
+"""The share of ``drain_s`` that each rank has at most, as far as those before have left any."""
+OWN_SHARE = 0.05
+"""The share of ``drain_s`` that is the controller's own."""
+
+LAST_RANK = ROLES["controller"].drain_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The end of the run. ``actor`` names the one that failed; ``exit_code`` is 0 if the last step was trained."""
+
+    actor: str = ""
+    reason: str = ""
+    log: str = ""
+    exit_code: int = 0
+
+
+@dataclass(slots=True)
+class RunStateMachine:
+    """The run whose actors are ``expected`` (controller excluded) and which starts at ``now``."""
+
+    expected: frozenset[str]
+    now: float
+    start_timeout_s: float
+    drain_s: float
+    grace_s: float
+    """Time that a run has to make way."""
+    host_grace_s: float
+    """Time that a lost host has to come back."""
+    min_replicas: int = 1
+    """Rollouters without which the run does not go on."""
+    rest_s: float = 600.0
+    """The first rest of a replica that is set aside."""
+    phase: RunPhase = "starting"
+    drain: int = 0
+    number: int = 0
+    matters: int = 0
+    """Number of the newest change that is more than another one that is ready while the run starts: that one is
+    followed by those who show the start, and by none of the actors, or each would be told of each."""
+    checkpoint: int = -1
+    """Version of the newest complete checkpoint; -1 for none."""
+    preempted_by: str = ""
+    """Words for the one that asked that the run make way."""
+    outcome: Outcome | None = None
+    stuck: list[Stuck] = field(default_factory=list)
+    """Actors that hold up the run, as far as that is known."""
+    trace: int = 0
+    """Number of the trace that is wanted just now; 0 for none."""
+    lost_hosts: dict[str, list[str]] = field(default_factory=dict)
+    """Lost hosts, with the actors of each."""
+    members: int = 0
+    """Number of the Members that everybody is to know of."""
+    leaving: list[Leaving] = field(default_factory=list)
+    """Agents and actors that are to leave while the run goes on."""
+    generations: dict[str, int] = field(default_factory=dict)
+    """Oldest generation of each gang that is not over, by its role."""
+    _dead: list[Dead] = field(default_factory=list)
+    _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Actors of lost hosts: since when, and which host."""
+    _ready: set[str] = field(default_factory=set)
+    _ended: set[str] = field(default_factory=set)
+    _awaited_since: dict[str, float] = field(default_factory=dict)
+    """Time since which each actor that is not ready has been waited for."""
+    _condemned: list[Condemned] = field(default_factory=list)
+    _preempted_until: float = 0.0
+    _rank_until: float = 0.0
+    _drain_until: float = 0.0
+    _reserve: Reserve = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reserve = Reserve(self.rest_s)
+        assert all(drain_rank(name) < LAST_RANK for name in self.expected)
+        self.matters = self.number
+        self._awaited_since = dict.fromkeys(self.expected, self.now)
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """The actors that are not ready, while the run starts."""
+        return sorted(self.expected - self._ready - self._spared - self._resting) if self.phase == "starting" else []
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The actors that are not ready and could be, at any time."""
+        return frozenset(self._awaited_since)
+
+    @property
+    def aside(self) -> list[Aside]:
+        """Replicas that are set aside. While the run drains nobody is started or ended for it."""
+        resting = sorted(self._reserve.resting.items()) if not self.drain else []
+        return [Aside(name, rest.reason, rest.rest_s) for name, rest in resting]
+
+    @property
+    def draining(self) -> list[str]:
+        """The roles that are to end now."""
+        return sorted(role for role, policy in ROLES.items() if policy.drain_rank <= self.drain)
+
+    @property
+    def condemned(self) -> list[Condemned]:
+        """Actors to kill. None while the run drains, which has deadlines of its own."""
+        return [] if self.drain else list(self._condemned)
+
+    @property
+    def dead(self) -> list[Dead]:
+        """Actors dead without a successor. While the run drains an end is none that anybody has to act upon."""
+        return [] if self.drain else list(self._dead)
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing more can change."""
+        return self.phase in OVER
+
+    def ready(self, names: Iterable[str], now: float) -> bool:
+        """``names`` are all the actors that are ready now."""
+        phase, waiting_for = self.phase, self.waiting_for
+        self._ready = set(names) & self.expected
+        self._await_others(now)
+        if self.phase == "starting" and self._ready >= self.expected - self._spared - self._resting:
+            self.phase = "running"
+            return self._changed()
+        return (phase, waiting_for) != (self.phase, self.waiting_for) and self._changed(matters=False)
+
+    def started(self, name: str) -> None:
+        """A process of ``name`` has been heard of."""
+        self._ended.discard(name)
+
+    def ended(
+        self, name: str, exit_code: int, fatal: bool, reason: str, log: str, now: float, *, incarnation: int = 0
+    ) -> bool:
+        """The process of ``name`` has ended; ``fatal`` if its agent will not start it again by itself."""
+        if name not in self.expected:
+            return False
+        before = self.waiting_for
+        self._ready.discard(name)
+        self._ended.add(name)
+        if not self._is_excused(name) and name not in self._reserve.resting:
+            self._awaited_since[name] = now
+        if self.drain:
+            return self.tick(now)
+        if fatal and is_set_aside(name, exit_code):
+            return self.set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
+        if fatal:
+            code = exit_code if exit_code in UNHEALABLE_EXITS else 1
+            return self.fail(name, reason or describe_exit(exit_code), log, code, now)
+        return self.waiting_for != before and self._changed(matters=False)
+
+    def condemn(self, actors: Iterable[Condemned]) -> bool:
+        """These are all that are to be killed and whose end is not known."""
+        before = self.condemned
+        self._condemned = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
+        return self.condemned != before and self._changed()
+
+    def bury(self, actors: Iterable[Dead]) -> bool:
+        """These are all that are dead and have no successor."""
+        before = self.dead
+        self._dead = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
+        return self.dead != before and self._changed()
+
+    def tell_generations(self, generations: Mapping[str, int]) -> bool:
+        """An actor of a gang that is started from here on is of no older generation."""
+        if generations == self.generations:
+            return False
+        self.generations = dict(generations)
+        return self._changed()
+
+    def host_lost(self, host: str, names: Iterable[str], now: float) -> bool:
+        """``host`` is lost, and these with it."""
+        lost = self.expected.intersection(names)
+        self._lost.update(dict.fromkeys(lost, (now, host)))
+        self._ended |= lost
+        self.lost_hosts[host] = sorted(lost)
+        self.ready(self._ready - lost, now)
+        self._changed()
+        self.tick(now)
+        return True
+
+    def host_back(self, host: str, now: float) -> bool:
+        """``host`` is heard of again: its actors are awaited as if they were started now."""
+        self._lost = {name: lost for name, lost in self._lost.items() if lost[1] != host}
+        self.lost_hosts.pop(host, None)
+        self._await_others(now)
+        return self._changed()
+
+    def bring_back(self, name: str, now: float) -> bool:
+        """A replica that is set aside is tried again, and the one that was set aside with it."""
+        if name not in self._reserve.resting or self.drain or self.phase == "preempting":
+            return False
+        self._reserve.bring_back(name, now)
+        self._await_others(now)
+        return self._changed()
+
+    def joined(self, name: str) -> bool:
+        """An actor that the run did not begin with is one of it from here on."""
+        self.expected |= {name}
+        return self._changed()
+
+    def left(self, names: Collection[str], now: float) -> bool:
+        """The run goes on without these."""
+        self.expected -= frozenset(names)
+        for name in names:
+            self._lost.pop(name, None)
+            self._awaited_since.pop(name, None)
+        self._ended &= self.expected
+        self._reserve.forget(names)
+        self.ready(self._ready, now)
+        self._changed()
+        self.tick(now)
+        return True
+
+    def lost_host_left(self, host: str) -> bool:
+        """``host`` is lost and not waited for any more: the run goes on without it for good."""
+        return self.lost_hosts.pop(host, None) is not None and self._changed()
+
+    def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
+        """Others have come, or leave or have left."""
+        if (number, leaving) == (self.members, self.leaving):
+            return False
+        self.members, self.leaving = number, leaving
+        return self._changed()
+
+    def name_stuck(self, actors: list[Stuck]) -> bool:
+        """These are all that hold up the run. Once it drains that stays as it was: it may be the reason."""
+        if self.drain or actors == self.stuck:
+            return False
+        self.stuck = actors
+        return self._changed()
+
+    def want_trace(self, number: int) -> bool:
+        """Every actor is to hand in its timeline under this number; with 0 nobody any more."""
+        if number == self.trace:
+            return False
+        self.trace = number
+        return self._changed()
+
+    def checkpoint_written(self, version: int) -> bool:
+        """The checkpoint of ``version`` is complete."""
+        if version == self.checkpoint:
+            return False
+        self.checkpoint = version
+        return self._changed()
+
+    def fail(self, actor: str, reason: str, log: str, exit_code: int, now: float) -> bool:
+        """The run cannot go on because of ``actor``."""
+        return self._begin_drain(Outcome(actor=actor, reason=reason, log=log, exit_code=exit_code or 1), now)
+
+    def stop(self, reason: str, now: float) -> bool:
+        """Somebody wants the run to end."""
+        return self._begin_drain(Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE), now)
+
+    def preempt(self, by: str, now: float) -> bool:
+        """The run is to make way: nothing new is generated, and a checkpoint is written, until ``grace_s`` is over."""
+        if self.drain or self.phase == "preempting":
+            return False
+        self.phase, self.preempted_by = "preempting", by
+        self._preempted_until = now + self.grace_s
+        return self._changed()
+
+    def finish(self, now: float, *, preempted: bool = False, by: str = "", failure: str = "") -> bool:
+        """The last step is trained and everything is written; with ``preempted``, a checkpoint of what is trained.
+
+        With ``failure`` not everything could be written, and the run ends as failed, whatever was trained.
+        """
+        if failure:
+            return self.fail(by, failure, "", 1, now)
+        return self._begin_drain(self._preempted() if preempted else Outcome(), now)
+
+    def tick(self, now: float) -> bool:
+        """Let time pass: a late start fails the run, a rank whose time is over makes way for the next."""
+        if self.final:
+            return False
+        if self.phase == "preempting":
+            return now >= self._preempted_until and self._begin_drain(self._preempted(), now)
+        if not self.drain:
+            late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
+            if late:
+                return self._act_on_late(sorted(late, key=lambda name: (self._awaited_since[name], name)), now)
+            missed = self._missed()
+            if missed is not None and now >= missed[0]:
+                _, name, host = missed
+                reason = f"its host {host} has been lost for {self.host_grace_s:g} s (supervision.host_grace_s)"
+                return self.fail(name, reason, "", 1, now)
+            back = [self.bring_back(name, now) for name in self._reserve.due(now)]
+            return any(back)
+        before = self.drain
+        while self.drain < LAST_RANK and (now >= self._rank_until or not self._living(self.drain)):
+            self.drain += 1
+            self._rank_until = min(now + self.drain_s * DRAIN_SHARES.get(self.drain, 0.0), self._drain_until)
+        if self.drain == before:
+            return False
+        if self.drain == LAST_RANK:
+            assert self.outcome is not None
+            self.phase = "failed" if self.outcome.actor else "done"
+        return self._changed()
+
+    def next_deadline(self) -> float | None:
+        """Time at which ``tick`` is to be called if nothing happens before."""
+        if self.final:
+            return None
+        if self.drain:
+            return self._rank_until
+        if self.phase == "preempting":
+            return self._preempted_until
+        times = [since + self.start_timeout_s for since in self._awaited_since.values()]
+        if (rested := self._reserve.next_deadline()) is not None:
+            times.append(rested)
+        if (missed := self._missed()) is not None:
+            times.append(missed[0])
+        return min(times, default=None)
+
+    @property
+    def _spared(self) -> set[str]:
+        """The actors of lost hosts without which the run goes on."""
+        if not self._lost:
+            return set()
+        # On no lost host, and not set aside.
+        left = Counter(role_of(name) for name in self.expected - self._lost.keys() - self._resting)
+        return {
+            name
+            for name in self._lost
+            if is_optional(name)
+            or (is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1))
+        }
+
+    @property
+    def _resting(self) -> set[str]:
+        """Replicas that are set aside."""
+        return set(self._reserve.resting)
+
+    def can_spare(self, name: str) -> bool:
+        """Whether a replica may be set aside without an end of the run."""
+        return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
+
+    def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
+        """The run goes on without a replica, which its agent ends if it lives; and fails if too few are left."""
+        before = dict(self._reserve.resting)
+        if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
+            return False
+        return self._go_on_without(name, reason, log, before, now)
+
+    def _go_on_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
+        """Some are newly set aside, among them ``name``: the run fails if too few are left."""
+        shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
+        if shortage is not None and self.phase != "preempting":
+            return self.fail(name, reason + shortage, log, 1, now)
+        self.ready(self._ready - self._resting, now)
+        return self._changed()
+
+    def _act_on_late(self, late: list[str], now: float) -> bool:
+        """Replicas are set aside; without anybody else, or with too few of them, the run fails."""
+        reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
+        few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
+        if few is None and all(map(is_replicated, late)):
+            before = dict(self._reserve.resting)
+            if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
+                return False
+            return self._go_on_without(late[0], reason, "", before, now)
+        if others := late[1:]:
+            reason += f"; nor are {', '.join(others)}"
+        return self.fail(late[0], reason, "", 1, now)
+
+    def _missed(self) -> tuple[float, str, str] | None:
+        """Time at which a lost host must be back for the run to go on, an actor that is there, and the host."""
+        needed = self._lost.keys() - self._spared
+        last: dict[str, float] = {}
+        for name in needed:
+            last[role_of(name)] = max(self._lost[name][0], last.get(role_of(name), -math.inf))
+        found = []
+        for name in needed:
+            since, host = self._lost[name]
+            if is_replicated(name):
+                # Among replicas it is the loss of the last one that counts.
+                since = last[role_of(name)]
+            found.append((since + self.host_grace_s, name, host))
+        return min(found, default=None)
+
+    def _is_excused(self, name: str) -> bool:
+        """Whether it cannot be ready: its host is lost, or that of one of its gang."""
+        if name in self._lost:
+            return True
+        return is_gang(name) and any(role_of(lost) == role_of(name) for lost in self._lost)
+
+    def _await_others(self, now: float) -> None:
+        """Wait for every actor that is not ready and could be."""
+        for name in self.expected:
+            if name in self._ready or name in self._reserve.resting or self._is_excused(name):
+                self._awaited_since.pop(name, None)
+            else:
+                self._awaited_since.setdefault(name, now)
+
+    def _living(self, rank: int) -> bool:
+        """Whether an actor of this rank has not ended."""
+        return any(drain_rank(name) == rank for name in self.expected - self._ended)
+
+    def _preempted(self) -> Outcome:
+        if self.checkpoint < 0:
+            grace = f"{self.grace_s:g} s (preempt.grace_s)"
+            reason = f"preempted by {self.preempted_by}, and no checkpoint was complete after {grace}"
+            return Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE)
+        reason = f"preempted by {self.preempted_by} with a checkpoint of version {self.checkpoint}"
+        return Outcome(reason=reason, exit_code=PREEMPTED_EXIT_CODE)
+
+    def _begin_drain(self, outcome: Outcome, now: float) -> bool:
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        self.phase = "draining"
+        self.drain = 1
+        self._rank_until = now + self.drain_s * DRAIN_SHARES[1]
+        self._drain_until = now + self.drain_s * (1.0 - OWN_SHARE)
+        self._changed()
+        self.tick(now)
+        return True
+
+    def _changed(self, *, matters: bool = True) -> bool:
+        self.number += 1
+        if matters:
+            self.matters = self.number
+        return True

@@ -1,0 +1,1 @@
+"""Rows of data files, and the order in which prompts are drawn from them."""

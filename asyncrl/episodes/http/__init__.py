@@ -1,0 +1,1 @@
+"""The policy over HTTP, for agents that speak the APIs of others."""

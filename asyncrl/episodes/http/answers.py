@@ -1,0 +1,161 @@
+"""Sending of the policy's answer: at once where it is there at once, else kept alive until it is.
+
+A body of JSON begins with blanks, a stream holds comments, one for each keep-alive; both are nothing to a client but a
+sign of life. From the first on the status is sent: a failure after that cuts the connection, or is an event. Every
+write has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.episodes.http.call_book import Call
+from asyncrl.episodes.http.dialects.dialect import Asked, Body, Dialect, Events, Failure, Stamp
+
+BLANK = b" "
+COMMENT = b": the policy is being asked\n\n"
+JSON = "application/json"
+EVENT_STREAM = "text/event-stream"
+
+
+class Cut(Exception):
+    """The connection is to be cut."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+async def send(
+    request: web.BaseRequest, body: Body, status: int, *, timeout_s: float, headers: dict[str, str] | None = None
+) -> web.StreamResponse:
+    """Answer with all of ``body``. Raises Cut."""
+    raw = msgspec.json.encode(body)
+    response = web.Response(body=raw, status=status, headers={"Content-Type": JSON, **(headers or {})})
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        raise Cut("slow reader") from None
+    return response
+
+
+class Answer:
+    """The answer to one request: ``whole`` or ``stream``, once."""
+
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        dialect: Dialect,
+        asked: Asked,
+        call: Call,
+        *,
+        model: str,
+        explain: Callable[[Exception], Failure],
+        keep_alive_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._request, self._dialect, self._asked, self._call = request, dialect, asked, call
+        self._model = model
+        self._explain = explain
+        self._keep_alive_s, self._timeout_s = keep_alive_s, timeout_s
+        self._response: web.StreamResponse | None = None
+        self._sent = [0] * asked.n
+        """Characters of the content of each choice."""
+
+    async def whole(self, news: asyncio.Event) -> web.StreamResponse:
+        """One body of JSON. Raises Cut."""
+        while self._call.running:
+            if not await self._more(news):
+                await self._write(BLANK, JSON)
+        outcome = self._call.outcome
+        assert outcome is not None
+        if not isinstance(outcome, Exception):
+            body = self._dialect.reply(self._asked, self._stamp(), outcome)
+            if self._response is None:
+                return await send(self._request, body, 200, timeout_s=self._timeout_s, headers=self._notices())
+            return await self._finish(msgspec.json.encode(body))
+        if self._response is not None:
+            # The status was sent. A client that tries again is told with a status of its own.
+            self._explain(outcome)
+            raise Cut("failed late")
+        return await self._fail(self._explain(outcome))
+
+    async def stream(self, news: asyncio.Event) -> web.StreamResponse:
+        """A stream of events. Raises Cut."""
+        events: Events | None = None
+        while self._call.running:
+            alive = await self._more(news)
+            fresh = self._fresh()
+            if fresh and events is None:
+                events = self._dialect.events(self._asked, self._stamp())
+            if fresh and events is not None:
+                await self._write(b"".join(events.text(choice, text) for choice, text in fresh), EVENT_STREAM)
+            elif not alive:
+                await self._write(COMMENT, EVENT_STREAM)
+        outcome = self._call.outcome
+        assert outcome is not None
+        events = events or self._dialect.events(self._asked, self._stamp())
+        if not isinstance(outcome, Exception):
+            told = zip(outcome, self._call.texts, self._sent, strict=True)
+            if all(reply.content.startswith(text[:sent]) for reply, text, sent in told):
+                return await self._finish(events.end(outcome))
+            outcome = ValueError("the answer is not what was streamed of it")
+        if self._response is None:
+            return await self._fail(self._explain(outcome))
+        return await self._finish(events.failed(self._explain(outcome)))
+
+    async def _more(self, news: asyncio.Event) -> bool:
+        """Wait for more of the call; False when it is time for a sign of life."""
+        try:
+            async with asyncio.timeout(self._keep_alive_s):
+                await news.wait()
+        except TimeoutError:
+            return False
+        news.clear()
+        return True
+
+    def _fresh(self) -> list[tuple[int, str]]:
+        """Choices with content that is not sent yet, and that content."""
+        fresh = [(at, text[self._sent[at] :]) for at, text in enumerate(self._call.texts)]
+        self._sent = [len(text) for text in self._call.texts]
+        return [(at, text) for at, text in fresh if text]
+
+    def _stamp(self) -> Stamp:
+        outcome = self._call.outcome
+        known = outcome is not None and not isinstance(outcome, Exception)
+        number = str(outcome[0].node) if known else f"call{self._call.number}"  # type: ignore[index]
+        return Stamp(number=number, model=self._model, created=self._call.created)
+
+    def _notices(self) -> dict[str, str]:
+        named = {"x-asyncrl-ignored": self._asked.ignored, "x-asyncrl-relaxed": self._asked.relaxed}
+        return {header: ", ".join(fields) for header, fields in named.items() if fields}
+
+    async def _fail(self, failure: Failure) -> web.StreamResponse:
+        return await send(self._request, self._dialect.failure(failure), failure.status, timeout_s=self._timeout_s)
+
+    async def _write(self, raw: bytes, content_type: str) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if self._response is None:
+                    headers = {"Content-Type": content_type, "Cache-Control": "no-cache", **self._notices()}
+                    self._response = web.StreamResponse(headers=headers)
+                    await self._response.prepare(self._request)
+                await self._response.write(raw)
+        except TimeoutError:
+            raise Cut("slow reader") from None
+        return self._response
+
+    async def _finish(self, raw: bytes) -> web.StreamResponse:
+        response = await self._write(raw, EVENT_STREAM)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await response.write_eof()
+        except TimeoutError:
+            raise Cut("slow reader") from None
+        return response

@@ -1,0 +1,229 @@
+"""The one table of the fields of requests: those that are honoured, that do nothing, and that are refused.
+
+Invariant: no field is ignored in silence. A field that would change how tokens are sampled is ignored with a notice,
+for the learner's log-probs are of the run's own sampling; one that would mask the sampler's support is relaxed
+with a notice, for the learner's is not masked; one that asks for what cannot be given, and every unknown one, is
+refused by its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl.episodes.http.dialects.dialect import Body
+from asyncrl.errors import ChatRefused
+
+Treatment = Literal["honoured", "harmless", "ignored", "relaxed", "refused"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """Treatment of a field. ``neutral`` values ask for nothing, as None does: they always pass unnoticed."""
+
+    treatment: Treatment
+    neutral: tuple[Any, ...] = ()
+    problem: str = "is not supported here"
+    """Problem of a field that is refused."""
+
+
+HONOURED, HARMLESS, IGNORED = Field("honoured"), Field("harmless"), Field("ignored")
+REFUSED = Field("refused", neutral=(False, 0, {}, []))
+STATEFUL = Field("refused", problem="is not supported here: send the whole conversation with each request")
+
+SAMPLING = {
+    "temperature": IGNORED,
+    "top_p": Field("ignored", neutral=(1,)),
+    "top_k": Field("ignored", neutral=(0, -1)),
+    "min_p": Field("ignored", neutral=(0,)),
+    "seed": IGNORED,
+    "frequency_penalty": Field("ignored", neutral=(0,)),
+    "presence_penalty": Field("ignored", neutral=(0,)),
+    "repetition_penalty": Field("ignored", neutral=(1,)),
+}
+BOOKKEEPING = {
+    "metadata": HARMLESS,
+    "user": HARMLESS,
+    "store": HARMLESS,
+    "service_tier": HARMLESS,
+    "safety_identifier": HARMLESS,
+    "prompt_cache_key": HARMLESS,
+    "prompt_cache_retention": HARMLESS,
+    "prompt_cache_options": HARMLESS,
+}
+CONSTRAINTS = {
+    "tool_choice": Field("relaxed", neutral=("auto", "none")),
+    "parallel_tool_calls": Field("relaxed", neutral=(True,)),
+}
+OURS = {"model": HONOURED, "stream": HONOURED, "tools": HONOURED, "chat_template_kwargs": HONOURED}
+
+CHAT_COMPLETIONS = {
+    **OURS,
+    **SAMPLING,
+    **BOOKKEEPING,
+    **CONSTRAINTS,
+    "messages": HONOURED,
+    "max_tokens": HONOURED,
+    "max_completion_tokens": HONOURED,
+    "stop": HONOURED,
+    "n": HONOURED,
+    "stream_options": HONOURED,
+    "response_format": Field("relaxed", neutral=({"type": "text"},)),
+    "reasoning_effort": IGNORED,
+    "verbosity": IGNORED,
+    "modalities": Field("refused", neutral=(["text"],), problem="can only be ['text']"),
+    "logit_bias": REFUSED,
+    "logprobs": REFUSED,
+    "top_logprobs": REFUSED,
+    "audio": REFUSED,
+    "prediction": REFUSED,
+    "moderation": REFUSED,
+    "web_search_options": REFUSED,
+    "functions": Field("refused", neutral=([],), problem="is superseded: use tools"),
+    "function_call": Field("refused", neutral=("none", "auto"), problem="is superseded: use tool_choice"),
+}
+RESPONSES = {
+    **OURS,
+    **SAMPLING,
+    **BOOKKEEPING,
+    **CONSTRAINTS,
+    "input": HONOURED,
+    "instructions": HONOURED,
+    "max_output_tokens": HONOURED,
+    "stream_options": HARMLESS,
+    # Reasoning that is sent back does nothing: the rollouter has the sampled tokens.
+    "include": Field("refused", neutral=([], ["reasoning.encrypted_content"])),
+    "text.format": Field("relaxed", neutral=({"type": "text"},)),
+    "text.verbosity": IGNORED,
+    "reasoning.effort": IGNORED,
+    "reasoning.summary": HARMLESS,
+    "reasoning.generate_summary": HARMLESS,
+    "max_tool_calls": IGNORED,
+    "truncation": Field("refused", neutral=("disabled",)),
+    "top_logprobs": REFUSED,
+    "background": REFUSED,
+    "context_management": REFUSED,
+    "moderation": REFUSED,
+    "prompt": REFUSED,
+    "previous_response_id": STATEFUL,
+    "conversation": STATEFUL,
+}
+MESSAGES = {
+    **OURS,
+    **SAMPLING,
+    "messages": HONOURED,
+    "system": HONOURED,
+    "max_tokens": HONOURED,
+    "stop_sequences": HONOURED,
+    "metadata": HARMLESS,
+    "service_tier": HARMLESS,
+    "cache_control": HARMLESS,
+    "inference_geo": HARMLESS,
+    "tool_choice.type": Field("relaxed", neutral=("auto", "none")),
+    "tool_choice.name": HARMLESS,
+    "tool_choice.disable_parallel_tool_use": Field("relaxed", neutral=(False,)),
+    "thinking": Field("ignored", neutral=({"type": "disabled"},)),
+    "output_config.effort": IGNORED,
+    "output_config.format": Field("relaxed", neutral=({"type": "text"},)),
+    "output_format": Field("relaxed", neutral=({"type": "text"},)),
+    "container": REFUSED,
+    "context_management": REFUSED,
+    "mcp_servers": REFUSED,
+}
+
+
+def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+    """The fields of ``body`` that are ignored, and those that are relaxed. Raises ChatRefused.
+
+    The ``nested`` ones are objects whose own fields are in the table as OUTER.INNER.
+    """
+    flat: Body = {}
+    for name, value in body.items():
+        if name in nested and isinstance(value, dict):
+            flat |= {f"{name}.{inner}": of_it for inner, of_it in value.items()}
+        else:
+            flat[name] = value
+    noticed: dict[Treatment, list[str]] = {"ignored": [], "relaxed": []}
+    for name, value in flat.items():
+        known = table.get(name)
+        if value is None or (known is not None and value in known.neutral):
+            continue
+        if known is None:
+            raise ChatRefused(name, "is not a field that is known here")
+        if known.treatment == "refused":
+            raise ChatRefused(name, known.problem)
+        if known.treatment in noticed:
+            noticed[known.treatment].append(name)
+    return sorted(noticed["ignored"]), sorted(noticed["relaxed"])
+
+
+def flag(body: Body, name: str) -> bool:
+    """A field that is true or false, and false by default. Raises ChatRefused."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ChatRefused(name, "must be true or false")
+    return bool(value)
+
+
+def whole(body: Body, name: str, *, most: int | None = None) -> int | None:
+    """A field that is a number from 1 on. Raises ChatRefused."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        raise ChatRefused(name, "must be a whole number of 1 or more" if most is None else f"must be from 1 to {most}")
+    return value
+
+
+def mapping(body: Body, name: str) -> Body:
+    """A field that is an object, and empty by default. Raises ChatRefused."""
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ChatRefused(name, "must be an object")
+    return value
+
+
+def objects(body: Body, name: str) -> list[Body]:
+    """A field that is a list of objects, and empty by default. Raises ChatRefused."""
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ChatRefused(name, "must be a list of objects")
+    return value
+
+
+def string(body: Body, name: str, where: str) -> str:
+    """A field that must be there, and text; ``where`` is the program's name for it. Raises ChatRefused."""
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise ChatRefused(where, "must be text" if name in body else "is missing")
+    return value
+
+
+def strings(body: Body, name: str) -> list[str]:
+    """A field that is text or a list of texts, and empty by default. Raises ChatRefused."""
+    value = body.get(name)
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) and each for each in listed):
+        raise ChatRefused(name, "must be text, or a list of texts, and none of them empty")
+    return listed
+
+
+def joined_text(content: object, where: str, types: tuple[str, ...] = ("text",)) -> str:
+    """The text of a message's content: text itself, or parts of one of ``types``. Raises ChatRefused."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        raise ChatRefused(where, "must be text, or a list of parts")
+    texts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in types:
+            raise ChatRefused(f"{where}[{at}]", f"is a part of type {kind!r}; the policy takes text alone")
+        texts.append(string(part, "refusal" if kind == "refusal" else "text", f"{where}[{at}].text"))
+    return "".join(texts)

@@ -1,0 +1,295 @@
+"""The policy as programs know it: the APIs of OpenAI and Anthropic over HTTP, on this host's loopback.
+
+Invariant: a request reaches the conversation of its own key and no other, and no key is in any log. A request is
+checked before it waits; it then waits as long as the policy takes, and is kept alive meanwhile, so that no client sees
+a pause, a new version of the weights, or the death of an engine. A client that neither reads nor sends is closed.
+
+Failures are told with a status as long as none is sent, and by a closed connection or an event of the stream after
+that. A call of an episode that is over is answered with a 400, so that no client tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import structlog
+from aiohttp import web
+
+from asyncrl.episodes.http.answers import Answer, Cut, send
+from asyncrl.episodes.http.bodies import LARGE_BODY, InvalidJson, decoded, digest, reward_of
+from asyncrl.episodes.http.calls import Calls, TooManyCalls
+from asyncrl.episodes.http.core import Core
+from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
+from asyncrl.episodes.http.dialects.dialect import Asked, Body, Dialect, Failure
+from asyncrl.episodes.http.dialects.messages import Messages
+from asyncrl.episodes.http.dialects.responses import Responses
+from asyncrl.errors import ChatRefused, EpisodeOver, WireError
+from asyncrl.runtime.notices import Notify
+
+LOOPBACK = "127.0.0.1"
+SHUTDOWN_S = 0.2
+"""Time for the answers under way when the endpoint closes."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+KEY = re.compile(r"[0-9a-f]{32,64}")
+SERVED: dict[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+}
+REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
+"""Paths for rewards; a client with the base URL of OpenAI's API finds the second."""
+MOST_COUNTED = 256
+"""Names that are counted apart: programs choose some of them."""
+UNTRAINED = "x-asyncrl-untrained"
+"""Header of a request for an answer that is not to be trained."""
+
+
+class Rejected(Exception):
+    """A request that is answered with an error before it has called anything."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(failure.message)
+
+
+class Endpoint:
+    """The HTTP server of a host's sessions. ``counts`` grows with each notable thing that happens, by its name."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        max_request_bytes: int,
+        notify: Notify,
+        log: structlog.typing.FilteringBoundLogger,
+        keep_alive_s: float = 1.0,
+        grace_s: float = 10.0,
+        kept_s: float = 60.0,
+        client_timeout_s: float = 60.0,
+    ) -> None:
+        self._core = core
+        self._max_request_bytes = max_request_bytes
+        self._notify = notify
+        self._log = log
+        self._keep_alive_s = keep_alive_s
+        self._client_timeout_s = client_timeout_s
+        self.counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+        self.calls = Calls(core, grace_s=grace_s, kept_s=kept_s, counts=self.counts, log=log)
+        self._runner: web.ServerRunner | None = None
+
+    async def start(self, port: int = 0) -> str:
+        """Listen. Returns the URL without a path; the base URL for OpenAI's clients ends in /v1."""
+        server = web.Server(
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            # The lines of aiohttp's logger quote requests.
+            logger=_silent_logger(),
+            keepalive_timeout=self._client_timeout_s,
+            lingering_time=min(10.0, self._client_timeout_s),
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, LOOPBACK, port).start()
+        return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
+
+    async def watch(self) -> None:
+        """Forget calls that are over; a task of the actor's own, for as long as the endpoint lives."""
+        await self.calls.watch()
+
+    async def close(self) -> None:
+        """Close every connection, and end the calls that were waited for."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self.calls.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        # All that is written is with the kernel when the write is done: a deadline on it is one on the reader.
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(0)
+        dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])
+        try:
+            return await self._route(request, dialect)
+        except Rejected as rejected:
+            return await self._send(request, dialect.failure(rejected.failure), rejected.failure.status)
+        except web.RequestPayloadError:
+            raise ConnectionResetError from None
+        except Cut as cut:
+            self.counts[f"cut/{cut.reason}"] += 1
+            raise self._aborted(request) from None
+        except WireError:
+            self._log.exception("a request of an episode failed", path=request.path)
+            failure = Failure(status=500, message="the rollouter could not be asked")
+            return await self._send(request, dialect.failure(failure), failure.status)
+        except ConnectionError:
+            raise
+        except Exception:
+            self._log.exception("a request of an episode failed", path=request.path)
+            raise self._aborted(request) from None
+
+    def _aborted(self, request: web.BaseRequest) -> ConnectionError:
+        """Cut the connection. The server takes the error for one of the client's."""
+        if request.transport is not None:
+            request.transport.abort()
+        return ConnectionResetError("aborted")
+
+    async def _route(self, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
+        routes: dict[str, tuple[str, Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]]] = {
+            "/v1/models": ("GET", self._models),
+            **dict.fromkeys(REWARD, ("POST", self._reward)),
+            **dict.fromkeys(SERVED, ("POST", self._chat)),
+        }
+        method, serve = routes.get(request.path, ("", self._models))
+        if not method:
+            self.counts["unknown_paths"] += 1
+            raise Rejected(Failure(status=404, message=f"this path is not served here; {', '.join(routes)} are"))
+        if request.method != method:
+            raise Rejected(Failure(status=405, message=f"{request.path} is for {method} alone"))
+        return await serve(request, self._key(request))
+
+    def _key(self, request: web.BaseRequest) -> str:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not KEY.fullmatch(key) or not self._core.knows(key):
+            self.counts["unauthorized"] += 1
+            raise Rejected(Failure(status=401, message="this is not the key of an episode", code="invalid_api_key"))
+        return key
+
+    async def _models(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        name = self._core.model
+        model = {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0}
+        model |= {"owned_by": "asyncrl", "created_at": "1970-01-01T00:00:00Z"}
+        listed = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return await self._send(request, listed)
+
+    async def _reward(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        body, _ = await self._body(request)
+        try:
+            value, node = reward_of(body, lambda number: self.calls.node(key, number))
+            credited = await self._core.turn_reward(key, node, value)
+        except (EpisodeOver, ChatRefused) as error:
+            raise Rejected(self._told(error)) from None
+        return await self._send(request, {"completion": f"chatcmpl-{credited}", "node": credited, "value": value})
+
+    async def _chat(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        dialect = SERVED[request.path]
+        self.counts[request.path] += 1
+        body, identity = await self._body(request)
+        try:
+            asked = dialect.parse(body)
+        except ChatRefused as refused:
+            raise Rejected(self._told(refused)) from None
+        self._note(asked)
+        self.counts["streamed"] += asked.stream
+        retried = "Idempotency-Key" in request.headers or _retry_count(request) > 0
+        untrained = request.headers.get(UNTRAINED, "").lower() in ("1", "true")
+        try:
+            call = self.calls.find(key, asked, identity, retried=retried, untrained=untrained)
+        except TooManyCalls as error:
+            raise Rejected(Failure(status=429, message=str(error), code="too_many_calls")) from None
+        answer = Answer(
+            request,
+            dialect,
+            asked,
+            call,
+            model=self._core.model,
+            explain=self._told,
+            keep_alive_s=self._keep_alive_s,
+            timeout_s=self._client_timeout_s,
+        )
+        with self.calls.listening(call) as news:
+            response = await (answer.stream(news) if asked.stream else answer.whole(news))
+            call.delivered = True
+        return response
+
+    async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
+        """The body as an object, and the digest of the request. Raises Rejected, Cut."""
+        raw = await self._read(request)
+        salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
+        try:
+            if len(raw) < LARGE_BODY:
+                return decoded(raw), digest(raw, salt)
+            return await asyncio.to_thread(decoded, raw), await asyncio.to_thread(digest, raw, salt)
+        except InvalidJson as error:
+            raise Rejected(Failure(status=400, message=str(error), code="invalid_json")) from None
+
+    async def _read(self, request: web.BaseRequest) -> bytearray:
+        most = self._max_request_bytes
+        raw = bytearray()
+        try:
+            if (request.content_length or 0) <= most:
+                if request.headers.get("Expect", "").lower() == "100-continue":
+                    await request.writer.write(CONTINUE)
+                    request.writer.output_size = 0
+                async with asyncio.timeout(self._client_timeout_s):
+                    async for chunk in request.content.iter_any():
+                        raw += chunk
+                        if len(raw) > most:
+                            break
+                    else:
+                        return raw
+        except TimeoutError:
+            raise Cut("slow sender") from None
+        self.counts["too_large"] += 1
+        message = f"the request is longer than {most} bytes; episode.max_request_bytes sets the limit"
+        raise Rejected(Failure(status=413, message=message, code="request_too_large"))
+
+    async def _send(self, request: web.BaseRequest, body: Body, status: int = 200) -> web.StreamResponse:
+        return await send(request, body, status, timeout_s=self._client_timeout_s)
+
+    def _note(self, asked: Asked) -> None:
+        for name in asked.ignored:
+            self._count(
+                f"ignored/{name}",
+                f"an agent sets {name} in its requests; it does nothing, for the run's own sampling holds",
+            )
+        for name in asked.relaxed:
+            self._count(
+                f"relaxed/{name}",
+                f"an agent constrains its answers by {name}; they are sampled without, for what is sampled under a "
+                "constraint cannot be trained: the agent must take an answer that does not keep to it",
+            )
+
+    def _count(self, name: str, text: str) -> None:
+        """Count a thing that the user is to hear of, in the words of its first time."""
+        self.counts[name] += 1
+        self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
+
+    def _told(self, error: Exception) -> Failure:
+        """An error of the core as the client is told it."""
+        if isinstance(error, EpisodeOver):
+            self.counts["over"] += 1
+            return Failure(status=400, message=str(error), code=EpisodeOver.code)
+        if isinstance(error, ChatRefused):
+            name = _outer(error.field)
+            if f"refused/{name}" not in self.counts and len(self.counts) >= MOST_COUNTED:
+                name = "other fields"
+            said = _shortened(str(error))
+            self._count(f"refused/{name}", f"an agent's request was refused (400): {said}")
+            return Failure(status=400, message=said, code=ChatRefused.code, param=_shortened(error.field))
+        return Failure(status=500, message="the policy could not be asked")
+
+
+def _retry_count(request: web.BaseRequest) -> int:
+    count = request.headers.get("x-stainless-retry-count", "")
+    return int(count) if re.fullmatch(r"\d{1,6}", count, re.ASCII) else 0
+
+
+def _outer(field: str) -> str:
+    """The field without its place in lists, and not as long as a program likes."""
+    return re.split(r"[.\[]", field)[0][:64]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def _silent_logger() -> logging.Logger:
+    logger = logging.Logger("asyncrl.episodes.http")
+    logger.disabled = True
+    return logger

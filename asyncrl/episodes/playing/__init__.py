@@ -1,0 +1,1 @@
+"""A worker process of the episode host, and what users' code finds in it."""

@@ -1,0 +1,110 @@
+"""An episode with tools: the policy is asked until it calls none.
+
+A tool is a typed function, plain or asynchronous, or a public method of an object that each episode has of its own,
+made by the user's class (with ``task``, where that takes it). JSON schema and validation of the arguments come from the
+annotations, descriptions from the docstring. A tool that raises answers the policy with its error; the error is counted
+and told to the user.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from asyncrl.episodes.playing.client import Client
+from asyncrl.episodes.playing.function import Player, call
+from asyncrl.episodes.playing.task import Task
+from asyncrl.errors import EpisodeOver
+from asyncrl.messages.episodes import ToolCall
+
+_ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)
+"""A line of a docstring that describes an argument: NAME: TEXT, or NAME (TYPE): TEXT, indented."""
+Note = Callable[[str, Exception | None, bool], None]
+"""Listener to calls of tools: the tool's name, its error, and whether that is the fault of the policy."""
+
+
+class WrongArguments(ValueError):
+    """The policy has called a tool with arguments that it does not take."""
+
+
+class Tool:
+    """A tool as the policy sees it, and its call. Raises pydantic's errors for a function that has no schema."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self._function = name, function
+
+        def given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return args, kwargs
+
+        # It validates the arguments and does not call: errors of the tool itself are not the policy's.
+        arguments_of: Any = functools.update_wrapper(given, function)
+        self._adapter: TypeAdapter[Any] = TypeAdapter(arguments_of)
+        text, parameters = inspect.getdoc(function) or "", self._adapter.json_schema()
+        for parameter, about in _ARGUMENT.findall(text):
+            if parameter in parameters["properties"]:
+                parameters["properties"][parameter]["description"] = about
+        self.schema = {
+            "type": "function",
+            "function": {"name": name, "description": text.split("\n\n")[0], "parameters": parameters},
+        }
+
+    async def call(self, arguments: str) -> str:
+        """The call's result as text. Raises WrongArguments, and the tool's own errors."""
+        try:
+            args, kwargs = self._adapter.validate_json(arguments)
+        except ValidationError as error:
+            raise WrongArguments(str(error)) from error
+        value = await call(self._function, *args, **kwargs)
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:
+    """The tools of an object or of a class: its public methods but ``close``."""
+    found = inspect.getmembers(made, callable)
+    return [(name, each) for name, each in found if not name.startswith("_") and name != "close"]
+
+
+def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], note: Note) -> Player:
+    """A player with these tools. The policy's answers are scored by reward.function."""
+
+    async def play(task: Task, client: Client) -> None:
+        objects: list[Any] = []
+        try:
+            for make in classes:
+                objects.append(await call(make, task))  # noqa: PERF401
+            tools = {tool.name: tool for tool in functions}
+            tools |= {name: Tool(name, method) for made in objects for name, method in methods(made)}
+            schemas = [tool.schema for tool in tools.values()]
+            messages = list(task.messages)
+            while (reply := await client.chat(messages, tools=schemas)).tool_calls:
+                messages.append(reply.message)
+                for called in reply.tool_calls:
+                    said = await _result(tools, called, note)
+                    messages.append({"role": "tool", "tool_call_id": called.id, "content": said})
+        finally:
+            for made in objects:
+                if callable(close := getattr(made, "close", None)):
+                    await call(close)
+
+    return play
+
+
+async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
+    try:
+        if called.name not in tools:
+            raise LookupError(f"there is no tool {called.name!r}; there are {', '.join(tools)}")
+        said = await tools[called.name].call(called.arguments)
+    except EpisodeOver:
+        raise
+    except Exception as error:
+        mistaken = isinstance(error, WrongArguments) or called.name not in tools
+        note(called.name, error, mistaken)
+        return f"error: {error}" if mistaken else f"error: {type(error).__name__}: {error}"
+    note(called.name, None, False)
+    return said

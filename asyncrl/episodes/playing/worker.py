@@ -1,0 +1,328 @@
+"""A worker process of the episode host: ``python -m asyncrl.episodes.playing.worker FD [HIDDEN]``.
+
+Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: what an episode raises,
+prints and starts stays its own; its tasks have ended before it is said to have, but for those that do not end by being
+cancelled, which the host is told of. A worker ends when the socket FD does, or its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakSet
+
+import msgspec
+
+from asyncrl.episodes.playing.client import Client
+from asyncrl.episodes.playing.frames import (
+    SMALL_BYTES,
+    Alive,
+    Answered,
+    Asked,
+    Denied,
+    Ended,
+    GaveUp,
+    Noted,
+    Play,
+    Printed,
+    Ready,
+    Rewarded,
+    Setup,
+    Stop,
+    ToHost,
+    ToWorker,
+)
+from asyncrl.episodes.playing.function import Player
+from asyncrl.episodes.playing.players import resolve
+from asyncrl.episodes.playing.printing import Printer, current, tell_apart
+from asyncrl.episodes.playing.task import Task
+from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.messages.episodes import Chat, ChatReply
+from asyncrl.outcome import BadOutcome, read_outcome
+from asyncrl.runtime.workers import isolation
+from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
+from asyncrl.runtime.workers.user_code import NotCallable, describe, kind_of
+from asyncrl.runtime.workers.worker import NO_SOCKET_EXIT, end, find_modules_here, stay_alone
+
+STOPPED = "it was stopped"
+CHAT_PLACE = re.compile(r"\$\[1\]\.")
+"""Place of a call in its frame."""
+
+
+class Session:
+    """One episode: its calls of the policy, and the tasks that its code has made."""
+
+    def __init__(self, worker: Worker, key: str) -> None:
+        self._worker, self.key = worker, key
+        self._waiting: dict[str, asyncio.Future[ChatReply]] = {}
+        self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        self.over = ""
+        """Reason that it is over; empty while it is not."""
+
+    async def chat(self, chat: Chat) -> ChatReply:
+        """Ask the policy, as client.Policy."""
+        if self.over:
+            raise EpisodeOver(self.over)
+        answer = self._waiting[chat.call] = asyncio.get_running_loop().create_future()
+        try:
+            self._worker.ask(chat)
+            try:
+                reply: ChatReply = await answer
+            except asyncio.CancelledError:
+                self._worker.send(GaveUp(self.key, chat.call))
+                raise
+            return reply
+        finally:
+            del self._waiting[chat.call]
+
+    def reward(self, node: int | None, value: float) -> None:
+        """Credit a turn, as client.Policy; callable from any thread."""
+        if not self.over:
+            self._worker.send_soon(Rewarded(self.key, node, value))
+
+    def answer(self, call: str, reply: ChatReply | Exception) -> None:
+        """Take in the host's answer to a call."""
+        answer = self._waiting.get(call)
+        if answer is None or answer.done():
+            return
+        if isinstance(reply, Exception):
+            answer.set_exception(reply)
+        else:
+            answer.set_result(reply)
+
+    def end(self, reason: str) -> None:
+        """Call the policy no more."""
+        self.over = self.over or reason
+        for call in list(self._waiting):
+            self.answer(call, EpisodeOver(reason))
+
+
+_session: ContextVar[Session | None] = ContextVar("session", default=None)
+
+
+class Worker:
+    """The worker's side of the socket, and the episodes that it plays."""
+
+    def __init__(self, setup: Setup, player: Player, writer: asyncio.StreamWriter) -> None:
+        self._setup, self._player, self._writer = setup, player, writer
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop.set_task_factory(_owned_task)
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Asked)
+        self._sessions: dict[str, Session] = {}
+        self._episodes: dict[str, asyncio.Task[None]] = {}
+
+    def take(self, message: ToWorker) -> None:
+        """Take in a message of the host."""
+        match message:
+            case Play(key, task):
+                session = self._sessions[key] = Session(self, key)
+                self._episodes[key] = self._loop.create_task(self._play(key, session, Task(**task)))
+            case Answered(key, call, reply):
+                if key in self._sessions:
+                    self._sessions[key].answer(call, reply)
+            case Denied(key, call):
+                if key in self._sessions:
+                    self._sessions[key].answer(call, _denial(message))
+            case Stop(key):
+                if key in self._sessions:
+                    self._sessions[key].end(STOPPED)
+                    self._episodes[key].cancel()
+
+    def ask(self, chat: Chat) -> None:
+        """Send a call of the policy. Raises ChatRefused for one that is too large, or that the host could not read."""
+        try:
+            body = self._encoder.encode(Asked(chat))
+        except Exception as error:
+            raise ChatRefused(self._unsendable(chat), f"cannot be sent: {error}") from error
+        if len(body) > self._setup.max_request_bytes:
+            raise ChatRefused(
+                "messages",
+                f"are {len(body)} bytes, {self._setup.max_request_bytes} are allowed (episode.max_request_bytes)",
+            )
+        try:
+            self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            problem, _, place = str(error).partition(" - at ")
+            raise ChatRefused(CHAT_PLACE.sub("", place).strip("`") or "messages", problem) from error
+        self._write(body)
+
+    def _unsendable(self, chat: Chat) -> str:
+        """The first field that cannot be encoded."""
+        for name, value in msgspec.structs.asdict(chat).items():
+            try:
+                self._encoder.encode(value)
+            except Exception:
+                return name
+        return "messages"
+
+    def send(self, message: ToHost) -> None:
+        """Send to the host, from the event loop."""
+        self._write(self._encoder.encode(message))
+
+    def send_soon(self, message: ToHost) -> None:
+        """Send to the host, from any thread, in order."""
+        if threading.get_ident() == self._thread:
+            self.send(message)
+        else:
+            self._loop.call_soon_threadsafe(self.send, message)
+
+    def _write(self, body: bytes) -> None:
+        self._writer.write(framed(body))
+
+    async def beat(self) -> None:
+        """Say that the event loop turns."""
+        while True:
+            self.send(Alive())
+            await asyncio.sleep(self._setup.alive_s)
+
+    async def _play(self, key: str, session: Session, task: Task) -> None:
+        printer = Printer(
+            self._setup.max_output_bytes, lambda text, dropped: self.send_soon(Printed(key, text, dropped))
+        )
+        client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
+        ended = await self._outcome(key, session, printer, self._player(task, client))
+        session.end("the user's code has ended")
+        ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
+        printer.flush()
+        # The end goes behind all that others have sent for this episode.
+        self._loop.call_soon(self._over, ended)
+
+    def _over(self, ended: Ended) -> None:
+        del self._sessions[ended.session], self._episodes[ended.session]
+        try:
+            body = self._encoder.encode(ended)
+        except Exception as error:
+            body = self._encoder.encode(Ended(ended.session, error=f"ended in what cannot be told: {describe(error)}"))
+        if len(body) > SMALL_BYTES:
+            body = self._encoder.encode(Ended(ended.session, error=f"returned components of {len(body)} bytes in all"))
+        self._write(body)
+
+    async def _outcome(self, key: str, session: Session, printer: Printer, playing: Any) -> Ended:
+        """The outcome of an episode. Nothing that the user's code raises, SystemExit included, may end the worker."""
+        current.set(printer)
+        _session.set(session)
+        try:
+            value = await playing
+            if value is None:
+                return Ended(key)
+            reward, components = read_outcome(value)
+            return Ended(key, reward, components)
+        except EpisodeOver:
+            return Ended(key)
+        except BadOutcome as error:
+            return Ended(key, error=str(error), kind="no reward")
+        except asyncio.CancelledError as error:
+            if session.over:
+                return Ended(key, error=STOPPED)
+            return Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
+        except BaseException as error:
+            return Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
+        finally:
+            current.set(None)
+            _session.set(None)
+
+    async def _end_tasks(self, session: Session) -> int:
+        """End tasks that the episode has left behind; returns the number of those that do not end."""
+        left = [task for task in session.tasks if not task.done()]
+        for task in left:
+            task.cancel()
+        if not left:
+            return 0
+        _, deaf = await asyncio.wait(left, timeout=self._setup.close_timeout_s)
+        return len(deaf)
+
+
+def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **kwargs)
+    if (session := _session.get()) is not None:
+        session.tasks.add(task)
+    return task
+
+
+def _denial(message: Denied) -> Exception:
+    if message.over:
+        return EpisodeOver(message.reason)
+    return ChatRefused(message.field, message.reason) if message.field else ConnectionError(message.reason)
+
+
+class Notes:
+    """Reports of calls of tools, by the episode whose code runs. ``worker`` is set before the first."""
+
+    worker: Worker
+
+    def __call__(self, tool: str, error: Exception | None, mistaken: bool) -> None:
+        session = _session.get()
+        if session is None:
+            return
+        told = ("", "") if error is None else (describe(error), kind_of(error))
+        self.worker.send_soon(Noted(session.key, tool, *told, mistaken))
+
+
+async def serve(connection: socket.socket) -> None:
+    """Serve the host until it hangs up."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    messages = _Messages(reader)
+    setup = await messages.next()
+    if not isinstance(setup, Setup):
+        return
+    notes, encoder = Notes(), msgspec.msgpack.Encoder()
+    try:
+        player = resolve(setup.kind, setup.code, setup.options, notes)
+    except NotCallable as error:
+        writer.write(framed(encoder.encode(Ready(error.problems))))
+        await writer.drain()
+        return
+    worker = notes.worker = Worker(setup, player, writer)
+    worker.send(Ready())
+    beating = asyncio.create_task(worker.beat())
+    while (message := await messages.next()) is not None:
+        worker.take(message)
+    beating.cancel()
+
+
+class _Messages:
+    """Messages of the host, one after the other."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader, self._frames = reader, FrameReader(1 << 30)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._ready: Iterator[bytes | bytearray] = iter(())
+
+    async def next(self) -> ToWorker | None:
+        """The next message; None once the host has hung up."""
+        while True:
+            for body in self._ready:
+                message: ToWorker = self._decoder.decode(body)
+                return message
+            data = await self._reader.read(READ_BYTES)
+            if not data:
+                return None
+            self._ready = self._frames.feed(data)
+
+
+def main() -> None:
+    """Serve the host at the other end of the socket whose file descriptor is the first argument."""
+    isolation.obey(sys.argv[1:])
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    stay_alone(connection, "asyncrl episodes worker")
+    find_modules_here()
+    tell_apart()
+    try:
+        with contextlib.suppress(ConnectionError):
+            asyncio.run(serve(connection))
+    except OSError:
+        end(NO_SOCKET_EXIT)
+    # Threads of the user's code may never end.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

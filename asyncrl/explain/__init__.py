@@ -1,0 +1,1 @@
+"""The story of one prompt group, told from the logs of all actors."""

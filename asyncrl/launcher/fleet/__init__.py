@@ -1,0 +1,1 @@
+"""The hosts of a run: named, reached, checked and given their parts."""

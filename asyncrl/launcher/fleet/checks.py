@@ -1,0 +1,74 @@
+"""The checks before anything of a run is started: those of the launcher's host, and of what other hosts say.
+
+An error ends the launch as a wrong configuration does, with all others at once; a warning is said, and the run begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+
+from asyncrl.config import Config
+from asyncrl.config.monitor import SinksConfig
+from asyncrl.launcher.run_folder.folders import free_run_folder
+from asyncrl.launcher.run_folder.resume import Resumption
+from asyncrl.preflight.findings import Finding, fail, ok
+from asyncrl.preflight.part import Part, check_part
+
+SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
+"""Packages that sinks need, each with the extra of asyncrl that brings it."""
+
+
+async def check_head(
+    config: Config, actors: Sequence[str], address: str, resumption: Resumption | None = None
+) -> list[Finding]:
+    """Look at this host, the head of the run, which is to have these actors at this address. Raises OSError."""
+    run = free_run_folder(config) if resumption is None else resumption.folder.path
+    known = resumption.prompts if resumption is not None else None
+    found, _ = await check_part(Part(config=config, actors=actors, address=address, run=run, known=known))
+    return found + check_sinks(config.sinks, installed_sinks())
+
+
+def errors_of(findings: Sequence[Finding]) -> list[str]:
+    """A line for each finding that keeps the run from beginning."""
+    return [f"{on(finding)}{finding.told}" for finding in findings if finding.result == "fail"]
+
+
+def warnings_of(findings: Sequence[Finding]) -> list[str]:
+    """A line for each warning, with which the run can begin."""
+    return [f"warning: {on(finding)}{finding.told}" for finding in findings if finding.result == "warn"]
+
+
+def on(finding: Finding) -> str:
+    """Prefix that names a finding's host; empty where it names none."""
+    return f"{finding.host}: " if finding.host else ""
+
+
+def summary(findings: Sequence[Finding]) -> list[str]:
+    """Rows of all findings, for people."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    rows = [f"  {each.result:<4}  {each.check:<{width}}  {on(each)}{each.told}" for each in findings]
+    return ["", "checks:", *rows]
+
+
+def check_sinks(sinks: SinksConfig, installed: Collection[str], host: str = "") -> list[Finding]:
+    """Look for the packages of the sinks that are wanted among those ``installed`` on the head."""
+    wanted = {
+        "tensorboard": ("sinks.tensorboard", sinks.tensorboard),
+        "wandb": ("sinks.wandb.mode", sinks.wandb.mode != "off"),
+        "prometheus_client": ("sinks.prometheus.enabled", sinks.prometheus.enabled),
+    }
+    found = []
+    for package, (key, is_wanted) in wanted.items():
+        if is_wanted and package in installed:
+            found.append(ok("sinks", f"{package} is installed", host, key=key))
+        elif is_wanted:
+            fix = f"pip install 'asyncrl[{SINK_PACKAGES[package]}]'"
+            found.append(fail("sinks", f"the package {package} is not installed", fix, host, key=key))
+    return found
+
+
+def installed_sinks() -> list[str]:
+    """Packages of SINK_PACKAGES that are installed here."""
+    # A mere folder of that name, as wandb leaves one where it is used, has a specification but no origin.
+    return [name for name in SINK_PACKAGES if (spec := find_spec(name)) is not None and spec.origin is not None]

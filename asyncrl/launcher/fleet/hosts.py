@@ -1,0 +1,58 @@
+"""Facts of the host on which this runs, found out without importing torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from importlib.metadata import version
+
+from asyncrl.launcher.fleet.addresses import interfaces
+from asyncrl.launcher.fleet.checks import installed_sinks
+from asyncrl.launcher.terms.spec import Facts
+from asyncrl.preflight.room import descriptor_limit
+
+NVIDIA_SMI_S = 30.0
+
+
+def find_facts() -> Facts:
+    """What this host offers: the cores this process may use, the GPUs that CUDA_VISIBLE_DEVICES leaves, or all."""
+    gpus, problem = _gpus()
+    return Facts(
+        version=version("asyncrl"),
+        hostname=socket.gethostname(),
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=gpus,
+        gpu_problem=problem,
+        interfaces=interfaces(),
+        client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
+        sinks=installed_sinks(),
+        descriptors=descriptor_limit(),
+    )
+
+
+def _gpus() -> tuple[list[str], str]:
+    """The GPUs, and the reason that they cannot be told."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        found = [part.strip() for part in visible.split(",") if part.strip()]
+        return ([] if "-1" in found else found), ""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [], ""
+    try:
+        listed = subprocess.run(
+            [tool, "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        told = f"nvidia-smi does not answer within {NVIDIA_SMI_S:g} s"
+        return [], f"{told}; set CUDA_VISIBLE_DEVICES to say which GPUs to use"
+    except subprocess.CalledProcessError:
+        # The tool without a driver: a host without GPUs.
+        return [], ""
+    return [line.strip() for line in listed.stdout.splitlines() if line.strip()], ""

@@ -1,0 +1,235 @@
+"""A host's entry point into a run: ``python -m asyncrl.launcher.fleet.remote``, started by ssh or srun.
+
+It says what the host offers, answers orders (see ``spec``), and becomes the guard of the host's agent, in the same
+process and with the same standard input and output. Its orders come through standard input alone. Until it has
+become the guard it ends when standard input does, or when no order comes for ORDER_S, and leaves nothing behind. The
+doctor's entry point serves its own orders by ``serve``.
+
+Where the run folder of the launcher is seen, by the run's id in it, that folder is used. Elsewhere one is made at the
+same place and marked as the part of another host's run; a folder that is there already without such a mark is left
+alone, and the order refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn, Union
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError, UsageError
+from asyncrl.launcher.fleet.addresses import find_routes
+from asyncrl.launcher.fleet.hosts import find_facts
+from asyncrl.launcher.run_folder.folders import CONFIG, PART, RUN_ID, hold_private, is_living, remove_abandoned
+from asyncrl.launcher.terms.spec import (
+    Ended,
+    EndOrder,
+    Facts,
+    HostSpec,
+    ModelFound,
+    ModelQuery,
+    Prepared,
+    Refusal,
+    RouteQuery,
+    private_name,
+)
+from asyncrl.preflight.model import check_model
+from asyncrl.runtime.processes import children_of
+
+ORDER_S = 900.0
+LONGEST_ORDER_BYTES = 256 << 20
+LOOK_S = 0.05
+GUARD = "asyncrl.launcher.node.guard"
+AGENT = "asyncrl.launcher.node.agent"
+
+
+def main() -> int:
+    """Serve orders until standard input ends, or become the guard."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    answers: dict[type[Any], Callable[[Any], Any]] = {
+        RouteQuery: find_routes,
+        ModelQuery: find_model,
+        EndOrder: end,
+        HostSpec: _become_guard,
+    }
+    return serve(find_facts(), answers)
+
+
+def serve(facts: Facts, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
+    """Say ``facts`` and answer orders of these types, a line each, until standard input ends; the exit code.
+
+    ``output`` is the descriptor that lines are written to. An order that fails is answered by a Refusal, the last line.
+    """
+    orders = msgspec.json.Decoder(Union[tuple(answers)])  # noqa: UP007
+    try:
+        _say(facts, output)
+        while line := _read_line():
+            order = orders.decode(line)
+            _say(answers[type(order)](order), output)
+    except BrokenPipeError:
+        return 1
+    except AsyncRLError as error:
+        _say(Refusal(reason=str(error), exit_code=error.exit_code), output)
+        return error.exit_code
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _say(Refusal(reason=f"{where}{error.strerror or error}"), output)
+        return 1
+    except ValueError as error:
+        _say(Refusal(reason=f"{type(error).__name__}: {error}"), output)
+        return 1
+    return 0
+
+
+def find_model(query: ModelQuery) -> ModelFound:
+    """Look whether the model is there, and whole."""
+    folder = Path(query.folder)
+    path = folder / query.path if folder.is_dir() else Path(query.path)
+    return ModelFound(finding=check_model(str(path))[0])
+
+
+def _become_guard(spec: HostSpec) -> NoReturn:
+    ours = version("asyncrl")
+    if spec.version != ours:
+        raise UsageError(f"asyncrl {ours} is installed there, the launcher is {spec.version}")
+    run_dir, logs = Path(spec.run_dir), Path(spec.log_dir)
+    for path in remove_abandoned(run_dir.parent):
+        sys.stderr.write(f"removed {path}, left behind by a run that was killed\n")
+    shared = _holds(logs / RUN_ID, spec.run_id)
+    private = run_dir / private_name(spec.index)
+    if not shared:
+        _make_part(run_dir, spec)
+    lock = hold_private(private, spec.run_id, spec.credentials)
+    try:
+        if not shared:
+            logs.mkdir(parents=True, exist_ok=True)
+            (run_dir / CONFIG).write_text(spec.config)
+        log = os.open(logs / f"agent-{spec.index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        with contextlib.suppress(OSError):
+            os.chdir(spec.folder)
+        os.environ.update(spec.env)
+        os.set_inheritable(lock, True)
+        _say(Prepared(shared=shared))
+        sys.stderr.flush()
+        # The connection may go; the agent's words must not fail for that.
+        os.dup2(log, 2)
+        os.execv(sys.executable, [sys.executable, "-m", GUARD, str(private), str(lock)])
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+        if not shared:
+            remove_part(run_dir)
+
+
+def _holds(path: Path, run_id: str) -> bool:
+    try:
+        return path.read_text() == run_id
+    except OSError:
+        return False
+
+
+def _make_part(run_dir: Path, spec: HostSpec) -> None:
+    """Make the folder of this host's part, or take over what is left of an earlier one. Raises UsageError, OSError."""
+    if run_dir.exists() and not (run_dir / PART).is_file():
+        raise UsageError(
+            f"{run_dir} is there already and is not part of this run; move it away, or choose another run.name"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / PART).write_text(spec.run_id)
+
+
+def remove_part(run_dir: Path) -> None:
+    """Remove the folder of a host's part, but for what else lies in it."""
+    for name in ("logs", CONFIG, PART):
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
+
+
+def end(order: EndOrder) -> Ended:
+    """Carry out an EndOrder. The guard's argument tells it apart from every other process."""
+    run_dir, private = Path(order.run_dir), private_name(order.index)
+    until = time.monotonic() + order.patience_s
+    killed = False
+    # The guard removes the folder, and with it the lock, at the very last, but ends a moment later.
+    while is_living(run_dir, private) or _guards(str(run_dir / private)):
+        if time.monotonic() >= until:
+            if killed or not order.kill:
+                return Ended(living=True, killed=killed)
+            killed = _kill_agents(str(run_dir / private))
+            if not killed:
+                return Ended(living=True, killed=False)
+            # The guard has as long to end what is left.
+            until = time.monotonic() + order.patience_s
+        time.sleep(LOOK_S)
+    for path in remove_abandoned(run_dir.parent):
+        sys.stderr.write(f"removed {path}\n")
+    return Ended(living=False, killed=killed)
+
+
+def _kill_agents(private: str) -> bool:
+    found = False
+    for guard in _guards(private):
+        for agent in children_of(guard):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+                found = True
+    return found
+
+
+def _guards(private: str) -> list[int]:
+    """The guard that has this private folder, if it lives."""
+    return _called(GUARD, private)
+
+
+def agents_of(private: str) -> list[int]:
+    """The agent that has this private folder, if it lives and can be seen from here."""
+    return _called(AGENT, private)
+
+
+def _called(module: str, private: str) -> list[int]:
+    found, name = [], os.path.basename(private)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            # The same folder may have several names.
+            if module in words and any(os.path.samefile(word, private) for word in words if word.endswith(name)):
+                found.append(int(entry.name))
+    return found
+
+
+def _read_line() -> bytes:
+    """The next line of standard input, and nothing beyond it, which is the agent's; empty at the end."""
+    line = bytearray()
+    until = time.monotonic() + ORDER_S
+    while len(line) < LONGEST_ORDER_BYTES:
+        ready, _, _ = select.select([0], [], [], max(0.0, until - time.monotonic()))
+        byte = os.read(0, 1) if ready else b""
+        if not byte:
+            return b""
+        if byte == b"\n":
+            return bytes(line)
+        line += byte
+    return b""
+
+
+def _say(answer: Any, output: int = 1) -> None:
+    data = msgspec.json.encode(answer) + b"\n"
+    while data:
+        data = data[os.write(output, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

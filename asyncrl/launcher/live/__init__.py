@@ -1,0 +1,1 @@
+"""Commands to a living run: join, leave, bring back, stop."""

@@ -1,0 +1,240 @@
+"""Hosts join a living run: reach them, have the controller name them and admit their keys, start their agents.
+
+The configuration is that of the run; the number of engines on each host is decided here, by its room. The keys of the
+new agents and rollouters are made here, and their public halves go to the controller, which alone lets anybody in.
+From then on this is the launcher of these hosts and of nobody else (see ``guests``). If anything fails before their
+agents live, the controller is told, and what was begun is undone; should that not be possible, it lets them go by
+itself after ``supervision.start_timeout_s``.
+
+Fails with HostFailed for hosts, UsageError for what is asked in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config.load import config_to_json
+from asyncrl.errors import AsyncRLError, UsageError
+from asyncrl.launcher.agent_handle import Member
+from asyncrl.launcher.fleet import addresses
+from asyncrl.launcher.fleet.fanout import Reached
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.fleet.start import StartCommand, shown
+from asyncrl.launcher.live.joined_hosts import Guests
+from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
+from asyncrl.launcher.multi_host import host_of, host_spec, start_agent
+from asyncrl.launcher.run_folder.folders import RUN_ID
+from asyncrl.launcher.terminal.interrupts import undone_by_signals
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terms.placement import Host, place_replicas, replicas_of
+from asyncrl.launcher.terms.spec import CONTROLLER_AT, Facts, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.messages.hosts import Join, Joined, JoinedHost, Leave, NewHost
+from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
+from asyncrl.wire.keys import files_of_pairs, make_pairs
+
+ASK_S = 20.0
+"""Deadline of one call of Join, which the controller parks."""
+WITHDRAW_S = 5.0
+
+
+def join_run(
+    run: LivingRun,
+    lines: Sequence[HostLine],
+    start: StartCommand,
+    *,
+    dry_run: bool = False,
+    actor_argv: Sequence[str] = ACTOR_ARGV,
+) -> int:
+    """Have these hosts take part in the run, and follow them to their end; the exit code."""
+    progress = Progress(sys.stdout, run.config.learner.steps)
+    return asyncio.run(_Joining(run, lines, start, dry_run, actor_argv, progress).main())
+
+
+Pairs = list[dict[str, str]]
+
+
+@dataclass
+class _Joining:
+    run: LivingRun
+    lines: Sequence[HostLine]
+    start: StartCommand
+    dry_run: bool
+    actor_argv: Sequence[str]
+    progress: Progress
+    facts: dict[str, Facts] = field(default_factory=dict)
+    hosts: dict[str, Host] = field(default_factory=dict)
+    replicas: dict[str, int] = field(default_factory=dict)
+    reached: Reached = field(init=False)
+
+    def __post_init__(self) -> None:
+        limit_s = self.run.config.supervision.start_timeout_s
+        self.reached = Reached(self.start, limit_s, self.progress, count=len(self.lines))
+
+    async def main(self) -> int:
+        """A signal undoes everything until the agents live."""
+        try:
+            return await undone_by_signals(self._main(), self.progress)
+        finally:
+            await self.reached.close()
+
+    async def _main(self) -> int:
+        self._check_address()
+        await self.reached.reach([line.name for line in self.lines])
+        self.facts = {name: contact.facts for name, contact in self.reached.contacts.items()}
+        await self._place()
+        if self.dry_run:
+            self._show_plan()
+            return 0
+        async with Controller(self.run) as controller:
+            members = await self._begin(controller)
+            return await Guests(self.run, members, controller, self.progress).main()
+
+    # --- hosts ---
+
+    @property
+    def _head(self) -> str:
+        """The address at which the controller listens."""
+        return self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    def _check_address(self) -> None:
+        # Bound and told by the socket, so it is no name.
+        if ipaddress.ip_address(self._head).is_loopback:
+            raise UsageError(
+                f"{self.run.folder.path}: this run listens on {self._head} alone, where no other host reaches it; "
+                "a run that hosts are to join is started with --hosts over two or more"
+            )
+
+    async def _place(self) -> None:
+        config, at = self.run.config, await self._addresses()
+        for line in self.lines:
+            host = host_of(line, self.facts[line.name], at[line.name])
+            self.hosts[line.name], self.replicas[line.name] = host, replicas_of(config, host)
+        full = [f"{name} has {len(host.gpus)}" for name, host in self.hosts.items() if not self.replicas[name]]
+        if full:
+            each = config.rollout.gpus_per_replica
+            raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(full)}")
+
+    async def _addresses(self) -> dict[str, str]:
+        interface = self.run.config.network.interface
+        if interface is not None:
+            return addresses.by_interface(self.facts, interface)
+        query = RouteQuery(head=self._head, addresses=[self._head])
+        routes = await self.reached.ask(dict.fromkeys(self.facts, query), Routes, "answered")
+        return addresses.towards(self._head, routes)
+
+    def _show_plan(self) -> None:
+        self.progress.end()
+        print(config_to_json(self.run.config), end="")
+        print(f"\nhosts that join {self.run.folder.path}:")
+        for name, host in self.hosts.items():
+            where = f" at {host.address} ({host.interface})" if host.address else ""
+            print(f"  {name}{where}, rollouters: {self.replicas[name]}: {shown(self.start.argv(name))}")
+
+    # --- the run ---
+
+    async def _begin(self, controller: Controller) -> list[Member]:
+        """Do everything up to living agents. Raises AsyncRLError, having undone it."""
+        attempts = self.run.config.supervision.max_restarts + 1
+        curve = self.run.credentials.curve
+        pairs: dict[str, list[Pairs]] = {
+            name: [make_pairs(attempts) for _ in range(self._roles * count + 1)] if curve else []
+            for name, count in self.replicas.items()
+        }
+        request = Join(ask=secrets.token_hex(16), hosts=[self._new_host(name, pairs[name]) for name in self.hosts])
+        joined: Joined | None = None
+        members: list[Member] = []
+        try:
+            joined = await self._ask(controller, request)
+            specs = {host.host: self._host_spec(host, joined.peers, pairs[host.host]) for host in joined.hosts}
+            self._mark_folder()
+            await self.reached.ask(specs, Prepared, "prepared")
+            members = [self._start_agent(host) for host in joined.hosts]
+        except BaseException as error:
+            if self.run.lives:
+                await self._withdraw(controller, request.ask, str(error) or type(error).__name__)
+            raise
+        for host in joined.hosts:
+            self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.rollouters)}")
+        return members
+
+    @property
+    def _roles(self) -> int:
+        """Actors for each engine: a rollouter, and where there are episodes their host."""
+        return 1 if self.run.config.episode.kind == "single" else 2
+
+    def _new_host(self, name: str, pairs: Sequence[Pairs]) -> NewHost:
+        keys = [[pair["public"] for pair in each] for each in pairs]
+        return NewHost(
+            host=name,
+            address=self.hosts[name].address,
+            replicas=self.replicas[name],
+            agent_keys=keys[0] if keys else [],
+            keys=keys[1:],
+            episodes=self._roles == 2,
+        )
+
+    async def _ask(self, controller: Controller, request: Join) -> Joined:
+        """Ask the controller until everybody knows the newcomers. Raises UsageError."""
+        loop = asyncio.get_running_loop()
+        limit = self.run.config.supervision.start_timeout_s
+        until = loop.time() + limit
+        while True:
+            joined: Joined = await controller.ask(request, timeout=max(1.0, min(ASK_S, until - loop.time())))
+            if not joined.waiting_for:
+                return joined
+            if loop.time() >= until:
+                waiting = ", ".join(joined.waiting_for[:4])
+                raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
+
+    async def _withdraw(self, controller: Controller, ask: str, why: str) -> None:
+        """Nobody is to wait for these hosts. The controller may not have heard of them, or have refused them."""
+        for name in self.hosts:
+            leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
+            with contextlib.suppress(AsyncRLError):
+                await controller.ask(leave, timeout=WITHDRAW_S)
+
+    def _mark_folder(self) -> None:
+        """Write the run's id into its logs, so that a host that sees the run folder uses it."""
+        with contextlib.suppress(FileExistsError), (self.run.folder.logs / RUN_ID).open("x") as file:
+            file.write(self.run.folder.run_id)
+
+    def _host_spec(self, joined: JoinedHost, peers: Mapping[str, list[str]], pairs: Sequence[Pairs]) -> HostSpec:
+        folder, credentials = self.run.folder, self.run.credentials
+        files: dict[str, Any] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
+        if credentials.curve:
+            files["peers.json"] = dict(peers)
+            for name, each in zip((joined.agent, *joined.rollouters, *joined.episodes), pairs, strict=True):
+                files |= files_of_pairs(name, each)
+        else:
+            files["secret.json"] = {"secret": credentials.secret}
+        return host_spec(self.run.config, folder, _index(joined), files)
+
+    def _start_agent(self, joined: JoinedHost) -> Member:
+        host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
+        names = [*joined.rollouters, *joined.episodes]
+        spec = agent_spec(
+            self.run.config,
+            folder,
+            place_replicas(self.run.config, host, names),
+            self.actor_argv,
+            # Nobody of this attempt has had these names.
+            above=attempt_begins_above(folder.attempt, 0),
+            index=_index(joined),
+            host=host.address,
+            name=host.name,
+        )
+        member = start_agent(contact, folder, spec)
+        member.send(CONTROLLER_AT + self.run.address.encode() + b"\n")
+        return member
+
+
+def _index(joined: JoinedHost) -> int:
+    return int(joined.agent.partition("/")[2])

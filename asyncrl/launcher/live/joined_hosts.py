@@ -1,0 +1,149 @@
+"""Follows the hosts that have joined a run, and nobody else, to their end.
+
+Their events and logs are shown and kept as by the run's own launcher. They end with the run, or when they leave it: by
+``--leave``, because the controller lets them go, or because this command is interrupted. The first signal has the
+controller drain them, a second one ends them at once; the run goes on without them. One that the controller does not
+let go, as the last with a rollouter, goes on until then. A lost connection ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import ActorFailed, AsyncRLError, UsageError
+from asyncrl.launcher.agent_handle import SLACK_S, Member, end_in_steps, hang_up
+from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.terminal.interrupts import Interrupts
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terms.link import agent_name
+from asyncrl.launcher.terms.spec import KILL, EndedEvent, StateEvent
+from asyncrl.messages.hosts import Leave, MemberHost
+
+ASK_S = 20.0
+
+
+@dataclass
+class Guests:
+    """The follower of the hosts that have joined a run; the module tells its rules."""
+
+    run: LivingRun
+    members: Sequence[Member]
+    controller: Controller
+    progress: Progress
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    _told: dict[str, str] = field(default_factory=dict)
+    """The stage of each host that was shown last, by agent."""
+    _served: set[str] = field(default_factory=set)
+    """Agents of the hosts that have served."""
+    _refused: bool = False
+    """Whether a host cannot leave."""
+    _killing: bool = False
+
+    async def main(self) -> int:
+        """Follow the hosts until all have ended; the exit code."""
+        self.interrupts.listen()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._end_when_asked()), tasks.create_task(self._watch_members())]
+                await asyncio.gather(*(self._follow(member) for member in self.members))
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            # The hosts go on with the run, but nobody follows them any more.
+            raise group.exceptions[0] from None
+        self.progress.end()
+        return self._exit_code([self._conclude(member) for member in self.members])
+
+    # --- events ---
+
+    async def _follow(self, member: Member) -> None:
+        await member.hear(self.run.folder.logs, self.progress, lambda event: self._take(member, event))
+
+    def _take(self, member: Member, event: Any) -> None:
+        if isinstance(event, EndedEvent):
+            return
+        if isinstance(event, StateEvent) and member is not next((one for one in self.members if not one.over), None):
+            return
+        self.progress.show(event)
+
+    async def _watch_members(self) -> None:
+        own = {agent_name(member.index) for member in self.members}
+        async for members in self.controller.members():
+            for host in members.hosts:
+                if host.agent in own and self._told.get(host.agent) != host.stage:
+                    self._told[host.agent] = host.stage
+                    self._show(host)
+        # The run is over on its head.
+        await end_in_steps(self.members, self.run.config.supervision.drain_s)
+
+    def _show(self, host: MemberHost) -> None:
+        if host.stage == "serving":
+            self._served.add(host.agent)
+            self.progress.say(f"{host.host}: {', '.join(host.actors)} serve from now on")
+        elif host.stage == "leaving":
+            self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
+
+    # --- the end ---
+
+    async def _end_when_asked(self) -> None:
+        await self.interrupts.first()
+        within = self.run.config.supervision.drain_s
+        self.progress.say("the run goes on without these hosts, which end in good order; again to end them at once")
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(self._ask_to_leave(member, within)) for member in self.members]
+            # The agent itself gives its actors that much, and then as much again.
+            await self.interrupts.next(within + self.run.config.supervision.drain_s + SLACK_S)
+            for task in asking:
+                task.cancel()
+        if self._refused:
+            await self.interrupts.first()
+        self._killing = True
+        self.progress.say("ending them at once")
+        for member in self.members:
+            member.send(KILL)
+        await self.interrupts.next(SLACK_S)
+        hang_up(self.members)
+
+    async def _ask_to_leave(self, member: Member, within: float) -> None:
+        if member.over:
+            return
+        reason = f"its launcher was ended by {signal.Signals(self.interrupts.signal).name}"
+        try:
+            leave = Leave(host=agent_name(member.index), within_s=within, reason=reason)
+            await self.controller.ask(leave, timeout=ASK_S)
+        except AsyncRLError as error:
+            self._refused |= isinstance(error, UsageError)
+            self.progress.warn([str(error)])
+
+    def _conclude(self, member: Member) -> int:
+        """Say how a member ended; the exit code that this amounts to."""
+        ended = member.ended
+        if ended is None and member.lost:
+            self.progress.warn([f"{member.loss_words}; what runs there goes on with the run"])
+            return 1
+        if ended is None:
+            log = str(self.run.folder.logs / member.log)
+            self.progress.warn([str(ActorFailed(member.name, member.exit_words, log=log))])
+            return 1
+        if ended.result == "failed":
+            self.progress.warn([str(ActorFailed(ended.actor, ended.reason, log=ended.log))])
+        elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._served):
+            self.progress.say(f"{member.host} has left the run")
+        elif ended.result == "left":
+            self.progress.warn([f"{member.host} has left the run without having served"])
+            return 1
+        elif self._killing:
+            self.progress.say(f"{member.host} was ended at once")
+        else:
+            how = {"done": "is done", "preempted": "made way"}.get(ended.result, "was ended before its last step")
+            self.progress.say(f"{member.host} ends with the run, which {how}")
+        return ended.exit_code
+
+    def _exit_code(self, codes: Sequence[int]) -> int:
+        if self.interrupts.signal and not any(code in (1, 2, 78) for code in codes):
+            return 128 + self.interrupts.signal
+        return max(codes)

@@ -1,0 +1,62 @@
+"""A host leaves a living run, which goes on: the controller drains it, and this waits for its end.
+
+Fails with UsageError where the host cannot leave, in the controller's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from asyncrl.launcher.agent_handle import SLACK_S
+from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.messages.hosts import Leave, LeaveBegun, MemberHost
+
+ASK_S = 60.0
+"""Longest wait for the controller's answer, which is parked while other rollouters are expected to serve."""
+FAREWELL_S = 5.0
+"""Time for the words that follow the end of the last process."""
+
+
+def leave_run(run: LivingRun, host: str, within_s: float | None = None) -> int:
+    """Drain a host and wait until it has left; the exit code. ``within_s`` is drain_s by default."""
+    return asyncio.run(_leave(run, host, run.config.supervision.drain_s if within_s is None else within_s))
+
+
+async def _leave(run: LivingRun, host: str, within_s: float) -> int:
+    progress = Progress(sys.stdout, run.config.learner.steps)
+    supervision = run.config.supervision
+    async with Controller(run) as controller:
+        leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
+        begun: LeaveBegun = await controller.ask(leave, timeout=ASK_S)
+        actors = ", ".join(begun.actors)
+        progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} finish what is begun within {within_s:g} s")
+        # The longest that its agent takes, and then to be heard, or the controller to find that it is lost.
+        farewell_s = max(supervision.host_lost_s, supervision.host_grace_s, FAREWELL_S)
+        patience = within_s + supervision.drain_s + farewell_s + SLACK_S
+        try:
+            async with asyncio.timeout(patience):
+                left = await _wait_until_left(controller, begun.agent)
+        except TimeoutError:
+            progress.warn(
+                [f"{begun.host} has not left within {patience:g} s; see the log of controller/0 in {run.folder.logs}"]
+            )
+            return 1
+    if left is None:
+        progress.say("the run has ended meanwhile, and the host with it")
+        return 0
+    if left.reason.startswith("it was lost"):
+        progress.warn([f"{begun.host}: {left.reason}; what it held is generated again"])
+        return 1
+    progress.say(f"{begun.host} has left the run: {actors} have ended, and the run goes on without them")
+    return 0
+
+
+async def _wait_until_left(controller: Controller, agent: str) -> MemberHost | None:
+    """The host, once it has left; None if the run ends before."""
+    async for members in controller.members():
+        for host in members.hosts:
+            if host.agent == agent and host.stage == "left":
+                return host
+    return None

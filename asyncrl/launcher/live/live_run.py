@@ -1,0 +1,178 @@
+"""A run that lives, as a command finds it that is not its launcher: its folder, its keys, and its controller's ear.
+
+Users who can read the private folder on the head's machine may speak to the controller as ``launcher/0``; many commands
+may at once, and one too many is told so. Every call has a deadline. Fails with UsageError where there is no such run,
+it is over, or its private folder is closed to this user, and where the controller refuses what is asked, in its words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from asyncrl.config import Config
+from asyncrl.config.load import config_from_json
+from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, RunFolder, is_living, next_attempt
+from asyncrl.messages import Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.hosts import Members, WatchMembers
+from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.runtime.address_file import ADDRESS_FILE
+from asyncrl.runtime.calls.endpoint import Endpoint
+from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.calls.server import CROWDED
+from asyncrl.runtime.lifecycle.roster import LAUNCHER
+from asyncrl.wire.keys import Credentials, load_credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+INCARNATION = 1
+"""Incarnation of every command that speaks as the launcher: with its own the newest would shut the others out."""
+WATCH_S = 10.0
+"""Deadline of a parked call; the controller answers before half of it."""
+AGAIN_S = 0.5
+"""Pause before a call is repeated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivingRun:
+    """A living run: its place, and what is needed to speak to it."""
+
+    folder: RunFolder
+    config: Config
+    address: str
+    """Address of the controller."""
+    credentials: Credentials
+
+    @property
+    def lives(self) -> bool:
+        """Whether the run still lives."""
+        return is_living(self.folder.path)
+
+
+def find_living(place: str) -> LivingRun:
+    """The run in this folder. Raises UsageError."""
+    path = Path(place).absolute()
+    try:
+        text = _read(path / CONFIG)
+        if text is None:
+            raise UsageError(f"{place} holds no run: name a run folder, on the machine of the run's head")
+        last = next_attempt(path).attempt - 1
+        if not is_living(path):
+            raise UsageError(
+                f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"
+            )
+        address = _read(path / "private" / ADDRESS_FILE)
+        credentials = load_credentials(path / "private", LAUNCHER, 0)
+    except UsageError:
+        raise
+    except PermissionError:
+        raise UsageError(
+            f"{path}: only who can read {path / 'private'} may stop this run, or change who serves it"
+        ) from None
+    except (OSError, ValueError):
+        if not (path / "private" / LOCK).exists():
+            raise UsageError(f"{path}: the run in it has just ended") from None
+        raise UsageError(f"{path / 'private'} is not that of a run which can be spoken to") from None
+    if address is None:
+        raise UsageError(f"{path}: the run in it is only just starting; try again")
+    try:
+        config = config_from_json(text)
+    except ConfigError as error:
+        raise UsageError(f"{path / CONFIG} is not that of this version of asyncrl: {error}") from None
+    folder = RunFolder(path=path, run_id=credentials.run_id, attempt=last)
+    return LivingRun(folder=folder, config=config, address=json.loads(address)["address"], credentials=credentials)
+
+
+class Controller:
+    """The controller of a living run. Use as an async context manager."""
+
+    def __init__(self, run: LivingRun) -> None:
+        self._run = run
+
+    async def __aenter__(self) -> Controller:
+        run, network = self._run, self._run.config.network
+        self._transport = ZmqTransport(run.credentials, max_message_bytes=network.max_message_bytes)
+        endpoint = Endpoint(
+            name=LAUNCHER,
+            incarnation=INCARNATION,
+            credentials=run.credentials,
+            transport=self._transport,
+            call_timeout_s=network.call_timeout_s,
+            max_message_bytes=network.max_message_bytes,
+            resolve=_nobody,
+            spawn=_no_task,
+        )
+        self._peer = Peer(endpoint, CONTROLLER, ActorRecord(name=CONTROLLER, incarnation=0, address=run.address))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._peer.close()
+        self._transport.close()
+
+    async def ask(self, request: Request, timeout: float | None = None) -> Any:
+        """The reply. Raises UsageError for what is refused, DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (self._run.config.network.call_timeout_s if timeout is None else timeout)
+        try:
+            while True:
+                try:
+                    return await self._call(request, until - loop.time())
+                except RemoteError as error:
+                    if not error.retryable:
+                        raise
+                    await asyncio.sleep(AGAIN_S)
+        except (RemoteError, ProtocolError) as error:
+            _refused(error)
+        except DeadlineExceeded:
+            if not self._run.lives:
+                raise UsageError(f"{self._run.folder.path}: the run in it has ended") from None
+            raise
+
+    async def _call(self, request: Request, timeout: float) -> Any:
+        try:
+            return await self._peer.call(request, timeout=timeout)
+        except Refused as error:
+            if error.code != CROWDED:
+                raise
+            raise UsageError(
+                f"{self._run.folder.path}: the run serves {error.theirs}, and as many commands speak to "
+                "it already: end one of them, or wait until one has ended"
+            ) from None
+
+    async def members(self) -> AsyncIterator[Members]:
+        """The members, again whenever they change, until the run has ended. A controller that is away is waited for."""
+        seen = -1
+        while self._run.lives:
+            try:
+                found: Members = await self._call(WatchMembers(seen=seen), WATCH_S)
+            except (DeadlineExceeded, RemoteError):
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if found.number != seen:
+                seen = found.number
+                yield found
+
+
+def _refused(error: RemoteError | ProtocolError) -> NoReturn:
+    raise UsageError(error.message if isinstance(error, RemoteError) else str(error)) from None
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file; None if it is not there. Raises PermissionError."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+async def _nobody(_name: str, _above: int) -> None:
+    raise AssertionError("the controller's address is known")
+
+
+def _no_task(_work: Any) -> Any:
+    raise AssertionError("nobody is looked for")

@@ -1,0 +1,400 @@
+"""A run on its hosts: reach them, place the actors, give each host its part, follow it to the end.
+
+Without a hostfile the only host is this one. The head is this host, if it is one of them, and else the first; it comes
+first from then on. Hosts are reached and prepared in parallel, with ``supervision.start_timeout_s`` as the deadline of
+either; the first that cannot take part ends the launch, and what was begun elsewhere is undone. Nothing is made on disk
+before all hosts are reached and every actor has its place. A way to start commands (``start``) is all that ssh and srun
+have apart.
+
+Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo what was done until the agents are started. From then on they let
+the run make way, which is to write a checkpoint and to end; a second signal ends it at once (see ``follow``). When
+``run_hosts`` returns, no process of the run is left here.
+
+Fails with HostFailed for hosts, UsageError for what the command line asks of them, ConfigError for what the
+configuration does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json, validate_config
+from asyncrl.config.operation import NetworkConfig
+from asyncrl.errors import ConfigError, UsageError
+from asyncrl.launcher.agent_handle import Member
+from asyncrl.launcher.fleet import addresses
+from asyncrl.launcher.fleet.checks import check_head, check_sinks, errors_of, warnings_of
+from asyncrl.launcher.fleet.contact import Contact
+from asyncrl.launcher.fleet.fanout import Reached
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.fleet.hosts import find_facts
+from asyncrl.launcher.fleet.start import LocalStart, StartCommand, shown
+from asyncrl.launcher.follow import Follower
+from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
+from asyncrl.launcher.plan import plan_rows
+from asyncrl.launcher.run_folder.begun import leave_name
+from asyncrl.launcher.run_folder.date import with_date
+from asyncrl.launcher.run_folder.folders import (
+    RUN_ID,
+    RunFolder,
+    create_run_folder,
+    make_run_keyring,
+    private_folder,
+    remove_abandoned,
+)
+from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
+from asyncrl.launcher.terminal.detach import Detached
+from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terms.link import agent_name
+from asyncrl.launcher.terms.placement import Host, Placed, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.terms.spec import (
+    KILL,
+    AgentSpec,
+    Facts,
+    HostSpec,
+    ModelFound,
+    ModelQuery,
+    Prepared,
+    RouteQuery,
+    Routes,
+)
+from asyncrl.preflight.findings import Finding, on_host
+from asyncrl.preflight.needs import descriptors_need
+from asyncrl.preflight.room import judge_descriptors
+from asyncrl.roles import ROLES, role_of
+from asyncrl.runtime.lifecycle.roster import LAUNCHER
+from asyncrl.text.printable import say
+from asyncrl.wire.keys import VIEWER, Keyring
+
+PASSED_ON = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_")
+"""Beginnings of the names of environment variables that the other hosts have as they are here."""
+
+
+def run_hosts(
+    config: Config,
+    lines: Sequence[HostLine] | None = None,
+    start: StartCommand | None = None,
+    *,
+    resume: str | None = None,
+    dry_run: bool | Literal["json"] = False,
+    actor_argv: Sequence[str] = ACTOR_ARGV,
+    shared: bool = False,
+    everywhere: bool = False,
+    detached: Detached | None = None,
+    command: str = "",
+) -> int:
+    """Run on these hosts, or on this one alone, to the end and show it; the exit code. With ``dry_run`` only what would
+    run is shown, with "json" its configuration.
+
+    ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
+    that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
+    folder, and that the run runs; ``command`` goes on with it where --resume is added.
+    """
+    here = [HostLine(socket.gethostname())]
+    launch = Launch(config, here if lines is None else lines, start, actor_argv, detached, command)
+    # First: nothing is to be checked of a run that lives or is finished.
+    launch.look_here(resume, shared=shared, everywhere=everywhere)
+    return asyncio.run(launch.main(dry_run))
+
+
+@dataclass
+class Launch:
+    """The launch of one run. Without ``start`` it is one on this host alone, the only one of ``lines``."""
+
+    config: Config
+    lines: Sequence[HostLine]
+    start: StartCommand | None = None
+    actor_argv: Sequence[str] = ACTOR_ARGV
+    detached: Detached | None = None
+    command: str = ""
+    head: str = ""
+    head_is_here: bool = False
+    resumption: Resumption | None = None
+    facts: dict[str, Facts] = field(default_factory=dict)
+    """Facts by host, the head first."""
+    hosts: list[Host] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    """Findings of the checks before the start."""
+    progress: Progress = field(init=False)
+    reached: Reached = field(init=False)
+    """The hosts but this one."""
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(sys.stdout, self.config.learner.steps)
+        limit_s = self.config.supervision.start_timeout_s
+        self.reached = Reached(self.start or LocalStart(), limit_s, self.progress, count=len(self.lines))
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of run folders."""
+        return Path(self.config.run.dir).absolute()
+
+    def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
+        """Find the head, what this host offers, and the run that is resumed."""
+        here = [line for line in self.lines if addresses.is_this_host(line.name)]
+        if len(here) > 1:
+            raise UsageError(f"{' and '.join(line.name for line in here)} are the same host, this one; name it once")
+        self.head_is_here = bool(here) and not everywhere
+        self.lines = [*here, *(line for line in self.lines if line not in here)]
+        self.head = self.lines[0].name
+        self.config = _for_hosts(self.config, len(self.lines))
+        if resume is not None:
+            if not self.head_is_here and not shared:
+                raise UsageError(f"--resume: call it on {self.head}, the head, where the checkpoints are")
+            self.config, self.resumption = find_resumption(self.config, resume)
+        self.config = with_date(self.config, self.resumption.folder.path if self.resumption is not None else None)
+        if self.head_is_here:
+            self.facts[self.head] = facts = find_facts()
+            if facts.gpu_problem:
+                raise UsageError(facts.gpu_problem)
+
+    async def main(self, dry_run: bool | Literal["json"]) -> int:
+        """Launch the run: until the agents are started a signal undoes everything; from then on it is theirs."""
+        try:
+            return await undone_by_signals(self._main(dry_run), self.progress)
+        finally:
+            await self.reached.close()
+
+    async def _main(self, dry_run: bool | Literal["json"]) -> int:
+        await self.reached.reach([line.name for line in self.lines[self.head_is_here :]])
+        self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
+        finished = self.resumption is not None and self.resumption.is_finished
+        await self._place(with_checks=not finished)
+        if dry_run:
+            self._show_plan(as_json=dry_run == "json")
+            return 0
+        if self.resumption is not None and finished:
+            self.progress.say(self.resumption.describe_finished(self.config))
+            self.progress.warn(self.resumption.warnings)
+            return 0
+        return await self.run()
+
+    # --- hosts ---
+
+    async def _place(self, *, with_checks: bool) -> None:
+        """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
+        at = await self._addresses()
+        self.hosts = [host_of(line, self.facts[line.name], at[line.name]) for line in self.lines]
+        problems = []
+        try:
+            self.config = with_gpus(self.config, self.hosts)
+            self.config = with_episode_hosts(self.config, self.hosts)
+            self.placed = place(self.config, self.hosts)
+        except ConfigError as error:
+            problems = error.problems
+        if with_checks:
+            self.findings = await self._check(at[self.head] or self.config.network.host)
+        if found := errors_of(self.findings):
+            raise ConfigError([*problems, *found], found=not problems)
+        if problems:
+            raise ConfigError(problems)
+        if warnings := warnings_of(self.findings):
+            by = "" if self.start else "asyncrl-launch: "
+            self.progress.warn([f"{by}{warning}" for warning in warnings])
+        used = {actor.host for actor in self.placed}
+        for host in [host for host in self.hosts if host.name not in used]:
+            self.progress.say(f"{host.name}: has no part in this run, there is nothing left for it to do")
+            self.hosts.remove(host)
+            await self.reached.contacts.pop(host.name).close()
+
+    async def _check(self, address: str) -> list[Finding]:
+        """Look at the head, where that is this host, and hear what the others say of themselves."""
+        found = []
+        if self.head_is_here:
+            # Without a placement all actors are looked at as if they were here.
+            here = [actor.name for actor in self.placed if actor.host == self.head] or self.config.actors
+            found = await check_head(self.config, here, address, self.resumption)
+        else:
+            found = check_sinks(self.config.sinks, self.facts[self.head].sinks, self.head)
+        for name in self.reached.contacts:
+            if limit := self.facts[name].descriptors:
+                found.append(judge_descriptors(limit, descriptors_need(self.config, None), name))
+        if self.config.model.path is not None:
+            with_model = {actor.host for actor in self.placed if ROLES[role_of(actor.name)].reads_model}
+            query = ModelQuery(path=self.config.model.path, folder=os.getcwd())
+            asked = dict.fromkeys([name for name in self.reached.contacts if name in with_model], query)
+            answers = await self.reached.ask(asked, ModelFound, "answered")
+            found += [one for name, answer in answers.items() for one in on_host(name, [answer.finding])]
+        return found
+
+    async def _addresses(self) -> dict[str, str]:
+        if len(self.facts) == 1:
+            return {self.head: ""}
+        if self.config.network.interface is not None:
+            return addresses.by_interface(self.facts, self.config.network.interface)
+        others = [name for name in self.facts if name != self.head]
+        query = RouteQuery(head=self.head, addresses=list(addresses.usable(self.facts[self.head])))
+        routes = await self.reached.ask(dict.fromkeys(others, query), Routes, "answered")
+        return addresses.by_route(self.head, self.facts, routes)
+
+    # --- the run ---
+
+    async def run(self) -> int:
+        """Run what is placed, to the end, and show it; the exit code."""
+        for path in remove_abandoned(self.run_dir):
+            self.progress.say(f"removed {path}, left behind by a run that was killed")
+        with contextlib.ExitStack() as held:
+            folder = self.resumption.folder if self.resumption is not None else create_run_folder(self.config)
+            members: list[Member] = []
+            # From before there is anything to be ended: asyncio swallows what a handler of ours raises.
+            interrupts = Interrupts()
+            try:
+                await self._begin(folder, held, members, interrupts)
+            except BaseException:
+                await self._undo(folder, members)
+                raise
+            follower = Follower(self.config, folder, members, self.progress, interrupts)
+            if self.detached is not None:
+                follower.on_running = self.detached.runs
+            ended = await follower.main()
+        return show_end(self.config, folder, ended, self.progress)
+
+    async def _begin(
+        self, folder: RunFolder, held: contextlib.ExitStack, members: list[Member], interrupts: Interrupts
+    ) -> None:
+        """Do everything up to living agents, which ``members`` has as they are started."""
+        keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
+        if self.head_is_here:
+            lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
+        above = begin(folder, self.resumption, self.config, self.progress, self.command)
+        if self.detached is not None:
+            self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
+        if self.reached.contacts:
+            (folder.logs / RUN_ID).write_text(folder.run_id)
+        index = {host.name: number for number, host in enumerate(self.hosts)}
+        specs = {
+            name: host_spec(self.config, folder, index[name], self._files(keyring, index[name]))
+            for name in self.reached.contacts
+        }
+        await self.reached.ask(specs, Prepared, "prepared")
+        interrupts.listen()
+        for number, host in enumerate(self.hosts):
+            actors = [actor for actor in self.placed if actor.host == host.name]
+            called = host.name if self.start is not None else ""
+            spec = agent_spec(
+                self.config,
+                folder,
+                actors,
+                self.actor_argv,
+                above=above,
+                index=number,
+                host=host.address,
+                name=called,
+            )
+            contact = self.reached.contacts.get(host.name)
+            if contact is None:
+                members.append(Member(number, called, await start_guard(folder, lock, spec)))
+            else:
+                members.append(start_agent(contact, folder, spec))
+
+    async def _undo(self, folder: RunFolder, members: Sequence[Member]) -> None:
+        """Nothing of a launch that came to nothing is left."""
+        for member in members:
+            member.send(KILL)
+        for member in members:
+            if member.contact is None:
+                await member.process.wait()
+        elsewhere = bool(self.reached.contacts)
+        await self.reached.close()
+        if self.resumption is None and folder.attempt == 1 and elsewhere:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        elif self.resumption is None:
+            leave_name(folder.path, Path.cwd())
+
+    def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
+        """The credentials of a host: those of its own actors and agent."""
+        name = self.hosts[index].name
+        own = [*(actor.name for actor in self.placed if actor.host == name), agent_name(index)]
+        # Hosts are let in, and a run is watched, from its head.
+        return keyring.files_of([*own, LAUNCHER, VIEWER] if index == 0 else own)
+
+    def _show_plan(self, *, as_json: bool) -> None:
+        self.progress.end()
+        if as_json:
+            say(config_to_json(self.config), sys.stdout)
+        else:
+            for row in plan_rows(self.config, self.placed, self.findings, self.resumption, self._host_rows()):
+                say(row, sys.stdout)
+        if self.resumption is not None:
+            self.progress.warn(self.resumption.warnings)
+
+    def _host_rows(self) -> list[str]:
+        """A row for each host with the command that starts its part; none for a run on this host alone."""
+        rows = []
+        for index, host in enumerate(self.hosts if self.start is not None else []):
+            here = index == 0 and self.head_is_here
+            where = f" at {host.address} ({host.interface})" if host.address else ""
+            argv = [*GUARD_ARGV, "PRIVATE_FOLDER", "LOCK"] if here else self.reached.start.argv(host.name)
+            rows.append(f"  {host.name}{where}: {shown(argv)}")
+        return rows
+
+
+def host_of(line: HostLine, facts: Facts, address: str) -> Host:
+    """The host of a line, by what it offers. Raises UsageError where it has fewer GPUs than the line says."""
+    return Host(
+        name=line.name,
+        cpus=facts.cpus,
+        gpus=line.usable(facts.gpus),
+        address=address,
+        interface=addresses.interface_of(facts, address),
+    )
+
+
+def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
+    """The part of the run of the host whose agent has this index."""
+    return HostSpec(
+        version=version("asyncrl"),
+        run_id=folder.run_id,
+        run_dir=str(folder.path),
+        log_dir=str(folder.logs),
+        index=index,
+        config=config_to_json(config),
+        credentials=credentials,
+        folder=os.getcwd(),
+        env=passed_on(),
+    )
+
+
+def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> Member:
+    """Start the agent of a host that is prepared."""
+    contact.keep_errors(folder.logs / f"start-{contact.name}.log")
+    contact.send(msgspec.json.encode(spec) + b"\n")
+    return Member(spec.index, contact.name, contact.process, contact)
+
+
+def passed_on() -> dict[str, str]:
+    """The environment variables that are the same on all hosts."""
+    return {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
+
+
+def _for_hosts(config: Config, count: int) -> Config:
+    """The configuration of a run on as many hosts. Raises ConfigError."""
+    if count == 1:
+        return config
+    if config.network.host != NetworkConfig().host:
+        raise ConfigError(
+            [
+                "network.host: is for a run on one host; several take the address of network.interface, or by default "
+                "that of the route to the head"
+            ]
+        )
+    if config.security.curve != "auto":
+        return config
+    tree = config.model_dump(mode="json")
+    tree["security"]["curve"] = "required"
+    return validate_config(tree)

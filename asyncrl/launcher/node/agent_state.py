@@ -1,0 +1,455 @@
+"""The decisions of a node agent, without sockets, clocks or processes.
+
+Events go in, instructions come out. On the head the controller is started first and the others once it has answered; a
+death is followed by a restart or by the end of the run, as the policy has it; a replica that is given up is started
+again when the controller, which sets it aside, wants it back; an actor that is condemned is killed, and dies as any
+other. While the controller is being started again the others go on, and its successor is told of every end that it may
+not know, and of a wish that the run make way. Invariants: only the very process that is condemned is killed for it;
+nothing is started once the run is ending; from then on ``deadline`` says when everything that is left is killed, never
+later than ``drain_s`` after; a run that is to make way, at anybody's wish, is ending at the latest ``grace_s`` and
+``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
+finished only when no process is left. On a host that was cut off from the controller for so long that it may count as
+lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and ends
+that could not be told are told again. A host that is to leave starts nothing any more, and ends when its actors have.
+An actor that ends with exit code 0 was told to, or so it seems: the controller says whether that is so, and only if
+not, or if it does not say so for VERDICT_S, that end is a death. The caller brings the time (monotonic, s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.config.operation import SupervisionConfig
+from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
+from asyncrl.launcher.node.instructions import (
+    Announce,
+    AskStop,
+    Instruction,
+    Kill,
+    KillAll,
+    Report,
+    ReportStart,
+    Spawn,
+)
+from asyncrl.launcher.terms.spec import EndedEvent
+from asyncrl.messages.actors import RunState
+from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
+from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit, is_set_aside
+
+NEVER_RAN_GRACE_S = 1.0
+"""Longest drain of a run that never got going, which has nothing worth waiting for."""
+CUT_OFF_SHARE = 0.5
+"""Silence of the controller after which this host may be lost to it, as a share of supervision.host_lost_s."""
+VERDICT_S = 10.0
+"""Longest wait for the controller's word on an actor that ended with exit code 0: two of its answers may be lost."""
+UNANSWERED = 2
+"""Calls in a row without an answer after which a silent controller is frozen: one may be this host's own fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unexplained:
+    """An end with exit code 0, the time until which the controller's word on it is awaited, and what is known of it."""
+
+    until: float
+    hint: str
+    blameless: bool
+
+
+@dataclass(slots=True)
+class Host:
+    """One host's actors, each with the path of its log, in the order of their start: on the head controller first."""
+
+    logs: Mapping[str, str]
+    policy: SupervisionConfig
+    grace_s: float
+    """Time that a run has to make way."""
+    failure: ActorFailed | None = None
+    stopped: str = ""
+    """Reason that the run was stopped; empty if it was not."""
+    preempted: bool = False
+    """Whether it ended because it was asked to, and left a checkpoint to go on from."""
+    finished_run: bool = False
+    """Whether the last step was trained."""
+    ending: bool = False
+    leaving: bool = False
+    """Whether this host is to leave while the run goes on."""
+    deadline: float | None = None
+    """Time at which everything that is left is killed."""
+    living: set[str] = field(default_factory=set)
+    incarnations: dict[str, int] = field(default_factory=dict)
+    """Incarnation of the process of each actor that was spawned last."""
+    _due: dict[str, tuple[float, str, float]] = field(default_factory=dict)
+    """Restarts to come, by actor: the time of the restart, the reason and the time of the death."""
+    _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
+    """Actors that have ended with exit code 0, until it is known whether they were told to."""
+    _condemned: dict[str, str] = field(default_factory=dict)
+    """Actors that are being killed because they were condemned, with the reason."""
+    _aside: dict[str, bool] = field(default_factory=dict)
+    """Replicas that are not started for now, each with whether the living controller has said so."""
+    _ends: dict[str, Report] = field(default_factory=dict)
+    """The last end of each actor."""
+    _all_started: bool = False
+    _reachable: bool = False
+    """Whether the living controller has been heard of."""
+    _reach_by: float | None = None
+    """Time by which a controller that was started must have been heard of."""
+    _has_run: bool = False
+    _heard: float = 0.0
+    _unanswered: int = 0
+    _stale: set[str] = field(default_factory=set)
+    """Actors that lived here while this host was cut off."""
+    _launcher_gone: bool = False
+    _guard_lost: bool = False
+    _stop_asked: bool = False
+    _preempted_by: str = ""
+    """Words for who asked that the run make way; empty for none."""
+    _preempted_until: float | None = None
+    """Time by which the run must have made way, if it is to."""
+    _checkpoint: bool = False
+    """Whether there is a complete checkpoint."""
+    _supervisor: Supervisor = field(init=False)
+
+    def __post_init__(self) -> None:
+        policy = self.policy
+        self._supervisor = Supervisor(policy.max_restarts, policy.restart_window_s, policy.backoff_s)
+
+    @property
+    def controller(self) -> str:
+        """Name of the controller."""
+        return CONTROLLER
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the controller is one of the actors here."""
+        return CONTROLLER in self.logs
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended here and nothing is left."""
+        return (self.ending or self.leaving) and not self.living
+
+    def begin(self) -> list[Instruction]:
+        """Start."""
+        return self._spawn(self.controller) if self.is_head else []
+
+    def controller_at(self, now: float) -> None:
+        """The controller's address is known; actors started after its first word have numbers above those it knows."""
+        if self.is_head and not self.ending:
+            self._reach_by = now + self._first_word_s
+
+    def controller_found(self, now: float) -> list[Instruction]:
+        """The controller can be reached: for the first time, or as a new incarnation that knows nothing yet."""
+        if self.ending:
+            return []
+        self._hear(now)
+        self._reachable, self._reach_by = True, None
+        if not self._all_started and not self.leaving:
+            self._all_started = True
+            return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
+        self._aside = dict.fromkeys(self._aside, False)
+        living = sorted(self.living - {self.controller})
+        told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
+        told += self._ends.values()
+        return told if self._preempted_until is None else [*told, AskStop(self._preempted_by, preempt=True)]
+
+    def controller_lost(self, reason: str, now: float) -> list[Instruction]:
+        """The controller could not be found, or does not want this agent."""
+        if self.leaving and not self.living:
+            # Nor does it want one whose host has left.
+            return []
+        if not self.ending:
+            self._fail(self.controller, reason, 1)
+        return self._kill(now)
+
+    def controller_silent(self, now: float) -> list[Instruction]:
+        """A call to the controller was not answered at all."""
+        self._unanswered += 1
+        if not self.is_head:
+            return []
+        silent = self._reachable and self._unanswered >= UNANSWERED and now - self._heard >= self.policy.silence_s
+        if self.ending or not silent or self.controller in self._condemned:
+            return []
+        reason = self._condemned[self.controller] = f"it did not answer for {now - self._heard:.0f} s"
+        return [Kill(self.controller, reason)]
+
+    def spawned(self, name: str, incarnation: int) -> list[Instruction]:
+        """A process was started."""
+        self.incarnations[name] = incarnation
+        self._stale.discard(name)
+        return [] if name == self.controller else [ReportStart(name, incarnation)]
+
+    def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
+        """A process and all of its group are gone; ``hint`` is the last line of its log."""
+        self.living.discard(name)
+        hint = self._condemned.pop(name, hint)
+        if name == self.controller:
+            return self._controller_exited(exit_code, hint, now)
+        if self.ending or self.leaving:
+            return [self._report(name, exit_code, False, "")]
+        if name in self._aside:
+            return [self._report(name, exit_code, True, _join(describe_exit(exit_code), hint))]
+        blameless = name in self._stale or self._is_cut_off(now)
+        if exit_code == 0:
+            self._unexplained[name] = _Unexplained(now + VERDICT_S, hint, blameless)
+            return [self._report(name, exit_code, False, _join(describe_exit(exit_code), hint))]
+        return [self._judge(name, exit_code, hint, now, blameless)]
+
+    def told(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
+        """The controller knows of an end, and says whether it had asked for it."""
+        if self.incarnations.get(name) != incarnation or name in self.living:
+            return []
+        if asked:
+            self._unexplained.pop(name, None)
+            return []
+        return self._died_after_all(name, now)
+
+    def _died_after_all(self, name: str, now: float) -> list[Instruction]:
+        """Nobody had asked for an end with exit code 0."""
+        end = self._unexplained.pop(name, None)
+        if end is None or self.ending or self.leaving:
+            return []
+        report = self._judge(name, 0, end.hint, now, end.blameless)
+        # A restart has been told: as a plain end.
+        return [report] if report.fatal else []
+
+    def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> Report:
+        """A death: a restart, or the end."""
+        decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
+        if isinstance(decision, Restart):
+            reason = _join(describe_exit(exit_code), hint)
+            self._due[name] = (now + decision.after_s, reason, now)
+            return self._report(name, exit_code, False, reason)
+        reason = _join(decision.reason, hint)
+        if is_set_aside(name, exit_code):
+            # The run may go on without it, says the controller.
+            self._aside[name] = False
+        else:
+            self._fail(name, reason, exit_code)
+            self._end(now)
+        return self._report(name, exit_code, True, reason)
+
+    @property
+    def _first_word_s(self) -> float:
+        return max(FIRST_WORD_S, self.policy.silence_s)
+
+    def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
+        self._reachable, self._unanswered, self._reach_by = False, 0, None
+        if not self.ending:
+            decision = self._supervisor.ended(self.controller, exit_code, now)
+            if isinstance(decision, Restart):
+                self._due[self.controller] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
+                return []
+            self._fail(self.controller, _join(decision.reason, hint), exit_code)
+        # The others have nobody left who could tell them when to end.
+        return self._kill(now)
+
+    def state(self, state: RunState, now: float) -> list[Instruction]:
+        """The controller has said something."""
+        told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
+        goes_on = state.phase in ("starting", "running", "preempting")
+        if goes_on and not self._reachable:
+            # The first word, or that of a successor whose predecessor was never heard: nobody could tell the two apart.
+            told = self.controller_found(now) or told
+        self._hear(now)
+        self._checkpoint |= state.checkpoint >= 0
+        self._has_run |= state.phase in ("running", "preempting")
+        if state.phase == "preempting" and not (self._stop_asked or self.ending):
+            # A successor has not heard of the wish, which is this host's from here on.
+            self._make_way(state.reason, now)
+        if goes_on:
+            return [*told, *self._heed_aside(state), *self._kill_condemned(state)]
+        if actor := state.failed_actor:
+            # An actor's own word is worth more than what its end looks like from here.
+            log = state.log or self.logs.get(actor)
+            self.failure = ActorFailed(actor, state.reason, log=log, exit_code=state.exit_code)
+        elif state.exit_code == 0:
+            self.finished_run = self._has_run = True
+        else:
+            self.stopped = self.stopped or state.reason
+            self.preempted = state.exit_code == PREEMPTED_EXIT_CODE
+        self._end(now)
+        return []
+
+    def stop(self, reason: str, now: float) -> list[Instruction]:
+        """Somebody wants the run to end in good order; the second time, at once."""
+        if self._stop_asked:
+            return self.kill(reason, now)
+        self._stop_asked = True
+        if self.ending:
+            return []
+        self.stopped = reason
+        self._end(now)
+        return [AskStop(reason)] if self._reachable and self._has_run else self._kill(now)
+
+    def preempt(self, reason: str, now: float) -> list[Instruction]:
+        """The run is to make way: a checkpoint first, then the end; before it runs there is nothing to keep."""
+        if self._stop_asked or self.ending:
+            return []
+        if not self._has_run:
+            return self.stop(reason, now)
+        self._make_way(reason, now)
+        return [AskStop(reason, preempt=True)] if self._reachable else []
+
+    def _make_way(self, reason: str, now: float) -> None:
+        self._stop_asked, self._preempted_by = True, reason
+        self._preempted_until = now + self.grace_s + self.policy.drain_s
+
+    def guard_lost(self, now: float) -> list[Instruction]:
+        """Nobody is left who would end what this agent leaves behind: the run makes way, and has failed."""
+        self._guard_lost = True
+        return self.preempt("the death of a guard", now)
+
+    def kill(self, reason: str, now: float) -> list[Instruction]:
+        """Somebody wants everything to end at once; there may be a checkpoint all the same."""
+        if not self.ending:
+            self.stopped = reason
+            self.preempted = self._has_run and self._checkpoint
+        return self._kill(now)
+
+    def leave(self, within_s: float, now: float) -> list[Instruction]:
+        """The run goes on without this host, whose actors have been told and end within this time."""
+        if self.ending or self.leaving or self.is_head:
+            return []
+        self.leaving = True
+        self._due.clear()
+        self._unexplained.clear()
+        self.deadline = now + within_s + self.policy.drain_s
+        return []
+
+    def unreachable(self, now: float) -> list[Instruction]:
+        """The controller could not be told to stop."""
+        return self._kill(now)
+
+    def launcher_gone(self) -> None:
+        """Nobody watches this host any more; the run goes on as long as its controller does."""
+        self._launcher_gone = True
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Let time pass."""
+        if self.ending:
+            return self._kill(now) if self.deadline is not None and now >= self.deadline else []
+        if self.leaving and self.deadline is not None and now >= self.deadline:
+            self.deadline = None
+            return [KillAll()]
+        if self._preempted_until is not None and now >= self._preempted_until:
+            return self.kill(f"preempted by {self._preempted_by}, and the controller did not end the run in time", now)
+        if self._launcher_gone and self._reachable and now - self._heard >= self.policy.host_grace_s:
+            return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
+        instructions: list[Instruction] = []
+        if self._reach_by is not None and now >= self._reach_by:
+            self._reach_by = None
+            reason = self._condemned[self.controller] = f"it said nothing for {self._first_word_s:g} s after its start"
+            instructions.append(Kill(self.controller, reason))
+        for name in [name for name, end in self._unexplained.items() if now >= end.until]:
+            instructions += self._died_after_all(name, now)
+        for name in [name for name, (at, *_) in self._due.items() if now >= at]:
+            _, reason, died = self._due.pop(name)
+            instructions += [Announce(name, reason, now - died), *self._spawn(name)]
+            if name == self.controller and self._all_started:
+                self._reach_by = now + self._first_word_s
+        return instructions
+
+    def next_deadline(self) -> float | None:
+        """Time at which ``tick`` is to be called if nothing happens before."""
+        if self.ending:
+            return self.deadline
+        times = [at for at, *_ in self._due.values()] + [end.until for end in self._unexplained.values()]
+        if self.deadline is not None:
+            times.append(self.deadline)
+        if self._launcher_gone and self._reachable:
+            times.append(self._heard + self.policy.host_grace_s)
+        if self._preempted_until is not None:
+            times.append(self._preempted_until)
+        if self._reach_by is not None:
+            times.append(self._reach_by)
+        return min(times, default=None)
+
+    def how_it_ended(self, agent: str, log: str) -> EndedEvent:
+        """The end of this host's part, once ``finished``; ``agent`` is the name of this one, which writes ``log``."""
+        if (failed := self.failure) is not None:
+            where, code = failed.log or "", failed.exit_code
+            return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=where, exit_code=code)
+        if self.leaving and not self.ending:
+            return EndedEvent(result="left")
+        if self.finished_run:
+            return EndedEvent(result="done")
+        if self._guard_lost:
+            reason = f"its guard was killed, without which no agent goes on ({self.stopped})"
+            return EndedEvent(result="failed", actor=agent, reason=reason, log=log, exit_code=1)
+        if self.preempted:
+            return EndedEvent(result="preempted", reason=self.stopped, exit_code=PREEMPTED_EXIT_CODE)
+        return EndedEvent(result="stopped", reason=self.stopped, exit_code=STOPPED_EXIT_CODE)
+
+    def _hear(self, now: float) -> None:
+        """The controller speaks."""
+        if self._is_cut_off(now):
+            self._stale |= self.living
+        self._heard, self._unanswered = now, 0
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Whether this host may be lost to the controller."""
+        cut_off_s = CUT_OFF_SHARE * self.policy.host_lost_s
+        return not self.is_head and self._reachable and now - self._heard >= cut_off_s
+
+    def _heed_aside(self, state: RunState) -> list[Instruction]:
+        """Kill the actors that are set aside, and start those that are so no more."""
+        if self.leaving or self.ending:
+            return []
+        instructions: list[Instruction] = []
+        reasons = {actor.name: actor.reason for actor in state.aside if actor.name in self.logs}
+        for name, reason in reasons.items():
+            self._aside[name] = True
+            self._due.pop(name, None)
+            self._unexplained.pop(name, None)
+            if name in self.living and name not in self._condemned:
+                self._condemned[name] = reason
+                instructions.append(Kill(name, reason))
+        for name in [name for name, told in self._aside.items() if told and name not in reasons]:
+            del self._aside[name]
+            self._supervisor.forgive(name)
+            if name not in self.living:
+                self._ends.pop(name, None)
+                instructions += self._spawn(name)
+        return instructions
+
+    def _kill_condemned(self, state: RunState) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for actor in state.condemned:
+            name = actor.name
+            current = name in self.living and self.incarnations.get(name) == actor.incarnation
+            if current and name not in self._condemned and not self.ending:
+                self._condemned[name] = actor.reason
+                instructions.append(Kill(name, actor.reason))
+        return instructions
+
+    def _spawn(self, name: str) -> list[Instruction]:
+        self.living.add(name)
+        return [Spawn(name)]
+
+    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> Report:
+        report = Report(name, self.incarnations.get(name, 0), exit_code, fatal, reason)
+        self._ends[name] = report
+        return report
+
+    def _fail(self, name: str, reason: str, exit_code: int) -> None:
+        code = exit_code if exit_code in UNHEALABLE_EXITS else 1
+        self.failure = ActorFailed(name, reason, log=self.logs.get(name), exit_code=code)
+
+    def _end(self, now: float) -> None:
+        if not self.ending:
+            self.ending = True
+            self._due.clear()
+            self._unexplained.clear()
+            grace = self.policy.drain_s
+            self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
+
+    def _kill(self, now: float) -> list[Instruction]:
+        self._end(now)
+        self.deadline = None
+        return [KillAll()]
+
+
+def _join(reason: str, hint: str) -> str:
+    return f"{reason}: {hint}" if hint else reason

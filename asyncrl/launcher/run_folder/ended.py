@@ -1,0 +1,141 @@
+"""The record of how a run ended, kept in its folder, and what is left of it to go on from.
+
+The head's agent writes the record when everything that it started has ended. A run of which there is no record for its
+last attempt was killed: an agent that dies writes none. Reading fails with nothing but OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.retention import Found
+from asyncrl.config import Config
+from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
+from asyncrl.files import replace_file
+from asyncrl.launcher.run_folder.folders import CONFIG, RunFolder
+from asyncrl.launcher.terms.spec import EndedEvent
+from asyncrl.telemetry.metrics_line import read_metrics
+
+ENDED = "ended.json"
+COMMAND = "command.txt"
+"""File in the folder of logs of an attempt: the command that began it."""
+
+
+class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of the attempt whose logs are in ``log_dir``."""
+
+    log_dir: str
+    ended: EndedEvent
+
+
+def write_ended(run_dir: Path, log_dir: str, ended: EndedEvent) -> None:
+    """Keep the record of an end, in the place of that of the attempt before. Raises OSError."""
+    record = msgspec.json.encode(EndRecord(log_dir=log_dir, ended=ended))
+    replace_file(run_dir / ENDED, record.decode() + "\n")
+
+
+def read_ended(folder: RunFolder) -> EndedEvent | None:
+    """The end of this attempt; None if nobody could say. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+        record = msgspec.json.decode((folder.path / ENDED).read_bytes(), type=EndRecord)
+        # The same folder may have several names.
+        return record.ended if Path(record.log_dir).name == folder.logs.name else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The newest complete checkpoint and the last step that was trained; 0 for none."""
+
+    checkpoint: Found | None
+    trained: int
+    trouble: str = ""
+    """Reason that the checkpoints cannot be read; empty if they can."""
+    exported: Path | None = None
+    """The model of the last step, where this attempt has exported it."""
+
+    @property
+    def lost(self) -> int:
+        """Trained steps that are in no checkpoint."""
+        return max(0, self.trained - (0 if self.checkpoint is None else self.checkpoint.step))
+
+    def describe(self) -> str:
+        """One line for people; empty where nothing was trained."""
+        if self.trouble:
+            return f"left: the checkpoints cannot be read: {self.trouble}"
+        lost = f"lost: {_steps(self.lost)}"
+        if self.exported is not None:
+            lost = f"in the model of {self.exported} alone: {_steps(self.lost)}"
+        if self.checkpoint is None:
+            return f"left: no checkpoint; {lost}" if self.lost else ""
+        found = self.checkpoint
+        what = f"left: the checkpoint of version {found.version}, step {found.step}: {found.path}"
+        return what + (f"; {lost} trained since" if self.lost else "; no trained step is lost")
+
+
+def find_left(config: Config, folder: RunFolder, heard: int = 0) -> Left:
+    """Look into a run folder on this machine; of a run elsewhere nothing is found.
+
+    ``heard`` is the last step that its launcher has heard of: the lines that a full disk lacks count as well.
+    """
+    trained = 0
+    for line in read_metrics(folder.path / "metrics.jsonl", ("train",)):
+        # The last one: a run that was resumed trains steps again.
+        trained = line.get("step", trained)
+    trained = max(trained, heard)
+    checkpoints = checkpoint_dir(config, folder.path)
+    try:
+        exported = _exported(folder) if trained >= config.learner.steps else None
+        return Left(CheckpointFolder(checkpoints).newest(), trained, exported=exported)
+    except (CheckpointError, OSError) as error:
+        return Left(None, trained, trouble=str(error))
+
+
+def _exported(folder: RunFolder) -> Path | None:
+    """The exported model, if it is that of this attempt. Raises OSError."""
+    export, began = folder.path / "export", folder.path / CONFIG
+    is_new = export.is_dir() and began.exists() and export.stat().st_mtime >= began.stat().st_mtime
+    return export if is_new else None
+
+
+def write_command(folder: RunFolder, command: str) -> None:
+    """Keep the command that began this attempt, without its --resume. Raises OSError."""
+    (folder.logs / COMMAND).write_text(f"{command}\n")
+
+
+def describe_end(folder: RunFolder, ended: EndedEvent, left: Left) -> list[str]:
+    """Lines on a run that ended before its last step: what is left, and how it goes on; none on one that is done.
+
+    The last line tells why it ended.
+    """
+    if ended.result == "done":
+        return []
+    rows = [row] if (row := left.describe()) else []
+    goes_on = f"{_command(folder)} --resume {shlex.quote(str(folder.path))} goes on"
+    if ended.exit_code == ConfigError.exit_code:
+        goes_on += " once that is put right"
+    if ended.result == "preempted":
+        return [*rows, f"{ended.reason}; {goes_on}"]
+    if left.checkpoint is not None:
+        rows = [f"{row}; {goes_on}" for row in rows]
+    if ended.result == "stopped":
+        return [*rows, f"ended before the last step: {ended.reason}"]
+    first, _, rest = ended.reason.partition("\n")
+    return [*rows, *rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
+
+
+def _command(folder: RunFolder) -> str:
+    try:
+        return (folder.logs / COMMAND).read_text().strip()
+    except (OSError, ValueError):
+        return "the command that began it with"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"

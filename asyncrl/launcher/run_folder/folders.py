@@ -1,0 +1,264 @@
+"""The run folder: its name, what is in it, and the private folder that exists only while the run lives.
+
+Invariant: nothing that is there is ever overwritten; a taken name makes way for NAME-2, NAME-3 and so on, and a run
+that is resumed has a new folder of logs and keeps the configuration of the attempt before. So has a start in the folder
+of one that ended before its first step, which holds no name (begun.py). The private folder holds
+the actors' credentials. It appears with its lock held, and belongs to a run that lives exactly as long as
+that is so: the kernel gives a lock up with the last process that holds it. So two runs never share a folder, and what
+was left behind by one that was killed as a whole is known for certain, and removed at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.folder import checkpoint_dir
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json
+from asyncrl.errors import UsageError
+from asyncrl.files import replace_file
+from asyncrl.launcher.run_folder.begun import CONFIG as CONFIG
+from asyncrl.launcher.run_folder.begun import PART as PART
+from asyncrl.launcher.run_folder.begun import (
+    UNBEGUN,
+    claim,
+    has_begun,
+    holds_checkpoints,
+    last_attempt,
+    leave_name,
+    logs_of,
+    read_tree,
+)
+from asyncrl.launcher.terms.link import agent_name
+from asyncrl.launcher.terms.spec import private_name
+from asyncrl.runtime.lifecycle.roster import LAUNCHER
+from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
+
+PRIVATE = private_name(0)
+LOCK = "lock"
+SEALING = ("dataloader/0", "learner/0")
+"""The actor that seals the tickets, and the one that looks whose they are."""
+RUN_ID = "run_id"
+"""File in the folder of logs of a run on several hosts: by it another host knows that it sees the same folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The folder of one run."""
+
+    path: Path
+    run_id: str
+    attempt: int = 1
+    """Counts the times that the run was begun or resumed."""
+
+    @property
+    def private(self) -> Path:
+        """Folder of the credentials; removed at the end of the run."""
+        return self.path / PRIVATE
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the log files of this attempt."""
+        return logs_of(self.path, self.attempt)
+
+    def describe(self) -> str:
+        """The beginning of a run, in one line for people."""
+        if self.attempt == 1:
+            return f"run folder: {self.path}"
+        return (
+            f"run folder: {self.path}, attempt {self.attempt}: the one before ended before its first step, and its "
+            f"logs stay in {self.logs.with_name(f'attempt_{self.attempt - 1}')}"
+        )
+
+
+def create_run_folder(config: Config) -> RunFolder:
+    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
+
+    A folder that was left by a start which ended before its first step is free: the run is its next attempt.
+    """
+    parent = Path(config.run.dir).absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = next_attempt(_next_free(parent, config))
+    is_new = not (folder.path / CONFIG).exists()
+    try:
+        if is_new:
+            (folder.path / CONFIG).write_text(config_to_json(config))
+            folder.logs.mkdir(parents=True)
+        else:
+            begin_attempt(folder, config)
+    except OSError:
+        # As on a full disk: the name is free again.
+        if is_new:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        else:
+            leave_name(folder.path, Path.cwd())
+        raise
+    return folder
+
+
+def next_attempt(path: Path) -> RunFolder:
+    """The folder of a run for its next attempt; nothing is changed yet."""
+    return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last_attempt(path) + 1)
+
+
+def begin_attempt(folder: RunFolder, config: Config) -> None:
+    """Make the folder of logs and write config.json; that of the attempt before becomes config_attempt_N.json.
+
+    To be called with the private folder held, or once the folder is claimed. Raises OSError.
+    """
+    folder.logs.mkdir(parents=True)
+    (folder.path / UNBEGUN).unlink(missing_ok=True)
+    kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
+    if not kept.exists():
+        os.link(folder.path / CONFIG, kept)
+    replace_file(folder.path / CONFIG, config_to_json(config))
+
+
+def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
+    """The credentials of a run on ``agents`` hosts."""
+    names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER, VIEWER]
+    attempts = config.supervision.max_restarts + 1
+    return make_keyring(run_id, names, attempts=attempts, curve=config.curve, sealing=SEALING)
+
+
+@contextlib.contextmanager
+def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] | None = None) -> Iterator[int]:
+    """Credentials for as long as the context lasts; gives the descriptor of the held lock.
+
+    ``files`` are this host's; without them, those of a run on this host alone are made. Raises UsageError if another
+    run lives in the folder.
+    """
+    if files is None:
+        names = [*config.actors, agent_name(0), LAUNCHER, VIEWER]
+        files = make_run_keyring(config, folder.run_id).files_of(names)
+    try:
+        lock = hold_private(folder.private, folder.run_id, files)
+    except OSError:
+        # As on a full disk. A folder that is in use raises another error.
+        leave_name(folder.path, Path.cwd())
+        raise
+    try:
+        yield lock
+    finally:
+        if folder.private.exists():
+            # No guard was there to do it.
+            leave_name(folder.path, Path.cwd())
+        shutil.rmtree(folder.private, ignore_errors=True)
+        os.close(lock)
+
+
+def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
+    """Make a host's private folder; the descriptor of its lock, which is held. Raises UsageError as private_folder."""
+    # Made aside, so that it is there as a whole, with its lock held, or not at all.
+    made = private.with_name(f"{private.name}-{run_id}")
+    try:
+        write_credentials(made, files)
+        lock = os.open(made / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It gets its name once it is held, so that nobody finds it free.
+            os.rename(made / "lock.new", made / LOCK)
+            os.rename(made, private)
+        except OSError as error:
+            os.close(lock)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise in_use(private.parent) from None
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return lock
+
+
+def in_use(path: Path) -> UsageError:
+    """The error that says that a run lives in this folder."""
+    return UsageError(f"{path} is in use: the run in it is still going on; end that first")
+
+
+def is_living(path: Path, private: str = PRIVATE) -> bool:
+    """Whether a run lives in this folder; ``private`` is the name of the private folder of the host in question."""
+    try:
+        lock = os.open(path / private / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
+
+
+def remove_abandoned(parent: Path) -> list[Path]:
+    """Remove the private folders of runs that are no more; the folders removed."""
+    removed = []
+    for lock_file in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
+        try:
+            lock = os.open(lock_file, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            if lock_file.parent.name == PRIVATE:
+                leave_name(lock_file.parent.parent, None)
+            shutil.rmtree(lock_file.parent, ignore_errors=True)
+            removed.append(lock_file.parent)
+        finally:
+            os.close(lock)
+    return removed
+
+
+def free_run_folder(config: Config) -> Path:
+    """The folder that a start of ``run.name`` would take now; nothing is changed. Raises OSError."""
+    return next(_free(Path(config.run.dir).absolute(), config))
+
+
+def _next_free(parent: Path, config: Config) -> Path:
+    for path in _free(parent, config):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if not claim(path, Path.cwd()):
+                continue
+        return path
+    raise AssertionError("there is always another number")
+
+
+def _free(parent: Path, config: Config) -> Iterator[Path]:
+    """Folders of the name that a run may have: new ones, and those that a failed start of the same name has left."""
+    for number in count(1):
+        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+        # A folder of checkpoints elsewhere may be that of another run of this name.
+        if _is_left(path, config) if path.exists() else not checkpoint_dir(config, path).exists():
+            yield path
+
+
+def _is_left(path: Path, config: Config) -> bool:
+    if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
+        return False
+    return not holds_checkpoints(checkpoint_dir(config, path)) and not has_begun(path, Path.cwd())
+
+
+def is_of_name(path: Path, name: str) -> bool:
+    """Whether the run in this folder was begun under a name: another may be called NAME-2 by its user."""
+    if path.name == name:
+        return True
+    for file in path.glob("config*.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if read_tree(file)["run"]["name"] == name:
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""The launcher's terminal: progress, notices, summary, and the user's signals."""

@@ -1,0 +1,159 @@
+"""A launcher that outlives its terminal. Standard library only.
+
+The command divides: its child is the launcher, in a session of its own, and this process stays only until the run
+really runs, shows meanwhile what the child writes, and passes signals on to it. The child writes to a file without a
+name until there is a run folder, and from then on to ``launcher.log`` among the run's logs, which begins with what was
+written before. If the child ends before the run runs, its exit code is that of the command, and all that it wrote has
+been shown. A terminal that closes meanwhile ends this process alone.
+
+Nothing may have started a thread before, so it comes before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TextIO
+
+from asyncrl.text.streams import send_nowhere
+
+LOG = "launcher.log"
+LOOK_S = 0.2
+LONGEST_WORD_BYTES = 1 << 16
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+
+@dataclass
+class Detached:
+    """The child's end: tells the command that waits where the run is, and that it runs."""
+
+    output: IO[bytes]
+    """File that this process writes to so far."""
+    pipe: int
+
+    def has_folder(self, run_dir: Path, logs: Path, head: str = "") -> None:
+        """Write into this folder from here on. ``head`` is the host where the run is, empty for this one."""
+        _flush()
+        log = (logs / LOG).open("ab")
+        with os.fdopen(os.dup(self.output.fileno()), "rb") as written:
+            written.seek(0)
+            shutil.copyfileobj(written, log)
+        log.flush()
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+        self._tell({"run": str(run_dir), "log": str(logs / LOG), "head": head, "at": log.tell()})
+        log.close()
+
+    def runs(self) -> None:
+        """The run runs; nobody waits any more."""
+        self._tell({})
+        os.close(self.pipe)
+        self.pipe = -1
+
+    def _tell(self, word: dict[str, object]) -> None:
+        if self.pipe >= 0:
+            # Nobody waits any more once the terminal is closed.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self.pipe, json.dumps(word).encode() + b"\n")
+
+
+def detach() -> Detached | int:
+    """Divide: the child gets its end, the parent the command's exit code once the run runs. Raises OSError."""
+    _flush()
+    output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(theirs)
+        return _Waiting(child, ours, output).main()
+    os.close(ours)
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    for number, at in ((nowhere, 0), (output.fileno(), 1), (output.fileno(), 2)):
+        os.dup2(number, at)
+    os.close(nowhere)
+    return Detached(output, theirs)
+
+
+class _Waiting:
+    """The parent, which waits until the run runs or the child has ended."""
+
+    def __init__(self, child: int, pipe: int, output: IO[bytes]) -> None:
+        self._child, self._pipe, self._output = child, pipe, output
+        self._at = 0
+        self._run: dict[str, str] = {}
+
+    def main(self) -> int:
+        for number in PASSED_ON:
+            signal.signal(number, self._pass_on)
+        words = b""
+        while True:
+            ready, _, _ = select.select([self._pipe], [], [], LOOK_S)
+            self._show()
+            if not ready:
+                continue
+            found = os.read(self._pipe, LONGEST_WORD_BYTES)
+            if not found:
+                return self._ended()
+            *whole, words = (words + found).split(b"\n")
+            for word in map(json.loads, whole):
+                if not word:
+                    return self._runs()
+                self._follow(word)
+
+    def _pass_on(self, number: int, _frame: object) -> None:
+        os.kill(self._child, number)
+
+    def _follow(self, word: dict[str, object]) -> None:
+        """The child writes elsewhere from here on."""
+        self._show()
+        self._run = {key: str(word[key]) for key in ("run", "log", "head")}
+        self._output = open(self._run["log"], "rb", buffering=0)  # noqa: SIM115
+        self._at = int(str(word["at"]))
+
+    def _show(self) -> None:
+        """Show what the child has written since."""
+        while found := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._at):
+            self._at += len(found)
+            _say(found.decode(errors="replace"), sys.stderr)
+
+    def _runs(self) -> int:
+        self._show()
+        run, head = self._run["run"], self._run["head"]
+        there = f" (on {head})" if head else ""
+        rows = (
+            f"the run goes on without this terminal, followed by process {self._child}",
+            f"run folder  {run}{there}",
+            f"output      {self._run['log']}",
+            f"watch       asyncrl-top {shlex.quote(run)}{there}",
+            f"end         asyncrl-launch --stop {shlex.quote(run)}{there}",
+        )
+        _say("".join(f"{row}\n" for row in rows), sys.stdout)
+        return 0
+
+    def _ended(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        self._show()
+        return code if code >= 0 else 128 - code
+
+
+def _say(text: str, stream: TextIO) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        send_nowhere(stream)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

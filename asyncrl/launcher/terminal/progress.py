@@ -1,0 +1,321 @@
+"""The launcher's view of a run while it lives: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TextIO
+
+from rich.cells import cell_len, set_cell_size
+
+from asyncrl.launcher.terminal.notices import ShownNotices
+from asyncrl.launcher.terminal.pace import Pace
+from asyncrl.launcher.terms.spec import (
+    Event,
+    MetricsEvent,
+    MovingEvent,
+    NoticeEvent,
+    ReadyEvent,
+    RestartEvent,
+    StacksEvent,
+    StateEvent,
+    StuckEvent,
+)
+from asyncrl.roles import role_of
+from asyncrl.runtime.lifecycle.roster import CONTROLLER
+from asyncrl.telemetry.metrics_line import Line, is_eval_mean, versions_in_words
+from asyncrl.text.numbers import count, duration, fixed
+from asyncrl.text.printable import printable
+from asyncrl.text.streams import send_nowhere
+
+NAMES_SHOWN = 4
+WARM_STEP = "warm step"
+CLEAR_LINE = "\r\x1b[2K"
+_NEWLINE = "\n"
+"""Character that stays in what is told of a run; all else that a terminal would obey is shown as an escape."""
+
+
+class Progress:
+    """Shows how the run goes on ``out``, and what went wrong on ``err``; ``steps`` is the run's last step."""
+
+    def __init__(
+        self, out: TextIO, steps: int, err: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now_s = now
+        self._pace = Pace(steps, now())
+        self.notices = ShownNotices()
+        self.step = 0
+        """The last step heard of."""
+        self.restarts: dict[str, int] = {}
+        """Restarts of each actor, by name."""
+        self._losses: dict[str, int] = {}
+        """Groups that were not trained and the like, in the last step's line, by their key."""
+        self._learner_died: tuple[str, float] | None = None
+        """The rank that died first since the last step, and the time of its death."""
+        self._start = 0
+        """The learner's ``start`` in the last step's line."""
+        self._out = out
+        self._err = sys.stderr if err is None else err
+        self._steps = steps
+        self._live = out.isatty()
+        self._stands = ""
+        """The state of the run, in the newest words."""
+        self._shown = ""
+        """The state as it was written last, with what the run waits for."""
+        self._waits: dict[tuple[str, str], str] = {}
+        """Words of actors for what the run waits for, by actor and key of the notice."""
+        self._died: dict[str, float] = {}
+        """Time of death of each actor that is not ready again."""
+        self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
+        """The lost hosts with their actors, and the controller that says so."""
+        self._awaited: int | None = None
+        self._reached = 0
+
+    def show(self, event: Event) -> None:
+        """Show an event, if it says something new."""
+        if isinstance(event, StateEvent):
+            if event.controller != self._lost[0]:
+                self._tell_of_ready(CONTROLLER)
+            self._tell_of_hosts(event)
+        match event:
+            case StateEvent(phase="starting", waiting_for=names):
+                # As plain lines, each half as many as before: a large run does not fill the screen.
+                if self._live or self._awaited is None or len(names) <= self._awaited // 2:
+                    self._awaited = len(names)
+                    self._now(f"starting: waiting for {_some(names)}" if names else "starting")
+            case StateEvent(phase="running"):
+                # Metrics say more; between them this line stays.
+                if not self._stands.startswith(("step", WARM_STEP)):
+                    self._now("running")
+            case StateEvent(phase="preempting"):
+                self._now("making way: waiting for a checkpoint")
+            case StateEvent(phase="draining"):
+                self._waits.clear()
+                self._now("draining: ending the actors in order")
+            case RestartEvent(name=name, reason=reason, after_s=after_s):
+                self.warn([f"{name} died ({reason}) and is started again"])
+                self.restarts[name] = self.restarts.get(name, 0) + 1
+                self._died[name] = died = self._now_s() - after_s
+                for waits in [waits for waits in self._waits if waits[0] == name]:
+                    self._wait(waits, "")
+                if role_of(name) == "learner" and self._learner_died is None:
+                    self._learner_died = name, died
+            case ReadyEvent(name=name):
+                self._tell_of_ready(name)
+            case StuckEvent(report=report):
+                self.warn([f"watchdog: {report}"])
+            case StacksEvent(name=name, lines=lines, more=more, log=log):
+                rest = f"  ... {more} more lines in {log}" if more else f"  (also in {log})"
+                self.warn([f"stacks of {name}:", *(f"  {line}" for line in lines), rest])
+            case NoticeEvent():
+                if line := self.notices.take(event, self._now_s()):
+                    self.warn([line])
+                self._wait((event.actor, event.key), event.waits_for)
+            case MovingEvent():
+                self.warn(["watchdog: the run moves again"])
+            case MetricsEvent(line=line) if line.get("kind") == "eval":
+                self.say(describe_eval(line))
+            case MetricsEvent(line=line) if line.get("kind") == "warm":
+                self._now(describe_warm_step(line))
+            case MetricsEvent(line=line):
+                self._tell_of_return(line)
+                self._show_step(line)
+            case _:
+                pass
+
+    def _tell_of_ready(self, name: str) -> None:
+        """An actor is ready that may have been started again."""
+        if name in self._died:
+            self.say(f"{name} is ready again, {duration(self._now_s() - self._died.pop(name))} after it died")
+
+    def _tell_of_hosts(self, state: StateEvent) -> None:
+        """Tell of hosts that are lost, that are back, and that leave without having come back."""
+        controller, before = self._lost
+        # A controller does not tell the return of a host that it has not lost itself.
+        before = before if controller == state.controller else {}
+        self._lost = state.controller, state.lost_hosts
+        for host, actors in state.lost_hosts.items():
+            if host not in before:
+                self.warn([f"host {host} is lost: nothing is heard of it; dead with it: {_some(actors)}"])
+        agents = tuple(f"({name})" for name in state.leaving)
+        for host, actors in before.items():
+            if host in state.lost_hosts:
+                continue
+            if host.endswith(agents):
+                self.say(f"host {host} leaves the run, which goes on without: {_some(actors)}")
+            else:
+                self.say(f"host {host} is back; fenced, and started again there: {_some(actors)}")
+
+    def _show_step(self, line: Line) -> None:
+        now = self._now_s()
+        if isinstance(line.get("step"), int):
+            self.step = line["step"]
+            self._pace.heard(line["step"], now)
+        losses = losses_of(line)
+        if not self._losses and self.step > 1:
+            # A run that is resumed counts on from where it was.
+            self._losses = losses
+        self._now(describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses)))
+        self._losses = losses
+
+    def _tell_of_return(self, line: Line) -> None:
+        """Tell of the first step of a dead learner's successor, and what that one goes on from."""
+        start, before, step = line.get("start", 0), self._start, line.get("step", 0)
+        self._start = start
+        if self._learner_died is not None and start > before > 0:
+            name, died = self._learner_died
+            self._learner_died = None
+            told = f"training goes on: step {step} {self._now_s() - died:.1f} s after {name} died"
+            self.say(f"{told}, from {_basis(step - 1)}; {_again(step, self.step)}")
+
+    def reaching(self, hosts: list[str]) -> None:
+        """Show the hosts that have not answered yet."""
+        if self._live or not self._reached or len(hosts) <= self._reached // 2:
+            self._reached = len(hosts)
+            self._now(f"reaching hosts: waiting for {_some(hosts)}" if hosts else "reaching hosts: all are there")
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        text = printable(text, keep=_NEWLINE)
+        self._write(f"{text}\n{self._fitted(self._shown)}" if self._live else f"{text}\n")
+
+    def warn(self, lines: list[str]) -> None:
+        """Show lines that stay, on ``err``."""
+        if self._live:
+            self._write("")
+        try:
+            self._err.write("".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
+            self._err.flush()
+        except OSError:
+            send_nowhere(self._err)
+        if self._live:
+            self._write(self._fitted(self._shown))
+
+    def end(self) -> None:
+        """Leave the terminal as it was found."""
+        self._shown = ""
+        self._write("")
+
+    def _wait(self, waits: tuple[str, str], waits_for: str) -> None:
+        """The run waits for this, says a notice of this actor and key; for nothing if it is empty."""
+        if waits_for == self._waits.get(waits, ""):
+            return
+        self._waits.pop(waits, "")
+        if waits_for:
+            self._waits[waits] = waits_for
+        # As plain lines, the next step says soon enough that there is nothing to wait for.
+        if self._live or waits_for:
+            self._now(self._stands)
+
+    def _now(self, text: str) -> None:
+        self._stands = text
+        waits = ", ".join(dict.fromkeys(self._waits.values()))
+        # First, for a narrow terminal cuts the end.
+        text = printable(f"waiting for {waits}  {text}".rstrip() if waits else text)
+        if text != self._shown:
+            self._shown = text
+            self._write(self._fitted(text) if self._live else f"{text}\n")
+
+    def _fitted(self, text: str) -> str:
+        width = shutil.get_terminal_size().columns - 1
+        return text if cell_len(text) <= width else set_cell_size(text, width)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(CLEAR_LINE + text if self._live else text)
+            self._out.flush()
+        except OSError:
+            send_nowhere(self._out)
+
+
+_STEP_WORDS: dict[str, Callable[[float], str]] = {
+    "weights/version": lambda value: f"version {value}",
+    "reward/mean": lambda value: f"reward {fixed(value, 3)}",
+    "staleness/token_mean": lambda value: f"staleness {fixed(value)}",
+    "rollout/tokens_per_s": lambda value: f"{count(value)} tokens/s",
+    "time/step_s": duration,
+}
+
+
+def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] = ()) -> str:
+    """A line of metrics in a few words; what is absent is left out.
+
+    ``pace`` and ``losses`` come early, for a narrow terminal cuts the end.
+    """
+    parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *losses]
+    for key, words in _STEP_WORDS.items():
+        value = line.get(key)
+        if key == "rollout/tokens_per_s" and not value:
+            # As in the last step, when there is nothing more to sample: true, and of no use to anybody.
+            continue
+        if isinstance(value, int | float):
+            parts.append(words(value))
+    return "  ".join(parts)
+
+
+_WARM_WORDS: dict[str, Callable[[float], str]] = {
+    "loss/sft": lambda value: f"loss {fixed(value, 3)}",
+    "sft/tokens": lambda value: f"{count(value)} tokens",
+    "sft/epochs": lambda value: f"epoch {fixed(value)}",
+    "time/train_s": duration,
+}
+
+
+def describe_warm_step(line: Line) -> str:
+    """A line of a supervised step before the first step in a few words; what is absent is left out."""
+    of = f"/{line['sft/warm_steps_of']}" if "sft/warm_steps_of" in line else ""
+    parts = [f"{WARM_STEP} {line.get('sft/warm_steps', '?')}{of}"]
+    parts += [words(line[key]) for key, words in _WARM_WORDS.items() if isinstance(line.get(key), int | float)]
+    return "  ".join(parts)
+
+
+LOSSES = {
+    "ledger/filtered": "filtered",
+    "ledger/quarantined": "quarantined",
+    "rollout/dropped_trajectories": "dropped",
+    "rollout/failed_attempts": "failed attempts",
+}
+"""Keys of a line of metrics that count what was generated and not trained: groups since the start of the run, then, of
+its learner, trajectories and attempts at them."""
+
+
+def losses_of(line: Line) -> dict[str, int]:
+    """The counts of LOSSES in a line."""
+    return {key: int(line[key]) for key in LOSSES if isinstance(line.get(key), int | float)}
+
+
+def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Words for the counts that have moved since the line before, each with its increase."""
+    moved = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
+    return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in moved.items()]
+
+
+def describe_eval(line: Line) -> str:
+    """An evaluation's line in a few words: the versions that were sampled, which the step of the line does not tell."""
+    means = [f"{key.removesuffix('/mean')} {mean_in_words(line[key])}" for key in sorted(line) if is_eval_mean(key)]
+    where = versions_in_words(line) or f"step {line.get('step', '?')}"
+    return "  ".join([where, *(means or ["evaluation without results"])])
+
+
+def mean_in_words(mean: Any) -> str:
+    """The mean of an evaluation in words; it is null where nothing was scored."""
+    return fixed(mean, 3) if isinstance(mean, int | float) else "n/a"
+
+
+def _basis(step: int) -> str:
+    """Words for what a learner goes on from that has trained so many steps."""
+    return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
+
+
+def _again(first: int, last: int) -> str:
+    """Words for the steps that are trained a second time."""
+    if first > last:
+        return "no step is trained again"
+    return f"step {last} is trained again" if first == last else f"steps {first} to {last} are trained again"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,95 @@
+"""The summary at the end of a run: what came of it, and where everything lies. Fails with OSError."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launcher.terminal.progress import mean_in_words
+from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in
+from asyncrl.text.numbers import fixed
+
+TENTH = 10
+UNTRAINED = {
+    "ledger/filtered": "groups filtered",
+    "ledger/quarantined": "groups quarantined",
+    "rollout/dropped_trajectories": "trajectories dropped",
+    "rollout/failed_attempts": "failed attempts",
+}
+
+
+def summarise(
+    lines: Sequence[Line],
+    run_dir: Path,
+    log_dir: Path,
+    steps: int,
+    *,
+    trained: int = 0,
+    checkpoint: Path | None = None,
+    restarts: Mapping[str, int] | None = None,
+    figures: Mapping[str, float] | None = None,
+) -> list[str]:
+    """Rows on what came of a run: steps, reward and evaluations first → last, and where everything lies.
+
+    ``lines`` are those of training and evaluations, which a full disk may lack: of ``trained`` steps was heard at
+    least. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor. ``figures`` are
+    those that the learner told last, of a run without a step.
+    """
+    train = [line for line in lines if line.get("kind") != "eval"]
+    rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")]
+    if reward := _reward(train):
+        rows.append(("reward", reward))
+    evals: dict[str, list[Any]] = {}
+    for line in lines:
+        for key in filter(is_eval_mean, line):
+            evals.setdefault(key.removesuffix("/mean"), []).append(line[key])
+    for name, values in sorted(evals.items()):
+        rows.append((name, " → ".join(mean_in_words(value) for value in dict.fromkeys((values[0], values[-1])))))
+    if untrained := _untrained(train or [dict(figures or {})]):
+        rows.append(("not trained", untrained))
+    if restarts:
+        rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))))
+    rows.append(("run folder", str(run_dir)))
+    for label, place in (
+        ("metrics", run_dir / "metrics.jsonl"),
+        ("samples", run_dir / "samples"),
+        ("checkpoint", checkpoint),
+        ("model", run_dir / "export"),
+        ("trace", run_dir / "trace"),
+        ("logs", log_dir),
+    ):
+        if place is not None and place.exists() and not (label == "samples" and not any(place.iterdir())):
+            rows.append((label, str(place)))
+    top = f"asyncrl-top {shlex.quote(str(run_dir))}"
+    if (quarantine := run_dir / "quarantine.jsonl").exists():
+        rows.append(("quarantine", f"{quarantine}; {top} --explain UID tells what became of one of its groups"))
+    if (run_dir / "monitor").exists():
+        rows.append(("replay", f"{top} --replay, or --report FILE.html"))
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:<{width}}  {text}" for label, text in rows]
+
+
+def _reward(train: Sequence[Line]) -> str:
+    """Means over the first and the last tenth of the steps whose reward is known: single steps are noisy."""
+    known = [(line.get("step", 0), reward) for line in train if (reward := number_in(line, "reward/mean")) is not None]
+    if not known:
+        return ""
+    tenth = max(1, len(known) // TENTH)
+    ends = [known[:tenth], known[-tenth:]] if len(known) > 1 else [known]
+    means = " → ".join(fixed(sum(reward for _, reward in end) / len(end), 3) for end in ends)
+    return f"{means} (mean of {' and of '.join(_steps(end[0][0], end[-1][0]) for end in ends)})"
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _untrained(train: Sequence[Line]) -> str:
+    """Words for what was generated and not trained; trajectories are counted anew by each learner."""
+    newest: dict[int, Line] = {line.get("start", 0): line for line in train}
+    counts = {key: int(number_in(train[-1], key) or 0) for key in ("ledger/filtered", "ledger/quarantined")}
+    for key in ("rollout/dropped_trajectories", "rollout/failed_attempts"):
+        counts[key] = int(sum(number_in(line, key) or 0 for line in newest.values()))
+    return ", ".join(f"{UNTRAINED[key]} {count}" for key, count in counts.items() if count)

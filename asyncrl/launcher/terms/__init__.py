@@ -1,0 +1,1 @@
+"""Terms between the launcher, its hosts and their agents: specifications, placement, signals."""

@@ -1,0 +1,157 @@
+"""The node agent's end of the wire: it follows the run's state and reports the ends of processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
+from asyncrl.launcher.terms.spec import private_name
+from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
+from asyncrl.messages.hosts import HostLeft
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.runtime.calls.retry import AWAY_S, log_away
+from asyncrl.wire.keys import load_credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+ASK_STOP_S = 2.0
+SILENCE_SHARE = 0.5
+"""Deadline of a call whose answer is missed, as a share of the shorter of supervision.silence_s and host_lost_s."""
+
+
+def agent_name(index: int) -> str:
+    """The name of the node agent of the host with this number; the head's is 0."""
+    return f"agent/{index}"
+
+
+class ControllerLink(Actor):
+    """Hands each state to ``on_state``, in order and with every line of metrics once, until cancelled.
+
+    ``on_silent`` is called when a call was not answered, ``on_successor`` when a new incarnation has answered.
+    """
+
+    role = "agent"
+
+    def __init__(
+        self,
+        context: ActorContext,
+        *,
+        on_state: Callable[[RunState], None],
+        on_silent: Callable[[], None],
+        on_successor: Callable[[], None],
+    ) -> None:
+        super().__init__(context)
+        self._on_state, self._on_silent, self._on_successor = on_state, on_silent, on_successor
+        self.controller = 0
+        """Incarnation of the controller that was heard last."""
+
+    async def run(self) -> None:
+        """Follow the run."""
+        # Metrics are told by the head's agent alone.
+        no_line = 0 if self.context.index == 0 else -1
+        seen, seen_line = -1, no_line
+        # A parked call is answered in time by a controller that lives, so that its silence shows soon enough.
+        supervision = self.config.supervision
+        shortest = min(supervision.silence_s, supervision.host_lost_s)
+        within = min(self.config.network.call_timeout_s, SILENCE_SHARE * shortest)
+        while True:
+            call = self.peer(CONTROLLER).call(WatchRun(seen=seen, seen_line=seen_line), timeout=within)
+            try:
+                state: RunState = await call
+            except (DeadlineExceeded, RemoteError) as error:
+                log_away(self.log, "controller", error)
+                if isinstance(error, DeadlineExceeded):
+                    self._on_silent()
+                await asyncio.sleep(AWAY_S)
+                continue
+            before, self.controller = self.controller, call.answered_by
+            if before not in (0, self.controller):
+                self._on_successor()
+                # It counts its lines from 1 again.
+                seen, seen_line = -1, no_line
+                continue
+            seen = state.number
+            seen_line = state.last_line if no_line == 0 else no_line
+            self._on_state(state)
+
+    async def report_start(self, message: ActorStarted) -> None:
+        """Tell of a start; a controller that cannot be told has a successor, who is told again."""
+        try:
+            await self.peer(CONTROLLER).call(message)
+        except WireError as error:
+            self.log.warning("start not reported", actor=message.name, error=str(error))
+
+    async def report_end(self, message: ActorEnded) -> bool | None:
+        """Tell of an end, as of a start; whether the controller had asked for it, None if it does not say."""
+        try:
+            reply: EndNoted = await self.peer(CONTROLLER).call(message)
+        except WireError as error:
+            self.log.warning("end not reported", actor=message.name, error=str(error))
+            return None
+        return reply.asked
+
+    async def say_farewell(self, timeout: float) -> None:
+        """Tell that nothing of this host is left in the run, until a controller knows it whose successor would."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        while True:
+            try:
+                await self.peer(CONTROLLER).call(HostLeft(), timeout=until - loop.time())
+                return
+            except Refused:
+                # A host that has left is not spoken to any more, so this is known.
+                return
+            except WireError as error:
+                self.log.warning("farewell not heard", error=str(error))
+                if not isinstance(error, RemoteError) or not error.retryable:
+                    return
+            await asyncio.sleep(AWAY_S)
+
+    async def ask_stop(self, reason: str, *, preempt: bool) -> bool:
+        """Ask for an end in good order, or for a checkpoint and the end; False if the controller does not answer."""
+        timeout = None if preempt else ASK_STOP_S
+        try:
+            await self.peer(CONTROLLER).call(StopRun(reason=reason, preempt=preempt), timeout=timeout)
+        except WireError as error:
+            self.log.warning("stop not answered", error=str(error))
+            return False
+        return True
+
+
+def make_link(
+    config: Config,
+    run_dir: Path,
+    controller: str,
+    *,
+    index: int,
+    incarnation: int,
+    host: str,
+    called: str,
+    actors: Iterable[str],
+    on_state: Callable[[RunState], None],
+    on_silent: Callable[[], None],
+    on_successor: Callable[[], None],
+) -> ControllerLink:
+    """A link of the agent with this index to the controller at this address; its ``main`` is yet to be run.
+
+    ``host`` is the address that it binds, empty for network.host; ``called`` is the host's name in the hostfile, and
+    ``actors`` are those of this host.
+    """
+    name = agent_name(index)
+    credentials = load_credentials(run_dir / private_name(index), name, 0)
+    transport = ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes)
+    context = ActorContext(
+        config=config,
+        name=name,
+        incarnation=incarnation,
+        run_dir=run_dir,
+        transport=transport,
+        credentials=credentials,
+        controller=controller,
+        bind_host=host,
+    )
+    link = ControllerLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)
+    link.facts = {"actors": list(actors), "host": called}
+    return link

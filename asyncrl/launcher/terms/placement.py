@@ -1,0 +1,355 @@
+"""The host of each actor, its GPUs and its environment: a pure function of config and hosts.
+
+The first host is the head: the controller, the dataloader, the learner's rank 0 and the parameter server beside it are
+there. The learner's ranks fill the GPUs of the first hosts, as far as leaves room for the engines; ranks of a host
+follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it.
+Ranks and engines that compute on CPUs go where they get most cores, so such runs are spread evenly. Where there
+are episodes, each host with neither GPUs (``slots=0`` says so of one that has some) nor rank nor engine has an episode
+host as well, or the first ``episode.extra_hosts`` of them. Reward pools go to different
+hosts as far as there are hosts, each to the one with most cores free, counting one for each actor there. Where hosts
+are equal the earlier one is taken, and replicas are numbered in the order of the hosts.
+
+On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
+of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
+everybody else sees none. A run that does not fit is refused with the sum that does not.
+
+Threads: engines get an even share of their host's cores, counting the learner's ranks there; so do ranks with a GPU.
+Ranks that train on the CPU share all of its cores among themselves: an engine beside them mostly has nothing to do for
+as long as a slow learner trains, and the kernel divides the cores where it has. So what a learner computes depends, in
+the last bits, on the cores of its host and on its ranks there (or on learner.threads), and not on how many engines
+there are. Everybody else gets one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.errors import ConfigError
+from asyncrl.roles import ROLES, is_optional, role_of
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+MOST_HOSTS_NAMED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A host and what it offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there.
+
+    ``address`` is that by which other hosts reach it; empty for network.host, as on the only host of a run.
+    """
+
+    name: str
+    cpus: int
+    gpus: tuple[str, ...] = ()
+    address: str = ""
+    interface: str = ""
+    """The network interface that holds the address, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """One actor on its host."""
+
+    name: str
+    host: str
+    gpus: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
+    """Place every actor of a run, the controller first. ``hosts`` have different names, the head is the first of them.
+
+    ``config`` is that of ``with_gpus`` and ``with_episode_hosts``. Raises ConfigError.
+    """
+    assert hosts
+    assert len({host.name for host in hosts}) == len(hosts)
+    ranks, replicas = _counts(config, hosts)
+    on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
+    threads = [_threads(config, *there, on_gpu) for there in zip(hosts, ranks, replicas, strict=True)]
+    placed = {}
+    first_rank = first_replica = 0
+    for index, host in enumerate(hosts):
+        learner_gpus = host.gpus[: ranks[index]] if on_gpu else ()
+        for local in range(ranks[index]):
+            env = _environment(threads[index].get("learner", 1), learner_gpus)
+            env |= _torch_environment(config, hosts[0], ranks, index, local) | _interface_environment(host)
+            name = f"learner/{first_rank + local}"
+            placed[name] = Placed(name=name, host=host.name, gpus=learner_gpus[local : local + 1], env=env)
+        for local in range(replicas[index]):
+            gpus = host.gpus[len(learner_gpus) + local * each :][:each]
+            env = _environment(threads[index].get("rollouter", 1), gpus) | _interface_environment(host)
+            name = f"rollouter/{first_replica + local}"
+            placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
+            beside = f"episodes/{first_replica + local}"
+            placed[beside] = Placed(name=beside, host=host.name, env=_environment(1, ()))
+        first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
+    extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
+    for name, host in zip(config.extra_episode_hosts, extra, strict=True):
+        placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
+    for name, host in zip(config.reward_pools, _reward_hosts(config, hosts, ranks, replicas), strict=True):
+        placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
+    for name in config.actors:
+        if name not in placed:
+            placed[name] = Placed(name=name, host=hosts[0].name, env=_environment(1, ()))
+    return [placed[name] for name in config.actors]
+
+
+def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
+    """The config with the GPUs of an engine, as these hosts let it be if the user does not say. Raises ConfigError."""
+    if config.rollout.gpus_per_replica is not None:
+        return config
+    tree = config.model_dump(mode="json")
+    on_gpu = config.rollout.traits.gpus and any(host.gpus for host in hosts)
+    tree["rollout"]["gpus_per_replica"] = 1 if on_gpu else 0
+    return validate_config(tree)
+
+
+def with_episode_hosts(config: Config, hosts: Sequence[Host]) -> Config:
+    """The config with the number of hosts that play episodes beside those of the rollouters: all that can, where the
+    user does not say. ``config`` is that of ``with_gpus``. Raises ConfigError.
+    """
+    wanted = config.episode.extra_hosts
+    if config.episode.kind == "single" or wanted == 0:
+        return config
+    able = _episode_hosts(hosts, *_counts(config, hosts))
+    if wanted is None and not able:
+        return config
+    if wanted is None:
+        tree = config.model_dump(mode="json")
+        tree["episode"]["extra_hosts"] = len(able)
+        return validate_config(tree)
+    if wanted > len(able):
+        named = f": {', '.join(host.name for host in able[:MOST_HOSTS_NAMED])}" if able else ""
+        told = (
+            f"episode.extra_hosts: is {wanted}, and {len(able)} of {len(hosts)} hosts have neither GPUs nor a "
+            f"rollouter nor a rank of the learner{named}; name more of them (slots=0 in the hostfile keeps GPUs out "
+            "of a run), or leave it out to take those that there are"
+        )
+        raise ConfigError([told])
+    return config
+
+
+def replicas_of(config: Config, host: Host) -> int:
+    """Engines that a host has room for that is to have nothing else; one, where they compute on CPUs."""
+    each = _gpus_per_replica(config)
+    return len(host.gpus) // each if each else 1
+
+
+def place_replicas(config: Config, host: Host, names: Sequence[str]) -> list[Placed]:
+    """Place rollouters and episode hosts of these names on a host that has nothing else of the run."""
+    each = _gpus_per_replica(config)
+    rollouters = [name for name in names if role_of(name) == "rollouter"]
+    threads = _threads(config, host, 0, len(rollouters), on_gpu=False).get("rollouter", 1)
+    placed = [
+        Placed(name=name, host=host.name, env=_environment(1, ())) for name in names if role_of(name) == "episodes"
+    ]
+    for local, name in enumerate(rollouters):
+        gpus = host.gpus[local * each :][:each]
+        env = _environment(threads, gpus) | _interface_environment(host)
+        placed.append(Placed(name=name, host=host.name, gpus=gpus, env=env))
+    return placed
+
+
+def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
+    learner = config.learner
+    there = any(host.gpus for host in hosts)
+    return learner.backend != "sim" and (learner.device == "cuda" or (learner.device == "auto" and there))
+
+
+def _gpus_per_replica(config: Config) -> int:
+    if not config.rollout.traits.gpus:
+        return 0
+    assert config.rollout.gpus_per_replica is not None
+    return config.rollout.gpus_per_replica
+
+
+def _counts(config: Config, hosts: Sequence[Host]) -> tuple[list[int], list[int]]:
+    """Learner ranks and engines of each host. Raises ConfigError."""
+    on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
+    gpus = [len(host.gpus) for host in hosts]
+    if on_gpu:
+        ranks = _split_ranks(config, hosts, each)
+        free = [there - taken for there, taken in zip(gpus, ranks, strict=True)]
+    else:
+        # Rank 0 is on the head whatever its cores.
+        ranks = [1] + [0] * (len(hosts) - 1)
+        _spread(ranks, config.learner.ranks - 1, hosts, ranks)
+        free = gpus
+    replicas = [0] * len(hosts)
+    if not each:
+        _spread(replicas, config.rollout.replicas, hosts, list(ranks))
+        return ranks, replicas
+    if sum(there // each for there in free) < config.rollout.replicas:
+        raise _refusal(config, hosts, config.learner.ranks if on_gpu else 0, each)
+    for _ in range(config.rollout.replicas):
+        chosen = max(range(len(hosts)), key=lambda i: (free[i] - replicas[i] * each, -i))
+        replicas[chosen] += 1
+    return ranks, replicas
+
+
+def _spread(counts: list[int], more: int, hosts: Sequence[Host], computing: list[int]) -> None:
+    """Add ``more`` processes to ``counts``, each where it gets most cores; ``computing`` are those there already."""
+    for _ in range(more):
+        chosen = max(range(len(hosts)), key=lambda i: (hosts[i].cpus / (computing[i] + 1), -i))
+        counts[chosen] += 1
+        if counts is not computing:
+            computing[chosen] += 1
+
+
+def _split_ranks(config: Config, hosts: Sequence[Host], each: int) -> list[int]:
+    """Learner ranks of each host, a GPU each: the first hosts as full as leaves room for all engines on the others.
+
+    Raises ConfigError where there is no such split.
+    """
+    ranks, replicas = config.learner.ranks, config.rollout.replicas if each else 0
+    # most[i][n]: the most engines that fit on the hosts from i on beside n ranks there; None: the ranks do not fit.
+    most: list[list[int | None]] = [[0] + [None] * ranks]
+    for host in reversed(hosts):
+        rest, here = most[0], len(host.gpus)
+        row: list[int | None] = []
+        for wanted in range(ranks + 1):
+            fits = [
+                (here - taken) // each + after if each else after
+                for taken in range(min(wanted, here) + 1)
+                if (after := rest[wanted - taken]) is not None
+            ]
+            row.append(max(fits, default=None))
+        most.insert(0, row)
+    split: list[int] = []
+    left, engines = ranks, 0
+    for index, host in enumerate(hosts):
+        here = len(host.gpus)
+        # Rank 0 is on the head.
+        least = 1 if index == 0 else 0
+        for taken in range(min(left, here), least - 1, -1):
+            after = most[index + 1][left - taken]
+            room = (here - taken) // each if each else 0
+            if after is not None and engines + room + after >= replicas:
+                split.append(taken)
+                left, engines = left - taken, engines + room
+                break
+        else:
+            raise _refusal(config, hosts, ranks, each)
+    return split
+
+
+def _refusal(config: Config, hosts: Sequence[Host], ranks: int, each: int) -> ConfigError:
+    """The error that tells why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
+    replicas = config.rollout.replicas
+    needed, there = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
+    parts = [f"learner.ranks = {ranks}"] * bool(ranks)
+    parts += [f"rollout.replicas x rollout.gpus_per_replica = {replicas} x {each} = {replicas * each}"] * bool(each)
+    advice = ['set learner.device = "cpu"'] * bool(ranks) + ["set rollout.gpus_per_replica = 0"] * bool(each)
+    named = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts[:MOST_HOSTS_NAMED])
+    named += f" and {len(hosts) - MOST_HOSTS_NAMED} hosts more" if len(hosts) > MOST_HOSTS_NAMED else ""
+    has = f"{hosts[0].name} has {there}" if len(hosts) == 1 else f"there are {there}: {named}"
+    told = f"GPUs: {' + '.join(parts)} makes {needed}"
+    if needed > there:
+        told += f", but {has}; ask for fewer, or {' and '.join(advice)} to use the CPU"
+    elif ranks and not hosts[0].gpus:
+        told += f" and {has}, but the learner's rank 0 belongs on the first host, and {hosts[0].name} has no GPU"
+        told += "; name a host with GPUs first"
+    else:
+        told += (
+            f" and {has}, but an engine does not span hosts, and there is no room for {replicas} of {each} GPUs each"
+        )
+        told += " beside the learner" if ranks else ""
+        told += "; ask for fewer, or smaller ones"
+    return ConfigError([told])
+
+
+def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
+    """The hosts that can play episodes for rollouters elsewhere."""
+    return [
+        host for host, *computing in zip(hosts, ranks, replicas, strict=True) if not host.gpus and not any(computing)
+    ]
+
+
+def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
+    """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
+    # Those without which a run goes on are of low priority.
+    on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
+    each = 1 if config.episode.kind == "single" else 2
+    extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
+    free = [
+        host.cpus - ranks[i] - each * replicas[i] - (host in extra) - (on_head if i == 0 else 0)
+        for i, host in enumerate(hosts)
+    ]
+    # Sorting keeps the order of those that are equal.
+    freest = sorted(range(len(hosts)), key=lambda at: -free[at])
+    return [hosts[freest[pool % len(hosts)]] for pool in range(config.reward.pools)]
+
+
+def _threads(config: Config, host: Host, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:
+    """Threads of a process of each role that computes on the host; ``on_gpu``: the learner does it on GPUs."""
+    counts = {}
+    if config.learner.backend != "sim":
+        counts["learner"] = ranks
+    threads_key = config.rollout.traits.threads_key
+    if threads_key:
+        counts["rollouter"] = replicas
+    share = max(1, host.cpus // max(1, sum(counts.values())))
+    threads = dict.fromkeys(counts, share)
+    if "learner" in counts and not on_gpu:
+        threads["learner"] = config.learner.threads or max(1, host.cpus // max(1, ranks))
+    if "rollouter" in counts and (asked := config.rollout.value_of(threads_key)):
+        threads["rollouter"] = asked
+    return threads
+
+
+def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
+    return dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
+
+
+def _interface_environment(host: Host) -> dict[str, str]:
+    """Variables that name the interface over which collectives go."""
+    return dict.fromkeys(INTERFACE_VARIABLES, host.interface) if host.interface else {}
+
+
+def _torch_environment(config: Config, head: Host, ranks: Sequence[int], index: int, local: int) -> dict[str, str]:
+    """Variables that torch.distributed reads, for a rank of the host at ``index``; the ranks agree on the port."""
+    return {
+        "RANK": str(sum(ranks[:index]) + local),
+        "LOCAL_RANK": str(local),
+        # Among the hosts that have ranks.
+        "GROUP_RANK": str(sum(map(bool, ranks[:index]))),
+        "WORLD_SIZE": str(config.learner.ranks),
+        "LOCAL_WORLD_SIZE": str(ranks[index]),
+        "MASTER_ADDR": head.address or config.network.host,
+    }
+
+
+def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
+    """Placement and derived numbers, a line each, for people."""
+    width = max(len(actor.name) for actor in placed)
+    host_width = max(len(actor.host) for actor in placed)
+    rows = ["", "placement:"]
+    for actor in placed:
+        where = f"GPU {','.join(actor.gpus)}" if actor.gpus else "CPU"
+        rows.append(
+            f"  {actor.name:<{width}}  {actor.host:<{host_width}}  {where}  threads {actor.env[THREAD_VARIABLES[0]]}"
+        )
+    learner, rollout = config.learner, config.rollout
+    _, most = rollout.concurrency_bounds
+    upto = "up to " if rollout.concurrency == "auto" else ""
+    each, key, what = most, "rollout.concurrency", "trajectories in flight"
+    if config.episode.kind != "single":
+        each, key, what = config.episodes_open(most), "rollout.episodes", "episodes open"
+        upto = "" if rollout.episodes else upto
+    return [
+        *rows,
+        "",
+        "derived:",
+        f"  G, groups per version        {config.groups_per_version} = learner.groups_per_step "
+        f"{learner.groups_per_step} x learner.steps_per_version {learner.steps_per_version}",
+        f"  gate capacity, groups        {config.gate_capacity} = (staleness.max {config.staleness.max} + 1) x G",
+        f"  trajectories per step        {learner.groups_per_step * rollout.samples_per_prompt}",
+        f"  {what:<27}  {upto}{each * rollout.replicas} = {key} {each} x "
+        f"rollout.replicas {rollout.replicas}; the gate admits "
+        f"{config.gate_capacity * rollout.samples_per_prompt}",
+        f"  versions of the run          {learner.steps // learner.steps_per_version}",
+    ]

@@ -1,0 +1,146 @@
+"""Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
+
+Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered and requeued
+groups included, and ``reward/trained_mean`` and ``staleness/*`` of trained groups. A fraction or mean of nothing is
+left out rather than reported as 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.config.training import StalenessConfig
+from asyncrl.messages.groups import Group, Trajectory
+from asyncrl.telemetry.metrics import Histograms
+from asyncrl.trajectories import is_late, is_truncated, oldest_version, sampled_spans, sampled_tokens, versions_of
+
+
+def rewards_of(group: Group) -> np.ndarray:
+    """Rewards in the order of the trajectories, each of which is scored: float64 [n]."""
+    return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64)
+
+
+def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], tolerance: float) -> dict[str, float]:
+    """``reward/mean``, ``reward/std``, ``reward/trained_mean``, the component means and the fractions without
+    signal.
+
+    ``reward/all_zero_fraction``: groups whose rewards all are 0 within ``tolerance``.
+    ``reward/all_max_fraction``: groups whose rewards all equal the best there is, 1 or, where rewards go
+    beyond, the largest of this step.
+    """
+    groups = [rewards_of(group) for group in (*trained, *filtered)]
+    if not groups:
+        return {}
+    every = np.concatenate(groups)
+    best = max(1.0, float(every.max()))
+    found = {
+        "reward/mean": float(every.mean()),
+        "reward/std": float(every.std()),
+        "reward/all_zero_fraction": float(np.mean([np.all(np.abs(r) <= tolerance) for r in groups])),
+        "reward/all_max_fraction": float(np.mean([np.all(r >= best - tolerance) for r in groups])),
+    }
+    if trained:
+        found["reward/trained_mean"] = float(np.concatenate(groups[: len(trained)]).mean())
+    components: dict[str, list[float]] = {}
+    for group in (*trained, *filtered):
+        for trajectory in group.trajectories:
+            for name, value in trajectory.components.items():
+                components.setdefault(name, []).append(value)
+    return found | {f"reward/component/{name}": float(np.mean(values)) for name, values in sorted(components.items())}
+
+
+def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict[str, float]:
+    """Lengths in sampled tokens, the fractions truncated, resumed and sampled under several versions, and of episodes
+    their turns, forks and stages.
+    """
+    trajectories = [t for group in (*trained, *filtered) for t in group.trajectories]
+    if not trajectories:
+        return {}
+    lengths = np.array([sampled_tokens(t) for t in trajectories], dtype=np.float64)
+    return {
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_p95": float(np.percentile(lengths, 95)),
+        "rollout/truncated_fraction": float(np.mean([is_truncated(t) for t in trajectories])),
+        "rollout/mixed_version_fraction": float(np.mean([len(set(versions_of(t))) > 1 for t in trajectories])),
+        "rollout/resumed_trajectories": float(sum(t.resumes > 0 for t in trajectories)),
+    } | _episode_metrics([t for t in trajectories if t.turns])
+
+
+def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns, forks by cause, and shares of the time by stage; empty without episodes."""
+    if not episodes:
+        return {}
+    turns = np.array([episode.turns for episode in episodes], dtype=np.float64)
+    forks: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for episode in episodes:
+        forks.update(episode.forks)
+        seconds.update(episode.stage_s | {"score": episode.score_s})
+    life = float(seconds.total())
+    return {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_p95": float(np.percentile(turns, 95)),
+        **{f"rollout/forks/{cause}": float(number) for cause, number in sorted(forks.items())},
+        **{f"rollout/episode_share/{state}": each / life for state, each in sorted(seconds.items()) if life > 0},
+    }
+
+
+def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int, config: StalenessConfig) -> None:
+    """Count the trained tokens and groups by their staleness under ``version``."""
+    for group in trained:
+        for trajectory in group.trajectories:
+            for stale, tokens in _staleness(trajectory, version):
+                if not _left_out(stale, config):
+                    histograms.observe("staleness/tokens", stale, tokens)
+        oldest = oldest_version(group)
+        if oldest is not None:
+            histograms.observe("staleness/groups", version - oldest)
+
+
+def staleness_metrics(trained: Sequence[Group], *, version: int, config: StalenessConfig) -> dict[str, float]:
+    """Staleness, in versions, of the sampled tokens of the trained groups, and the late part of them.
+
+    ``staleness/late_groups`` counts groups with a token that is staler than the limit, ``late_fraction`` is the share
+    of such tokens among those sampled. Unless ``staleness.late`` is "train" they are not trained: ``masked_tokens``
+    counts them, and mean and maximum are of the others.
+    """
+    trajectories = [trajectory for group in trained for trajectory in group.trajectories]
+    pairs = [pair for trajectory in trajectories for pair in _staleness(trajectory, version)]
+    late = sum(tokens for stale, tokens in pairs if stale > config.max)
+    found = {"staleness/late_groups": float(sum(is_late(group, version, config.max) for group in trained))}
+    if pairs:
+        found["staleness/late_fraction"] = late / sum(tokens for _, tokens in pairs)
+    if config.hard:
+        found["staleness/masked_tokens"] = float(late)
+    kept = [(stale, tokens) for stale, tokens in pairs if not _left_out(stale, config)]
+    if kept:
+        found["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
+        found["staleness/token_max"] = float(max(stale for stale, _ in kept))
+    return found
+
+
+def requeue_metrics(trained: Sequence[Group], requeued: Sequence[Group]) -> dict[str, float]:
+    """Groups that were requeued since the last step, and the mean lengths of their responses and of the trained ones.
+
+    The longest responses are the latest: a first mean above the second shows the size of that bias.
+    """
+    found = {"staleness/requeued_groups": float(len(requeued))}
+    means = (("staleness/requeued_length_mean", requeued), ("staleness/trained_length_mean", trained))
+    for name, groups in means:
+        lengths = [sampled_tokens(trajectory) for group in groups for trajectory in group.trajectories]
+        if lengths:
+            found[name] = float(np.mean(lengths))
+    return found
+
+
+def _left_out(stale: int, config: StalenessConfig) -> bool:
+    return config.hard and stale > config.max
+
+
+def _staleness(trajectory: Trajectory, version: int) -> list[tuple[int, int]]:
+    """(versions, tokens) of each sampled span."""
+    spans = [span for sequence in trajectory.sequences for span in sampled_spans(sequence)]
+    return [(version - span.version, span.end - span.start) for span in spans]

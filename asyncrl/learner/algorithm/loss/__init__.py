@@ -1,0 +1,1 @@
+"""The loss of a step: losses, corrections, divergence from a reference, statistics."""

@@ -1,0 +1,86 @@
+"""Trial of the advantage and the loss of a run on made-up tokens: ``python -m asyncrl.learner.algorithm.loss.trial``.
+
+Reads the section ``learner`` as JSON from standard input and writes a JSON list of problems, each beginning with its
+key, to standard output; prints of the user's code go to standard error. In a process of its own, since that code
+may do anything when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+
+import numpy as np
+import torch
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.advantage.advantages import ScoredGroup, find_advantage
+from asyncrl.learner.algorithm.loss.objective import Objective
+from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.runtime.workers.user_code import describe
+
+LENGTHS = (3, 2)
+"""Tokens of each of the two sequences."""
+
+
+def problems_of(config: LearnerConfig) -> list[str]:
+    """Reasons that the advantage and the loss cannot be called, or return something wrong; none if they work."""
+    return [*_of_advantage(config), *_of_loss(config)]
+
+
+def _of_advantage(config: LearnerConfig) -> list[str]:
+    try:
+        advantage = find_advantage(config)
+    except ConfigError as error:
+        return error.problems
+    groups = [
+        ScoredGroup(
+            uid=f"trial-{number}",
+            rewards=np.array([0.0, 1.0, float(number)]),
+            past=[np.zeros(1), np.zeros(2), np.zeros(1)],
+            lengths=np.array([5, 9, 2]),
+        )
+        for number in range(2)
+    ]
+    try:
+        advantage(groups)
+    except Exception as error:
+        return [f"learner.advantage: {config.advantage} failed on made-up groups: {describe(error)}"]
+    return []
+
+
+def _of_loss(config: LearnerConfig) -> list[str]:
+    count = sum(LENGTHS)
+    logprobs = torch.linspace(-3.0, -0.1, count, requires_grad=True)
+    others = [logprobs.detach() - 0.05 * n for n in range(1, 5)]
+    batch = TokenBatch(
+        logprobs=logprobs,
+        entropies=torch.linspace(0.1, 1.0, count, requires_grad=True),
+        behaviour=others[0],
+        proximal=others[1],
+        advantages=torch.linspace(-1.0, 1.0, count),
+        weights=torch.ones(count),
+        segments=torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)),
+        sequences=len(LENGTHS),
+        staleness=torch.zeros(count, dtype=torch.int32),
+        reference=others[2],
+        teacher=others[3],
+    )
+    try:
+        objective, _ = Objective(config)(batch, float(count))
+        torch.autograd.backward(objective)
+    except ConfigError as error:
+        return error.problems
+    except Exception as error:
+        return [f"learner.loss: {config.loss} has no gradient: {describe(error)}"]
+    if logprobs.grad is None or not torch.isfinite(logprobs.grad).all():
+        return [f"learner.loss: {config.loss} has no finite gradient by the log-probs of its batch"]
+    return []
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "w") as answer, contextlib.redirect_stdout(sys.stderr):
+        answer.write(json.dumps(problems_of(LearnerConfig.model_validate_json(sys.stdin.read()))))

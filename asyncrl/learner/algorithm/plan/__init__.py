@@ -1,0 +1,1 @@
+"""The plan of a step: batches, packed rows, micro-batches."""

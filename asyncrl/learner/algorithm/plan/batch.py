@@ -1,0 +1,370 @@
+"""The plan of a step, from its groups to the work of each rank: advantages, packed micro-batches, and the
+denominator.
+
+Everything here is a pure function of its arguments, in numpy; torch is not imported. Advantages are taken
+over whole groups before anything is split. The denominator is the step's, over all ranks and micro-batches,
+fixed here.
+
+A sequence is its prompt and its tokens up to the last that is trained, which is left out: position i of it predicts
+token i + 1. The arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the positions
+that predict a loss token, and ``predict`` says where these are. Sequences of a group behind the same prompt may share
+their common beginning (sharing.py); that changes the work and nothing else.
+
+Trained are the sampled tokens, each in the one sequence where that is its role; context, and tokens repeated from
+another sequence, are computed and have no loss. A sequence with no loss token is not computed at all; neither is one
+whose advantages are all 0, where the objective has nothing but multiples of them: its tokens count in the denominator,
+and the gradient is the same without it.
+
+A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in its group's baseline and
+in no loss, no denominator and no statistic of the policy; so do tokens staler than ``staleness.max`` unless
+``staleness.late`` is "train".
+
+A step has one update or several, each from its share of the groups: advantages are taken over the whole step, and each
+update has the denominator of its own tokens.
+
+Fails with ValueError for a group that ``check_group`` would have refused, and ConfigError where the user's advantage
+fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.advantage.advantages import Advantages, Penalties, ScoredGroup, find_advantage
+from asyncrl.learner.algorithm.advantage.group_check import check_group
+from asyncrl.learner.algorithm.advantage.group_metrics import (
+    reward_metrics,
+    rewards_of,
+    rollout_metrics,
+    staleness_metrics,
+)
+from asyncrl.learner.algorithm.advantage.signal import turns_past
+from asyncrl.learner.algorithm.plan.aggregation import step_denominator, token_weight
+from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
+from asyncrl.learner.algorithm.plan.packing import pack
+from asyncrl.learner.algorithm.plan.sharing import Sharing, find_sharing, nothing_shared
+from asyncrl.messages.groups import Group, Trajectory, VersionSpan
+from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.runtime.workers.user_code import describe
+from asyncrl.trajectories import (
+    is_truncated,
+    past_rewards,
+    sampled_positions,
+    sampled_spans,
+    sampled_tokens,
+)
+
+GroupScores = list[list[np.ndarray]]
+"""A value for each sampled token: for each trajectory and each of its sequences, float64 [S]."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceId:
+    """Name of a sequence: its group's uid, its trajectory in that, and its number in the trajectory."""
+
+    uid: str
+    sample: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedPlan:
+    """The supervised term of an update (supervised.py). Every rank has the same number of micro-batches."""
+
+    ranks: list[list[MicroBatch]]
+    """Micro-batches: [world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""
+    denominator: float
+    """Tokens with a loss over the whole update."""
+    coefficient: float
+    """Factor of the mean loss of these tokens."""
+    places: list[str]
+    """FILE:LINE of each sequence."""
+    tokens: int
+    """Tokens computed by all ranks, context included."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """One update of the weights. Every rank has the same number of micro-batches."""
+
+    ranks: list[list[MicroBatch]]
+    """Micro-batches of the policy's loss: [world size][micro-batches]."""
+    denominator: float
+    """Denominator of the sum of weighted token losses over the whole update."""
+    sequences: list[SequenceId]
+    """Every sequence that has a loss, in the order of groups and trajectories, those that are left out as 0 included;
+    none in a warm step."""
+    tokens: int
+    """Tokens computed by all ranks, prompts and conversations included; common beginnings in a row once."""
+    supervised: SupervisedPlan | None = None
+
+    @property
+    def uids(self) -> list[str]:
+        """Uids of the prompt groups that have a loss, in order."""
+        return list(dict.fromkeys(sequence.uid for sequence in self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: its updates, in order."""
+
+    updates: list[UpdatePlan]
+    """Updates with a loss; none where nothing has one."""
+    temperature: float
+    """Divisor of the logits."""
+    fresh: bool
+    """Whether the weights being trained are the newest published ones: no step was taken since."""
+    metrics: dict[str, float]
+    """Metrics of the penalties and of the supervised term; step_metrics has those of its groups."""
+    warm: bool = False
+    """Whether this is a supervised step before the first of the run."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed by all updates."""
+        return sum(update.tokens for update in self.updates)
+
+    @property
+    def sequences(self) -> list[SequenceId]:
+        """Sequences of all updates."""
+        return [sequence for update in self.updates for sequence in update.sequences]
+
+
+def build_step(
+    groups: Sequence[Group],
+    *,
+    penalties: Penalties | None = None,
+    teacher: Sequence[GroupScores] | None = None,
+    version: int,
+    fresh: bool = True,
+    config: Config,
+    world_size: int,
+    packed: bool,
+    shared: bool = False,
+    skip_zero_advantages: bool = False,
+) -> StepPlan:
+    """The plan of one optimizer step.
+
+    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)).
+    ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
+    of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
+    taken since it was. ``packed`` False puts each sequence in a row of its own; ``shared`` has rows compute the common
+    beginning of a group's sequences once. ``skip_zero_advantages``: a token of
+    advantage 0 has no gradient (objective.py), so that a sequence of such tokens alone is not computed, unless the
+    update has no other.
+    """
+    learner = config.learner
+    for group in groups:
+        if problem := check_group(group):
+            raise ValueError(f"group {group.ticket.uid} cannot be trained: {problem}")
+    masking = config.reward.truncated == "mask"
+    oldest = version - config.staleness.max if config.staleness.hard else None
+    updates: list[UpdatePlan] = []
+    advantages = _advantages(groups, penalties, config)
+    for share in np.array_split(np.arange(len(groups)), learner.updates_per_batch):
+        sequences: list[SampledSequence] = []
+        weights: list[float] = []
+        loss_tokens: list[int] = []
+        for i in share:
+            group = groups[i]
+            for n, (trajectory, of_turns) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
+                if masking and is_truncated(trajectory):
+                    continue
+                taught = teacher[i][n] if teacher is not None else None
+                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, taught)
+                if trained:
+                    loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
+                    weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
+                    sequences += trained
+        if sequences:
+            computed = list(range(len(sequences)))
+            if skip_zero_advantages:
+                computed = [i for i in computed if sequences[i].advantages.any()] or computed
+            sharing = sharing_of(sequences, shared=shared)
+            rows = pack(
+                [len(sequences[i].input_ids) for i in computed],
+                budget=learner.tokens_per_microbatch,
+                world_size=world_size,
+                packed=packed,
+                sharing=sharing.among(computed),
+            )
+            chosen = [[[computed[i] for i in row] for row in rank] for rank in rows]
+            ranks = make_micro_batches(sequences, weights, chosen, sharing)
+            updates.append(
+                UpdatePlan(
+                    ranks=ranks,
+                    denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
+                    sequences=[s.id for s in sequences],
+                    tokens=count_tokens(ranks),
+                )
+            )
+    return StepPlan(
+        updates=updates,
+        temperature=config.rollout.temperature,
+        fresh=fresh,
+        metrics=dict(penalties.metrics) if penalties is not None else {},
+    )
+
+
+def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: int, config: Config) -> dict[str, float]:
+    """Group-level metrics (group_metrics.py) of a step that trains these at ``version``.
+
+    ``filtered`` were scored since the last step and are not trained, requeued ones among them.
+    """
+    return (
+        reward_metrics(trained, filtered, config.learner.signal_tolerance)
+        | rollout_metrics(trained, filtered)
+        | staleness_metrics(trained, version=version, config=config.staleness)
+    )
+
+
+def scored_group(group: Group) -> ScoredGroup:
+    """The trajectories of a group as an advantage takes them."""
+    trajectories = group.trajectories
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
+    return ScoredGroup(
+        uid=group.ticket.uid,
+        rewards=rewards_of(group),
+        past=[turns_past(trajectory) for trajectory in trajectories],
+        lengths=np.array([sampled_tokens(trajectory) for trajectory in trajectories], np.int64),
+        components={
+            name: np.array([trajectory.components.get(name, np.nan) for trajectory in trajectories], np.float64)
+            for name in names
+        },
+    )
+
+
+def _advantages(groups: Sequence[Group], penalties: Penalties | None, config: Config) -> Advantages:
+    if not groups:
+        return []
+    scored = [scored_group(group) for group in groups]
+    if penalties is not None:
+        shares = zip(scored, penalties.total, penalties.past, strict=True)
+        scored = [_charged(group, total, past) for group, total, past in shares]
+    try:
+        return find_advantage(config.learner)(scored)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError([f"learner.advantage: {config.learner.advantage} failed: {describe(error)}"]) from error
+
+
+def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
+    """The group with the penalties subtracted: those of earlier turns are past, as the rewards of these are."""
+    turns = [earned - lost for earned, lost in zip(group.past, past, strict=True)]
+    return replace(group, rewards=group.rewards - total, past=turns)
+
+
+def _trained_sequences(
+    group: Group,
+    trajectory: Trajectory,
+    advantages: np.ndarray,
+    version: int,
+    oldest: int | None,
+    teacher: Sequence[np.ndarray] | None,
+) -> list[SampledSequence]:
+    """Sequences that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
+    found, turn = [], 0
+    values = advantages.astype(np.float32)
+    for number, sequence in enumerate(trajectory.sequences):
+        lengths = past_rewards(sequence)[1]
+        of_turns = values[turn : turn + len(lengths)]
+        turn += len(lengths)
+        spans = list(sampled_spans(sequence))
+        kept = _kept(spans, oldest)
+        if spans and (kept is None or len(kept)):
+            found.append(
+                SampledSequence(
+                    SequenceId(group.ticket.uid, trajectory.sample, number),
+                    _prompt_ids(group, sequence),
+                    sequence,
+                    np.repeat(of_turns, lengths),
+                    _staleness(spans, version),
+                    kept,
+                    teacher[number] if teacher is not None else None,
+                )
+            )
+    return found
+
+
+def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
+    return group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+
+
+def _kept(spans: Sequence[VersionSpan], oldest: int | None) -> np.ndarray | None:
+    """Indices of the sampled tokens of these spans that are not of a version before ``oldest``; None for all."""
+    if oldest is None or all(span.version >= oldest for span in spans):
+        return None
+    return np.flatnonzero(np.repeat([span.version >= oldest for span in spans], _lengths(spans)))
+
+
+def _staleness(spans: Sequence[VersionSpan], version: int) -> np.ndarray:
+    """Staleness of each sampled token, as in MicroBatch."""
+    stale = np.array([-1 if span.mixed_kv else version - span.version for span in spans], np.int32)
+    return np.repeat(stale, _lengths(spans))
+
+
+def _lengths(spans: Sequence[VersionSpan]) -> list[int]:
+    return [span.end - span.start for span in spans]
+
+
+class SampledSequence:
+    """A sequence of the policy's as the learner computes it.
+
+    ``advantages`` float32, ``stale`` int32 and ``teacher`` are [S]; ``kept`` chooses among them, None all.
+    """
+
+    def __init__(
+        self,
+        name: SequenceId,
+        prompt_ids: np.ndarray,
+        sequence: TokenSequence,
+        advantages: np.ndarray,
+        stale: np.ndarray,
+        kept: np.ndarray | None,
+        teacher: np.ndarray | None = None,
+    ) -> None:
+        def chosen(values: np.ndarray) -> np.ndarray:
+            return values if kept is None else values[kept]
+
+        self.id = name
+        if kept is None and len(sequence.logprobs) == len(sequence.tokens):
+            last = len(sequence.tokens) - 1
+            self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)
+            targets = sequence.tokens
+        else:
+            positions = chosen(sampled_positions(sequence))
+            last = int(positions[-1])
+            self.predict = (positions + (len(prompt_ids) - 1)).astype(np.int32)
+            targets = sequence.tokens[positions]
+        self.input_ids = _as(np.concatenate([prompt_ids, sequence.tokens[:last]]), np.int32)
+        self.family = name.uid, self.input_ids[: len(prompt_ids)].tobytes()
+        self.targets = _as(targets, np.int32)
+        self.behaviour = _as(chosen(sequence.logprobs), np.float32)
+        self.advantages = chosen(advantages)
+        self.staleness = chosen(stale)
+        self.teacher = np.empty(0, np.float32) if teacher is None else _as(chosen(teacher), np.float32)
+
+    @classmethod
+    def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
+        """The sequence with all of its sampled tokens, to be scored and not to be trained."""
+        nothing = np.zeros(len(sequence.logprobs), np.float32)
+        name = SequenceId(group.ticket.uid, -1, -1)
+        return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing.astype(np.int32), None)
+
+
+def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """``values`` themselves where they are of that type."""
+    return values.astype(dtype, copy=False)
+
+
+def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> Sharing:
+    """Common beginnings of sequences, group by group and prompt by prompt; none unless ``shared``."""
+    if not shared:
+        return nothing_shared(len(sequences))
+    return find_sharing([s.input_ids for s in sequences], [s.family for s in sequences])

@@ -1,0 +1,162 @@
+"""Packing: the choice of the sequences that share a row, and of the rows that each rank computes.
+
+A pure function of the lengths and of the common beginnings. It keeps: every sequence is in exactly one row; a
+row computes at most ``budget`` tokens unless it is one longer sequence by itself, where a common beginning of several
+of a row counts once; every rank has the same number of rows, empty ones filled up by the caller. Ranks meet in every
+layer of every micro-batch, so a micro-batch takes as long as its slowest rank: rows of like cost are put side by side.
+
+A family stays together in a row, unless it does not fit into one, or the ranks would wait for one another longer than
+it takes to compute its prefix in several rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.learner.algorithm.plan.sharing import Sharing, nothing_shared
+
+LINEAR_TOKENS = 4096
+"""Length at which attention's quadratic part costs as much as everything linear (about 6 times the width of a
+layer in matrix products against 2 times the length: a model of width 1,300 or so).
+"""
+Ranks = list[list[list[int]]]
+"""Indices of sequences: [rank][micro-batch][sequence], ascending in a row."""
+
+
+def cost(lengths: np.ndarray) -> np.ndarray:
+    """Relative time of sequences of these lengths: L + L^2 / 4096. float64, the shape of ``lengths``."""
+    tokens = np.asarray(lengths, dtype=np.float64)
+    result: np.ndarray = tokens + tokens**2 / LINEAR_TOKENS
+    return result
+
+
+class Sizes:
+    """Tokens and cost of sequences in a row, by their indices: a common beginning of several counts once.
+
+    With a prefix of P tokens a rest of R more attends to P + R: it costs as a sequence of P + R does, less one of P.
+    """
+
+    def __init__(self, lengths: Sequence[int], sharing: Sharing) -> None:
+        self._family, self._prefix = sharing.family, sharing.prefix
+        sizes = np.asarray(lengths, dtype=np.int64)
+        assert (sizes > 0).all()
+        self.own: np.ndarray = sizes - self._prefix
+        self._alone, self._prefix_costs = cost(sizes), cost(self._prefix)
+        self._own_costs = self._alone - self._prefix_costs
+
+    def tokens(self, row: Sequence[int]) -> int:
+        """Tokens that the row computes."""
+        return int(self.own[row].sum() + self._prefix[self._firsts(row)].sum()) if len(row) else 0
+
+    def cost(self, row: Sequence[int]) -> float:
+        """Relative time of the row."""
+        if len(row) == 1:
+            return float(self._alone[row[0]])
+        return float(self._own_costs[row].sum() + self._prefix_costs[self._firsts(row)].sum()) if len(row) else 0.0
+
+    def families(self) -> list[list[int]]:
+        """Members of each family, ascending, in the order of their first ones."""
+        found: dict[int, list[int]] = {}
+        for i, number in enumerate(self._family.tolist()):
+            found.setdefault(number, []).append(i)
+        return list(found.values())
+
+    def _firsts(self, row: Sequence[int]) -> np.ndarray:
+        """One sequence of each family in the row."""
+        return np.asarray(row)[np.unique(self._family[row], return_index=True)[1]]
+
+
+def pack(
+    lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True, sharing: Sharing | None = None
+) -> Ranks:
+    """Rows of sequences of these lengths.
+
+    Takes the fewest rows that a balanced placement allows, a multiple of ``world_size`` and at least one for
+    each rank: the costliest family first, each to the cheapest row that has room. ``packed`` False: one
+    sequence a row, with nothing shared.
+    """
+    assert budget > 0
+    assert world_size > 0
+    sizes = Sizes(lengths, sharing if sharing is not None and packed else nothing_shared(len(lengths)))
+    families = sizes.families()
+    if not packed:
+        rows = [*families, *([[]] * (_round_up(max(1, len(families)), world_size) - len(families)))]
+        return _deal(rows, sizes, world_size)[0]
+    best, least, parts = Ranks(), float("inf"), 1
+    largest = max(map(len, families), default=1)
+    while True:
+        units = [unit for family in families for unit in _split(family, sizes, budget, parts)]
+        costs = np.array([sizes.cost(unit) for unit in units])
+        # Ranks that never wait would take as long for this work; cut up further it only grows.
+        if costs.sum() >= least * world_size:
+            return best
+        ranks, time = _deal(_fit(units, costs, sizes, budget, world_size), sizes, world_size)
+        if time < least:
+            best, least = ranks, time
+        if parts >= largest:
+            return best
+        parts *= 2
+
+
+def _split(family: list[int], sizes: Sizes, budget: int, parts: int) -> list[list[int]]:
+    """A family in at least ``parts`` units that a row has room for; of one sequence each in the end."""
+    order = sorted(family, key=lambda i: (-sizes.own[i], i))
+    for count in range(min(parts, len(family)), len(family)):
+        units: list[list[int]] = [[] for _ in range(count)]
+        load = [0] * count
+        for i in order:
+            at = min(range(count), key=load.__getitem__)
+            units[at].append(i)
+            load[at] += int(sizes.own[i])
+        if all(len(unit) == 1 or sizes.tokens(unit) <= budget for unit in units):
+            return [sorted(unit) for unit in units if unit]
+    return [[i] for i in family]
+
+
+def _fit(units: list[list[int]], costs: np.ndarray, sizes: Sizes, budget: int, world_size: int) -> list[list[int]]:
+    """Rows of these units: as few as have room."""
+    tokens = np.array([sizes.tokens(unit) for unit in units], dtype=np.int64)
+    count = _round_up(max(1, -(-int(tokens.sum()) // budget)), world_size)
+    while (rows := _place(tokens, costs, budget, count)) is None:
+        count += world_size
+    return [sorted(i for unit in row for i in units[unit]) for row in rows]
+
+
+def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> list[list[int]] | None:
+    """Longest processing time first into ``count`` rows; None if a unit finds no room."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    room = np.full(count, budget, dtype=np.int64)
+    load = np.zeros(count)
+    for i in np.argsort(-costs, kind="stable"):
+        # An empty row takes a unit of any length.
+        free = (room >= sizes[i]) | (room == budget)
+        if not free.any():
+            return None
+        row = int(np.argmin(np.where(free, load, np.inf)))
+        rows[row].append(int(i))
+        room[row] -= sizes[i]
+        load[row] += costs[i]
+    return rows
+
+
+def _deal(rows: Sequence[list[int]], sizes: Sizes, world_size: int) -> tuple[Ranks, float]:
+    """Rows in order of cost, ``world_size`` at a time; the costliest of each to the rank that has done least.
+
+    And the cost of the slowest rank of each micro-batch, all together.
+    """
+    load = [sizes.cost(row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda r: (-load[r], r))
+    ranks: Ranks = [[] for _ in range(world_size)]
+    done = [0.0] * world_size
+    for start in range(0, len(order), world_size):
+        idle = sorted(range(world_size), key=lambda rank: (done[rank], rank))
+        for rank, row in zip(idle, order[start : start + world_size], strict=True):
+            ranks[rank].append(rows[row])
+            done[rank] += load[row]
+    return ranks, sum(load[row] for row in order[::world_size])
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,98 @@
+"""Supervised plans: the conversations of a step, packed into micro-batches like all else. Pure; torch is not imported.
+
+    term = coefficient * (1 / tokens) * sum over the tokens with a loss of -log pi(token)
+
+Tokens are those of all ranks and micro-batches of the update: the term is the mean over its own tokens, for any
+denominator of the policy's loss. pi is at temperature 1, since somebody else wrote them. The conversations of a step
+with several updates are dealt out over these as its groups are, each share with its own mean.
+
+Fails with nothing: the conversations have been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.learner.algorithm.plan.batch import StepPlan, SupervisedPlan, UpdatePlan
+from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
+from asyncrl.learner.algorithm.plan.packing import pack
+from asyncrl.learner.algorithm.plan.sharing import nothing_shared
+from asyncrl.sft.conversations import Conversation, Conversations
+from asyncrl.sft.encoding import Encoded
+
+
+class SupervisedSteps:
+    """Supervised plans by the number of the step."""
+
+    def __init__(self, config: Config, conversations: Conversations, *, packed: bool) -> None:
+        self._config, self._conversations, self._packed = config, conversations, packed
+
+    def warm_step(self, number: int) -> StepPlan:
+        """Warm step ``number``, counted from 1."""
+        term = self._term(self._conversations.of_step(number), 1.0)
+        nothing: list[list[MicroBatch]] = [[] for _ in range(self._config.learner.ranks)]
+        update = UpdatePlan(ranks=nothing, denominator=1.0, sequences=[], tokens=term.tokens, supervised=term)
+        metrics = {"sft/tokens": term.denominator, "sft/epochs": self._conversations.epochs(number)}
+        return StepPlan(
+            updates=[update],
+            temperature=self._config.rollout.temperature,
+            fresh=False,
+            metrics=metrics,
+            warm=True,
+        )
+
+    def beside(self, plan: StepPlan, step: int) -> StepPlan:
+        """Step ``step`` of the run, counted from 1, with the term in each of its updates."""
+        sft = self._config.sft
+        if not plan.updates or not sft.weight:
+            return plan
+        number = sft.warm_steps + step
+        conversations = self._conversations.of_step(number)
+        shares = np.array_split(np.arange(len(conversations)), len(plan.updates))
+        terms = [self._term([conversations[i] for i in share], sft.weight) for share in shares]
+        metrics = {
+            "sft/tokens": sum(term.denominator for term in terms),
+            "sft/epochs": self._conversations.epochs(number),
+        }
+        return _with_terms(plan, terms, metrics)
+
+    def _term(self, conversations: Sequence[Conversation], coefficient: float) -> SupervisedPlan:
+        members = [(each.place, sequence) for each in conversations for sequence in each.sequences]
+        sequences = [_Demonstration(sequence) for _, sequence in members]
+        lengths = [len(sequence.input_ids) for sequence in sequences]
+        learner = self._config.learner
+        rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=learner.ranks, packed=self._packed)
+        ranks = make_micro_batches(sequences, [1.0] * len(sequences), rows, nothing_shared(len(sequences)))
+        return SupervisedPlan(
+            ranks=ranks,
+            denominator=float(sum(len(sequence.predict) for sequence in sequences)),
+            coefficient=coefficient,
+            places=[place for place, _ in members],
+            tokens=count_tokens(ranks),
+        )
+
+
+class _Demonstration:
+    """A conversation's sequence as the learner computes it: up to its last token with a loss, which is left out."""
+
+    def __init__(self, sequence: Encoded) -> None:
+        count = len(sequence.trained)
+        self.input_ids = sequence.ids[: sequence.trained[-1]]
+        self.predict = sequence.trained - np.int32(1)
+        self.targets = sequence.ids[sequence.trained]
+        # No policy has sampled the sequence, and these are not used.
+        self.behaviour = self.advantages = np.zeros(count, np.float32)
+        self.staleness = np.full(count, -1, np.int32)
+        self.teacher = np.empty(0, np.float32)
+
+
+def _with_terms(plan: StepPlan, terms: Sequence[SupervisedPlan], metrics: dict[str, float]) -> StepPlan:
+    updates = [
+        replace(update, tokens=update.tokens + term.tokens, supervised=term)
+        for update, term in zip(plan.updates, terms, strict=True)
+    ]
+    return replace(plan, updates=updates, metrics=plan.metrics | metrics)

@@ -1,0 +1,1 @@
+"""Backends of the learner: the interface, and one that trains nothing."""

@@ -1,0 +1,190 @@
+"""The interface between the learner's shell and the backend that trains, and its two backends.
+
+``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both
+are blocking and not thread-safe: a rank calls every method that does not say otherwise from **one** thread of its own,
+so that its collectives stay in order and its CUDA device stays current.
+
+Order of calls, rank 0::
+
+    backend = create(config, rank=0)
+    host, port = backend.open_store(host)       # at once; the other ranks are told the two values
+    backend.setup(host, port)                   # blocks until every rank is there and the model is checked
+    backend.load(folder)                        # to go on from a checkpoint; then nothing came before it
+    probe = backend.probe(sequences)
+    publishing = backend.publish(0, probe)      # goes on by itself; its result is handed on, then released
+    scores = backend.score(scoring)             # where the rewards of a step need it
+    plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed,
+                      shared=backend.shares_prefixes)
+    backend.send(plan, sending)                 # by any thread, beside all other calls; need not be
+    metrics = backend.train(plan, sending.number)  # one optimizer step; then plan.metrics and these are one line
+    saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
+    backend.export(folder)
+    backend.stop()                              # ends the followers too
+
+Order of calls, every other rank::
+
+    backend = create(config, rank=rank)
+    backend.setup(host, port)                   # host and port as rank 0 had them from open_store
+    backend.follow()                            # takes part with rank 0 until its stop, or until interrupt()
+    backend.stop()
+
+Fails: an exception from any method but ``export``, ``sees`` and ``load`` leaves the ranks out of step;
+the only thing left to do is to end the process. The three raise after all ranks have finished their part, on rank 0
+alone but for ``load``, so that training may go on. After a failed ``load`` that is from the beginning, in new
+processes; but DamagedCheckpoint comes before anything is changed, and another checkpoint may be loaded.
+An error while a checkpoint or a version is written is the result of its future alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.learner.algorithm.plan.batch import StepPlan
+from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.exchange.publication import OnSealed, Publication
+from asyncrl.learner.exchange.sent_ahead import Sending
+from asyncrl.messages.weights import Probe
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Settings of CUDA's allocator. torch reads both when it is imported or later; 2.9 heeds only the first for segments
+that grow, and warns of its name up to 2.11."""
+
+
+class Backend(Protocol):
+    """One rank of a backend that trains."""
+
+    packed: bool
+    """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
+    shares_prefixes: bool
+    """Whether rows may compute the common beginning of several sequences once; settled by ``setup``, alike on all
+    ranks."""
+    skips_zero_advantages: bool
+    """Whether sequences whose advantages are all 0 need not be computed; settled by ``setup``, alike on all ranks."""
+    on_gpu: bool
+    """Whether the weights are on a GPU; settled by ``setup``."""
+    warm_steps: int
+    """Supervised steps taken before the first of the run; ``load`` puts it back."""
+    on_phase: Callable[[str], None]
+    """Function that the calling thread calls with the name of each part of the work that this rank begins, and with an
+    empty one at the end of the last; to be set before ``setup``."""
+
+    def open_store(self, host: str) -> tuple[str, int]:
+        """Rank 0: bind the rendezvous of the ranks to ``host`` and one of network.ports. Returns (host, port)."""
+
+    def setup(self, host: str, port: int) -> None:
+        """Meet the other ranks, load the model, check it.
+
+        Raises ConfigError naming the key when the model cannot be loaded or fails the check under
+        ``packing = "required"``, DeadlineExceeded when a rank does not come in time.
+        """
+
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        """From any thread of rank 0, after the sending before: pack ``plan`` for the other ranks, and send it ahead.
+
+        Returns once all of them hold it, each one plan at most, after they let go of void ones. Ranks that have yet to
+        train the plan that was taken do so first.
+        """
+
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+        """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
+
+        ``ahead`` is the number under which it was sent; where it was not, that is done here.
+
+        A plan without updates is no step: nothing is changed and there are no metrics. The last of sft.warm_steps ends
+        with an optimizer as new.
+
+        ``loss/sft`` (nats) where conversations are trained, and of a warm step only ``policy/grad_norm`` and
+        ``learner/lr`` beside it.
+
+        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0 to 1),
+        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``;
+        ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
+        ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises NonFiniteStep, on
+        all ranks, when a loss or the gradient is not finite: nothing was changed then.
+        """
+
+    def score(self, plan: ScoringPlan) -> list[np.ndarray]:
+        """Rank 0: float64 [S] for each sequence of ``plan``, nats: its sampled tokens' log-probs by the reference.
+
+        For learner.kl.place = "reward" alone. Nothing is changed.
+        """
+
+    def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
+        """Rank 0: log-probs of these sequences by the current weights; None if there are none, or no model to ask.
+
+        Training is not disturbed.
+        """
+
+    def publish(
+        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
+    ) -> Future[Publication]:
+        """Rank 0: the current weights, or the adapters alone where a version is those, as sealed segments of shared
+        memory; the caller releases them.
+
+        Returns once every rank has copied its own, after the version before has been written; training that
+        follows changes nothing of it. ``probe`` goes along. The future ends with OSError when they cannot be written,
+        which leaves the ranks in step, as no other error does.
+        """
+
+    def export(self, folder: Path) -> None:
+        """Rank 0: write the current weights to ``folder`` in Hugging Face layout, adapters added in and once more in a
+        folder of their own. Raises OSError."""
+
+    def checkpoint_bytes(self) -> int:
+        """From any thread: about how much all ranks together write in a ``save``."""
+
+    def export_bytes(self) -> int:
+        """From any thread: about how much an ``export`` writes."""
+
+    def sees(self, folder: Path) -> None:
+        """Rank 0: make sure that every rank finds files that rank 0 puts into ``folder``. Raises CheckpointError."""
+
+    def save(self, folder: Path) -> Future[None]:
+        """Rank 0: write weights, optimizer, steps and generators of random numbers of all ranks into a new ``folder``.
+
+        Returns once they are copied; training that follows changes nothing of the files. The future ends when
+        everything is flushed, ``contents.json`` last, or with CheckpointError when any rank could not write its part.
+        The one before must have ended.
+        """
+
+    def load(self, folder: Path) -> None:
+        """Rank 0: put back on all ranks the state that ``save`` wrote, by however many ranks.
+
+        Comes after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike; when
+        a file is not as it was written it is DamagedCheckpoint, and nothing was changed.
+        """
+
+    def follow(self) -> None:
+        """The other ranks: take part in all that rank 0 does until it stops or ``interrupt`` is called.
+
+        Waiting for the next command has no limit (rank 0 may wait for groups for as long as it takes) but
+        ends at once with an error when rank 0 is gone.
+        """
+
+    def interrupt(self) -> None:
+        """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds."""
+
+    def stop(self) -> None:
+        """End this rank's part. On rank 0 the followers are told."""
+
+
+def create(config: Config, rank: int) -> Backend:
+    """The backend that ``learner.backend`` names, for one rank of ``learner.ranks``."""
+    if config.learner.backend == "sim":
+        from asyncrl.learner.backends.sim import SimTrainer
+
+        return SimTrainer(config, rank)
+    if config.learner.device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        # Rows are of all lengths; a segment that cannot grow is left in fragments.
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    from asyncrl.learner.fsdp.trainer import Trainer
+
+    return Trainer(config, rank)

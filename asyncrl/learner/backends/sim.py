@@ -1,0 +1,136 @@
+"""A learner that trains nothing: it takes as long as it is told to and publishes bytes of the right number.
+
+Its interface is that of the real one (backend.py), for rehearsing a system without a model. torch is not
+imported. Ranks above 0 have nothing to follow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
+from asyncrl.checkpoint.damage import refused
+from asyncrl.config import Config
+from asyncrl.files import sync, write_file
+from asyncrl.learner.algorithm.plan.batch import StepPlan
+from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
+from asyncrl.learner.exchange.background import Background
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.exchange.publication import OnSealed, Publication
+from asyncrl.learner.exchange.sent_ahead import Sending
+from asyncrl.learner.fsdp.schedule import learning_rate
+from asyncrl.messages.weights import Manifest, Probe
+from asyncrl.weights.segments import Segment, layout
+
+
+class SimTrainer:
+    """One rank of the ``sim`` backend."""
+
+    packed = True
+    shares_prefixes = False
+    skips_zero_advantages = False
+    on_gpu = False
+    warm_steps = 0
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.on_phase: Callable[[str], None] = lambda name: None
+        self._config = config
+        self._rank = rank
+        self._steps = 0
+        self._background = Background("assembly", f"learner/{rank}")
+
+    def open_store(self, host: str) -> tuple[str, int]:
+        return host, 0
+
+    def setup(self, host: str, port: int) -> None:
+        """Do nothing: there is nobody to meet and nothing to load."""
+
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        """Do nothing: there is nobody to send it to."""
+
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+        if not plan.sequences:
+            return {}
+        time.sleep(self._config.learner.sim.step_s)
+        self._steps += 1
+        return {"learner/lr": learning_rate(self._steps, self._config.learner)}
+
+    def score(self, plan: ScoringPlan) -> list[np.ndarray]:
+        raise AssertionError("there is no reference")
+
+    def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
+        """None: there is no model to ask."""
+        return None
+
+    def publish(
+        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
+    ) -> Future[Publication]:
+        self._background.wait(self._config.learner.collective_timeout_s)
+        return self._background.start(lambda: self._assemble(version, probe, on_sealed))
+
+    def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> Publication:
+        began = time.monotonic()
+        publication = Publication(manifest=Manifest(version=version, buckets=[], probe=probe), gather_s=0.0)
+        sim, limit = self._config.learner.sim, self._config.weights.bucket_bytes
+        left = sim.publish_bytes
+        try:
+            while left:
+                time.sleep(sim.gather_s * min(left, limit) / sim.publish_bytes)
+                index, count = len(publication.fds), min(left, limit)
+                tensors, size = layout([(f"weights.{index}", "uint8", (count,))])
+                segment = Segment(f"asyncrl-v{version}-{index}", size)
+                publication.fds.append(segment.fd)
+                # Different bytes for each version, so that a mix-up shows in the checksum.
+                segment.memory[: min(8, count)] = version.to_bytes(8, "little")[:count]
+                publication.manifest.buckets.append(segment.seal(tensors))
+                if on_sealed is not None:
+                    on_sealed(publication.manifest.buckets[-1], segment.fd)
+                left -= count
+        except OSError:
+            publication.release()
+            raise
+        publication.gather_s = time.monotonic() - began
+        return publication
+
+    def export(self, folder: Path) -> None:
+        """Do nothing: there are no weights to write."""
+
+    def checkpoint_bytes(self) -> int:
+        return 0
+
+    def export_bytes(self) -> int:
+        return 0
+
+    def sees(self, folder: Path) -> None:
+        """Do nothing: rank 0 writes alone."""
+
+    def save(self, folder: Path) -> Future[None]:
+        done: Future[None] = Future()
+        contents = TrainerContents(steps=self._steps, world_size=self._config.learner.ranks)
+        try:
+            folder.mkdir()
+            write_file(folder / CONTENTS, [msgspec.json.encode(contents)])
+            sync(folder)
+        except OSError as error:
+            done.set_exception(refused(folder, error))
+        else:
+            done.set_result(None)
+        return done
+
+    def load(self, folder: Path) -> None:
+        self._steps = read_trainer_contents(folder).steps
+
+    def follow(self) -> None:
+        """Return at once: rank 0 needs nobody."""
+
+    def interrupt(self) -> None:
+        """Do nothing: nobody waits."""
+
+    def stop(self) -> None:
+        """Do nothing: nothing is held."""

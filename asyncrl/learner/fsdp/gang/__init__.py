@@ -1,0 +1,1 @@
+"""The ranks together: commands, exchanges of bytes, and the watch for hangs."""

@@ -1,0 +1,105 @@
+"""Micro-batches as bytes, on their way from rank 0 to another rank: a header of MessagePack and raw arrays.
+
+It keeps: unpacked arrays are views into the parcel, of the types, shapes and bits that were packed.
+
+Fails with msgspec's errors for bytes that are no parcel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+
+from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.weights.segments import ALIGNMENT
+
+Parcels = list[np.ndarray]
+"""Packed micro-batches of each rank, uint8; the parcel of rank 0, which has them, is empty."""
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """Type, shape and place of an array in a parcel."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class ParcelHeader(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a parcel: a body of MessagePack, then arrays."""
+
+    body: bytes
+    arrays: list[ArraySpec]
+
+
+def pack_parcel(body: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Parcel, uint8 [size]: 8 bytes length of the header, the header, and each array's bytes from an aligned offset
+    on.
+    """
+    specs, offset = [], 0
+    for array in arrays:
+        specs.append(ArraySpec(array.dtype.str, array.shape, offset))
+        offset += _aligned(array.nbytes)
+    header = msgspec.msgpack.encode(ParcelHeader(body, specs))
+    start = _aligned(8 + len(header))
+    parcel = np.zeros(start + offset, dtype=np.uint8)
+    parcel[:8] = np.frombuffer(len(header).to_bytes(8, "little"), dtype=np.uint8)
+    parcel[8 : 8 + len(header)] = np.frombuffer(header, dtype=np.uint8)
+    for spec, array in zip(specs, arrays, strict=True):
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        parcel[start + spec.offset : start + spec.offset + array.nbytes] = raw
+    return parcel
+
+
+def unpack_parcel(parcel: np.ndarray) -> tuple[bytes, list[np.ndarray]]:
+    """The body and the arrays (views) of pack_parcel's result."""
+    length = int.from_bytes(parcel[:8].tobytes(), "little")
+    header = msgspec.msgpack.decode(parcel[8 : 8 + length].tobytes(), type=ParcelHeader)
+    start = _aligned(8 + length)
+    arrays = []
+    for spec in header.arrays:
+        dtype = np.dtype(spec.dtype)
+        size = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        raw = parcel[start + spec.offset : start + spec.offset + size]
+        arrays.append(raw.view(dtype).reshape(spec.shape))
+    return header.body, arrays
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def pack(of_ranks: Sequence[Sequence[MicroBatch]]) -> Parcels:
+    """A parcel of the micro-batches of each rank."""
+    return [np.empty(0, np.uint8), *(pack_parcel(b"", _arrays(batches)) for batches in of_ranks[1:])]
+
+
+def pack_step(plan: StepPlan, world_size: int) -> Parcels:
+    """Parcels of a step."""
+    return pack([of_step(plan, rank) for rank in range(world_size)])
+
+
+def of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
+    """Micro-batches of a rank, one update's after the other's."""
+    return [batch for update in plan.updates for batch in _of_rank(update, rank)]
+
+
+def _of_rank(update: UpdatePlan, rank: int) -> list[MicroBatch]:
+    """Micro-batches of a rank in the order of UpdateShape."""
+    taught = update.supervised.ranks[rank] if update.supervised is not None else []
+    return [*update.ranks[rank], *taught]
+
+
+def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+    return [getattr(batch, item.name) for batch in micro_batches for item in fields(MicroBatch)]
+
+
+def unpack(parcel: np.ndarray) -> list[MicroBatch]:
+    """Micro-batches as views into a parcel of ``pack``."""
+    _, arrays = unpack_parcel(parcel)
+    count = len(fields(MicroBatch))
+    return [MicroBatch(*arrays[i : i + count]) for i in range(0, len(arrays), count)]

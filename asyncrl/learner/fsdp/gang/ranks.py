@@ -1,0 +1,309 @@
+"""The meeting of the learner's ranks, rank 0's commands, and exchanges of bytes: torch.distributed without a pickle.
+
+Rank 0 opens a TCPStore on a port that it has bound itself; the others are told the port. The store is the rendezvous of
+the process group, and it carries commands (StoreLine). The collective timeout plays no part in waiting for the next
+one, since no collective runs between commands: a collective is entered only by ranks that have all been told to.
+
+Parcels travel as raw bytes (parcels.py) over gloo, which is there under both backends.
+
+Fails with DeadlineExceeded when ranks do not meet or do not take part in a collective in time, and otherwise with
+torch's RuntimeError, a note saying where. A wait that torch does not end, as under NCCL, ends the process with the same
+words (hang_watch.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner.fsdp.gang.hang_watch import HangWatch, in_words
+from asyncrl.weights.collective.links import ANY, listen
+
+NCCL_AFTER_S = 60.0
+"""Time past a limit after which NCCL's own watchdog ends a process that ours has not."""
+LEAVE_WAIT_S = 5.0
+"""Time that rank 0 gives the others to leave."""
+_LOG = logging.getLogger(__name__)
+IDLE_WAIT_S = 300.0
+"""One wait of a rank for the next word."""
+
+
+def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
+    """Rank 0: a store on a free one of ``ports`` of ``host``, bound to that address alone.
+
+    Its ``port`` is the real one. Raises OSError where none is free.
+    """
+    with listen(host, ports) as listener:
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over, so the port was never free for anybody else.
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class Ranks:
+    """One rank among the learner's. Made by all ranks together (it blocks until all are there)."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        host: str,
+        port: int,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        replicas: int = 1,
+        store: TCPStore | None = None,
+    ) -> None:
+        """``store`` is rank 0's from open_store; ``replicas`` divides ``world_size``.
+
+        Raises DeadlineExceeded when a rank does not come in time.
+        """
+        assert (store is not None) == (rank == 0)
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.replicas, self.shards = replicas, world_size // replicas
+        """Number of copies of the model, and of ranks that each is cut up over: the first one over the first ranks."""
+        self.timeout_s = timeout_s
+        self._address = host, port
+        if host in ("127.0.0.1", "localhost", "::1"):
+            # gloo would otherwise look for the interface behind this host's name, which need not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            self._store = store if store is not None else self._client(host, port)
+            # Each has a client of its own: one that waits keeps its connection to itself.
+            self._told = self._client(host, port)
+            self._interrupter = self._client(host, port)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=self._store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s + (NCCL_AFTER_S if device.type == "cuda" else 0.0)),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            raise DeadlineExceeded(
+                f"learner/{rank}",
+                f"the {world_size} ranks",
+                f"rendezvous at {host}:{port}",
+                timeout_s,
+                str(error),
+            ) from error
+        self.commands = StoreLine("command", rank, world_size, client=self._told, interrupter=self._interrupter)
+        self._watch: HangWatch | None = None
+        if world_size > 1:
+            self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
+
+    def _client(self, host: str, port: int) -> TCPStore:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
+
+    def another_line(self, name: str) -> StoreLine:
+        """A line for words of rank 0 to the others beside its commands, in an order of their own."""
+        client = self._client(*self._address)
+        return StoreLine(name, self.rank, self.world_size, client=client, interrupter=self._interrupter)
+
+    def scatter(self, parcels: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
+        """Give each rank its own uint8 array. ``parcels`` is rank 0's; ``size`` is this rank's, known
+        beforehand.
+        """
+        with self.waiting(what):
+            if parcels is not None:
+                sent = [dist.isend(torch.from_numpy(parcels[r]), r) for r in range(1, self.world_size)]
+                for work in sent:
+                    assert work is not None
+                    work.wait()
+                return parcels[0]
+            parcel = torch.empty(size, dtype=torch.uint8)
+            dist.recv(parcel, 0)
+            return parcel.numpy()
+
+    def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
+        """Broadcast rank 0's ``data`` to all."""
+        with self.waiting(what):
+            size = torch.tensor([len(data or b"")])
+            dist.broadcast(size, 0)
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+            if data:
+                buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            dist.broadcast(buffer, 0)
+            return bytes(buffer.numpy())
+
+    def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
+        """Numbers of every rank, the same on all: float64 [world size, len(values)]."""
+        with self.waiting(what):
+            ours = torch.tensor(values, dtype=torch.float64)
+            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
+            dist.all_gather(everyone, ours)
+            return torch.stack(everyone).numpy()
+
+    def agree(self, problem: str | None, what: str) -> list[str]:
+        """Tell all ranks the problem of any of them. Returns the problems in order of rank, the same on
+        all.
+        """
+        if not self.all_gather([float(problem is not None)], what).any():
+            return []
+        found = []
+        with self.waiting(what):
+            for rank in range(self.world_size):
+                size = torch.tensor([len((problem or "").encode())])
+                dist.broadcast(size, rank)
+                buffer = torch.zeros(int(size), dtype=torch.uint8)
+                if rank == self.rank and problem:
+                    buffer.copy_(torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8))
+                dist.broadcast(buffer, rank)
+                if len(buffer):
+                    found.append(bytes(buffer.numpy()).decode())
+        return found
+
+    @property
+    def replica(self) -> int:
+        """The copy of the model that this rank has a shard of."""
+        return self.rank // self.shards
+
+    def another_group(self, timeout_s: float, *, members: int | None = None) -> dist.ProcessGroup | None:
+        """All ranks together: a group of the first ``members`` (all) for collectives on another thread.
+
+        None for a single member, which needs none, and for a rank that is no member.
+        """
+        members = members or self.world_size
+        if members == 1:
+            return None
+        with self.waiting("another process group"):
+            group = dist.new_group(range(members), backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return group if isinstance(group, dist.ProcessGroup) else None
+
+    def exchange(self, data: bytes, group: dist.ProcessGroup | None, what: str, timeout_s: float) -> list[bytes]:
+        """All ranks together, on one thread each: the ``data`` of every rank, in order of rank.
+
+        ``group`` is from ``another_group``, with that timeout; nothing else may use it meanwhile. The collectives of
+        the training go on beside it.
+        """
+        if group is None:
+            assert self.world_size == 1
+            return [data]
+        with self.waiting(what, timeout_s):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+            longest = max(int(size) for size in sizes)
+            ours = torch.zeros(longest, dtype=torch.uint8)
+            ours.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
+            dist.all_gather(everyone, ours, group=group)
+            return [bytes(got[: int(size)].numpy()) for got, size in zip(everyone, sizes, strict=True)]
+
+    @contextmanager
+    def waiting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Context of anything with a collective in it: says who waited for whom when one fails.
+
+        ``timeout_s`` where its process group has another limit than learner.collective_timeout_s.
+        """
+        blamed: list[str] = []
+        try:
+            with self._watch.wait(what) if self._watch is not None else nullcontext():
+                try:
+                    yield
+                except RuntimeError:
+                    # As long as this rank is in the wait.
+                    blamed = self._watch.blamed() if self._watch is not None else []
+                    raise
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                raise DeadlineExceeded(
+                    f"learner/{self.rank}",
+                    in_words(blamed),
+                    what,
+                    timeout_s or self.timeout_s,
+                    "see their logs" + ("" if timeout_s else "; the limit is learner.collective_timeout_s"),
+                ) from error
+            error.add_note(f"learner/{self.rank} of {self.world_size} ranks, {what}")
+            raise
+
+    def mark(self) -> None:
+        """Note progress between two of many collectives in a wait: the limit is each one's."""
+        if self._watch is not None:
+            self._watch.mark()
+
+    def close(self) -> None:
+        """Leave the group. Rank 0, which holds the store, lets the others go first but waits for none that is gone."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if self.rank:
+            self._told.set(f"left/{self.rank}", "")
+        else:
+            try:
+                self._told.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S))
+            except DistStoreError:
+                _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
+        dist.destroy_process_group()
+        del self.commands, self._store, self._told, self._interrupter
+
+
+class StoreLine:
+    """Words of rank 0 to all other ranks, one after the other, through the store of their rendezvous.
+
+    An end is used by one thread but for ``interrupt``. Message n of a line for rank r is the key ``LINE/r/n``. A rank
+    waits for its next key for as long as it takes, in waits of IDLE_WAIT_S that are renewed; no collective runs
+    meanwhile. The wait ends at once when the key is set, when rank 0 is gone (the connection breaks), or when
+    ``interrupt`` sets the key itself. It keeps: each word is heard once, in order, however late; the store keeps no
+    word that was heard.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int, *, client: TCPStore, interrupter: TCPStore) -> None:
+        """``name`` tells the word that is awaited; while this end waits it keeps ``client`` to itself."""
+        self._name, self._rank, self._world_size = name, rank, world_size
+        self._client, self._interrupter = client, interrupter
+        self._count = 0
+        self._interrupted = threading.Event()
+
+    def tell(self, body: bytes) -> None:
+        """Rank 0: say a word to every other rank."""
+        self._count += 1
+        for rank in range(1, self._world_size):
+            self._client.set(self._key(rank, self._count), body)  # type: ignore[arg-type]
+
+    def next(self) -> bytes | None:
+        """Ranks above 0: the next word of rank 0, or None once interrupted. Raises ActorFailed when rank 0 is gone."""
+        self._count += 1
+        key = self._key(self._rank, self._count)
+        while not self._interrupted.is_set():
+            try:
+                self._client.wait([key], timedelta(seconds=IDLE_WAIT_S))
+                body = bytes(self._client.get(key))
+                # The reader deletes it, and may come late: rank 0 does not wait for the others in every word.
+                self._client.delete_key(key)
+                return body or None
+            except DistStoreError:
+                # Nothing was said yet: the wait is renewed.
+                continue
+            except DistNetworkError as error:
+                raise ActorFailed(
+                    "learner/0", f"gone while learner/{self._rank} awaited its next {self._name}"
+                ) from error
+        return None
+
+    def interrupt(self) -> None:
+        """From any thread: end ``next``, at once if it waits."""
+        self._interrupted.set()
+        # Only if rank 0 has not set it: a word that was said is heard.
+        for count in (self._count, self._count + 1):
+            self._interrupter.compare_set(self._key(self._rank, count), "", "")
+
+    def _key(self, rank: int, count: int) -> str:
+        return f"{self._name}/{rank}/{count}"

@@ -1,0 +1,166 @@
+"""Low-rank adapters on linear layers of the policy (LoRA, arXiv 2106.09685): trained in place of its weights.
+
+    y = W x + b + (alpha / rank) B A x        W [out, in] frozen, A [rank, in], B [out, rank]
+
+A begins Kaiming-uniform and B at zero, as in PEFT (https://huggingface.co/docs/peft/package_reference/lora), so that
+training begins at the model itself. A and B are float32 parameters of the layer that they belong to, beside its own,
+which keep their names; FSDP cuts them up with it and has them computed with in the compute type. Embedding and head get
+none.
+
+It keeps: A depends on run.seed and on the names of the layers alone, so that it is the same for every number of ranks;
+the frozen weights are never written to.
+
+Fails with ConfigError naming lora.targets when a target is the name of no linear layer of the decoder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asyncrl.config.lora import LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp.model.policy import Policy, Row
+
+A, B = "lora_A", "lora_B"
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter; takes over the weight and bias of ``linear``."""
+
+    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
+        """Leave A without a value: see ``first_a``."""
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scale = alpha / rank
+        self.enabled = True
+        """Whether the adapter counts; False: y = W x + b."""
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
+
+    def first_a(self, generator: torch.Generator) -> Tensor:
+        """The initial value of A, whole."""
+        first = torch.empty(self.lora_A.shape)
+        return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if not self.enabled:
+            return y
+        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=self.scale)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale * B A in float32: [rows, in], [rank, in], [rows, rank] -> [rows, in]; rows may be some of the layer."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+
+
+def add_adapters(policy: Policy, lora: LoraConfig, *, seed: int) -> None:
+    """Freeze the whole model, and put adapters on the layers that ``lora`` names.
+
+    The model is whole, or on meta. Raises ConfigError.
+    """
+    layers = _linear_layers(policy)
+    chosen = _chosen(list(layers), lora)
+    policy.requires_grad_(False)
+    for name in chosen:
+        adapted = LoraLinear(layers[name], rank=lora.rank, alpha=lora.alpha)
+        parent, _, own = name.rpartition(".")
+        setattr(policy.model.get_submodule(parent), own, adapted.train(policy.training))
+    with torch.no_grad():
+        for name, first in first_adapters(policy, seed=seed):
+            matrix = policy.get_parameter(name)
+            if not matrix.is_meta:
+                matrix.copy_(first)
+
+
+def first_adapters(policy: Policy, *, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The whole matrices that the adapters of ``policy`` begin with, one by one, by the names of Policy."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, layer in adapted_layers(policy.model).items():
+        yield f"model.{name}.{A}", layer.first_a(generator)
+        yield f"model.{name}.{B}", torch.zeros(layer.lora_B.shape)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """The layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def target_names(model: nn.Module, lora: LoraConfig) -> list[str]:
+    """The ends of names by which PEFT finds the layers with an adapter."""
+    if isinstance(lora.targets, list):
+        return lora.targets
+    return sorted({_last(name) for name in adapted_layers(model)})
+
+
+def unreached(policy: Policy, row: Row) -> list[str]:
+    """Layers whose adapter gets no gradient from scoring ``row``, by name: the model does not call them.
+
+    It holds the whole model, and has no gradients before and after.
+    """
+    with torch.enable_grad():
+        torch.autograd.backward(policy.score(row, 1.0)[0].sum())
+    found = [name for name, layer in adapted_layers(policy.model).items() if layer.lora_B.grad is None]
+    policy.zero_grad(set_to_none=True)
+    return found
+
+
+class WithoutAdapters:
+    """The model as the run found it, which scores with the weights of ``policy`` and holds none of its own."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._layers = list(adapted_layers(policy.model).values())
+
+    def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies as those of Policy."""
+        with self._off():
+            return self._policy.score(row, temperature)
+
+    @contextlib.contextmanager
+    def _off(self) -> Iterator[None]:
+        for layer in self._layers:
+            layer.enabled = False
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.enabled = True
+
+
+def _linear_layers(policy: Policy) -> dict[str, nn.Linear]:
+    """Linear layers of the decoder layers, by name; a subclass may compute something else."""
+    decoder = {id(layer) for layer in policy.decoder_layers()}
+    named: list[tuple[str, Any]] = list(policy.model.named_modules())
+    prefixes = tuple(f"{name}." for name, module in named if id(module) in decoder)
+    return {name: module for name, module in named if type(module) is nn.Linear and name.startswith(prefixes)}
+
+
+def _chosen(names: list[str], lora: LoraConfig) -> list[str]:
+    """Names of the layers that ``lora`` chooses. Raises ConfigError."""
+    there = ", ".join(sorted({_last(name) for name in names})) or "none"
+    if lora.targets == "all-linear":
+        if not names:
+            raise ConfigError(["lora.targets: the decoder of this model has no linear layer to put an adapter on"])
+        return names
+    wrong = [target for target in lora.targets if not any(_is(name, target) for name in names)]
+    if wrong:
+        told = f"{', '.join(wrong)}: no linear layer of the decoder is called so; there are {there}"
+        raise ConfigError([f"lora.targets: {told}"])
+    return [name for name in names if any(_is(name, target) for target in lora.targets)]
+
+
+def _is(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,326 @@
+"""The policy: a causal LM that scores packed rows, wrapped for FSDP2.
+
+``Policy.forward`` returns the log-prob of each target and the entropy there, and never holds the logits of a
+whole row: the head is applied to the positions that have a loss, in chunks, each computed again in the
+backward pass.
+
+A packed row is told to the model by ``position_ids`` that restart at 0, with ``use_cache=False`` and no
+attention mask: with the cache left on, or a mask of ones, transformers takes the row for one long sequence
+without a word. A common beginning of several sequences of a row may be in it once (micro_batch.py): positions then go
+on behind it, and attention, which has to be ours, fetches its keys and values for each of them.
+
+Fails with ConfigError naming model.path when the model cannot be loaded as it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config.training import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp.model import attention, varlen
+from asyncrl.learner.fsdp.model.head import find_likeliest, head_logits, score_hidden, score_logits
+from asyncrl.learner.fsdp.model.pieces import connect
+
+Attention = Literal["varlen", "packed", "loaded", "plain"]
+"""Ways to attend: ours in one kernel (varlen.py) and sequence by sequence (attention.py), the one that transformers
+chose when it loaded the model, and its own matrix products, which leave out nothing that a model asks for."""
+
+UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+"""Errors that transformers raises where a model cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A packed row on its device."""
+
+    input_ids: Tensor
+    """Token ids: int64 [1, T]."""
+    position_ids: Tensor
+    """Positions: int64 [1, T], restarting at 0 in each sequence."""
+    lengths: tuple[int, ...]
+    """Lengths of the pieces; they sum to T."""
+    key_lengths: tuple[int, ...]
+    """Tokens that each piece attends to: the piece before it and itself; sums to K."""
+    cu_seqlens: Tensor
+    """Beginnings of the pieces, and T: int32 [pieces + 1]."""
+    cu_seqlens_k: Tensor
+    """Beginnings of the tokens that each piece attends to, and K: int32 [pieces + 1]."""
+    key_index: Tensor | None
+    """Places in the row of the tokens that the pieces attend to: int64 [K]; None where it is the row as it stands."""
+    predict: Tensor
+    """Positions whose next token is scored: int64 [N]."""
+    targets: Tensor
+    """Token that each of these positions predicts: int64 [N]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """A request for the likeliest next tokens at some of a row's N positions."""
+
+    choose: Callable[[Tensor], Tensor]
+    """Function from the entropies, float32 [N], to the chosen positions, int64 [C] below N."""
+    temperature: float
+    count: int
+    """Number K of tokens of each position."""
+
+    def find(self, entropies: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The tokens, int64 [C, K], and their log-probs, float32 [C, K], nats; ``logits`` of chosen positions, [C, V].
+
+        All their logits are there at once.
+        """
+        return find_likeliest(logits(self.choose(entropies)), self.temperature, self.count)
+
+
+class Policy(nn.Module):
+    """A causal LM of transformers and how it scores.
+
+    ``chunked`` False takes the logits of the whole row from the model itself: needed where a model does more
+    between its last layer and its logits than to apply the head and a soft cap.
+    """
+
+    def __init__(self, model: Any, *, chunked: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.chunked = chunked
+        self.entropy_gradient = False
+        """Whether entropies have a gradient."""
+        self._attention: str = model.config._attn_implementation
+        self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def use_attention(self, name: Attention) -> None:
+        """Attend in one of the ways that Attention names. Raises ValueError where the model has no plain one."""
+        attention.register()
+        varlen.register()
+        implementations = {
+            "varlen": varlen.NAME,
+            "packed": attention.NAME,
+            "loaded": self._attention,
+            "plain": "eager",
+        }
+        self.model.set_attn_implementation(implementations[name])
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
+        cu_seqlens: Tensor,
+        cu_seqlens_k: Tensor,
+        key_index: Tensor | None,
+        predict: Tensor,
+        targets: Tensor,
+        temperature: float,
+        likeliest: Likeliest | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
+
+        Arguments as in Row. Returns two float32 [N], nats, and with ``likeliest`` also its tokens and their log-probs.
+        """
+        arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        implementation = self.model.config._attn_implementation
+        if implementation == varlen.NAME:
+            longest = varlen.round_longest(max(key_lengths))
+            arguments |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen": longest}
+        if implementation in (attention.NAME, varlen.NAME):
+            # Made here, below FSDP's root: it would move arguments of its own to the device.
+            arguments |= {"sequence_lengths": torch.tensor(lengths), "key_lengths": torch.tensor(key_lengths)}
+            arguments["key_index"] = key_index
+        elif key_index is not None:
+            raise NotImplementedError(f"{implementation} attention cannot share what sequences begin with")
+        if not self.chunked:
+            logits = _pick(self.model(**arguments).logits[0], predict)
+            scores = score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
+            return scores if likeliest is None else (*scores, *likeliest.find(scores[1], lambda at: logits[at]))
+        hidden = _pick(self.model.base_model(**arguments).last_hidden_state[0], predict)
+        head = self.model.get_output_embeddings()
+        scores = score_hidden(
+            hidden,
+            head.weight,
+            head.bias,
+            targets,
+            temperature,
+            softcap=self._softcap,
+            entropy_gradient=self.entropy_gradient,
+        )
+        if likeliest is None:
+            return scores
+        found = likeliest.find(scores[1], lambda at: head_logits(self._softcap, hidden[at], head.weight, head.bias))
+        return *scores, *found
+
+    def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+        """``forward`` of a row."""
+        logprobs, entropies = self._forward(row, temperature, None)
+        return logprobs, entropies
+
+    def score_likeliest(self, row: Row, likeliest: Likeliest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``score`` at temperature 1 and the tokens of ``likeliest``, in one forward pass without a gradient."""
+        with torch.no_grad():
+            logprobs, entropies, tokens, values = self._forward(row, 1.0, likeliest)
+        return logprobs, entropies, tokens, values
+
+    def _forward(self, row: Row, temperature: float, likeliest: Likeliest | None) -> tuple[Tensor, ...]:
+        scores: tuple[Tensor, ...] = self(
+            row.input_ids,
+            row.position_ids,
+            row.lengths,
+            row.key_lengths,
+            row.cu_seqlens,
+            row.cu_seqlens_k,
+            row.key_index,
+            row.predict,
+            row.targets,
+            temperature,
+            likeliest,
+        )
+        return scores
+
+    def reshard(self) -> None:
+        """Cut up parameters outside of the layers that FSDP keeps whole for a backward pass, where none will come."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """The repeated blocks, which are sharded, compiled and checkpointed as units."""
+        kinds = set(self.model._no_split_modules or ())
+        layers: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            # Some models name a block and also modules inside it.
+            inside = any(name.startswith(outer + ".") for outer in layers)
+            if type(module).__name__ in kinds and not inside:
+                layers[name] = module
+        lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        return list(layers.values()) or max(lists, key=len, default=[])
+
+
+def make_row(
+    input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device, *, prefixes: Any = None
+) -> Row:
+    """A Row from the integer arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
+
+    def put(values: Any) -> Tensor:
+        return torch.as_tensor(values).to(device=device, dtype=torch.int64)
+
+    pieces = connect(lengths, prefixes)
+    cu_seqlens = varlen.cumulate(pieces.lengths, device)
+    shared = pieces.key_index is not None
+    return Row(
+        input_ids=put(input_ids)[None],
+        position_ids=put(pieces.positions)[None],
+        lengths=pieces.lengths,
+        key_lengths=pieces.key_lengths,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=varlen.cumulate(pieces.key_lengths, device) if shared else cu_seqlens,
+        key_index=put(pieces.key_index) if shared else None,
+        predict=put(predict),
+        targets=put(targets),
+    )
+
+
+def load_policy(config: ModelConfig) -> Policy:
+    """The whole model in float32 on the CPU, in evaluation mode: no dropout, so that ratios compare like with
+    like.
+
+    Raises ConfigError.
+    """
+    path = model_folder(config)
+    try:
+        model, info = _auto_model().from_pretrained(
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except UNLOADABLE as error:
+        raise cannot_load(path, error) from error
+    refuse_incomplete(model, path, info)
+    return Policy(model.eval())
+
+
+def cannot_load(path: Path, error: Exception) -> ConfigError:
+    """The error when transformers cannot make a model of its folder."""
+    return ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"])
+
+
+def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
+    """Raise ConfigError for a model that lacks weights, or a number; ``info`` is transformers' word on the loading."""
+    # transformers would go on with random numbers in their place.
+    wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if wrong:
+        raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])
+    if broken := _not_finite(model):
+        told = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
+        raise ConfigError([f"model.path: {told}, the first {broken[0]}: download or copy the model again"])
+
+
+def _not_finite(model: nn.Module) -> list[str]:
+    """Names of the parameters that have a number that is none here; a model that has one samples and learns nothing."""
+    # A sum would overflow, and a mask for each number would take as much memory again.
+    own = [(name, local(weights)) for name, weights in model.named_parameters()]
+    return [name for name, weights in own if weights.numel() and not _is_finite(weights)]
+
+
+def _is_finite(weights: Tensor) -> bool:
+    return all(math.isfinite(end.item()) for end in torch.aminmax(weights))
+
+
+def empty_policy(config: ModelConfig) -> Policy:
+    """The model of ``config`` without memory behind its parameters (device meta). Raises ConfigError."""
+    import transformers
+
+    path = model_folder(config)
+    try:
+        settings = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+        with torch.device("meta"):
+            model = _auto_model().from_config(settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+    except UNLOADABLE as error:
+        raise cannot_load(path, error) from error
+    return Policy(model.eval())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without its gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parts(policy: Policy) -> dict[str, Tensor]:
+    """This rank's shards of the parameters, and the buffers, by the names of Policy."""
+    return {name: local(tensor) for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]}
+
+
+def _pick(values: Tensor, places: Tensor) -> Tensor:
+    """Rows of ``values`` [T, D] at ``places`` int64 [N], of which some may be the same: [N, D]."""
+    # An embedding, since on several threads the gradient of an index is summed in an order that changes with each call.
+    return nn.functional.embedding(places, values)
+
+
+def _auto_model() -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """The folder of the model. Raises ConfigError naming model.path if it is not there."""
+    assert config.path is not None
+    path = Path(config.path)
+    if not (path / "config.json").is_file():
+        what = "holds no config.json" if path.is_dir() else "is no folder"
+        raise ConfigError([f"model.path: {config.path} {what}; it must hold a Hugging Face causal LM"])
+    return path

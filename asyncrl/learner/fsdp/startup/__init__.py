@@ -1,0 +1,1 @@
+"""Loading and sharding the policy, and the checks at start."""

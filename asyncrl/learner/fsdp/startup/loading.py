@@ -1,0 +1,249 @@
+"""Reading a model into the shards of the ranks.
+
+Each rank reads its own rows of the files, which are mapped into memory, a layer at a time, and casts them to float32 in
+host memory. So each byte is read from storage once a host (once for all hosts, where a host has a part of the shards),
+and no rank holds more than its shards and a layer. A weight that transformers must convert without keeping rows
+apart is read whole by each rank, a layer at a time, from the pages that the first of them has read. transformers itself
+reads, renames, converts, ties, and computes the buffers that no checkpoint has, as in its ``from_pretrained``.
+
+A model that cannot be read so (``shard_plan.obstacle``, on any rank) is read by rank 0 alone, whole, which hands the
+rows out.
+
+It keeps: a rank gets in every bit its rows of the model that ``load_policy`` gives.
+
+Fails with ConfigError, on all ranks alike, when the model cannot be loaded on one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from asyncrl.config.training import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.model.policy import (
+    UNLOADABLE,
+    Policy,
+    cannot_load,
+    empty_policy,
+    load_policy,
+    model_folder,
+    parts,
+    refuse_incomplete,
+)
+from asyncrl.learner.fsdp.weights.shard_plan import INDEX, ONE_FILE, converts_rows, obstacle, own_rows, read_together
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Loaded:
+    """This rank's part of a model that was read."""
+
+    config: ModelConfig
+    values: dict[str, Tensor]
+    """This rank's rows of each parameter, and the buffers, by the names of Policy. In host memory; taken from it."""
+    tied: dict[str, str]
+    conversions: Any
+    """Conversions by which transformers turns names and shapes of the checkpoint into its own."""
+
+    def empty(self) -> Policy:
+        """A new policy without memory, for the tensors of ``values``."""
+        policy = empty_policy(self.config)
+        model = policy.model
+        for name in model.all_tied_weights_keys.keys() - self.tied.keys():
+            # Tied by the configuration, and not by the checkpoint.
+            _replace(model, name, nn.Parameter(model.get_parameter(name).detach().clone()))
+        model.all_tied_weights_keys = dict(self.tied)
+        model._weight_conversions = self.conversions
+        return policy
+
+
+def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
+    """All ranks together: the model that ``config`` names; ``mesh`` is of their host memory. Raises ConfigError."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    reasons = ranks.agree(_obstacle(config), "looking at the files of the model")
+    if reasons and not ranks.rank:
+        _LOG.warning("%s: learner/0 reads it whole and hands it out: %s", config.path, reasons[0])
+    policy, problem = None, None
+    try:
+        if not reasons:
+            policy = _read(config, mesh)
+        elif not ranks.rank:
+            policy = load_policy(config)
+        else:
+            policy = empty_policy(config)
+    except ConfigError as error:
+        problem = "\n".join(error.problems)
+    if problems := ranks.agree(problem, "loading the model"):
+        raise ConfigError(list(dict.fromkeys(problems)))
+    assert policy is not None
+    if reasons:
+        with ranks.waiting("handing out the weights"):
+            _hand_out(policy, ranks, mesh)
+    model = policy.model
+    return Loaded(config, parts(policy), model.all_tied_weights_keys, getattr(model, "_weight_conversions", None))
+
+
+def _obstacle(config: ModelConfig) -> str | None:
+    folder = Path(config.path or "")
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        return obstacle([file.name for file in folder.iterdir()], settings)
+    except (OSError, ValueError, AttributeError):
+        # The loading says it better.
+        return None
+
+
+def _read(config: ModelConfig, mesh: DeviceMesh) -> Policy:
+    """The model with this rank's rows. Raises ConfigError."""
+    policy, path = empty_policy(config), model_folder(config)
+    try:
+        info = _fill(policy.model, _files(path), mesh)
+    except UNLOADABLE as error:
+        raise cannot_load(path, error) from error
+    refuse_incomplete(policy.model, path, info)
+    return policy
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    return [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
+
+
+def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
+    """Read this rank's rows into a model on meta; the loading information of ``from_pretrained``."""
+    from safetensors import safe_open
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model, dot_natural_key
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    info = None
+    with ExitStack() as opened:
+        slices = dict[str, _Slice]()
+        for file in files:
+            source = opened.enter_context(safe_open(file, framework="pt"))
+            slices |= {name: _Slice(source.get_slice(name)) for name in source.keys()}  # noqa: SIM118 - no mapping
+        targets, by_rows = _targets(model, sorted(slices, key=dot_natural_key), mesh)
+        _cut_up(model, by_rows, mesh)
+        mapping: Any = get_model_conversion_mapping(model)
+        config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=mapping)
+        for group in read_together(targets):
+            found, _ = convert_and_load_state_dict_in_model(model, {name: slices[name] for name in group}, config, None)
+            _cut_whole(model, mesh)
+            if info is not None:
+                found.missing_keys &= info.missing_keys
+                found.unexpected_keys |= info.unexpected_keys
+                found.mismatched_keys |= info.mismatched_keys
+                found.conversion_errors |= info.conversion_errors
+            info = found
+    if info is None:
+        raise ValueError("its files hold no weights")
+    told: dict[str, Any] = model._finalize_model_loading(model, config, info).to_dict()
+    return told
+
+
+class _Slice:
+    """A tensor in a file, in the form that transformers reads: a read has memory of its own, so that the file is read
+    once."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        read: Tensor = self._source[index]
+        # Any other type is cast, which copies.
+        return read.clone() if read.dtype == torch.float32 else read
+
+
+def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
+    """The weight of the model that each weight of the checkpoint becomes, a part of it, or the first of several; and
+    the parameters whose rows are made from the same rows of the checkpoint."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    # Renaming leaves its traces in them.
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    operations = {pattern: entry.operations for entry in converters for pattern in entry.source_patterns}
+    parameters, state = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
+    prefix = model.base_model_prefix
+    targets, by_rows = dict[str, str](), dict[str, None]()
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        targets[name] = target
+        told = [(type(each).__name__, getattr(each, "dim", 0)) for each in operations.get(pattern or "", ())]
+        if target in parameters and converts_rows(told, len(parameters[target]), mesh.size(mesh.ndim - 1)):
+            by_rows[target] = None
+    return targets, list(by_rows)
+
+
+def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Make these parameters shards, of which transformers reads no more."""
+    for name in names:
+        parameter = model.get_parameter(name)
+        rows = len(own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)))
+        _replace(model, name, _shard(parameter.new_empty(rows, *parameter.shape[1:]), parameter, mesh))
+
+
+def _cut_whole(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's rows of the parameters that have been read whole."""
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if isinstance(parameter, DTensor) or parameter.is_meta:
+            continue
+        rows = own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+        cut = _shard(parameter.detach()[rows.start : rows.stop].clone(), parameter, mesh)
+        # transformers looks here for weights that are left to initialise.
+        cut._is_hf_initialized = True  # type: ignore[attr-defined]
+        _replace(model, name, cut)
+
+
+def _shard(local: Tensor, whole: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    shard = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(shard, requires_grad=whole.requires_grad)
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, parameter)
+
+
+def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
+    """All ranks together: leave each its rows of rank 0's model, tensor by tensor; the others' is without memory."""
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    parameters = dict(policy.named_parameters())
+    places: dict[int, list[str]] = {id(parameter): [] for parameter in parameters.values()}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        places[id(parameter)].append(name)
+    for parameter in [parameters.pop(name) for name in list(parameters)]:
+        full = parameter.detach() if not ranks.rank else torch.empty(parameter.shape, dtype=parameter.dtype)
+        shard = nn.Parameter(distribute_tensor(full, mesh, placements), requires_grad=parameter.requires_grad)
+        for name in places[id(parameter)]:
+            _replace(policy, name, shard)
+        ranks.mark()
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # As bytes: not every backend broadcasts every type.
+            whole = buffer.detach() if not ranks.rank else torch.empty(buffer.shape, dtype=buffer.dtype)
+            raw = whole.reshape(-1).view(torch.uint8).clone()
+            dist.broadcast(raw, 0)
+            setattr(module, name, raw.view(buffer.dtype).view(buffer.shape))

@@ -1,0 +1,217 @@
+"""The check at start, second part: whether the chosen way of scoring holds where it will run.
+
+All ranks score random sequences together once the model is sharded, and compiled if it is to be, in the compute type on
+the learner's device, by the path that training takes: the short ones of the first part, and one that passes the
+window of the model's attention. A way that agreed before (startup_check.py) and does not here is given up for the next
+fastest:
+
+    logits      in chunks, against the model's own, of the short sequences
+    rows        several sequences a row, the long one and another that begins as it does between short ones, against
+                each alone: in one kernel where the devices of all ranks have it (varlen.py), then in the ways of the
+                first part; in ours once more with common beginnings in the row once
+
+Two computations in float32 agree to TOLERANCE. In bfloat16 rounding alone is more, and how much depends on the model:
+it is measured as the distance of the short sequences from the first part's float32, and a way agrees when no stretch of
+a sequence is ROUNDINGS times further from the truth than that, as root mean squares.
+
+The cost is bounded by FLOPS for each pass. All ranks compute the same, and the worst of all decides.
+
+Fails with ConfigError when the sharded model is another than the one that was loaded, and under ``packing =
+"required"`` when no way of packing agrees.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.model import varlen
+from asyncrl.learner.fsdp.model.policy import Attention, Policy
+from asyncrl.learner.fsdp.startup.startup_check import (
+    LENGTHS,
+    OURS,
+    TOLERANCE,
+    Batch,
+    Choice,
+    Scoring,
+    make_batch,
+    no_packing,
+    no_sharing,
+    random_tokens,
+    score_rows,
+    short_tokens,
+    slower_packing,
+)
+
+ROUNDINGS = 4.0
+"""Root mean squares of the rounding that a stretch may be away."""
+STRETCH = 32
+"""Positions that are taken together where rounding is not negligible."""
+OTHER_MODEL = 1.0
+"""Root mean square in nats that no rounding explains."""
+FLOPS = {"cpu": 5e10, "cuda": 1e14}
+"""Floating-point operations of one pass over the long sequence, by type of device: about a second."""
+PAST = 2 * STRETCH
+"""Positions past the window."""
+BEFORE = 2
+"""Short sequences before the long one."""
+BEHIND = 8
+"""Positions of the other one behind its common beginning with the long one, half of that."""
+LONG = 2048
+"""Length of the long sequence of a model without a window, where there is room and time for it."""
+
+
+def confirm_scoring(
+    policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype, *, path: str
+) -> Scoring:
+    """All ranks together: the fastest way of ``choice`` that holds. Raises ConfigError on all ranks alike.
+
+    Leaves ``policy`` set to it. ``path`` names the model.
+    """
+    check = _Check(policy, choice, config, ranks, dtype)
+    with ranks.waiting("the check at start"):
+        scoring = check.run(path)
+    scoring.apply(policy)
+    policy.reshard()
+    return scoring
+
+
+def attention_window(model: Any) -> int | None:
+    """Positions that the narrowest windowed layer of a model sees, by its configuration; None without such layers."""
+    found = []
+    layers = set(getattr(model, "layer_types", None) or ("sliding_attention", "chunked_attention"))
+    if "sliding_attention" in layers and getattr(model, "use_sliding_window", True):
+        found.append(getattr(model, "sliding_window", None))
+    if "chunked_attention" in layers:
+        found.append(getattr(model, "attention_chunk_size", None))
+    return min((size for size in found if size), default=None)
+
+
+def head_shape(model: Any) -> varlen.Heads:
+    """Attention heads of the layers of a model, by its configuration."""
+    heads = model.num_attention_heads
+    return varlen.Heads(
+        queries=heads,
+        keys=getattr(model, "num_key_value_heads", None) or heads,
+        width=getattr(model, "head_dim", None) or model.hidden_size // heads,
+        softcap=getattr(model, "attn_logit_softcapping", None),
+    )
+
+
+def long_length(window: int | None, *, longest: int, parameters: int, device: str) -> int:
+    """Length of the long sequence: past the window, no longer than any in training, and within FLOPS."""
+    affordable = int(FLOPS[device] / (2 * parameters))
+    wanted = LONG if window is None else window + PAST
+    return max(STRETCH, min(longest, wanted, affordable))
+
+
+class _Check:
+    def __init__(self, policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
+        self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
+        self._dtype = dtype
+        self._exact = dtype == torch.float32
+        self._where = f"in {str(dtype).removeprefix('torch.')} on {ranks.device.type}"
+        self._limit = TOLERANCE
+        self._seed = config.run.seed
+        self._window = attention_window(policy.model.config.get_text_config())
+        self._length = long_length(
+            self._window,
+            longest=config.longest_sequence,
+            parameters=sum(parameter.numel() for parameter in policy.parameters()),
+            device=ranks.device.type,
+        )
+
+    def run(self, path: str) -> Scoring:
+        choice, warnings = self._choice, list(self._choice.warnings)
+        tokens = short_tokens(self._policy, self._seed)
+        short = make_batch(tokens, self._ranks.device)
+        whole = self._score(short.single, choice.single, chunked=False)
+        rounding = self._rounding(whole, path)
+        if not self._exact:
+            self._limit = max(TOLERANCE, ROUNDINGS * rounding)
+
+        chunked = choice.chunked
+        if chunked:
+            row, its = short.longest
+            worst = self._worst(self._score([row], choice.single, chunked=True), whole[its])
+            if not worst <= self._limit:
+                chunked = False
+                told = f"log-probs in chunks differ from the model's own logits {self._where} ({worst:.2g})"
+                warnings.append(f"{told}; whole logits are held")
+        if not choice.packed:
+            return Scoring(False, choice.single, chunked, warnings)
+        if self._window is not None and self._length <= self._window < self._config.longest_sequence:
+            warnings.append(f"its window of {self._window} tokens takes too long to check here: {self._length} were")
+
+        long = random_tokens(self._policy, [self._length, self._length // 2 + BEHIND], self._seed + 1)
+        long[1][: self._length // 2] = long[0][: self._length // 2]
+        before = sum(LENGTHS[:BEFORE])
+        alone = self._score(make_batch(long, self._ranks.device).single, choice.single, chunked=chunked)
+        truth = torch.cat([whole[:before], alone, whole[before:]])
+        batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
+        found: dict[Attention, float] = {}
+        ways = self._ways(warnings)
+        for attention in ways:
+            scores = self._score([batch.packed], attention, chunked=chunked)
+            found[attention] = worst = self._worst(scores, truth)
+            if worst <= self._limit:
+                if attention != ways[0]:
+                    warnings.append(slower_packing(attention, f"{found[ways[0]]:.2g} {self._where}"))
+                return Scoring(
+                    True, attention, chunked, warnings, self._shares(attention, batch, truth, chunked, warnings)
+                )
+        warnings.append(no_packing(self._config.learner, f"{min(found.values()):.2g} {self._where}"))
+        return Scoring(False, choice.single, chunked, warnings)
+
+    def _shares(self, attention: Attention, batch: Batch, truth: Tensor, chunked: bool, warnings: list[str]) -> bool:
+        """Whether this way holds as well where the common beginnings of sequences are in the row once."""
+        if not self._choice.shared or attention not in ("varlen", OURS):
+            return False
+        worst = self._worst(self._score([batch.shared], attention, chunked=chunked), truth)
+        if not worst <= self._limit:
+            warnings.append(no_sharing(f"{worst:.2g} {self._where}"))
+        return worst <= self._limit
+
+    def _ways(self, warnings: list[str]) -> list[Attention]:
+        """Ways to attend to several sequences a row, the fastest first: ours does all that the kernel does."""
+        ways, device = self._choice.packed, self._ranks.device
+        if "packed" not in ways or device.type != varlen.DEVICE:
+            return ways
+        heads = head_shape(self._policy.model.config.get_text_config())
+        problem = varlen.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
+        if problems := self._ranks.agree(problem, "the check of attention in one kernel"):
+            warnings.append(f"attention over packed rows takes a kernel for each sequence: {problems[0]}")
+            return ways
+        return ["varlen", *ways]
+
+    def _rounding(self, whole: Tensor, path: str) -> float:
+        """Root mean square of the distance from the model that was loaded, nats."""
+        loaded = torch.tensor(self._choice.truth, device=whole.device)
+        found = self._everyone(float((whole - loaded).square().mean().sqrt()))
+        if not found <= OTHER_MODEL:
+            told = f"log-probs {self._where} over {self._ranks.world_size} ranks are {found:.2g} nats from those loaded"
+            raise ConfigError([f"model.path: {path}: its {told}; no rounding explains that"])
+        return found
+
+    def _score(self, rows: list[Any], attention: Attention, *, chunked: bool) -> Tensor:
+        Scoring(packed=False, attention=attention, chunked=chunked).apply(self._policy)
+        self._ranks.mark()
+        return score_rows(self._policy, rows)
+
+    def _worst(self, scores: Tensor, truth: Tensor) -> float:
+        """Largest root mean square of a stretch, nats; a position is one of its own where rounding is negligible."""
+        squares = (scores - truth).double().square()
+        stretches = len(squares) if self._exact else max(1, len(squares) // STRETCH)
+        means = [stretch.mean() for stretch in squares.tensor_split(stretches)]
+        return self._everyone(float(torch.stack(means).max().sqrt()))
+
+    def _everyone(self, value: float) -> float:
+        """Largest ``value`` of all ranks; infinite where any is no number."""
+        values = self._ranks.all_gather([value], "the check at start")[:, 0].tolist()
+        return max(each if math.isfinite(each) else math.inf for each in values)

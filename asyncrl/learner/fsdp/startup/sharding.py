@@ -1,0 +1,305 @@
+"""Loading the policy and cutting it up over the ranks with FSDP2.
+
+Every model begins without memory, is cut up, and gets the shards that each rank has read (loading.py). The first one is
+the model as it was loaded, in float32, in which the ways to call it are tried (startup_check.py); its shards then go to
+the second, which trains. So no rank holds a whole model, nor a second copy of its shards. Weights that are trained stay
+float32, and those that are frozen below adapters are held in the compute type; a layer is gathered in the compute type
+just before it is used, and gradients are reduced in float32. Each decoder layer is a unit with its adapters, and the
+rest (embedding, last norm, head, tied or not) is one more. All ranks then check that the way that was found holds for
+the sharded model (sharded_check.py).
+
+Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from asyncrl.config import Config
+from asyncrl.config.lora import LoraConfig
+from asyncrl.config.training import LearnerConfig, ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.model import varlen
+from asyncrl.learner.fsdp.model.head import chunk_size
+from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
+from asyncrl.learner.fsdp.model.policy import Policy, local, parts
+from asyncrl.learner.fsdp.startup.loading import Loaded, load
+from asyncrl.learner.fsdp.startup.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
+from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
+from asyncrl.learner.fsdp.startup.startup_check import Choice, Scoring, choose_scoring, make_batch, short_tokens
+from asyncrl.learner.fsdp.weights.shard_plan import own_rows
+
+_LOG = logging.getLogger(__name__)
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
+)
+"""Operators whose results selective checkpointing keeps: those that cost most to compute again."""
+
+
+def choose_device(config: LearnerConfig, rank: int) -> torch.device:
+    """The device of a rank. Raises ConfigError when CUDA is asked for and not there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(['learner.device: is "cuda", but torch sees no CUDA device'])
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
+    """Type of forward and backward, and of the published weights."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def prepare_device(device: torch.device, config: LearnerConfig) -> None:
+    """Set this process's CUDA device, or its threads: as learner.threads or OMP_NUM_THREADS says, or its
+    share of the cores.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif config.threads:
+        torch.set_num_threads(config.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.ranks))
+
+
+def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
+    """All ranks together: the sharded policy and its way of scoring. Raises ConfigError on all ranks."""
+    lora = config.lora if config.lora.is_on else None
+    mesh = make_mesh(ranks, ranks.device.type)
+    loaded, choice = _load(config.model, config, ranks, mesh, lora)
+    policy = loaded.empty()
+    if lora is not None:
+        add_adapters(policy, lora, seed=config.run.seed)
+    for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            # No small steps are added to a frozen weight.
+            parameter.data = parameter.data.to(dtype)
+    if ranks.rank == 0 and ranks.device.type == "cuda":
+        tell_memory(policy, ranks, config.learner, dtype)
+    offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
+    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
+    return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
+
+
+def build_frozen(
+    key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool
+) -> tuple[Policy, Scoring]:
+    """All ranks together: a model that only scores, named by the value ``path`` of ``key``, and its way of scoring.
+
+    Its shards stay in host memory, and a layer is on the device while it computes. ``packed``: whether it must score
+    packed rows. Raises ConfigError on all ranks.
+    """
+    model = config.model.model_copy(update={"path": path})
+    mesh = make_mesh(ranks, ranks.device.type)
+    loaded, choice = _load(model, config, ranks, mesh)
+    policy = loaded.empty()
+    policy.requires_grad_(False)
+    offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
+    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
+    scoring = _confirm(policy, choice, config, ranks, dtype, model)
+    if packed and not scoring.packed:
+        raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
+    return policy, scoring
+
+
+def _confirm(
+    policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
+) -> Scoring:
+    assert model.path is not None
+    scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path)
+    if ranks.rank == 0:
+        for warning in scoring.warnings:
+            _LOG.warning("start-up check of %s: %s", model.path, warning)
+    return scoring
+
+
+def _offload(ranks: Ranks) -> CPUOffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+
+
+def _load(
+    model: ModelConfig, config: Config, ranks: Ranks, mesh: DeviceMesh, lora: LoraConfig | None = None
+) -> tuple[Loaded, Choice]:
+    """All ranks together: their shards of a model in host memory, with those of ``lora``'s adapters, and the ways in
+    which the model may score."""
+    seed = config.run.seed
+    loaded = load(model, ranks, mesh if mesh.device_type == "cpu" else make_mesh(ranks, "cpu"))
+    # Without compilation and checkpointing, and as it was loaded: the model is checked.
+    policy = loaded.empty()
+    if lora is not None:
+        add_adapters(policy, lora, seed=seed)
+        for name, first in first_adapters(policy, seed=seed):
+            rows = own_rows(len(first), ranks.rank % ranks.shards, ranks.shards)
+            loaded.values[name] = first[rows.start : rows.stop].clone()
+    offload = CPUOffloadPolicy(pin_memory=False) if ranks.device.type == "cuda" else OffloadPolicy()
+    shard(policy, mesh, torch.float32, offload)
+    fill(policy, loaded.values, ranks, offload)
+    choice: Choice | None = None
+    problem: str | None = None
+    with ranks.waiting("the check of the ways of scoring"):
+        try:
+            choice = _choose(policy, config, ranks, adapted=lora is not None)
+        except ConfigError as error:
+            problem = "\n".join(error.problems)
+    if problems := ranks.agree(problem, "the check of the ways of scoring"):
+        raise ConfigError(list(dict.fromkeys(problems)))
+    # All take one choice, though the last bits may differ on each.
+    data = msgspec.msgpack.encode(choice) if ranks.rank == 0 else None
+    choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=Choice)
+    policy.reshard()
+    loaded.values.update(parts(policy))
+    del policy
+    # FSDP's objects refer to themselves, and would hold the shards beside those of the next model.
+    gc.collect()
+    return loaded, choice
+
+
+def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> Choice:
+    """All ranks together: the ways in which the sharded model may score. Raises ConfigError."""
+    seed = config.run.seed
+    choice = choose_scoring(policy, config.learner, seed=seed, device=ranks.device, on_pass=ranks.mark)
+    if not adapted:
+        return choice
+    ranks.mark()
+    row, _ = make_batch(short_tokens(policy, seed), ranks.device).longest
+    if silent := unreached(policy, row):
+        told = f"the adapters of {len(silent)} layers got no gradient in the check at start, the first {silent[0]}"
+        choice.warnings.append(f"{told}: the model does not call them, and merging adds what it does not train")
+    return choice
+
+
+def _place(
+    policy: Policy,
+    values: dict[str, Tensor],
+    config: LearnerConfig,
+    ranks: Ranks,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    offload: OffloadPolicy,
+) -> None:
+    """All ranks together: cut ``policy`` up, which is on meta, for training, and give it its shards of ``values``."""
+    for layer in policy.decoder_layers():
+        # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
+        layer.forward = wrap_forward(layer.forward, config, ranks.device)
+    shard(policy, mesh, dtype, offload)
+    fill(policy, values, ranks, offload)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy) -> None:
+    """Cut ``policy`` up in place over the ranks of ``mesh``, to compute in ``dtype``."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=None if dtype == torch.float32 else torch.float32,
+    )
+    for layer in policy.decoder_layers():
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def fill(policy: Policy, values: dict[str, Tensor], ranks: Ranks, offload: OffloadPolicy) -> None:
+    """Give a sharded policy on meta its shards and buffers, which are taken from ``values`` one by one."""
+    # FSDP wants offloaded shards in host memory; buffers are used for computing where they are.
+    policy.to_empty(device=torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else ranks.device)
+    for name, parameter in policy.named_parameters():
+        local(parameter).copy_(values.pop(name))
+    for name, buffer in list(policy.named_buffers()):
+        owner, _, own = name.rpartition(".")
+        setattr(policy.get_submodule(owner), own, values.pop(name).to(ranks.device, buffer.dtype))
+
+
+def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
+    """Mesh of all ranks: by replica and by shard, where there are several replicas."""
+    if ranks.replicas == 1:
+        return init_device_mesh(device_type, (ranks.world_size,))
+    return init_device_mesh(device_type, (ranks.replicas, ranks.shards), mesh_dim_names=("replicate", "shard"))
+
+
+def wrap_forward(forward: Callable[..., Any], config: LearnerConfig, device: torch.device) -> Callable[..., Any]:
+    """The forward of a layer, compiled and with activations that are computed again, as the configuration says."""
+
+    def again(forward: Callable[..., Any], kind: Checkpointing) -> Callable[..., Any]:
+        return functools.partial(checkpoint, forward, use_reentrant=False, **checkpoint_contexts(kind))
+
+    kind = checkpointing(config, device)
+    if config.compile and kind == "selective" and device.type == varlen.DEVICE:
+        # A compiled layer has other operators than those to keep, so the compiler must choose; it can where attention
+        # does not break the graph.
+        return torch.compile(again(forward, kind), dynamic=True)
+    if config.compile:
+        forward = torch.compile(forward, dynamic=True)
+    return forward if kind == "off" else again(forward, kind)
+
+
+def shape_of(policy: Policy) -> ModelShape:
+    """Counts of a model, whole or on meta, before it is sharded."""
+    config = policy.model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = policy.decoder_layers()
+    return ModelShape(
+        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+        layer_parameters=max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        queries=heads * width,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocabulary=config.vocab_size,
+    )
+
+
+def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
+    """Log the memory that a rank on a GPU is going to need, and the keys to change where its device has no room."""
+    shape = shape_of(policy)
+    load = Load(
+        shards=ranks.shards,
+        replicas=ranks.replicas,
+        tokens=config.tokens_per_microbatch,
+        chunk=min(config.tokens_per_microbatch, chunk_size(shape.vocabulary)),
+        compute_bytes=dtype.itemsize,
+        checkpointing=checkpointing(config, ranks.device),
+        offloaded=config.offload,
+    )
+    _LOG.info("memory of the learner: %s", estimate(shape, load))
+    available = torch.cuda.get_device_properties(ranks.device).total_memory
+    if advice := advise(shape, load, available):
+        _LOG.warning("the learner may not fit into the %s of its device: set %s", in_gigabytes(available), advice)
+
+
+def checkpointing(config: LearnerConfig, device: torch.device) -> Checkpointing:
+    """Kind of activation checkpointing: the activations that are computed again."""
+    if config.activation_checkpointing != "auto":
+        return config.activation_checkpointing
+    return "full" if device.type == "cuda" else "off"
+
+
+def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
+    """Arguments of torch's checkpoint: a selective one keeps matrix products and the results of attention."""
+    if kind == "full":
+        return {}
+    named = [name.split("::") for name in KEPT]
+    operators = [getattr(getattr(torch.ops, space), name, None) for space, name in named]
+    found = [operator.default for operator in operators if operator is not None]
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, found)}

@@ -1,0 +1,222 @@
+"""The check at start, first part: whether the learner computes from a packed row the same as the model from each
+sequence alone.
+
+Some architectures leak from one packed sequence into the next, some do more to their logits than to apply the head, and
+fast attention leaves out features that it does not know (a soft cap); each trains on wrong ratios without a word. So a
+random batch is scored in every way, in float32, by the weights as they were loaded, and held against the slowest: one
+sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
+
+    rows        several sequences a row, else one; a common beginning of several in a row once, else in each
+    attention   of several: ours (attention.py), else transformers' choice, else the plain one; of one: the last two
+    logits      in chunks, else the model's own
+
+The second part (sharded_check.py) holds the way chosen here against itself where it will run.
+
+Fails with ConfigError under ``packing = "required"`` when no way of packing agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.plan.micro_batch import lay_out
+from asyncrl.learner.algorithm.plan.sharing import find_sharing
+from asyncrl.learner.fsdp.model.policy import Attention, Policy, Row, make_row
+
+TOLERANCE = 1e-4
+"""Largest difference of a log-prob, nats, that still counts as rounding (float32)."""
+LENGTHS = (7, 1, 19, 12, 5)
+"""Lengths of the random sequences: short, so that a leak from a neighbour weighs much."""
+COMMON = 4
+"""Number of tokens with which all longer sequences begin."""
+_CPU = torch.device("cpu")
+PACKED: tuple[Attention, ...] = ("packed", "loaded", "plain")
+"""Ways to attend to several sequences a row, the fastest first."""
+OURS: Attention = "packed"
+"""The one of these that may share common beginnings of sequences; in one kernel (varlen.py) so may another."""
+
+
+class Scoring(msgspec.Struct, frozen=True):
+    """The way in which the learner scores, the same on all ranks."""
+
+    packed: bool
+    """Whether a row has several sequences."""
+    attention: Attention
+    chunked: bool
+    """Whether logits are computed in chunks."""
+    warnings: list[str] = []
+    shared: bool = False
+    """Whether a row holds a common beginning of several of its sequences once."""
+
+    def apply(self, policy: Policy) -> None:
+        """Make ``policy`` score this way."""
+        policy.chunked = self.chunked
+        policy.use_attention(self.attention)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The ways that agree in float32."""
+
+    packed: list[Attention]
+    """Ways among PACKED with which several sequences a row score as they do alone, the fastest first."""
+    single: Attention
+    """The fastest way for one sequence a row."""
+    shared: bool
+    """Whether our attention scores sequences as well where their common beginning is in the row once."""
+    chunked: bool
+    truth: list[float]
+    """Log-probs of the random sequences, nats."""
+    warnings: list[str]
+
+    @property
+    def scoring(self) -> Scoring:
+        """The fastest of the ways."""
+        attention = (*self.packed, self.single)[0]
+        return Scoring(bool(self.packed), attention, self.chunked, self.warnings, self.shared)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The same sequences in one row and in a row each, every position scored."""
+
+    packed: Row
+    shared: Row
+    """One row that has their common beginnings once."""
+    single: list[Row]
+
+    @property
+    def longest(self) -> tuple[Row, slice]:
+        """The longest sequence in a row of its own, and the slice of its positions among all."""
+        lengths = [row.lengths[0] for row in self.single]
+        at = lengths.index(max(lengths))
+        return self.single[at], slice(sum(lengths[:at]), sum(lengths[: at + 1]))
+
+
+def choose_scoring(
+    policy: Policy,
+    config: LearnerConfig,
+    *,
+    seed: int,
+    device: torch.device = _CPU,
+    on_pass: Callable[[], None] = lambda: None,
+) -> Choice:
+    """Try the ways of scoring on a random batch; all ranks together where ``policy`` is sharded. Raises ConfigError.
+
+    ``policy`` computes in float32 on ``device``. Leaves it set to the fastest way that agrees. ``on_pass`` is called
+    before each pass.
+    """
+    batch = make_batch(short_tokens(policy, seed), device)
+    longest, its = batch.longest
+    Scoring(packed=False, attention="plain", chunked=False).apply(policy)
+    truth = score_rows(policy, batch.single)
+
+    def tried(row: Row, expected: Tensor, attention: Attention, chunked: bool) -> float | str:
+        """Largest difference in nats, or the reason that this way cannot be gone."""
+        on_pass()
+        try:
+            Scoring(packed=False, attention=attention, chunked=chunked).apply(policy)
+            scores = score_rows(policy, [row])
+        except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            # Any of these is how a model says that it does not support a way of being called.
+            policy.reshard()
+            return f"{type(error).__name__}: {error}"
+        worst = float((scores - expected).abs().max())
+        return worst if np.isfinite(worst) else "not finite"
+
+    chunks = tried(longest, truth[its], "plain", True)
+    chunked = _agrees(chunks)
+    alone = tried(longest, truth[its], "loaded", chunked)
+    single: Attention = "loaded" if _agrees(alone) else "plain"
+    found: dict[Attention, float | str] = {}
+    if config.packing != "off":
+        found = {attention: tried(batch.packed, truth, attention, chunked) for attention in PACKED}
+    packed = [attention for attention, worst in found.items() if _agrees(worst)]
+    together = tried(batch.shared, truth, OURS, chunked) if OURS in packed else 0.0
+
+    warnings = []
+    if not chunked:
+        warnings.append(f"log-probs in chunks differ from the model's own logits ({chunks}); whole logits are held")
+    if found and not packed:
+        warnings.append(no_packing(config, str(found["plain"])))
+    elif found and packed[0] != "packed":
+        warnings.append(slower_packing(packed[0], str(found["packed"])))
+    if not _agrees(together):
+        warnings.append(no_sharing(str(together)))
+    if not packed and single == "plain":
+        warnings.append(
+            f"transformers' fast attention leaves out a part of the model's ({alone}); its plain one is slow"
+        )
+    shared = OURS in packed and _agrees(together)
+    choice = Choice(packed, single, shared, chunked, truth.tolist(), warnings)
+    choice.scoring.apply(policy)
+    return choice
+
+
+def no_packing(config: LearnerConfig, found: str) -> str:
+    """The warning when rows hold one sequence each although they might hold several. Raises ConfigError."""
+    told = f"log-probs of a packed row differ from those of single sequences ({found})"
+    if config.packing == "required":
+        raise ConfigError([f'learner.packing: is "required", but with this model {told}'])
+    return f"{told}; each row holds one sequence"
+
+
+def no_sharing(found: str) -> str:
+    """The warning when sequences of a row do not share their common beginning although they might."""
+    return f"log-probs differ where the common beginning of sequences is computed once ({found}); each computes its own"
+
+
+def slower_packing(attention: Attention, found: str) -> str:
+    """The warning when packed rows cannot be attended to in the fastest way."""
+    named = {
+        "packed": "a kernel for each sequence",
+        "loaded": "transformers'",
+        "plain": "transformers' plain one",
+    }[attention]
+    return f"own attention over packed rows cannot be used ({found}); {named} is slower"
+
+
+def _agrees(worst: float | str) -> bool:
+    return isinstance(worst, float) and worst <= TOLERANCE
+
+
+def random_tokens(policy: Policy, lengths: Sequence[int], seed: int) -> list[np.ndarray]:
+    """Sequences of one token more than ``lengths``: the last is only a target."""
+    random = np.random.default_rng(seed)
+    vocabulary = policy.model.get_input_embeddings().num_embeddings
+    return [random.integers(0, vocabulary, n + 1) for n in lengths]
+
+
+def short_tokens(policy: Policy, seed: int) -> list[np.ndarray]:
+    """Random sequences of LENGTHS and one token more, those that are longer than COMMON with the same beginning."""
+    tokens = random_tokens(policy, LENGTHS, seed)
+    for sequence in tokens:
+        if len(sequence) > COMMON + 1:
+            sequence[:COMMON] = tokens[0][:COMMON]
+    return tokens
+
+
+def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> Batch:
+    """Rows of these sequences."""
+    inputs, targets = [t[:-1] for t in tokens], np.concatenate([t[1:] for t in tokens])
+    lengths = [len(t) for t in inputs]
+    layout = lay_out(inputs, find_sharing(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))
+    places = np.concatenate(layout.places)
+    return Batch(
+        packed=make_row(np.concatenate(inputs), lengths, np.arange(sum(lengths)), targets, device),
+        shared=make_row(layout.input_ids, layout.lengths, places, targets, device, prefixes=layout.prefixes),
+        single=[make_row(t[:-1], [n], np.arange(n), t[1:], device) for t, n in zip(tokens, lengths, strict=True)],
+    )
+
+
+def score_rows(policy: Policy, rows: list[Row]) -> Tensor:
+    """Log-probs of all rows, float32, one after the other."""
+    with torch.no_grad():
+        return torch.cat([policy.score(row, 1.0)[0] for row in rows])

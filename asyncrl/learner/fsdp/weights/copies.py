@@ -1,0 +1,209 @@
+"""The weights that are published or exported, and a copy of this rank's part of them.
+
+Every parameter of the model appears exactly once, under the name and in the shape that transformers'
+``save_pretrained`` would give it: a tied head only under the name of the weight that it is tied to, experts and other
+fused weights split again. A weight with an adapter appears with the adapter added in, or the adapters appear alone
+under the names of asyncrl/lora.py.
+
+It keeps: a copy is of one moment, and the model is only read. Where adapters are added in, the sum is made in float32
+and then cast; the ranks exchange the matrices A for it, which are small.
+
+Fails as torch does when host memory does not suffice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.model.lora import A, B, LoraLinear, adapted_layers, merged
+from asyncrl.learner.fsdp.model.policy import Policy
+from asyncrl.learner.fsdp.weights.shard_plan import layer_of, own_rows
+from asyncrl.lora import tensor_names
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight, and this rank's part of it."""
+
+    name: str
+    shape: torch.Size
+    sharded: bool
+    """Whether the weight is cut by rows over the ranks of a replica; else every rank has all of it."""
+    part: Tensor
+    """This rank's elements, where the model keeps them or in a copy."""
+    adapter: _Adapter | None = None
+    """Adapter that is added to the weight."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weight once gathered."""
+        return self.shape.numel() * self.part.itemsize
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """The adapter of a weight that is published with it added in."""
+
+    a: Weight
+    b: Weight
+    scale: float
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The weights of one layer, or one weight outside of any."""
+
+    weights: list[Weight]
+    model: Any = None
+    """Model whose names are turned into those of its checkpoint; None where they are final."""
+
+    def named(self, values: Iterator[Tensor]) -> dict[str, Tensor]:
+        """The unit's weights, taken from ``values`` in order, whole, by the names under which they are published."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found = {weight.name: next(values) for weight in self.weights}
+        return found if self.model is None else revert_weight_conversion(self.model, found)
+
+
+class ShardCopies:
+    """This rank's part of all published weights, copied to host memory in the publishing type.
+
+    The memory is taken by the first copy, pinned where the model is on a GPU, and used again by every other. Where the
+    model has replicas, the ranks of the first have the copies.
+    """
+
+    def __init__(self, live: list[Unit], ranks: Ranks, dtype: torch.dtype) -> None:
+        self._live, self._ranks, self._dtype = live, ranks, dtype
+        self.units: list[Unit] = []
+        """Copies of the live units; empty before the first ``take``."""
+
+    def take(self) -> None:
+        """All ranks together: copy the weights as they are now. The reader of the copy before has ended."""
+        live = [weight for unit in self._live for weight in unit.weights]
+        whole = _whole_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
+        if self._ranks.replica:
+            return
+        self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
+        on_gpu = False
+        for weight, copy in zip(live, (weight for unit in self.units for weight in unit.weights), strict=True):
+            part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole))
+            on_gpu |= part.is_cuda
+            copy.part.copy_(part, non_blocking=part.is_cuda)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+
+    def _empty(self, weight: Weight) -> Weight:
+        dtype, pin = _published(weight.part, self._dtype), weight.part.is_cuda
+        return replace(weight, part=torch.empty(weight.part.numel(), dtype=dtype, pin_memory=pin), adapter=None)
+
+
+def whole_buckets(units: list[Unit], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Buckets as ``gather_buckets`` gives on rank 0, of a model that is whole in this process; a layer at a time."""
+    for unit in units:
+        values = (
+            (w.part if w.adapter is None else _merged(w, w.adapter, w.adapter.a.part.view(w.adapter.a.shape)))
+            .to(_published(w.part, dtype))
+            .view(w.shape)
+            for w in unit.weights
+        )
+        yield unit.named(values)
+
+
+def model_units(policy: Policy) -> list[Unit]:
+    """The weights of the model, where it keeps them, in the order of the checkpoint; adapters are to be added in."""
+    model: Any = policy.model
+    layers = adapted_layers(model)
+    adapters = {f"{name}.weight": _adapter(name, layer) for name, layer in layers.items()}
+    own = {f"{name}.{matrix}" for name in layers for matrix in (A, B)}
+    persistent = set(model.state_dict().keys()) - own
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
+    tied = set(model.all_tied_weights_keys)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    order = {name: i for i, name in enumerate(model.state_dict())}
+    found = []
+    for name, tensor in sorted(named, key=lambda item: order.get(item[0], 0)):
+        if name in persistent and name not in tied and not any(p.search(name) for p in ignored):
+            found.append(replace(_read(name, tensor), adapter=adapters.get(name)))
+    return _by_layer(found, model)
+
+
+def adapter_units(policy: Policy) -> list[Unit]:
+    """The adapters alone, where the model keeps them, by their published names."""
+    adapters = [_adapter(name, layer) for name, layer in adapted_layers(policy.model).items()]
+    return _by_layer([matrix for adapter in adapters for matrix in (adapter.a, adapter.b)], None)
+
+
+def _read(name: str, tensor: Tensor) -> Weight:
+    part = tensor.detach()
+    if isinstance(part, DTensor):
+        assert part.placements[-1] == Shard(0)
+        return Weight(name, tensor.shape, True, part.to_local().reshape(-1))
+    return Weight(name, tensor.shape, False, part.reshape(-1))
+
+
+def _adapter(name: str, layer: LoraLinear) -> _Adapter:
+    a, b = tensor_names(name)
+    return _Adapter(_read(a, layer.lora_A), _read(b, layer.lora_B), layer.scale)
+
+
+def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
+    layers: dict[str, Unit] = {}
+    for weight in weights:
+        layers.setdefault(layer_of(weight.name), Unit([], model)).weights.append(weight)
+    return list(layers.values())
+
+
+def _merged(weight: Weight, adapter: _Adapter, whole_a: Tensor) -> Tensor:
+    """The weight with its adapter added in, float32 [elements of this rank]."""
+    rows = weight.part.view(-1, weight.shape[1])
+    b = adapter.b.part.view(-1, adapter.b.shape[1])
+    return merged(rows, whole_a, b, adapter.scale).reshape(-1)
+
+
+def _whole_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
+    """All ranks together: the matrices A of all ranks, [rank, in] each; the rows of a weight and of B are cut alike."""
+    if ranks.shards == 1 or not parts:
+        return iter([weight.part.view(weight.shape) for weight in parts])
+    sent = flat(parts, ranks.shards)
+    received = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+    with ranks.waiting("gathering the adapters"):
+        dist.all_gather(received, sent)
+    return iter(joined(parts, received[: ranks.shards]))
+
+
+def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if weight.is_floating_point() else weight.dtype
+
+
+def flat(weights: list[Weight], shards: int) -> Tensor:
+    """This rank's parts in one buffer, of the size that rank 0 needs, which has the largest part of everything."""
+    size = sum(len(own_rows(w.shape[0], 0, shards)) * w.shape[1:].numel() for w in weights)
+    (dtype,) = {w.part.dtype for w in weights}
+    parts = torch.cat([w.part for w in weights])
+    sent = torch.zeros(size, dtype=dtype, device=parts.device)
+    sent[: parts.numel()] = parts
+    return sent
+
+
+def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
+    """The full weights, from the buffers that ``flat`` gave on each rank."""
+    shards = len(received)
+    full, offsets = [], [0] * shards
+    for weight in weights if received else []:
+        width = weight.shape[1:].numel()
+        parts = []
+        for rank in range(shards):
+            count = len(own_rows(weight.shape[0], rank, shards)) * width
+            parts.append(received[rank][offsets[rank] : offsets[rank] + count])
+            offsets[rank] += count
+        full.append(torch.cat(parts).view(weight.shape))
+    return full

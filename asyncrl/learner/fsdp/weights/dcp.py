@@ -1,0 +1,381 @@
+"""The trainer's state on disk: shards of weights and optimizer in the format of torch.distributed.checkpoint (DCP).
+
+    trainer/
+        contents.json             TrainerContents, written last: steps taken, checksums of the other files
+        __R_0.distcp .metadata    DCP: the shards of rank R, and where each one is
+        rank_RRRRR.msgpack        random number generators of rank R
+
+The weights are those that are trained: adapters, where there are some, without the frozen model. Each rank writes its
+own shards (where the model has replicas, each of them its share of the tensors) and reads those that it needs, for any
+number of ranks and replicas that wrote. DCP plans, writes and reads; messages of the ranks to one another go through
+``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading needs no exchange at all.
+
+It keeps: the files hold the state when ``Staged`` was made, though training goes on (every tensor is copied);
+and a file is held against its checksum before anything is made of it.
+
+Fails with CheckpointError naming the file, on all ranks alike when loading and on rank 0 when writing. After a failed
+load the weights are of no use, but after DamagedCheckpoint, which comes before anything is changed, they are as before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
+from asyncrl.checkpoint.damage import check_file, refused
+from asyncrl.disk import full_errno
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.files import Digest, digest_file, sync, write_file
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.model.lora import A
+
+METADATA = ".metadata"
+EXCHANGE_WAIT_S = 1800.0
+"""Longest wait of a rank for the slowest one to write; the timeout of the group that is given to ``write``."""
+WEIGHTS = "weights"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""Names of AdamW's state of a parameter."""
+AROUND_TENSOR_BYTES = 2560
+"""Bytes that torch writes around a tensor: an archive of its own, and its place in the metadata."""
+T = TypeVar("T")
+
+
+class _Shard(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a tensor, and its place in a file."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    """Report of the shards and files that a rank has written."""
+
+    problem: tuple[str, str, int] | None
+    """File, reason, and errno of a full disk or 0; None where all was written."""
+    shards: list[_Shard] = []
+    files: dict[str, Digest] = {}
+
+
+class _Generators(msgspec.Struct, frozen=True):
+    """States of the random number generators of a process."""
+
+    torch: bytes
+    cuda: bytes | None
+    numpy: tuple[str, bytes, int, int, float]
+    python: tuple[int, list[int], float | None]
+
+
+class Staged:
+    """A copy of this rank's state in host memory, and DCP's plan of how it is written."""
+
+    def __init__(
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *, steps: int, warm_steps: int
+    ) -> None:
+        """Copy the state; no other rank is asked."""
+        live = _tensors(policy, optimizer)
+        self.steps, self.warm_steps = steps, warm_steps
+        self.generators = msgspec.msgpack.encode(_generators(ranks.device))
+        self.shapes = {
+            name: (tensor.shape, TensorProperties.create_from_tensor(_local(tensor))) for name, tensor in live.items()
+        }
+        self.planner = _CopiesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.planner.set_up_planner(dict(live), is_coordinator=ranks.rank == 0)
+        # A tensor that is no shard is the same on all ranks, and a rank may have none of a small tensor.
+        writers = {name: number % ranks.replicas for number, name in enumerate(live)}
+        items = [
+            item
+            for item in self.planner.create_local_plan().items
+            if (writers[item.index.fqn] == ranks.replica if item.type == WriteItemType.SHARD else ranks.rank == 0)
+            and 0 not in _chunk(item).sizes
+        ]
+        self.plan = SavePlan(items)
+        # Tensors in host memory already are copied, too: the next step changes them in place.
+        self.planner.copies = {
+            name: _local(live[name]).detach().to("cpu", copy=True)
+            for name in dict.fromkeys(item.index.fqn for item in items)
+        }
+
+
+def expected_bytes(policy: nn.Module) -> int:
+    """Bytes that all ranks together write of the trained weights and their optimizer, about."""
+    tensors = [parameter.numel() * parameter.element_size() for parameter in _trained(policy).values()]
+    # Weights and two moments; the steps are of no size.
+    return 3 * sum(tensors) + 4 * AROUND_TENSOR_BYTES * len(tensors)
+
+
+class _CopiesPlanner(DefaultSavePlanner):
+    """Plans from the live tensors, writes from copies of them."""
+
+    copies: dict[str, Tensor]
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.copies[write_item.index.fqn]
+
+
+def write(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, group: Any) -> None:
+    """All ranks together, from any thread: write the staged state, or tell the others the reason that it could not be.
+
+    ``group`` is from ``Ranks.another_group``. Raises CheckpointError, on all ranks when one could not write; on rank
+    0 also when the others' files are not to be seen.
+    """
+    # The copies are in host memory: nothing is to be fetched ahead from a device.
+    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    report = _write_own(folder, staged, ranks, writer)
+    answers = ranks.exchange(
+        msgspec.msgpack.encode(report), group, "what each has written of a checkpoint", EXCHANGE_WAIT_S
+    )
+    reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answers]
+    for rank, found in enumerate(reports):
+        if found.problem is not None:
+            where, reason, full = found.problem
+            raise CheckpointError(where, f"{reason} (learner/{rank})", full=full)
+    if ranks.rank == 0:
+        assert isinstance(staged, Staged)
+        _guard(folder, lambda: _finish(folder, staged, reports, writer))
+
+
+def _write_own(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, writer: FileSystemWriter) -> _Report:
+    def work() -> _Report:
+        if isinstance(staged, CheckpointError):
+            raise staged
+        folder.mkdir(exist_ok=True)
+        writer.set_up_storage_writer(ranks.rank == 0)
+        plan = writer.prepare_global_plan([staged.plan] * ranks.world_size)[ranks.rank]
+        results = writer.write_data(staged.planner.finish_plan(plan), staged.planner).wait()
+        sizes = {item.index: tuple(_chunk(item).sizes) for item in plan.items}
+        shards = [
+            _Shard(
+                name=result.index.fqn,
+                offsets=tuple(result.index.offset or ()),
+                sizes=sizes[result.index],
+                file=result.storage_data.relative_path,
+                start=result.storage_data.offset,
+                length=result.storage_data.length,
+            )
+            for result in results
+        ]
+        own = f"rank_{ranks.rank:05d}.msgpack"
+        files = {own: write_file(folder / own, [staged.generators])}
+        files |= {name: digest_file(folder / name) for name in sorted({shard.file for shard in shards})}
+        sync(folder)
+        return _Report(None, shards, files)
+
+    try:
+        return _guard(folder, work)
+    except CheckpointError as error:
+        return _Report((error.path, error.reason, error.full))
+
+
+def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSystemWriter) -> None:
+    """Rank 0: write the metadata of all shards."""
+    files: dict[str, Digest] = {}
+    for rank, report in enumerate(reports):
+        for name, digest in report.files.items():
+            path = folder / name
+            if not path.exists() or path.stat().st_size != digest.bytes:
+                reason = f"written by learner/{rank} and not to be seen by learner/0; checkpoint.dir must be shared"
+                raise CheckpointError(str(path), reason)
+        files |= report.files
+    shards = [shard for report in reports for shard in report.shards]
+    described: dict[str, Any] = {}
+    for name, (shape, properties) in staged.shapes.items():
+        chunks = [
+            ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+            for shard in shards
+            if shard.name == name
+        ]
+        described[name] = TensorStorageMetadata(properties, shape, chunks)
+        written = sum(chunk.sizes.numel() for chunk in chunks)
+        assert written == shape.numel(), f"{name}: {written} of {shape.numel()} numbers were written"
+    results = [
+        WriteResult(
+            index=MetadataIndex(shard.name, torch.Size(shard.offsets)),
+            size_in_bytes=shard.length,
+            storage_data=_StorageInfo(shard.file, shard.start, shard.length),
+        )
+        for shard in shards
+    ]
+    metadata = Metadata(described, planner_data={name: (name,) for name in described})
+    writer.finish(metadata, [results])
+    files[METADATA] = digest_file(folder / METADATA)
+    contents = TrainerContents(steps=staged.steps, warm_steps=staged.warm_steps, world_size=len(reports), files=files)
+    write_file(folder / CONTENTS, [msgspec.json.encode(contents)])
+    sync(folder)
+
+
+def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> TrainerContents:
+    """All ranks together: put back the written state, by however many ranks it was. Returns its contents.
+
+    The generators of a rank that was there are put back too. Raises CheckpointError on all ranks, DamagedCheckpoint
+    before anything is changed: each rank reads its share of the files for their checksums first.
+    """
+
+    def check() -> TrainerContents:
+        contents = read_trainer_contents(folder)
+        for name in sorted(contents.files)[ranks.rank :: ranks.world_size]:
+            check_file(folder / name, contents.files[name])
+        return contents
+
+    contents = _together(folder, check, ranks, "the check of a checkpoint")
+    _together(folder, lambda: _read(folder, policy, optimizer), ranks, "reading a checkpoint")
+    own = folder / f"rank_{ranks.rank:05d}.msgpack"
+    _together(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
+    return contents
+
+
+def load_weights(folder: Path, policy: nn.Module) -> None:
+    """One process alone, in which the model is whole: put back the weights and nothing else. Raises CheckpointError."""
+
+    def read() -> None:
+        contents = read_trainer_contents(folder)
+        for name in contents.files:
+            check_file(folder / name, contents.files[name])
+        _read(folder, policy, None)
+
+    _guard(folder, read)
+
+
+def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    there = metadata.state_dict_metadata
+    parameters = _trained(policy)
+    of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (there, parameters)]
+    if of_adapters == [True, False]:
+        raise CheckpointError(
+            str(folder), "holds adapters, and lora.rank = 0 trains the model itself: set it as it was"
+        )
+    if of_adapters == [False, True]:
+        raise CheckpointError(str(folder), "holds a whole model and no adapters: set lora.rank = 0, as it was")
+    for name in sorted(
+        {f"{WEIGHTS}/{name}" for name in parameters} ^ {n for n in there if n.startswith(WEIGHTS + "/")}
+    ):
+        where = "the model has it, the checkpoint does not" if name not in there else "the model has none of that name"
+        raise CheckpointError(str(folder), f"is of another model: {name}: {where}")
+    for name, parameter in parameters.items():
+        saved = getattr(there[f"{WEIGHTS}/{name}"], "size", ())
+        if saved != parameter.shape:
+            reason = f"is of another model: {name} is {list(saved)}, and {list(parameter.shape)} in the model"
+            raise CheckpointError(str(folder), reason)
+        if optimizer is None:
+            continue
+        optimizer.state.pop(parameter, None)
+        if f"{MOMENTS[0]}/{name}" in there:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(_tensors(policy, optimizer)), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = planner.create_global_plan([plan])[0]
+    with torch.no_grad():
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Tensors that are saved, by name: views of the live tensors; without an optimizer the weights alone."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in _trained(policy).items():
+        found[f"{WEIGHTS}/{name}"] = parameter.detach()
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        assert not state or sorted(state) == sorted(MOMENTS)
+        found |= {f"{key}/{name}": state[key] for key in MOMENTS if key in state}
+    return found
+
+
+def _trained(policy: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name: frozen ones come from model.path."""
+    return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _generators(device: torch.device) -> _Generators:
+    legacy: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
+    kind, keys, position, has_gauss, cached = legacy
+    version, numbers, gauss = random.getstate()
+    return _Generators(
+        torch=torch.get_rng_state().numpy().tobytes(),
+        cuda=torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else None,
+        numpy=(kind, keys.tobytes(), position, has_gauss, cached),
+        python=(version, list(numbers), gauss),
+    )
+
+
+def _restore_generators(path: Path, contents: TrainerContents, device: torch.device) -> None:
+    if path.name not in contents.files:
+        return
+    saved = msgspec.msgpack.decode(path.read_bytes(), type=_Generators)
+    kind, keys, position, has_gauss, cached = saved.numpy
+    version, numbers, gauss = saved.python
+    torch.set_rng_state(torch.frombuffer(bytearray(saved.torch), dtype=torch.uint8))
+    if saved.cuda is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(saved.cuda), dtype=torch.uint8), device)
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), position, has_gauss, cached))
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def _together(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
+    """All ranks together: do ``work``; when it fails on any, CheckpointError on all of them."""
+    done: list[T] = []
+    problem = None
+    try:
+        done.append(_guard(path, work))
+    except CheckpointError as error:
+        problem = msgspec.json.encode([error.path, error.reason, isinstance(error, DamagedCheckpoint)]).decode()
+    problems = ranks.agree(problem, what)
+    if problems:
+        found = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
+        # An error that is more than damage on any rank is more than damage.
+        where, reason, damaged = min(found, key=lambda problem: problem[2])
+        raise (DamagedCheckpoint if damaged else CheckpointError)(where, reason)
+    return done[0]
+
+
+def _guard(path: Path, work: Callable[[], T]) -> T:
+    """Result of ``work``, whose failures are all CheckpointError: DCP and torch raise errors of any type."""
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise refused(path, error) from error
+    except Exception as error:
+        full = full_errno(error, path)
+        reason = os.strerror(full) if full else f"{type(error).__name__}: {error}"
+        raise CheckpointError(str(path), reason, full=full) from error

@@ -1,0 +1,83 @@
+"""The probe: log-probs of a few sequences by the learner's weights, scored at each publication.
+
+An engine that serves the same weights gives their tokens the same log-probs within rounding, and samples at the run's
+temperature each next token with the log-prob that is told for it here; one that does not has other weights, or computes
+otherwise from them. All ranks score alike, so that their collectives stay in step, without a gradient, and leave
+the weights cut up as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.fsdp.model.policy import Likeliest, Policy, Row, make_row
+from asyncrl.messages.weights import Probe
+
+PLACES = 4
+"""Places of each sequence at which an engine samples a token."""
+LIKELIEST = 128
+"""Number of tokens that are told for each place: an engine mostly samples one of them there."""
+
+
+def score_probe(
+    policy: Policy, sequences: Sequence[ProbeSequence], *, temperature: float, packed: bool, device: torch.device
+) -> Probe:
+    """All ranks together: log-probs of the probe by the present weights, in the rows that training uses.
+
+    Given tokens are scored at temperature 1, as engines score them; the likeliest ones at ``temperature``. Places are
+    those of the largest entropy: where one token is certain, no temperature shows.
+    """
+    count = min(LIKELIEST, policy.model.get_output_embeddings().weight.shape[0])
+    logprobs, places, likeliest, likeliest_logprobs = [], [], [], []
+    for row in [sequences] if packed else [[sequence] for sequence in sequences]:
+        chosen: list[list[int]] = []
+        scored, _, tokens, values = policy.score_likeliest(
+            _row(row, device), Likeliest(partial(_choose, row, chosen), temperature, count)
+        )
+        logprobs += [own[:-1] for own in torch.split(scored, _lengths(row))]
+        places += chosen
+        likeliest.append(tokens)
+        likeliest_logprobs.append(values)
+    policy.reshard()
+    return Probe(
+        tokens=np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int32),
+        lengths=np.array([len(sequence.tokens) for sequence in sequences], np.int32),
+        logprobs=torch.cat(logprobs).cpu().numpy(),
+        places=np.array([(number, place) for number, own in enumerate(places) for place in own], np.int32),
+        likeliest=torch.cat(likeliest).cpu().numpy().astype(np.int32),
+        likeliest_logprobs=torch.cat(likeliest_logprobs).cpu().numpy(),
+    )
+
+
+def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: torch.Tensor) -> torch.Tensor:
+    """Positions in the row after which a token is sampled; the numbers of tokens before each go into ``chosen``."""
+    lengths = _lengths(row)
+    chosen += map(_places, row, torch.split(entropies, lengths))
+    starts = accumulate(lengths[:-1], initial=0)
+    positions = [start + place - 1 for start, own in zip(starts, chosen, strict=True) for place in own]
+    return torch.tensor(positions, dtype=torch.int64, device=entropies.device)
+
+
+def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
+    """Places of a sequence as numbers of tokens, ascending; ``entropies`` are those after 1, 2, ... of them."""
+    candidates = entropies[sequence.begin - 1 : -1]
+    if not len(candidates):
+        return [len(sequence.tokens)]
+    found = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
+    return sorted(found.tolist())
+
+
+def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> Row:
+    """Row in which each token but a sequence's first is a target, and after the last of each any is."""
+    tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
+    return make_row(tokens, _lengths(sequences), np.arange(len(tokens)), np.roll(tokens, -1), device)
+
+
+def _lengths(sequences: Sequence[ProbeSequence]) -> list[int]:
+    return [len(sequence.tokens) for sequence in sequences]

@@ -1,0 +1,105 @@
+"""Writing a checkpoint beside the training: staged on the training thread, written on one of its own.
+
+At most one at a time on a rank. The exchange among the ranks has a process group to itself, so that it cannot mix
+with the collectives of a step; a group in which it failed is replaced by the next save.
+
+Fails with CheckpointError from the future that ``save`` returns; never in the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, Staged, write
+
+BEFORE_WAIT_S = 10.0
+"""Time that the save before has to end on this rank once it has ended on rank 0."""
+STOP_WAIT_S = 30.0
+"""Time that a save has to end when the rank stops."""
+_LOG = logging.getLogger(__name__)
+
+
+class Saver:
+    """The saves of one rank, one after the other."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._group: Any = None
+        self._thread: threading.Thread | None = None
+        self._done: Future[None] | None = None
+        self.broken = False
+        """Whether the ranks could not speak in the last save: the next one must be told to ``renew``."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save has not ended."""
+        return self._done is not None and not self._done.done()
+
+    def save(
+        self,
+        folder: Path,
+        policy: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int,
+        warm_steps: int,
+        renew: bool,
+    ) -> Future[None]:
+        """All ranks together: begin a save; returns once this rank's state is copied.
+
+        ``renew`` is rank 0's ``broken``. The result of the future is None or CheckpointError.
+        """
+        if renew or self._group is None:
+            self._group = self._ranks.another_group(EXCHANGE_WAIT_S)
+        self.broken = False
+        staged: Staged | CheckpointError
+        try:
+            if self._thread is not None:
+                self._thread.join(BEFORE_WAIT_S)
+                if self._thread.is_alive():
+                    raise CheckpointError(str(folder), "the one before is still being written")
+            staged = Staged(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
+        except CheckpointError as error:
+            staged = error
+        except (RuntimeError, MemoryError) as error:
+            staged = CheckpointError(str(folder), f"cannot be copied: {error}")
+        self._done = done = Future[None]()
+        # Nobody may cancel it: the thread will set its result.
+        done.set_running_or_notify_cancel()
+        # A daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, staged, self._group, done), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        return done
+
+    def close(self) -> None:
+        """Wait for a limited time for the save under way."""
+        if self._thread is not None:
+            self._thread.join(STOP_WAIT_S)
+            if self._thread.is_alive():
+                _LOG.warning("learner/%d stops while a checkpoint is being written", self._ranks.rank)
+
+    def _write(self, folder: Path, staged: Staged | CheckpointError, group: Any, done: Future[None]) -> None:
+        try:
+            write(folder, staged, self._ranks, group)
+        except CheckpointError as error:
+            _LOG.warning("%s", error)
+            done.set_exception(error)
+        except (AsyncRLError, RuntimeError) as error:
+            self.broken = True
+            _LOG.warning("checkpoint %s: the ranks could not speak: %s", folder, error)
+            done.set_exception(CheckpointError(str(folder), f"the ranks of the learner could not speak: {error}"))
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)

@@ -1,0 +1,68 @@
+"""States of the serial resources of a run over time, from its recorded snapshots. Pure.
+
+Time is cut into spans between two snapshots; in each, the shares of the states of all resources of a kind add up to 1.
+Spans across two attempts of a run are left out: nothing ran in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.snapshot import ActorView, Resource, Snapshot
+from asyncrl.telemetry.snapshots.rates import Interval, Shares
+
+KINDS = {"engine": "Engines", "rank": "Learner ranks", "worker": "Reward workers", "player": "Episode workers"}
+"""Kinds of resources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Shares by state between two moments (Unix time, s), for each kind of resource that there was."""
+
+    began: float
+    ended: float
+    shares: dict[str, Shares] = field(default_factory=dict)
+
+
+def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
+    """Spans, one for each two neighbours, in order of time."""
+    found: list[Span] = []
+    older: Snapshot | None = None
+    for newer in snapshots:
+        if older is not None and older.run.attempt == newer.run.attempt and newer.wall > older.wall:
+            found.append(_span(older, newer))
+        older = newer
+    return found
+
+
+def _span(older: Snapshot, newer: Snapshot) -> Span:
+    interval = Interval(older, newer)
+    sums: dict[str, dict[str, float]] = {}
+    for actor in newer.actors:
+        for resource in actor.resources:
+            held = sums.setdefault(kind_of(actor, resource), {})
+            for state, seconds in interval.seconds_by_state(actor, resource).items():
+                held[state] = held.get(state, 0.0) + seconds
+    shares: dict[str, Shares] = {}
+    for kind, held in sums.items():
+        if whole := sum(held.values()):
+            shares[kind] = {state: seconds / whole for state, seconds in held.items()}
+    return Span(older.wall, newer.wall, shares)
+
+
+def kind_of(actor: ActorView, resource: Resource) -> str:
+    """Kind of a resource: engine, rank, worker or player."""
+    return "player" if actor.name.startswith("episodes/") else resource.name.partition("/")[0]
+
+
+def evenly(walls: list[float], most: int) -> list[int]:
+    """Indices of at most ``most`` of ascending times, first and last among them, spread evenly over the time."""
+    if len(walls) <= most:
+        return list(range(len(walls)))
+    first, last = walls[0], walls[-1]
+    chosen: list[int] = []
+    for index, wall in enumerate(walls):
+        if index == len(walls) - 1 or wall >= first + (last - first) * len(chosen) / (most - 1):
+            chosen.append(index)
+    return chosen

@@ -1,0 +1,171 @@
+"""A worker process of the reward pool: ``python -m asyncrl.reward.scoring.worker FD [HIDDEN]``.
+
+Runs the reward function, one task at a time, in its main thread (some functions use signals). Invariant:
+the function's doings stay here. Its exceptions become the error of a Result, its output goes to the pool's log,
+and when it ends, blocks or eats up the process, the pool takes another. A worker whose memory has run out says so and
+asks to be replaced. It ends when the socket FD does, or its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from asyncrl.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
+from asyncrl.reward import arguments
+from asyncrl.reward.judges import JUDGES
+from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
+from asyncrl.reward.scoring.functions import BUILT_IN
+from asyncrl.runtime.workers import isolation
+from asyncrl.runtime.workers.framing import framed
+from asyncrl.runtime.workers.memory import MemoryLimit
+from asyncrl.runtime.workers.user_code import Keys, NotCallable, accepted, describe, did_you_mean, kind_of, load
+from asyncrl.runtime.workers.worker import (
+    NO_MEMORY_EXIT,
+    NO_SOCKET_EXIT,
+    end,
+    find_modules_here,
+    frames,
+    stay_alone,
+)
+
+Scorer = Callable[[Task], list[Outcome]]
+KEYS = Keys("reward.function", "reward.options")
+
+
+def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
+    """The function as one that scores a task: found, checked against its options; coroutines are awaited in ``runner``.
+
+    It is given by keyword, and only what its signature accepts, of the arguments of arguments.py for its ``reward.per``
+    and of ``reward.options``. It returns a number or a mapping of components (see outcome.py), for a group a list of
+    them, and may be async. What can be wrong before the first call is found here: raises NotCallable with a line for
+    each problem.
+    """
+    options = setup.options
+    if setup.function in BUILT_IN:
+        if setup.per == "group":
+            raise NotCallable(
+                [f"reward.per: {setup.function} scores single trajectories; group needs a MODULE:FUNCTION"]
+            )
+        function, options = _make(setup.function, options), {}
+    elif ":" in setup.function:
+        function = load(setup.function, KEYS.code)
+    else:
+        known = [*BUILT_IN, *JUDGES]
+        raise NotCallable(
+            [
+                f"reward.function: there is no built-in function {setup.function!r}"
+                f"{did_you_mean(setup.function, known)}; built in are {', '.join(known)}, "
+                "and MODULE:FUNCTION names one of your own"
+            ]
+        )
+    accepts = accepted(setup.function, function, arguments.names(setup.per), options, KEYS)
+    wanted, passed = set(accepts), {name: options[name] for name in accepts if name in options}
+
+    def call(task: Task, at: int | None) -> Any:
+        value = function(**arguments.values(task, at, wanted), **passed)
+        if type(value) is float:
+            return value
+        return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+    def score_each(task: Task) -> list[Outcome]:
+        return [read_outcome(call(task, at)) for at in range(len(task.completions))]
+
+    def score_group(task: Task) -> list[Outcome]:
+        return read_outcomes(call(task, None), len(task.completions))
+
+    return score_group if setup.per == "group" else score_each
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+    maker = BUILT_IN[name]
+    accepted(name, maker, (), options, KEYS)
+    try:
+        return maker(**options)
+    except ImportError as error:
+        raise NotCallable(
+            [f"reward.function: {name} needs a package that is not there ({error}); install asyncrl[train]"]
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise NotCallable([f"reward.options: {error}"]) from error
+
+
+def main() -> None:
+    """Serve the pool at the other end of the socket whose file descriptor is the first argument."""
+    isolation.obey(sys.argv[1:])
+    with socket.socket(fileno=int(sys.argv[1])) as connection, asyncio.Runner() as runner:
+        stay_alone(connection, "asyncrl reward worker")
+        find_modules_here()
+        bodies = frames(connection, MAX_TASK_BYTES)
+        with contextlib.suppress(ConnectionError):
+            first = next(bodies, None)
+            if first is None:
+                return
+            setup = msgspec.msgpack.decode(first, type=Setup)
+            try:
+                scorer = resolve(setup, runner)
+            except NotCallable as error:
+                connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
+                return
+            memory = MemoryLimit(setup.max_memory_bytes)
+            connection.sendall(framed(msgspec.msgpack.encode(Ready())))
+            try:
+                _serve(connection, bodies, scorer, memory)
+            except MemoryError:
+                end(NO_MEMORY_EXIT)
+            except ConnectionError:
+                raise
+            except OSError:
+                # The function has closed the socket, or something else has its number now.
+                end(NO_SOCKET_EXIT)
+
+
+def _serve(connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit) -> None:
+    decoder, encoder = msgspec.msgpack.Decoder(Task), msgspec.msgpack.Encoder()
+    for frame in bodies:
+        task = decoder.decode(frame)
+        started = time.perf_counter()
+        try:
+            outcomes, error, kind = _score(scorer, task)
+        except MemoryError as failure:
+            memory.open_reserve()
+            error = f"raised {describe(failure)}; {memory.more_bytes} bytes are allowed (reward.max_memory_bytes)"
+            last = Result([], [], time.perf_counter() - started, error, last=True, kind=kind_of(failure))
+            connection.sendall(framed(encoder.encode(last)))
+            return
+        rewards, components = [o[0] for o in outcomes], [o[1] for o in outcomes]
+        # Others than Python's own allocator say in their own ways that there was no memory.
+        spent = bool(error) and memory.spent()
+        body = encoder.encode(Result(rewards, components, time.perf_counter() - started, error, spent, kind))
+        if len(body) > MAX_RESULT_BYTES:
+            body = encoder.encode(Result([], [], 0.0, f"returned components of {len(body)} bytes in all"))
+        connection.sendall(framed(body))
+
+
+def _score(scorer: Scorer, task: Task) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
+    """The rewards with their components, or the error and its kind."""
+    try:
+        return scorer(task), "", ""
+    except MemoryError:
+        raise
+    except BadOutcome as error:
+        return [], str(error), "no reward"
+    except BaseException as error:
+        # Nothing that the function raises, SystemExit included, may end the worker: only its task fails.
+        return [], f"raised {describe(error)}", kind_of(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The side of a weight update that runs inside vLLM's workers."""

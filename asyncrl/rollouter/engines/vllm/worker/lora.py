@@ -1,0 +1,171 @@
+"""The worker's side of an update that brings adapters (LoRA) alone: an extension of vLLM's worker.
+
+It runs in vLLM's worker processes. Every request of an engine goes with the one adapter ADAPTER_ID. An update replaces
+what that adapter holds, straight from sealed memory, which the engine's owner has verified and holds open; the base
+model is not touched. vLLM passes over adapters of layers that it does not know, and says nothing: so the layers are
+looked up before the load, and afterwards what the layers compute with is compared with what was published.
+
+Either the adapter is whole afterwards, or ``load_adapter`` raises and the engine has the one before or none, never a
+part: it must not be stepped until an update has succeeded. Any number of failed updates may come before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.platforms import current_platform
+
+from asyncrl.messages.weights import Manifest
+from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_of
+
+ADAPTER_ID = 1
+Matrices = tuple[torch.Tensor, torch.Tensor]
+"""a [rank, in] and b [out, rank]: a layer adds b a x to what it makes of x."""
+
+
+class AdapterLoader:
+    """Mixed into vLLM's worker (worker_extension_cls): its methods are remote calls."""
+
+    model_runner: Any
+
+    def load_adapter(self, manifest: str, scaling: float) -> None:
+        """Replace the adapter by the version of ``manifest``, a Manifest as JSON with paths that this process can open.
+
+        ``scaling`` is alpha / rank. Raises RuntimeError where a tensor did not arrive, and vLLM's own errors.
+        """
+        model = self.model_runner.get_model()
+        version = msgspec.json.decode(manifest, type=Manifest)
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        manager = model.lora_manager
+        renaming = mapper.get_rename_mapper() if mapper is not None else None
+        _replace(manager, _layers(tensors_of(version), renaming, scaling, manager.lora_config.lora_dtype))
+        if current_platform.is_cpu():
+            compute_at_once(manager)
+        torch.accelerator.synchronize()
+
+
+def _layers(
+    tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any, scaling: float, dtype: torch.dtype
+) -> dict[str, Matrices]:
+    """Matrices by vLLM's names, in memory of their own; the scaling is in b, multiplied in float32."""
+    a: dict[str, torch.Tensor] = {}
+    b: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        layer, is_a = parse_fine_tuned_lora_name(name, mapper)
+        if is_a:
+            a[layer] = tensor.to(dtype, copy=True)
+        else:
+            b[layer] = (tensor.float() * scaling).to(dtype)
+    if halves := sorted(a.keys() ^ b.keys()):
+        raise RuntimeError(f"only one of two matrices came for {halves[:3]}")
+    return {layer: (a[layer], b[layer]) for layer in a}
+
+
+def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
+    homes = _homes(manager)
+    if unknown := sorted(layers.keys() - homes.keys()):
+        raise RuntimeError(f"vLLM has no place for adapters on {len(unknown)} of {len(layers)} layers: {unknown[:3]}")
+    ranks = {len(a) for a, _ in layers.values()}
+    if len(ranks) != 1:
+        raise RuntimeError(f"the adapters have the ranks {sorted(ranks)}, and not one and the same")
+    (rank,) = ranks
+    loras = {name: LoRALayerWeights(name, rank, rank, a, b, scaling=1.0) for name, (a, b) in layers.items()}
+    manager.remove_adapter(ADAPTER_ID)
+    try:
+        manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
+        manager.activate_adapter(ADAPTER_ID)
+        if absent := sorted(_absent(manager, homes, layers)):
+            raise RuntimeError(f"vLLM did not take over the adapters of {len(absent)} layers: {absent[:3]}")
+    except BaseException:
+        manager.remove_adapter(ADAPTER_ID)
+        raise
+
+
+def _homes(manager: Any) -> dict[str, str]:
+    """The module of vLLM's model in which each of the checkpoint's layers is computed, slice after slice."""
+    return {layer: module for module in manager.modules for layer in manager.packed_modules.get(module) or [module]}
+
+
+def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
+    """Layers whose buffers do not hold the published adapter; nothing but zeros where nothing was."""
+    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    parts: dict[str, list[str]] = {}
+    for layer, module in homes.items():
+        parts.setdefault(module, []).append(layer)
+    for name, module in manager.modules.items():
+        names = parts[name]
+        held = list(zip(_slices(module.lora_a_stacked), _slices(module.lora_b_stacked), strict=True))
+        if len(held) != len(names):
+            # It computes fewer or more layers than the checkpoint has, so nobody can say which lies where.
+            yield from (layer for layer in names if layer in layers)
+            continue
+        published = [layers.get(layer, (None, None)) for layer in names]
+        for layer, (held_a, held_b), (a, b) in zip(names, held, _shard(module, published), strict=True):
+            if not (_holds(held_a[slot, 0], a) and _holds(held_b[slot, 0], b)):
+                yield layer
+
+
+def _shard(module: Any, published: list[Any]) -> list[Any]:
+    """This worker's parts of the matrices, as the module itself takes them."""
+    a, b = [pair[0] for pair in published], [pair[1] for pair in published]
+    if getattr(module, "tp_size", 1) == 1 or not any(each is not None for each in a):
+        return published
+    if len(published) > 1:
+        return list(zip(module.slice_lora_a(a), module.slice_lora_b(b), strict=True))
+    return [(module.slice_lora_a(a[0]), module.slice_lora_b(b[0]))]
+
+
+def _slices(stacked: Any) -> tuple[torch.Tensor, ...]:
+    return stacked if isinstance(stacked, tuple) else (stacked,)
+
+
+def _holds(held: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    if expected is None:
+        return not held.any()
+    rows, columns = expected.shape
+    return bool(torch.equal(held[:rows, :columns], expected.to(held.device)))
+
+
+class OneAdapter(PunicaWrapperCPU):
+    """The arithmetic of an adapter on CPU: adds that of slot 0 to every token.
+
+    vLLM's own, made for many adapters, copies both matrices for each token before it multiplies, which takes several
+    times what the layer itself takes.
+    """
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        """y += scale x aᵀ bᵀ, slice by slice. y: [T, the sum of output_slices]; x: [T, in]; a: [1, 1, rank, in];
+        b: [1, 1, out, rank]."""
+        start = 0
+        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            y[:, start : start + size].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
+            start += size
+
+
+def compute_at_once(manager: Any) -> None:
+    """Let all layers of a LoRAModelManager with a single slot compute so. May be repeated."""
+    assert manager.lora_slots == 1, "all requests have the same adapter"
+    for prefix, wrapper in manager.punica_wrapper_mapping.items():
+        if isinstance(wrapper, OneAdapter):
+            continue
+        ours = OneAdapter(manager.max_num_batched_tokens, manager.max_num_seqs, manager.device)
+        manager.punica_wrapper_mapping[prefix] = ours
+        for module in manager.modules.values():
+            if module.punica_wrapper is wrapper:
+                module.set_mapping(ours)

@@ -1,0 +1,158 @@
+"""The worker's side of a weight update: vLLM's weight transfer backend ``asyncrl``.
+
+It runs in vLLM's worker processes. A version comes either in sealed memory, which the engine's owner has verified and
+holds open, or by broadcast: over gloo it is received and verified whole before the model is touched, over NCCL every
+bucket is loaded as it comes (nccl.py). It is fed to the model's own checkpoint loader, layer by layer.
+
+A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or it raises and
+the model must not be stepped until an update, of either kind, has succeeded. Any number of failed updates may come
+before. Every wait on others has the timeout of its broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from asyncrl.messages.weights import Collective, Manifest
+from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_in, tensors_of
+from asyncrl.rollouter.engines.vllm.worker.nccl import NcclReceiver
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.collective.receiver import Receiver
+
+Named = Iterable[tuple[str, torch.Tensor]]
+"""Checkpoint names and tensors, which may be views of memory that is gone after the load."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """No arguments: nothing is to be set up."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """``manifest``: a Manifest as JSON, its paths openable by this process; or ``collective``: a Collective as JSON,
+    with the seconds for each wait in ``timeout_s``.
+    """
+
+    version: int
+    manifest: str | None = None
+    collective: str | None = None
+    timeout_s: float = 0.0
+
+
+class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads complete sets of weights."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # While a reload is under way tied parameters look like two.
+        self._names = frozenset(name for name, _ in self.model.named_parameters())
+        self._pending = False
+        self._gloo = Receiver()
+        self._nccl = NcclReceiver(self.config, self.vllm_config, self.device)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to do: an update begins and ends in receive_weights."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing to do: an update ends in receive_weights."""
+        assert not self._pending, "a failed update must be repeated before it is finished"
+
+    def shutdown(self) -> None:
+        """Leave all broadcasts."""
+        self._gloo.close()
+        self._nccl.close()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load one complete version.
+
+        Raises RuntimeError when a parameter was left without a new value, and what receiving it raises.
+        """
+        if update_info.manifest is not None:
+            manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
+            with self._reload() as load:
+                load(tensors_of(manifest))
+            return
+        assert update_info.collective is not None, "an update has a manifest or a collective"
+        collective = msgspec.json.decode(update_info.collective, type=Collective)
+        weights = Broadcast(version=update_info.version, collective=collective, timeout_s=update_info.timeout_s)
+        worker = self.parallel_config.rank
+        if collective.group.backend == "gloo":
+            memory = self._gloo.receive(weights, worker)
+            with self._reload() as load:
+                buckets = zip(memory, collective.buckets, strict=True)
+                load(named for received, layout in buckets for named in tensors_in(received, layout.tensors))
+        else:
+            with self._reload() as load:
+                self._nccl.receive(weights, worker, load)
+
+    @contextmanager
+    def _reload(self) -> Iterator[Callable[[Named], None]]:
+        """All of the model's weights are to be given to the function inside, in one call or several."""
+        model: Any = self.model
+        if self._pending:
+            # Layers that a failed update left half received would count its tensors together with the new ones.
+            finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
+        self._pending = True
+        initialize_layerwise_reload(model)
+        loaded: set[str] = set()
+        unknown = False
+
+        def load(tensors: Named) -> None:
+            nonlocal unknown
+            names = model.load_weights(tensors)
+            unknown = unknown or names is None
+            loaded.update(names or ())
+
+        with disable_mtp_completeness_check():
+            yield load
+        self._require_complete(None if unknown else loaded)
+        finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
+        self._repack_tied_heads()
+        self._pending = False
+
+    def _require_complete(self, loaded: set[str] | None) -> None:
+        # vLLM keeps the old values of a layer that received nothing, and leaves memory uninitialised where a fused
+        # layer received a part, both without an error. Quantised layers have parameters that no checkpoint holds.
+        if self.model_config.quantization is not None:
+            return
+        absent = sorted(self._names - loaded) if loaded is not None else []
+        partial = []
+        for name, layer in self.model.named_modules():
+            info: Any = get_layerwise_info(layer)
+            if isinstance(layer, LinearBase) and info.can_load() and info.load_numel < info.load_numel_total:
+                partial.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
+        if absent or partial:
+            raise RuntimeError(f"incomplete weights: nothing for {absent[:3]}, a part of {partial[:3]}")
+
+    def _repack_tied_heads(self) -> None:
+        # On CPU a layer computes with a packed copy of its weight. The reload packs the embedding only, and a head
+        # that shares its parameter would go on with the copy that it made of the old values.
+        if not current_platform.is_cpu():
+            return
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, ParallelLMHead) and f"{name}.weight" not in self._names:
+                layer.quant_method.process_weights_after_loading(layer)

@@ -1,0 +1,1 @@
+"""Episodes as the rollouter plays them: conversations and their tokens, sessions, figures."""

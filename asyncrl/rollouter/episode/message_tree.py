@@ -1,0 +1,171 @@
+"""The messages of a conversation as its agent sends them: a tree of points, each behind one message. Pure.
+
+A request sends all of its history again, so it is walked from the root, and each message is told by its identity:
+
+* an answer of the policy with calls of tools by their ids, ``call_<node>_<k>``, which were minted here and are in no
+  other answer; reasoning, text and the JSON form of the arguments may have changed;
+* an answer without calls by its text, without the blanks around it;
+* everything else by all of its fields.
+
+An answer counts as ours only at its place: behind the messages that it was asked with. Invariant: points are only
+added, so that a walk stays right after all additions. Fails with ChatRefused on messages nested too deeply.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from asyncrl.chat.messages import Message
+from asyncrl.errors import ChatRefused
+from asyncrl.messages.episodes import ToolCall
+from asyncrl.rollouter.episode.nodes import Node
+
+_DIGEST_BYTES = 16
+
+
+def minted_id(node: int, call: int) -> str:
+    """The id of the call of a tool, the ``call``-th of the answer ``node``."""
+    return f"call_{node}_{call}"
+
+
+def digest(value: Any, field: str) -> bytes:
+    """Digest of a value of JSON; the order of keys is no part of it. Raises ChatRefused naming ``field``."""
+    try:
+        text = msgspec.json.encode(value, order="deterministic")
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON can name and UTF-8 cannot hold.
+        text = json.dumps(value, sort_keys=True).encode()
+    except RecursionError:
+        raise ChatRefused(field, "is nested too deeply") from None
+    return blake2b(text, digest_size=_DIGEST_BYTES).digest()
+
+
+def message_digest(message: Message, field: str) -> bytes:
+    """Identity of a message that the policy did not sample; a field of None is as one that is absent."""
+    return digest({key: value for key, value in message.items() if value is not None}, field)
+
+
+def is_answer(message: Message) -> bool:
+    """Whether it has the role of the policy."""
+    return bool(message["role"] == "assistant")
+
+
+@dataclass(slots=True, eq=False)
+class Point:
+    """A place in the tree: behind ``message``, which is None at a root."""
+
+    parent: Point | None
+    message: Message | None
+    node: Node | None = None
+    """Node where the message is an answer of the policy."""
+    depth: int = 0
+    """Messages up to here."""
+    context: dict[bytes, Point] = field(default_factory=dict)
+    """Points behind the next message, where the policy did not sample it, by digest."""
+    answers: list[Point] = field(default_factory=list)
+    """Points behind the policy's answers here, in their order."""
+
+    def path(self) -> list[Point]:
+        """Points from behind the first message up to this one."""
+        points = []
+        point: Point | None = self
+        while point is not None and point.parent is not None:
+            points.append(point)
+            point = point.parent
+        return points[::-1]
+
+
+class MessageTree:
+    """The tree, with one root for each list of tools with its template options."""
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, Point] = {}
+        self._texts: set[str] = set()
+        self._calls: dict[str, tuple[Point, ToolCall]] = {}
+
+    def has_root(self, root: bytes) -> bool:
+        """Whether anything was answered under it."""
+        return root in self._roots
+
+    def deepest(self, root: bytes, messages: Sequence[Message], digests: Sequence[bytes]) -> Point | None:
+        """The point that the longest prefix of ``messages`` leads to; of several the one that ``_next`` puts first."""
+        start = self._roots.get(root)
+        if start is None:
+            return None
+        reached = [start]
+        for message, identity in zip(messages, digests, strict=True):
+            following = [point for place in reached for point in self._next(place, message, identity)]
+            if not following:
+                break
+            reached = following
+        return reached[0]
+
+    def _next(self, point: Point, message: Message, identity: bytes) -> Iterator[Point]:
+        """Points behind ``message``: answers of ours first; of equal text the same, then trained, then new ones."""
+        if is_answer(message):
+            if calls := message.get("tool_calls"):
+                answer = self._called(calls)
+                if answer is not None and answer.parent is point:
+                    yield answer
+            else:
+                yield from _said(point.answers, _text(message))
+        context = point.context.get(identity)
+        if context is not None:
+            yield context
+
+    def _called(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
+        """The answer that made all of these calls; it may have made others beside them."""
+        answers = [self._minted(call) for call in calls]
+        return answers[0] if all(answer is answers[0] for answer in answers) else None
+
+    def _minted(self, call: Mapping[str, Any]) -> Point | None:
+        # An agent may bring ids of another conversation, as from a transcript; they seldom name the same tools.
+        point, minted = self._calls.get(str(call.get("id")), (None, None))
+        return point if minted and minted.name == (call.get("function") or {}).get("name") else None
+
+    def was_said(self, message: Message) -> bool:
+        """Whether the policy answered so anywhere in the conversation."""
+        if calls := message.get("tool_calls"):
+            return self._called(calls) is not None
+        return _text(message).strip() in self._texts
+
+    def add(
+        self, root: bytes, point: Point | None, messages: Sequence[Message], digests: Sequence[bytes], node: Node
+    ) -> Point:
+        """Add the answer ``node`` to ``messages``, which are those behind ``point`` (None: the root)."""
+        if point is None:
+            point = self._roots.setdefault(root, Point(None, None))
+        for message, identity in zip(messages, digests, strict=True):
+            following = point.context.get(identity)
+            if following is None:
+                following = point.context[identity] = Point(point, message, depth=point.depth + 1)
+            point = following
+        answer = Point(point, node.message, node, point.depth + 1)
+        point.answers.append(answer)
+        if node.tool_calls:
+            self._calls.update((call.id, (answer, call)) for call in node.tool_calls)
+        else:
+            self._texts.add(_text(node.message).strip())
+        return answer
+
+
+def _said(answers: Sequence[Point], text: str) -> list[Point]:
+    stripped = text.strip()
+    same = []
+    for answer in reversed(answers):
+        node = answer.node
+        assert node is not None
+        if not node.tool_calls and _text(node.message).strip() == stripped:
+            same.append((_text(node.message) != text, not node.trained, answer))
+    return [answer for _, _, answer in sorted(same, key=lambda entry: entry[:2])]
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,396 @@
+"""The sessions of a rollouter: each is one attempt at one trajectory, whose agent calls the policy.
+
+A call is rendered in a thread, takes a slot of the engine for itself alone, and becomes a node of the session's
+conversation. Weights change and engines die under an open call, which notices neither.
+
+Invariants: a call is answered once; its repeat joins it or is given the same answer, and one that was cancelled goes
+on from the tokens it has. Nothing is added to a session that has ended. Fails with EpisodeOver where the session has
+ended or is not the caller's, with ChatRefused where the policy cannot be asked so, each of which the agent is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from asyncrl.chat.messages import normalise_messages, normalise_tools
+from asyncrl.chat.parsers import Parsed
+from asyncrl.chat.renderer import Renderer
+from asyncrl.config import Config
+from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.messages.episodes import Chat, ChatReply
+from asyncrl.messages.groups import Ticket
+from asyncrl.rollouter.episode.conversation import Conversation, Prompt
+from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
+from asyncrl.rollouter.serving.response import Response
+from asyncrl.rollouter.serving.stages import Phase, Stages
+from asyncrl.runtime.clock import Clock
+from asyncrl.stops import Stops, with_strings
+from asyncrl.tokenizer import Tokenizer
+
+T = TypeVar("T")
+KEY_BYTES = 16
+MOST_CHARACTERS = 256
+"""Characters of a token, on average over a context: one with more for each token of its room is not even rendered."""
+
+
+class Session:
+    """One attempt at one trajectory."""
+
+    def __init__(self, ticket: Ticket, account: SampleAccount, host: str, config: Config, clock: Clock) -> None:
+        self.key = secrets.token_hex(KEY_BYTES)
+        self.ticket, self.account, self.host = ticket, account, host
+        self.attempt = account.attempts
+        self.conversation = Conversation(history=config.chat.history)
+        self.began = clock.now()
+        """Time of its beginning: monotonic, s."""
+        self.stages = Stages(config.episode, self.began)
+        self.changed = asyncio.Event()
+        """Set when a deadline may have moved."""
+        self.failure: TrajectoryFailed | None = None
+        """Failure after which nothing can come of the ticket any more."""
+        self.is_orphan = False
+        """Whether its host has died."""
+        self.cut: set[int] = set()
+        """Answers that a limit of the run's has cut, by node."""
+        self.rendering = asyncio.Lock()
+        """Lock for rendering in the order of the calls' arrival, by which those that ask the same are told apart."""
+        self.resumes = 0
+        self.version = -1
+        """The newest version under which an engine has computed any of it."""
+        self.calls: dict[str, _Call] = {}
+        self._now = clock.now
+        self._asked: Counter[bytes] = Counter()
+
+    def key_of(self, prompt: Prompt) -> str:
+        """Name of a call in the run by its question and how often that was asked, not by when parallel calls come."""
+        digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
+        self._asked[digest] += 1
+        where = f"{self.ticket.uid}/{self.account.sample}/{self.attempt}"
+        return f"{where}/{digest.hex()}/{self._asked[digest]}"
+
+    def submitted(self, version: int) -> None:
+        """An engine computes some of it under ``version``."""
+        self.version = max(self.version, version)
+
+    def end_by_length(self, reason: str) -> EpisodeOver:
+        """End the attempt: the context is full."""
+        self.stages.end_by("length", reason, self._now())
+        self.changed.set()
+        return EpisodeOver(reason)
+
+    def fail(self, failure: TrajectoryFailed) -> EpisodeOver:
+        """Fail the ticket: the policy cannot be asked any more."""
+        self.failure = failure
+        self.changed.set()
+        return EpisodeOver(str(failure))
+
+
+class _Call:
+    """A call from its first arrival to its answer."""
+
+    def __init__(self, account: CallAccount) -> None:
+        self.account = account
+        self.lock = asyncio.Lock()
+        """Lock of the request that has it answered; repeats wait for it."""
+        self.prompt: Prompt | None = None
+        self.response: Response | None = None
+        self.limited = False
+        """Whether its answer may be no longer by a limit of the run's, rather than by the agent's wish."""
+        self.key = ""
+        self.reply: ChatReply | None = None
+
+
+class Policy(Protocol):
+    """One call of the policy; a PolicyCall."""
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """Sample an answer, as PolicyCall.generate."""
+
+
+class Sessions:
+    """All sessions of a rollouter.
+
+    ``slot`` gives a place in the engine for one call, and its track in the timeline; ``delta`` sends text of a call
+    under way to the host of the session.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        renderer: Renderer,
+        tokenizer: Tokenizer,
+        stops: Stops,
+        policy: Callable[..., Policy],
+        slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
+        delta: Callable[[Session, str, int, str], None],
+        figures: EpisodeFigures,
+        clock: Clock,
+    ) -> None:
+        self.figures = figures
+        self._config = config
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._policy = policy
+        self._slot = slot
+        self._delta = delta
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(max(1, config.chat.render_threads), "render")
+        self._sessions: dict[str, Session] = {}
+        self.at: Counter[str] = Counter()
+        """Sessions by their host."""
+
+    def open(self, ticket: Ticket, account: SampleAccount, host: str) -> Session:
+        """Begin an attempt, to be played at the episode host ``host``."""
+        session = Session(ticket, account, host, self._config, self._clock)
+        account.began_episode(host)
+        self._sessions[session.key] = session
+        self.at[host] += 1
+        return session
+
+    def seal(self, session: Session, reason: str) -> None:
+        """End a session: nothing is added to it any more."""
+        session.conversation.seal(reason)
+        session.stages.end(self._clock.now())
+        self.figures.spent(session.stages.seconds(self._clock.now()))
+        del self._sessions[session.key]
+        self.at[session.host] -= 1
+
+    def began(self, key: str, host: str) -> None:
+        """The user's code of a session has begun."""
+        session = self._sessions.get(key)
+        if session is not None and session.host == host:
+            session.stages.begin(self._clock.now())
+            session.changed.set()
+
+    def host_died(self, host: str) -> None:
+        """Mark the sessions that a dead host was playing."""
+        for session in self._sessions.values():
+            if session.host == host:
+                session.is_orphan = True
+                session.changed.set()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def gauges(self, scoring: int = 0) -> dict[str, float]:
+        """Figures of the sessions that are open, ``scoring`` more of which are scored. Callable from any thread."""
+        sessions, now = list(self._sessions.values()), self._clock.now()
+        oldest_s = max((now - session.began for session in sessions), default=0.0)
+        return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
+
+    def find(self, key: str, host: str) -> Session:
+        """The session of a key, if it is played at ``host``. Raises EpisodeOver."""
+        session = self._sessions.get(key)
+        if session is None or session.host != host:
+            raise EpisodeOver("there is no such session, or no more")
+        if session.failure is not None:
+            raise EpisodeOver(str(session.failure))
+        return session
+
+    async def chat(self, request: Chat, host: str) -> ChatReply:
+        """The assistant's next message. Raises EpisodeOver, ChatRefused."""
+        session = self.find(request.session, host)
+        call = session.calls.get(request.call)
+        if call is None:
+            call = session.calls[request.call] = _Call(session.account.call(len(session.calls)))
+        async with call.lock:
+            if call.reply is None:
+                # It may have ended while another had this call answered.
+                self.find(request.session, host)
+                call.reply = await self._answer(session, call, request)
+                # A conversation of many turns would hold its history once for each.
+                call.prompt = call.response = None
+        return call.reply
+
+    def credit(self, key: str, host: str, node: int | None, value: float) -> int:
+        """Reward a turn of a session. Gives its number. Raises EpisodeOver, InvalidRequest."""
+        session = self.find(key, host)
+        rewards = session.conversation.rewards
+        known = len(rewards)
+        turn = session.conversation.reward(node, value)
+        # Environments that say 0 of every step but the last are not worth an event each.
+        if value or len(rewards) == known:
+            session.account.credited(turn, value)
+        return turn
+
+    async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:
+        stages, now = session.stages, self._clock.now
+        account = call.account
+        try:
+            stages.call(request.call, now())
+        except EpisodeOver as over:
+            account.refused(over.reason)
+            raise
+        finally:
+            session.changed.set()
+        try:
+            tools = normalise_tools(request.tools)
+            options = self._config.chat.template_options | request.template_options
+            if call.prompt is None:
+                messages = normalise_messages(request.messages)
+                self._require_renderable(session, messages)
+                async with session.rendering:
+                    prompt = await self._prompt(session, messages, tools, options)
+                    most = self._room(session, prompt)
+                    call.response = self._begin(session, request, prompt, most)
+                    call.limited = request.max_tokens is None or most <= request.max_tokens
+                    call.prompt, call.key = prompt, session.key_of(prompt)
+                    self._prompted(prompt, account)
+            assert call.response is not None
+            async with self._slot(account):
+                policy = self._policy(
+                    session.ticket,
+                    account,
+                    entered=lambda phase: self._entered(session, request.call, phase),
+                    sampled=self._teller(session, request, tools, call.response.stops),
+                    submitted=session.submitted,
+                )
+                await policy.generate(call.prompt.ids, call.response, call.key)
+            parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
+            reply = self._commit(session, call, request, parsed)
+        except TrajectoryFailed as failure:
+            raise session.fail(failure) from failure
+        except BaseException as error:
+            if isinstance(error, (ChatRefused, EpisodeOver)):
+                account.refused(str(error))
+            stages.dropped(request.call, now())
+            session.changed.set()
+            raise
+        known = {tool["function"]["name"] for tool in tools}
+        called = [each.name for each in reply.tool_calls if each.name in known]
+        account.answered(reply.node, called, parsed.malformed)
+        stages.answered(request.call, now(), tools=called)
+        session.changed.set()
+        return reply
+
+    async def _prompt(
+        self, session: Session, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
+    ) -> Prompt:
+        conversation, renderer = session.conversation, self._renderer
+        resolved = conversation.resolve(messages, tools, options)
+        if resolved.extends:
+            parent = resolved.parent
+            assert parent is not None
+            extension = await self._in_thread(
+                lambda: renderer.extension(
+                    resolved.tail, tools, options, last_ids=parent.ids.tolist(), finish=parent.finish
+                )
+            )
+            if extension is not None:
+                return conversation.extend(resolved, extension)
+        # With our answers as they were given: agents drop the reasoning of theirs.
+        ids = await self._in_thread(renderer.render, resolved.messages, tools, options)
+        return conversation.branch(resolved, ids)
+
+    def _require_renderable(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse messages too long to render: tens of megabytes take minutes of a thread. Raises EpisodeOver."""
+        longest = self._config.longest_context(session.ticket.purpose)
+        characters = sum(len(message.get("content") or "") for message in messages)
+        if characters > longest * MOST_CHARACTERS:
+            raise session.end_by_length(
+                f"its messages have {characters} characters, and its context with an answer may have {longest} tokens "
+                "(episode.max_context_tokens)"
+            )
+
+    def _room(self, session: Session, prompt: Prompt) -> int:
+        """The longest answer that the run allows. Raises EpisodeOver."""
+        longest = self._config.longest_context(session.ticket.purpose)
+        room = longest - len(prompt.ids)
+        if room < 1:
+            raise session.end_by_length(
+                f"its context has {len(prompt.ids)} tokens, and with an answer may have {longest} "
+                "(episode.max_context_tokens)"
+            )
+        return min(room, session.ticket.max_tokens)
+
+    def _begin(self, session: Session, request: Chat, prompt: Prompt, most: int) -> Response:
+        return Response(
+            max_tokens=min(most, request.max_tokens or most),
+            stops=with_strings(self._stops, request.stop, self._tokenizer),
+            computed=prompt.shared,
+            computed_at=session.version,
+        )
+
+    def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
+        prompt, response = call.prompt, call.response
+        assert prompt is not None
+        assert response is not None
+        assert response.finish_reason is not None
+        node = session.conversation.commit(
+            prompt,
+            tokens=response.tokens,
+            logprobs=response.logprobs,
+            spans=response.spans,
+            finish=response.finish_reason,
+            content=_before_stop(parsed.content, response.stops.strings),
+            reasoning=parsed.reasoning,
+            calls=[(each.name, each.arguments) for each in parsed.calls],
+            untrained=request.untrained,
+        )
+        if response.finish_reason == "length" and call.limited:
+            session.cut.add(node.id)
+        session.resumes += response.submissions - 1
+        self.figures.malformed(parsed.malformed)
+        return ChatReply(
+            node=node.id,
+            content=node.message["content"],
+            reasoning=parsed.reasoning,
+            tool_calls=list(node.tool_calls),
+            finish_reason="tool_calls" if node.tool_calls else response.finish_reason,
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(response.tokens),
+        )
+
+    def _prompted(self, prompt: Prompt, account: CallAccount) -> None:
+        parent = prompt.parent.id if prompt.parent is not None else None
+        account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
+        self.figures.prompted(len(prompt.ids))
+
+    def _entered(self, session: Session, call: str, phase: Phase) -> None:
+        session.stages.enter(call, phase, self._clock.now())
+        session.changed.set()
+
+    def _teller(
+        self, session: Session, request: Chat, tools: Sequence[Any], stops: Stops
+    ) -> Callable[[Response], None]:
+        """Sends text as it is sampled, where all of an answer is text."""
+        if not request.stream or tools or stops != Stops() or self._renderer.report.reasoning_parser != "none":
+            return lambda response: None
+        told = 0
+
+        def tell(response: Response) -> None:
+            nonlocal told
+            text = self._tokenizer.decode(response.tokens)
+            # The last character may lack some of its bytes.
+            whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            if len(whole) > told:
+                self._delta(session, request.call, told, whole[told:])
+                told = len(whole)
+
+        return tell
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    """Text that an agent is told: the stop string itself is sampled and trained, and not part of the answer."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text

@@ -1,0 +1,1 @@
+"""The engine as it serves: requests, pauses, deaths, drift from the learner."""

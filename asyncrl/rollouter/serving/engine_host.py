@@ -1,0 +1,364 @@
+"""The engine of this rollouter: who may submit when, its versions, its pauses, its death and rebirth.
+
+Invariants: nothing is submitted between a pause and the commit of its update; the cache salt of a submission is
+that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
+the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
+their turn: a suspect of its deaths has it alone (suspects.py).
+
+A death is held against the tickets that were in the engine, unless it was frozen for an update: a failed load is
+not the fault of a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from asyncrl.config import Config
+from asyncrl.errors import EngineDied, WeightsCorrupt
+from asyncrl.messages.groups import Ticket
+from asyncrl.messages.weights import Probe
+from asyncrl.rollouter.engines.base import Delta, Engine, EngineLoad, GenerationRequest
+from asyncrl.rollouter.serving.drift import Drift
+from asyncrl.rollouter.serving.probing import probe_engine
+from asyncrl.rollouter.serving.reprefill import Reprefill
+from asyncrl.rollouter.serving.suspects import Suspects, Turns
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.clock import Clock
+from asyncrl.telemetry.states import StateLedger
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import Staged
+
+
+class EngineHost:
+    """One engine at a time."""
+
+    def __init__(
+        self, config: Config, make: Callable[[], Engine], clock: Clock, states: StateLedger, awaits: Awaits
+    ) -> None:
+        self._config = config
+        self._make = make
+        self._clock = clock
+        self._states = states
+        self._tokens = awaits.on("engine", "tokens")
+        """Wait that is open while something runs; renewed with all that is sampled."""
+        self._engine: Engine | None = None
+        self._open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running: Counter[str] = Counter()
+        """Submissions in the engine, by the uid of their ticket."""
+        self._frozen = False
+        """Whether it is paused, and its pause complete."""
+        self.suspects = Suspects(config.rollout.max_attempts)
+        self.turns = Turns(self.suspects.alone)
+        self._blamed = ""
+        """The ticket of the last death that was excused, until a submission has ended in good order."""
+        self.excused = False
+        """Whether the last death was that of a prompt which ran alone. Not where one prompt after the other dies and
+        nothing else works: that is the engine."""
+        self._sampling_since: float | None = None
+        self.died = asyncio.Event()
+        """Set when the engine must be replaced."""
+        self.reason = ""
+        """Reason that the engine had to be replaced the last time."""
+        self.version = -1
+        """The version being served; -1 before the first commit of an engine."""
+        self.sampled_tokens = 0
+        self.reprefill = Reprefill()
+        self.restarts = 0
+        self.loads = 0
+        """Loads that succeeded, over all engines: it tells whether the weights have changed between two moments."""
+        self._loaded: int | None = None
+        """The version that the engine holds complete; None before its first load and after one that failed."""
+        self._shut_since = 0.0
+        self.sampling: list[tuple[float, float]] = []
+        """Closed intervals (wall clock) in which requests were running, since they were last taken."""
+
+    async def start(self) -> None:
+        """Bring the engine up. It serves nothing before its first update."""
+        self._engine = self._make()
+        await self._engine.start()
+        self._states.enter("waiting", "weights")
+
+    async def close(self) -> None:
+        """End the engine."""
+        self._shut()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    async def replace(self) -> None:
+        """End a dead or broken engine and bring up another; it serves nothing before its next update."""
+        await self.close()
+        self.version = -1
+        self._loaded = None
+        self.restarts += 1
+        self._frozen = False
+        self.died.clear()
+        await self.start()
+
+    # --- requests ---
+
+    @property
+    def serves(self) -> bool:
+        """Whether something may be submitted now."""
+        return self._open.is_set()
+
+    @asynccontextmanager
+    async def turn(self, ticket: Ticket) -> AsyncIterator[int]:
+        """A ticket's turn for one submission, which is to begin at once; gives the version being served.
+
+        Waits until the engine serves, and for those before it. Ends when both have come, or with the task that waits:
+        an engine that does not come back fails the rollouter, which owns every such task.
+        """
+        await self.turns.take(ticket)
+        try:
+            while not self._open.is_set():
+                await self._open.wait()
+            yield self.version
+        finally:
+            self.turns.give_back(ticket)
+
+    async def stream(self, request: GenerationRequest, ticket: Ticket, *, lost: int) -> AsyncGenerator[Delta, None]:
+        """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied.
+
+        An update has dropped the keys and values of the first ``lost`` tokens of its prompt.
+        """
+        engine = self._engine
+        assert engine is not None
+        assert self._open.is_set(), "submitted to an engine that does not serve"
+        self._enter(ticket.uid)
+        self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
+        sampled = False
+        try:
+            async for delta in engine.generate(request):
+                self.sampled_tokens += len(delta.tokens)
+                self._tokens.renew()
+                if delta.tokens:
+                    sampled = True
+                    self.reprefill.sampled(request.id, len(delta.tokens), delta.cached_tokens)
+                if sampled and delta.finish_reason is not None:
+                    self._blamed = ""
+                yield delta
+        except EngineDied as error:
+            if engine is self._engine:
+                self.lost(str(error))
+            raise
+        finally:
+            self.reprefill.ended(request.id)
+            self._leave(ticket.uid)
+
+    async def abort(self, id: str) -> None:
+        """End one request early; its stream tells how that went."""
+        engine = self._engine
+        if engine is None or self.died.is_set():
+            return
+        try:
+            await engine.abort([id])
+        except EngineDied as error:
+            if engine is self._engine:
+                self.lost(str(error))
+
+    def lost(self, reason: str) -> None:
+        """The engine is dead, or as good as that: nothing is submitted until it has been replaced."""
+        self._shut()
+        if not self.died.is_set():
+            self._states.enter("restarting", "engine")
+            self.reason = reason
+            inside = [] if self._frozen else list(self._running)
+            lone = self.turns.lone if inside else None
+            self.suspects.died(inside, reason, alone=lone is not None)
+            self.turns.end_lone()
+            self.excused = lone is not None and self._blamed in ("", lone)
+            if lone is not None and self.excused:
+                self._blamed = lone
+        self.died.set()
+
+    # --- updates ---
+
+    @property
+    def workers(self) -> int:
+        """Processes of the engine that take part in a broadcast."""
+        assert self._engine is not None
+        return self._engine.workers
+
+    async def accept(self, staged: Staged) -> None:
+        assert self._engine is not None
+        await self._engine.accept(staged)
+
+    async def quiesced(self, timeout: float) -> bool:
+        """Whether an update may begin. Under on_update = drain nothing more is admitted and all that runs ends first.
+
+        False if that takes longer than ``timeout`` seconds; to be asked again. It ends because every response does: the
+        engine hands over tokens in time or is declared dead.
+        """
+        if self._open.is_set() or self.version < 0:
+            # An engine's first load costs no generation time: there was none to lose.
+            self._shut_since = self._clock.now()
+        if self._config.rollout.on_update != "drain":
+            return True
+        self._open.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def pause(self, version: int) -> float:
+        """Stop for the update to ``version``; returns the seconds until the engine was idle."""
+        assert self._engine is not None
+        self._shut()
+        self._states.enter("pausing", f"weights v{version}")
+        began = self._clock.now()
+        mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[self._config.rollout.on_update]
+        await self._engine.pause(mode)  # type: ignore[arg-type]
+        self._frozen = True
+        if self._states.state == "pausing":
+            self._states.enter("paused", f"weights v{version}")
+        return self._clock.now() - began
+
+    async def load(self, weights: Staged | Broadcast) -> float:
+        """Replace the weights of the paused engine; returns the seconds it took. Raises what the engine raises.
+
+        It stays paused: ``commit`` follows, or after a failure another load.
+        """
+        assert self._engine is not None
+        rollout = self._config.rollout
+        recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
+        began = self._clock.now()
+        self._loaded = None
+        self._states.enter("loading", f"weights v{weights.version}")
+        try:
+            await self._engine.load(weights, recompute_kv=recompute)
+        finally:
+            # Not where it has died meanwhile.
+            if self._states.state == "loading":
+                self._states.enter("paused", f"weights v{weights.version}")
+        self._loaded = weights.version
+        if recompute and rollout.on_update == "keep":
+            self.reprefill.dropped()
+        self.loads += 1
+        return self._clock.now() - began
+
+    async def commit(self, probe: Probe | None = None, stop: float = 0.0) -> tuple[float, Drift | None]:
+        """Go on, under the weights that were loaded; returns the seconds until the engine did.
+
+        With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
+        WeightsCorrupt raised: the load is to be repeated. Returns also the engine's drift from the probe.
+        """
+        assert self._engine is not None
+        version = self._loaded
+        assert version is not None, "nothing complete is loaded"
+        began = self._clock.now()
+        self._frozen = False
+        await self._engine.resume()
+        drift = None
+        if probe is not None:
+            self._states.enter("probing")
+            drift = await self.drift(probe)
+            if drift.nats >= stop:
+                self._loaded = None
+                await self._engine.pause("abort")
+                self._frozen = True
+                self._states.enter("paused", f"weights v{version}")
+                raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
+        self.version = version
+        self._admit()
+        return self._clock.now() - began, drift
+
+    async def call_off(self) -> None:
+        """Go on under the old weights; not after a load has failed: the engine then waits for one that succeeds."""
+        assert self._engine is not None
+        if self._loaded is not None and self._loaded == self.version:
+            self._frozen = False
+            await self._engine.resume()
+            self._admit()
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds since requests were last admitted; for an update that was just committed, what it cost."""
+        return self._clock.now() - self._shut_since
+
+    async def checksum(self) -> str:
+        assert self._engine is not None
+        return await self._engine.checksum()
+
+    async def drift(self, probe: Probe) -> Drift:
+        """Drift of the engine, under the weights that it serves, from the learner's word on them."""
+        assert self._engine is not None
+        assert self._loaded is not None
+        return await probe_engine(
+            self._engine, probe, version=self._loaded, temperature=self._config.rollout.temperature
+        )
+
+    def _admit(self) -> None:
+        self._open.set()
+        if self._running:
+            self._sampling_since = self._clock.wall()
+            self._states.enter("generating")
+        else:
+            self._states.enter("waiting", "tickets")
+
+    # --- measuring ---
+
+    @property
+    def running(self) -> int:
+        """Submissions in the engine."""
+        return self._running.total()
+
+    @property
+    def kv_use(self) -> float | None:
+        """Share of the engine's KV cache in use; None where it cannot say."""
+        # Asked by the thread that beats, while another is put into its place.
+        engine = self._engine
+        return engine.kv_use if engine is not None else None
+
+    @property
+    def load_now(self) -> EngineLoad | None:
+        """Load of the calls on the engine; None where it cannot say, and while it does not serve."""
+        return self._engine.load_now if self._engine is not None and self._open.is_set() else None
+
+    def take_sampling(self) -> list[tuple[float, float]]:
+        """The intervals since the last call, the present one up to now."""
+        if self._sampling_since is not None:
+            now = self._clock.wall()
+            self.sampling.append((self._sampling_since, now))
+            self._sampling_since = now
+        taken, self.sampling = self.sampling, []
+        return taken
+
+    def _enter(self, uid: str) -> None:
+        if not self._running:
+            self._tokens.begin()
+        self._running[uid] += 1
+        self._idle.clear()
+        if self._sampling_since is None:
+            self._sampling_since = self._clock.wall()
+            self._states.enter("generating")
+
+    def _leave(self, uid: str) -> None:
+        self._running[uid] -= 1
+        if not self._running[uid]:
+            del self._running[uid]
+        if not self._running:
+            self._tokens.end()
+            self._close_interval()
+            self._idle.set()
+            if self._open.is_set():
+                self._states.enter("waiting", "tickets")
+            elif self._states.state == "generating":
+                # Drained for an update that is about to begin.
+                self._states.enter("paused", "weights")
+
+    def _shut(self) -> None:
+        self._open.clear()
+        self._close_interval()
+
+    def _close_interval(self) -> None:
+        if self._sampling_since is not None:
+            self.sampling.append((self._sampling_since, self._clock.wall()))
+            self._sampling_since = None

@@ -1,0 +1,1 @@
+"""Updates of the engine's weights: versions fetched, handed on and loaded."""

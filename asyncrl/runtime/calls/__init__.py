@@ -1,0 +1,1 @@
+"""Calls between actors: connections, credit, deadlines, retries, typed handlers."""

@@ -1,0 +1,578 @@
+"""The calling side: one connection to one peer, with its calls in flight.
+
+Delivery is at least once: until it is answered or its deadline is over, a call is asked after (ASK), with exponential
+backoff and full jitter, and sent again, under the same message id, only when the peer says that it does not have it.
+So what a call costs again does not depend on its size, and a large payload or answer that is queued is never there
+twice. No more than a budget of large payloads is on its way to one peer (turns.py): the others wait, within their
+deadlines. When the peer is replaced by a new incarnation, idempotent calls go to the new one at once, and the others
+fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused,
+OSError where no connection can be opened (as without a free descriptor), or DeadlineExceeded, which says who waited, on
+whom, for what, and what the connection was doing. Cancelling the awaited future cancels the handler on the other side.
+
+An actor that learns otherwise that a peer has been replaced says so with ``adopt``: nothing that older incarnations say
+is believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
+
+``unreached_s`` tells for how long the peer has not been reached: from the first HELLO that is not answered, or the loss
+of the connection, until the next WELCOME. A connection that is lost again before anything but the WELCOME came over it
+has reached nobody, as where a path lets only small packets through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import secrets
+from typing import Any
+
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError
+from asyncrl.messages import Message, Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.runtime.calls.deadlines import Deadlines
+from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
+from asyncrl.runtime.calls.retry import DOUBLINGS, pause
+from asyncrl.runtime.calls.turns import LARGE_BYTES, Turns
+from asyncrl.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
+from asyncrl.wire.transport import Client, Frames
+
+REPEAT_S = 5.0
+"""Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
+SET_UP_REPEAT_S = 0.5
+"""Longest first pause before a call to a peer that is not set up so far is asked after."""
+ASKED_WITHIN_SILENCE = 3
+"""Least number of times that a call is asked after before the peer's silence ends it."""
+MOST_CALLS = 16 * CREDIT
+"""Calls in flight to one peer, those included that wait to be sent; one more fails at once."""
+ROUND_TRIP = "calls/round_trip_s"
+PROVEN_S = 20.0
+"""Time after which a connection that holds is known to lead to the peer, also if nothing was asked: ZeroMQ ends a
+half-open one sooner."""
+LOOKED_AT = 64
+"""Calls in flight that a heartbeat looks at."""
+
+
+class CallFuture(asyncio.Future[Any]):
+    """A call in flight. Cancelling it tells the other side."""
+
+    __slots__ = (
+        "answered_by",
+        "deadline",
+        "frames",
+        "heard",
+        "id",
+        "kind",
+        "peer",
+        "placed",
+        "sent",
+        "silence",
+        "size",
+        "started",
+        "tick",
+        "times",
+    )
+
+    peer: Peer
+    answered_by: int
+    """Incarnation of the peer that has replied; 0 before."""
+    id: int
+    kind: type[Request]
+    frames: list[Any]
+    started: float
+    deadline: float
+    sent: bool
+    """Whether this incarnation of the peer may have seen it."""
+    placed: int
+    """Least id of an ASK that was sent after the call had gone whole to this incarnation, which has not said that it
+    lacks the call; 0 where it has not gone."""
+    size: int
+    """Bytes of body and buffers."""
+    times: int
+    """Number of times that it has been asked after or sent again."""
+    silence: float
+    """Longest time without a word of the peer that it has the call, or is being set up (s)."""
+    heard: float
+    """Time at which the peer said so last, or the call began."""
+    tick: int
+    """Tick of its deadline or its repeat, the earlier of the two."""
+
+    def cancel(self, msg: Any = None) -> bool:
+        if not self.done():
+            self.peer.forget(self, tell=True)
+        return super().cancel(msg)
+
+
+class Peer:
+    """One peer of an actor."""
+
+    def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None = None) -> None:
+        self.name = name
+        self.ready = False
+        self._endpoint = endpoint
+        self._loop = asyncio.get_running_loop()
+        self._fixed = record is not None
+        self._record = record
+        self._client: Client | None = None
+        self._incarnation = 0
+        """Incarnation of the peer, from its WELCOME; 0 before the first."""
+        self._adopted = 0
+        """Incarnation of the peer below which none is believed."""
+        self._limit = endpoint.max_message_bytes
+        self._answers_ask = False
+        self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
+        self._next_id = 1
+        self._hello_ids: set[int] = set()
+        """Ids of the HELLOs on this connection that are not answered yet."""
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._hellos = 0
+        """HELLOs said since one was answered, or the connection broke, last."""
+        self._resolving: asyncio.Task[None] | None = None
+        self._pending: dict[int, CallFuture] = {}
+        self._deadlines = Deadlines(self._loop, self._on_timer)
+        self._turns = Turns()
+        """Turns of the calls on the present connection; calls that wait for a connection are pending alone."""
+        self._closed = False
+        self._unready = False
+        """Whether it has said last that it is not set up."""
+        self._missed: float | None = None
+        """Time since which it was not reached, if it was not when it was last asked for."""
+        self._welcomed = 0.0
+        """Time at which the newest WELCOME came."""
+        self._is_proven = False
+        """Whether anything else has come since."""
+        self._flaps = False
+        """Whether the connection before this one was lost with nothing proven."""
+
+    # --- the caller's side ---
+
+    def call(self, request: Request, timeout: float | None = None, *, silence: float = math.inf) -> CallFuture:
+        """Send a request; await the result for its reply. ``timeout`` in seconds.
+
+        With ``silence`` it also ends when the peer has not said for so many seconds that it has the call.
+        """
+        endpoint = self._endpoint
+        if timeout is None:
+            timeout = endpoint.call_timeout_s
+        kind = type(request)
+        future = CallFuture(loop=self._loop)
+        future.peer, future.kind, future.sent = self, kind, False
+        future.answered_by = future.placed = future.times = 0
+        future.silence = silence
+        future.frames = endpoint.codec.encode(request)
+        future.size = size_of(future.frames)
+        future.id = self._next_id
+        self._next_id += 1
+        future.started = future.heard = now = self._loop.time()
+        future.deadline = now + timeout
+        if future.size > self._limit:
+            future.set_exception(self._too_large(kind.__name__, future.frames))
+            return future
+        if self._closed or len(self._pending) >= MOST_CALLS:
+            future.set_exception(self._expired(future))
+            return future
+        self._pending[future.id] = future
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        if self.ready:
+            self._turns.add(future.id, future.size)
+            self._let_go()
+        else:
+            self._connect_for(future)
+        return future
+
+    def cast(self, message: Message) -> bool:
+        """Send a one-way message; False if it could not go, which is final."""
+        if not self.ready:
+            self._connect()
+            return False
+        assert self._client is not None
+        frames = self._endpoint.codec.encode(message)
+        if size_of(frames) > self._limit:
+            raise self._too_large(type(message).__name__, frames)
+        return self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
+
+    def connect(self) -> None:
+        """Say HELLO now instead of with the first call."""
+        self._connect()
+
+    def adopt(self, incarnation: int) -> None:
+        """Take ``incarnation`` for the living one: what older ones say is not believed from here on.
+
+        A connection to an older one is dropped; calls in flight that may be repeated go to the new one.
+        """
+        assert not self._fixed, "a peer of a fixed address has no older incarnation elsewhere"
+        if incarnation <= self._adopted:
+            return
+        self._adopted = incarnation
+        known = max(self._incarnation, self._record.incarnation if self._record is not None else 0)
+        if self._client is not None and known < incarnation:
+            self._disconnect()
+            self._find()
+
+    def close(self) -> None:
+        """Disconnect; calls in flight fail."""
+        self._closed = True
+        self._disconnect()
+        if self._resolving is not None:
+            self._resolving.cancel()
+        for future in list(self._pending.values()):
+            self._finish(future).set_exception(self._expired(future))
+        self._deadlines.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Calls without an answer so far."""
+        return len(self._pending)
+
+    def oldest_calls(self) -> list[AwaitRecord]:
+        """Waits on this peer, of the LOOKED_AT calls in flight for longest; callable from any thread."""
+        oldest: dict[type[Request], float] = {}
+        for future in list(self._pending.values())[:LOOKED_AT]:
+            oldest.setdefault(future.kind, future.started)
+        now = self._loop.time()
+        return [AwaitRecord(self.name, kind.__name__, now - since, kind.idle) for kind, since in oldest.items()]
+
+    def forget(self, future: CallFuture, *, tell: bool) -> None:
+        """Stop waiting for a call; ``tell`` sends CANCEL."""
+        if self._pending.get(future.id) is future:
+            if self._answers_ask:
+                self._turns.abandon(future.id)
+            self._finish(future)
+            if tell and future.sent and self.ready and self._client is not None:
+                self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
+            self._let_go()
+
+    @property
+    def known(self) -> bool:
+        """Whether the registry has told of a living actor of this name."""
+        return self._record is not None
+
+    @property
+    def unreached_s(self) -> float:
+        """Seconds for which it was not reached though it is known to live and this actor wants to; 0 if it is.
+
+        Callable from any thread.
+        """
+        missed, now, record = self._missed, self._loop.time(), self._record
+        if missed is None or self._closed or record is None or record.incarnation < self._adopted:
+            return 0.0
+        is_reached = self.ready and (not self._flaps or now - self._welcomed >= PROVEN_S)
+        return 0.0 if is_reached else now - missed
+
+    # --- the connection ---
+
+    def _miss(self) -> None:
+        """The peer is not reached from now on, unless it was not before."""
+        now = self._loop.time()
+        if self.ready:
+            self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
+            if not self._flaps:
+                self._missed = now
+        elif self._missed is None:
+            self._missed = now
+
+    def _connect(self) -> None:
+        if self._client is not None or self._closed:
+            return
+        self._miss()
+        if self._record is None or self._record.incarnation < self._adopted:
+            self._find()
+            return
+        endpoint = self._endpoint
+        routing_id = f"{endpoint.name}/{endpoint.incarnation}/{secrets.token_hex(6)}".encode()
+        self._client = endpoint.transport.connect(
+            self._record.address, routing_id, self._receive, self._lost, self.name
+        )
+        self._hellos = 0
+        self._say_hello()
+
+    def _connect_for(self, future: CallFuture) -> None:
+        """Connect; where that cannot be done the call ends with the reason."""
+        try:
+            self._connect()
+        except OSError as error:
+            self._finish(future).set_exception(error)
+
+    def _disconnect(self) -> None:
+        self._miss()
+        self.ready = False
+        self._hello_ids.clear()
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _say_hello(self) -> None:
+        """Say HELLO, and again until it is answered."""
+        if self._closed or self._client is None:
+            return
+        self._miss()
+        self.ready = False
+        if self._hello_ids and not self._fixed:
+            # Not answered so far: the peer may have a successor elsewhere.
+            self._find()
+        self._hello_ids.add(self._next_id)
+        self._client.send(self._endpoint.hello(self._next_id))
+        self._next_id += 1
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._hello_timer = self._loop.call_later(
+            pause(REPEAT_S / 5, self._hellos, self._draws.random()), self._say_hello
+        )
+        self._hellos += 1
+
+    def _lost(self) -> None:
+        """The connection broke. It may come back by itself, or the peer may have a successor elsewhere."""
+        if self._closed:
+            return
+        self._hellos = 0
+        self._say_hello()
+        if not self._fixed:
+            self._find()
+
+    def _find(self) -> None:
+        if self._resolving is None and not self._closed and not self._endpoint.ending:
+            self._resolving = self._endpoint.spawn(self._resolve())
+
+    async def _resolve(self) -> None:
+        try:
+            while not self._closed and not self.ready:
+                above = max(self._record.incarnation if self._record is not None else 0, self._adopted - 1)
+                try:
+                    record = await self._endpoint.resolve(self.name, above)
+                except (DeadlineExceeded, RemoteError):
+                    # The controller is away; the callers' own deadlines bound this.
+                    await asyncio.sleep(REPEAT_S / 10)
+                    continue
+                if record is not None and record.incarnation >= self._adopted and not self.ready:
+                    self._record = record
+                    self._disconnect()
+                    self._connect()
+                    return
+        finally:
+            self._resolving = None
+
+    # --- messages ---
+
+    def _transmit(self, future: CallFuture) -> None:
+        """Send a call, or, where the peer may have it, ask after it."""
+        assert self._client is not None
+        if future.placed and self._answers_ask:
+            self._ask(future.id)
+            return
+        left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
+        floor = next(iter(self._pending))
+        header = self._endpoint.header(
+            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=floor
+        )
+        future.sent, future.placed = True, self._next_id
+        self._client.send([header, *future.frames])
+        if future.size >= LARGE_BYTES and self._answers_ask:
+            # The answer comes when all of it has arrived, and makes room for others.
+            self._ask(future.id)
+
+    def _ask(self, id: int) -> None:
+        assert self._client is not None
+        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id)
+        self._next_id += 1
+        self._client.send([header, NIL])
+
+    def _on_timer(self, future: CallFuture) -> None:
+        now = self._loop.time()
+        if now >= future.deadline or now >= future.heard + future.silence:
+            error = self._expired(future)
+            self.forget(future, tell=True)
+            future.set_exception(error)
+            return
+        is_out = future.id in self._turns
+        future.times += is_out
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        if not self.ready:
+            self._connect_for(future)
+        elif is_out:
+            self._transmit(future)
+        else:
+            for id in self._turns.abandoned:
+                self._ask(id)
+
+    def _next_look(self, future: CallFuture, first_s: float) -> float:
+        """Time at which to ask after a call, or to end it."""
+        # Often enough that silence means something.
+        first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
+        soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
+        return min(future.deadline, future.heard + future.silence, soon)
+
+    def _receive(self, frames: Frames) -> None:
+        try:
+            header = decode_header(frames[0])
+            if header.incarnation < max(self._incarnation, self._adopted):
+                self._endpoint.count("wire/from_replaced")
+                return
+            if header.kind == Kind.REPLY:
+                self._on_reply(header, frames)
+            elif header.kind == Kind.ERROR:
+                self._on_error(header, self._endpoint.codec.decode(ErrorBody, frames[1]))
+            elif header.kind in (Kind.HELD, Kind.NOT_HELD):
+                self._on_told(header)
+            elif header.kind == Kind.WELCOME:
+                self._on_welcome(header, self._endpoint.codec.decode(Welcome, frames[1]))
+            elif header.kind == Kind.REFUSE:
+                self._on_refuse(self._endpoint.codec.decode(Refuse, frames[1]))
+            else:
+                raise ProtocolError(f"a server does not send {Kind(header.kind).name}")
+        except (ProtocolError, IndexError):
+            self._endpoint.count("wire/malformed")
+
+    def _on_reply(self, header: Header, frames: Frames) -> None:
+        self._unready = False
+        self._is_proven, self._flaps = True, False
+        future = self._pending.get(header.in_reply_to)
+        if future is None:
+            self._came_too_late(header)
+            return
+        kind = future.kind.reply
+        self._finish(future)
+        if header.type != kind.__name__:
+            future.set_exception(ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}"))
+            self._let_go()
+            return
+        try:
+            reply = self._endpoint.codec.decode(kind, frames[1], frames[2:])
+        except ProtocolError as error:
+            future.set_exception(error)
+        else:
+            if not future.kind.idle:
+                self._endpoint.histograms.observe(ROUND_TRIP, self._loop.time() - future.started)
+            future.answered_by = header.incarnation
+            future.set_result(reply)
+        self._let_go()
+
+    def _on_told(self, header: Header) -> None:
+        """The answer to an ASK."""
+        self._unready = False
+        future = self._pending.get(header.in_reply_to)
+        if future is None or future.id not in self._turns:
+            self._came_too_late(header)
+            return
+        if header.kind == Kind.HELD:
+            future.heard = self._loop.time()
+            self._turns.arrived(future.id)
+        elif header.id >= future.placed:
+            # The answer to an ASK from before the call went out last says nothing of that.
+            future.placed = 0
+            self._turns.remove(future.id)
+            self._turns.add(future.id, future.size)
+        self._let_go()
+
+    def _came_too_late(self, header: Header) -> None:
+        """Nobody waits for the message; but the call that it speaks of has arrived."""
+        self._turns.arrived(header.in_reply_to)
+        self._let_go()
+
+    def _on_error(self, header: Header, body: ErrorBody) -> None:
+        if body.code == "hello_required":
+            if self.ready:
+                self._say_hello()
+            return
+        self._is_proven, self._flaps = True, False
+        future = self._pending.get(header.in_reply_to)
+        if future is None:
+            self._came_too_late(header)
+            return
+        if body.code in ("over_credit", NOT_READY):
+            # It is asked after by its timer.
+            self._turns.arrived(future.id)
+            if body.code == NOT_READY:
+                self._unready = True
+                future.heard = self._loop.time()
+                self._deadlines.remove(future, future.tick)
+                future.tick = self._deadlines.add(future, self._next_look(future, SET_UP_REPEAT_S))
+            self._let_go()
+            return
+        self._finish(future).set_exception(
+            RemoteError(
+                body.actor or self.name,
+                body.code,
+                body.message,
+                retryable=body.retryable,
+                details=body.details,
+            )
+        )
+        self._let_go()
+
+    def _on_welcome(self, header: Header, body: Welcome) -> None:
+        if header.in_reply_to not in self._hello_ids or body.name != self.name:
+            return
+        self._hello_ids.clear()
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        self._hellos = 0
+        restarted = self._incarnation not in (0, body.incarnation)
+        self._welcomed, self._is_proven = self._loop.time(), False
+        self._flaps = self._flaps and not restarted
+        self._incarnation = body.incarnation
+        self._answers_ask = body.answers_ask
+        self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
+        self.ready = True
+        self._turns.begin(body.credit)
+        for future in list(self._pending.values()):
+            if restarted:
+                if future.sent and not future.kind.idempotent:
+                    self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
+                    continue
+                future.placed = future.times = 0
+            self._turns.add(future.id, 0 if future.placed and self._answers_ask else future.size)
+        self._let_go()
+
+    def _on_refuse(self, body: Refuse) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        self._disconnect()
+        self._endpoint.count("wire/refused_by_peer")
+        for future in list(self._pending.values()):
+            # The peer speaks of itself: its "ours" is our "theirs".
+            self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
+
+    def _let_go(self) -> None:
+        """Send the calls that may go."""
+        while self.ready and (id := self._turns.next()) is not None:
+            self._transmit(self._pending[id])
+
+    # --- the end of a call ---
+
+    def _finish(self, future: CallFuture) -> CallFuture:
+        del self._pending[future.id]
+        self._turns.remove(future.id)
+        self._deadlines.remove(future, future.tick)
+        return future
+
+    def _expired(self, future: CallFuture) -> DeadlineExceeded:
+        if self._closed:
+            hint = "this actor is closing"
+        elif self._record is None:
+            hint = "the registry knows no living actor of this name"
+        elif not self.ready:
+            hint = f"HELLO to {self._record.address} is not answered"
+        elif self._unready:
+            hint = f"connected to {self._record.address}, which is not set up so far"
+        elif future.id not in self._turns:
+            hint = (
+                f"connected to {self._record.address}, but its turn has not come: of {len(self._pending)} calls in "
+                f"flight {self._turns.under_way} bytes have not arrived so far"
+            )
+        elif future.heard > future.started:
+            ago = self._loop.time() - future.heard
+            hint = f"connected to {self._record.address}, which said {ago:.1f} s ago that it has the call"
+        else:
+            hint = f"connected to {self._record.address}, which has not said that it has the call"
+        waited = self._loop.time() - future.started
+        return DeadlineExceeded(self._endpoint.name, self.name, future.kind.__name__, waited, hint)
+
+    def _too_large(self, what: str, frames: list[Any]) -> ProtocolError:
+        return ProtocolError(
+            f"{self._endpoint.name}: {what} of {size_of(frames)} bytes is over the {self._limit} that {self.name} "
+            "accepts; raise network.max_message_bytes"
+        )

@@ -1,0 +1,117 @@
+"""An actor's bond with the controller: it is registered, follows the state of the run, and hands in its timeline.
+
+Invariant: an actor is registered with the controller that lives before it believes what that one says; it ends when
+its role is drained or it is to leave, and makes way once. Data goes on while the controller is away: it comes back
+under its address, or the node agent ends the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
+from asyncrl.messages.actors import Register, RunState, WatchRun
+from asyncrl.messages.hosts import WatchMembers
+from asyncrl.messages.monitor import TracePart
+from asyncrl.roles import ROLES
+from asyncrl.runtime.calls.retry import wait_out
+from asyncrl.runtime.lifecycle.roster import CONTROLLER
+
+if TYPE_CHECKING:
+    from asyncrl.runtime.actor import Actor
+
+TRACE_S = 3.0
+"""Longest time that an actor spends on handing in its timeline."""
+
+
+class RunWatch:
+    """One actor's bond with the controller; the module tells its rules."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._known_to = 0
+        """Incarnation of the controller where the actor is registered."""
+        self._has_made_way = False
+        self._is_leaving = False
+        self._traced = 0
+        """Number of the last trace for which spans were handed in."""
+
+    async def register(self, address: str) -> None:
+        """Be known; without an address, as one that cannot be called yet."""
+        actor = self._actor
+        if address and actor.context.credentials.curve:
+            address = f"{address}#{actor.context.attempt}"
+        # A controller that is itself being started again is waited for.
+        timeout = actor.config.supervision.start_timeout_s
+        call = actor.peer(CONTROLLER).call(Register(record=actor.record(address)), timeout=timeout)
+        await call
+        self._known_to = call.answered_by
+        # All that it was told before is lost.
+        actor.telling.forget()
+
+    async def learn_members(self, timeout: float | None = None) -> None:
+        """Learn the members of the run, as of now."""
+        self._actor.take_in(await self._actor.peer(CONTROLLER).call(WatchMembers(), timeout=timeout))
+
+    async def run(self) -> None:
+        """Follow the run's state for the whole life of the actor."""
+        actor = self._actor
+        while True:
+            call = actor.peer(CONTROLLER).call(WatchRun(seen=actor.run_state.number, members=actor.roster.number))
+            try:
+                with actor.awaits.on(CONTROLLER, "WatchRun", idle=True):
+                    state: RunState = await call
+                if state.members > actor.roster.number:
+                    await self.learn_members()
+            except (DeadlineExceeded, RemoteError) as error:
+                await wait_out(actor.log, "controller", error)
+                continue
+            if call.answered_by != self._known_to:
+                actor.log.info("controller has started again", incarnation=call.answered_by)
+                # If it refuses, this incarnation is dead to the others and must end.
+                await self.register(actor.address if actor.ready else "")
+            actor.run_state = state
+            actor.fence(state.dead)
+            if state.trace and state.trace != self._traced:
+                self._traced = state.trace
+                actor.tasks.create_task(self.hand_in_trace(state.trace))
+            if actor.role in state.draining and not actor.draining:
+                actor.log.info("draining", reason=state.reason)
+                actor.begin_drain()
+            self.make_way()
+            self._leave()
+
+    def make_way(self) -> None:
+        """Tell the actor that the run makes way, once it is ready and that is so."""
+        if self._actor.run_state.phase == "preempting" and self._actor.ready and not self._has_made_way:
+            self._has_made_way = True
+            self._actor.log.info("the run makes way")
+            self._actor.preempted()
+
+    def _leave(self) -> None:
+        actor = self._actor
+        found = next((leaving for leaving in actor.run_state.leaving if leaving.name == actor.name), None)
+        if found is None or self._is_leaving or actor.draining:
+            return
+        self._is_leaving = True
+        actor.log.info("leaving the run", within_s=found.within_s)
+        if actor.ready:
+            actor.asked_to_leave(found.within_s)
+        else:
+            actor.begin_drain()
+
+    async def hand_in_trace(self, number: int) -> None:
+        """Give the controller what is kept of the timeline; nobody fails for its sake."""
+        actor = self._actor
+        # The doings of an agent are in nobody's timeline.
+        if not actor.trace.on or actor.context.controller is None or actor.role not in ROLES:
+            return
+        controller = actor.peer(CONTROLLER)
+        try:
+            async with asyncio.timeout(TRACE_S):
+                for spans in actor.trace.parts():
+                    await controller.call(TracePart(number=number, spans=spans), timeout=TRACE_S)
+                await controller.call(TracePart(number=number, spans=[], last=True), timeout=TRACE_S)
+        except (TimeoutError, WireError) as error:
+            actor.log.warning("timeline is not handed in", error=str(error) or f"no answer within {TRACE_S:g} s")

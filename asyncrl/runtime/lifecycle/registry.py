@@ -1,0 +1,310 @@
+"""The records of all actors by name, and the living incarnation of each.
+
+Invariants: for each name only the largest incarnation ever seen is heard, be it by an earlier registry (``recall``);
+the words of an older one are refused (fencing), and a name whose actor has ended, or is condemned to be killed,
+resolves to nothing until a larger incarnation registers. A missed heartbeat changes no record: silence is a stall
+(``silent``), and only the end of a process or the loss of its host is a death. An actor lost with its host is dead for
+good, even if it lives on there: it is to be killed as soon as the host is back. The incarnation of a gang's actor is
+its generation. The death of one ends its generation: all that live of it are condemned, and so is each that registers
+later of that one or an older one; and a generation that is heard of ends all before. So a gang comes together in one
+generation, in whatever order this registry hears of deaths and starts, and even if it is itself younger than they are.
+Pure: the caller brings the time.
+
+Fails with Refused (code ``incarnation``), which names both incarnations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from asyncrl.errors import Refused
+from asyncrl.messages.actors import ActorRecord, Condemned, Dead
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.roles import is_gang, role_of
+from asyncrl.runtime.lifecycle.heartbeat_limits import take_in
+from asyncrl.snapshot import Histogram
+
+FIRST_WORD_S = 30.0
+"""Silence of an actor that has never said a word is none before this: it loads its code."""
+LONGEST_GAP = 0.5
+"""Share of the time after which silence is a stall: one that looks less often than this may not have listened itself.
+The shortest such time is that of three looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeardResource:
+    """A resource of an actor as it was told of last."""
+
+    record: ResourceRecord
+    heard: float
+    """Time at which it was told of (s)."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """The facts that are known of the newest incarnation of a name."""
+
+    record: ActorRecord
+    since: float
+    """Time at which this incarnation was first heard of (s)."""
+    heard: float
+    """Time at which anything was last heard of it (s)."""
+    heartbeat: Heartbeat | None = None
+    progressed: float = 0.0
+    """Time at which its progress last moved (s)."""
+    version: int = -1
+    """The newest weights it knew of at its last heartbeat."""
+    ended: bool = False
+    condemned: str = ""
+    """Reason that it is to be killed; empty if it is not."""
+    lost: bool = False
+    """Whether it was lost with its host."""
+    spoken: bool = True
+    """Whether it has said anything itself."""
+    beaten: float = 0.0
+    """Time at which its last heartbeat came (s)."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Counters and gauges, of all its heartbeats."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    resources: dict[str, HeardResource] = field(default_factory=dict)
+    stayed: float = 0.0
+    """Time of the last heartbeat that said of its resources that those that it left out are where they were (s)."""
+    event: int = 0
+    """Number of the newest of its events that was heard."""
+
+    def merge(self, beat: Heartbeat, now: float) -> int:
+        """Take in what a heartbeat says anew; the number of its facts that are left out."""
+        beat, left_out = take_in(beat, self.figures, self.histograms, self.resources)
+        self.heartbeat, self.beaten = beat, now
+        self.figures.update(beat.counters)
+        self.histograms.update(beat.histograms)
+        for resource in beat.resources:
+            self.resources[resource.name] = HeardResource(resource, now)
+        if not beat.held_back:
+            self.stayed = now
+        return left_out
+
+    def since_s(self, resource: HeardResource) -> float:
+        """Seconds for which a resource is known to have stayed where it told that it was."""
+        return max(0.0, self.stayed - resource.heard)
+
+    @property
+    def heard_of(self) -> bool:
+        """Whether anything it says counts."""
+        return not self.ended and not self.condemned
+
+    @property
+    def ready(self) -> bool:
+        """Whether it lives and has said where it can be called, which it does once its start-up is over."""
+        return self.heard_of and bool(self.record.address)
+
+
+@dataclass(slots=True)
+class Registry:
+    """Entries by actor name."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    left_out: int = 0
+    """Facts of heartbeats that were not taken in."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """The largest incarnation of each name."""
+    generations: dict[str, int] = field(default_factory=dict)
+    """The oldest generation of each gang that is not over, by its role."""
+    changes: int = 0
+    """Number of changes in ``newest`` and ``generations``."""
+    _reasons: dict[str, str] = field(default_factory=dict)
+    """Reason that the generation before was over, by role."""
+    _looked: float = 0.0
+    _listening_since: float = 0.0
+
+    def recall(self, newest: Mapping[str, int], generations: Mapping[str, int]) -> None:
+        """Take over the numbers that an earlier registry knew. They say nothing of who lives."""
+        for name, incarnation in newest.items():
+            self._note(name, incarnation)
+        for role, generation in generations.items():
+            self._end_generations(role, generation, f"all of {role} start again together")
+
+    def register(self, record: ActorRecord, now: float) -> None:
+        """Take in a record; an address that was given once stays.
+
+        Raises Refused for an incarnation that is not the newest, has ended, or is condemned.
+        """
+        entry = self._admit(record, now)
+        address = record.address or entry.record.address
+        entry.record = msgspec.structs.replace(record, address=address)
+        entry.heard, entry.spoken = now, True
+
+    def started(self, name: str, incarnation: int, now: float) -> None:
+        """An actor's process lives, says its agent; it may never say a word itself."""
+        entry = self.entries.get(name)
+        if entry is None or incarnation > entry.record.incarnation:
+            # Refused: it belongs to a generation that is over, or is older than one that was known.
+            with contextlib.suppress(Refused):
+                self._admit(ActorRecord(name=name, incarnation=incarnation, address=""), now)
+            if (entered := self.entries.get(name)) is not entry and entered is not None:
+                entered.spoken = False
+
+    def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
+        """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
+        entry = self.entries.get(name)
+        if entry is None or not entry.heard_of or incarnation != entry.record.incarnation:
+            return False
+        last = entry.heartbeat
+        if last is not None and beat.beat <= last.beat:
+            return False
+        if last is None or beat.progress != last.progress:
+            entry.progressed = now
+        self.left_out += entry.merge(beat, now)
+        entry.heard, entry.spoken = now, True
+        return True
+
+    def ended(self, name: str, incarnation: int, now: float, *, asked: bool = False) -> bool:
+        """Note the end of an incarnation and of every older one; False if a larger one is known, unless that has ended.
+
+        ``asked`` if it was told to end, as when the run does.
+        """
+        entry = self.entries.get(name)
+        if incarnation >= self.newest.get(name, 0) and (entry is None or incarnation > entry.record.incarnation):
+            # It ended before it was ever heard of; its late words are refused all the same.
+            record = ActorRecord(name=name, incarnation=incarnation, address="")
+            entry = self._enter(Entry(record, since=now, heard=now))
+        if entry is not None and incarnation == entry.record.incarnation:
+            entry.ended = True
+        if not asked:
+            self._end_generation_of(name, incarnation, "died")
+        return entry is not None and entry.ended
+
+    def condemn(self, actors: Iterable[Condemned]) -> None:
+        """Have these killed, and with one of a gang all that live of it; one that does not live is passed over."""
+        for actor in actors:
+            entry = self.entries.get(actor.name)
+            if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
+                entry.condemned = actor.reason
+                self._end_generation_of(actor.name, actor.incarnation, "is killed")
+
+    def lose(self, names: Iterable[str], reason: str, now: float) -> None:
+        """All of these that live are dead, with the gangs that they belong to: their host is lost."""
+        lost = []
+        for name in names:
+            entry = self.entries.get(name)
+            if entry is None and name in self.newest:
+                # An earlier registry knew it, and it may live out there.
+                record = ActorRecord(name=name, incarnation=self.newest[name], address="")
+                entry = self._enter(Entry(record, since=now, heard=now, spoken=False))
+            if entry is not None and not entry.ended:
+                entry.lost = True
+                entry.condemned = entry.condemned or reason
+                lost.append(entry.record)
+        for record in lost:
+            self._end_generation_of(record.name, record.incarnation, "was lost with its host")
+
+    @property
+    def dead(self) -> list[Dead]:
+        """The newest incarnation of each name of which nothing can come any more."""
+        return [
+            Dead(name, entry.record.incarnation) for name, entry in self.entries.items() if entry.ended or entry.lost
+        ]
+
+    @property
+    def condemned(self) -> list[Condemned]:
+        """All that are to be killed and whose end is not known yet."""
+        return [
+            Condemned(name, entry.record.incarnation, entry.condemned)
+            for name, entry in self.entries.items()
+            if entry.condemned and not entry.ended
+        ]
+
+    def silence_of(self, entry: Entry, now: float) -> float:
+        """Seconds for which an actor could have been heard of and was not."""
+        return self.silence_since(entry.heard, now)
+
+    def silence_since(self, heard: float, now: float) -> float:
+        """Seconds since then in which something could have been heard."""
+        return now - max(heard, self._listening_since)
+
+    def listen(self, now: float, silence_s: float) -> None:
+        """Note that this process runs; to be called regularly, with the shortest silence that means something.
+
+        After a gap between two calls silence counts from the second one on: this process was stopped itself, or its
+        host was, and what was said meanwhile is still to be read.
+        """
+        if now - self._looked > LONGEST_GAP * silence_s:
+            self._listening_since = now
+        self._looked = now
+
+    def silent(self, now: float, silence_s: float) -> list[Condemned]:
+        """The living actors that were not heard of for ``silence_s``; as regularly as ``listen``."""
+        self.listen(now, silence_s)
+        return [
+            Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
+            for name, entry in self.entries.items()
+            if entry.heard_of
+            and self.silence_of(entry, now) >= (silence_s if entry.spoken else max(silence_s, FIRST_WORD_S))
+        ]
+
+    def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:
+        """The record of the living incarnation, if it is larger than ``above`` and can be called.
+
+        With ``unready`` it is enough that it has facts.
+        """
+        entry = self.entries.get(name)
+        if entry is None or not entry.heard_of or entry.record.incarnation <= above:
+            return None
+        return entry.record if entry.ready or (unready and entry.record.facts) else None
+
+    def ready(self) -> set[str]:
+        """Names of the actors that live and have started up."""
+        return {name for name, entry in self.entries.items() if entry.ready}
+
+    def _admit(self, record: ActorRecord, now: float) -> Entry:
+        name, incarnation = record.name, record.incarnation
+        entry = self.entries.get(name)
+        known = self.newest.get(name, 0)
+        if incarnation >= known and (entry is None or incarnation > entry.record.incarnation):
+            if entry is not None and entry.heard_of:
+                # Nobody has said so yet, but it must have died before this one was started.
+                entry.ended = True
+            entry = self._enter(Entry(record, since=now, heard=now, progressed=now))
+            if is_gang(name):
+                self._end_generation_of(name, incarnation - 1, "died")
+                if incarnation < self.generations[role_of(name)]:
+                    entry.condemned = self._reasons[role_of(name)]
+        if entry is None or incarnation < entry.record.incarnation or not entry.heard_of:
+            known = self.newest[name]
+            state = ""
+            if entry is not None and entry.record.incarnation == known:
+                state = ", which has ended" if entry.ended else ", which is to be killed" if entry.condemned else ""
+            raise Refused(
+                "controller/0", "incarnation", ours=f"{name} of incarnation {incarnation}", theirs=f"{known}{state}"
+            )
+        return entry
+
+    def _enter(self, entry: Entry) -> Entry:
+        self.entries[entry.record.name] = entry
+        self._note(entry.record.name, entry.record.incarnation)
+        return entry
+
+    def _note(self, name: str, incarnation: int) -> None:
+        if incarnation > self.newest.get(name, 0):
+            self.newest[name] = incarnation
+            self.changes += 1
+
+    def _end_generation_of(self, name: str, generation: int, what: str) -> None:
+        """The generation that an actor belongs to is over, and with it all before, if the actor is one of a gang."""
+        if is_gang(name):
+            role = role_of(name)
+            self._end_generations(role, generation + 1, f"{name} {what}, and all of {role} start again together")
+
+    def _end_generations(self, role: str, before: int, reason: str) -> None:
+        """All that belong to an older generation are to be killed."""
+        if before <= self.generations.get(role, -1):
+            return
+        self.generations[role], self._reasons[role] = before, reason
+        self.changes += 1
+        for name, entry in self.entries.items():
+            if role_of(name) == role and entry.heard_of and entry.record.incarnation < before:
+                entry.condemned = reason

@@ -1,0 +1,1 @@
+"""Instruments of a run: logs, metrics and their catalogue, states, the timeline, recorded snapshots."""

@@ -1,0 +1,82 @@
+"""The figures of one actor: counters and gauges by name, and histograms with fixed buckets.
+
+Every name is declared in the catalogue, from which docs/metrics.md is made. Invariant: an undeclared name is counted
+as any other, but is an AssertionError where ``strict`` is set, as in the tests. Safe to read from other threads.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Any
+
+from asyncrl.snapshot import Histogram
+from asyncrl.telemetry.catalogue import EDGES, find
+
+STRICT_VARIABLE = "ASYNCRL_STRICT_METRICS"
+strict = bool(os.environ.get(STRICT_VARIABLE))
+"""Whether every name has to be declared."""
+
+
+def check_name(name: str, kind: str = "") -> None:
+    """Raise AssertionError for a name that is not declared, as ``kind`` if that is given, where ``strict`` is set."""
+    if strict:
+        metric = find(name)
+        assert metric is not None, f"{name} is not in telemetry/catalogue_table.py"
+        assert not kind or kind in metric.kinds, (
+            f"{name} is {metric.kinds} in telemetry/catalogue_table.py and not {kind}"
+        )
+
+
+class Figures(dict[str, float]):
+    """Counters and gauges of an actor by their names."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        if name not in self:
+            check_name(name)
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: float = 0.0) -> float:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *others: Any, **named: float) -> None:
+        for name, value in dict(*others, **named).items():
+            self[name] = value
+
+    def add(self, name: str, by: float = 1) -> None:
+        """Add to a counter."""
+        self[name] = self.get(name, 0) + by
+
+
+class Histograms:
+    """Histograms of an actor by their names."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        """Count a value, in the bucket whose upper edge is the first that is not below it."""
+        counts = self._counts.get(name)
+        if counts is None:
+            counts = self._begin(name)
+        counts[bisect_left(EDGES[name], value)] += times
+        self._sums[name] += value * times
+
+    def observe_all(self, name: str, values: Iterable[float]) -> None:
+        """Count each value."""
+        for value in values:
+            self.observe(name, value)
+
+    def taken(self) -> dict[str, Histogram]:
+        """Histograms that have counted anything, as they are now."""
+        return {name: Histogram(list(counts), self._sums[name]) for name, counts in list(self._counts.items())}
+
+    def _begin(self, name: str) -> list[int]:
+        check_name(name, "histogram")
+        self._sums[name] = 0.0
+        counts = self._counts[name] = [0] * (len(EDGES[name]) + 1)
+        return counts

@@ -1,0 +1,154 @@
+"""Lines of metrics.jsonl, of any writer: what one says, which of them still stand, and reading the file of them.
+
+Invariant: of a line that is passed on, ``step``, ``start`` and ``weights/version`` are whole numbers where there are
+any, ``kind`` is text, and every figure is a number that fits into a float, true, false or null.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from asyncrl.text.json_text import from_json
+
+Line = Mapping[str, Any]
+WHOLE = ("step", "start", "weights/version")
+LARGEST_WHOLE = 1 << 53
+LARGEST = 10**300
+
+
+def parse_line(text: bytes) -> Line | None:
+    """The line; None for text that is no line of metrics."""
+    try:
+        line = from_json(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and is_sound(line) else None
+
+
+def is_sound(line: Line) -> bool:
+    """Whether a line is as a run writes it."""
+    whole = (line[key] for key in WHOLE if key in line)
+    return (
+        isinstance(line.get("kind", ""), str)
+        and all(type(value) is int and -1 <= value <= LARGEST_WHOLE for value in whole)
+        and all(_is_figure(key, value) for key, value in line.items())
+    )
+
+
+def _is_figure(key: str, value: object) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= LARGEST
+    if isinstance(value, str):
+        # Among keys with a group, those of updates alone have words.
+        return "/" not in key or key.startswith("weights/")
+    return value is None or isinstance(value, float)
+
+
+def number_in(line: Line, key: str) -> float | None:
+    """A finite number in a line; None where there is none: JSON as Python writes it knows NaN and Infinity too."""
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def is_eval_mean(key: str) -> bool:
+    """Whether this figure is the mean reward of an evaluation."""
+    return key.startswith("eval/") and key.endswith("/mean")
+
+
+def served_versions(line: Line) -> tuple[int, int] | None:
+    """The oldest and the newest version that sampled the responses of a line of kind eval; None where none is told.
+
+    Its step is that at which its round was complete: engines may have served older weights.
+    """
+    newest = line.get("weights/version")
+    oldest = [number_in(line, key) for key in line if key.startswith("eval/") and key.endswith("/version_min")]
+    if not isinstance(newest, int) or newest < 0 or not oldest or oldest[0] is None:
+        return None
+    return min(newest, int(oldest[0])), newest
+
+
+def versions_in_words(line: Line) -> str:
+    """served_versions for people; empty where none is told."""
+    served = served_versions(line)
+    if served is None:
+        return ""
+    oldest, newest = served
+    return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
+def without_first(train: Sequence[Line]) -> list[Line]:
+    """Lines of kind train, in order, without the first of each learner: that step waits for engines and evaluations,
+    and tells nothing of the others. The first line of all is taken for such a one."""
+    return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
+
+
+def is_voided(line: Line, by: Line) -> bool:
+    """Whether ``line``, of any kind, tells of what was undone, by the line ``by`` of a step.
+
+    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors told of the
+    same step and later ones.
+    """
+    goes_back = by.get("kind") == "train" and by.get("start", 0) > line.get("start", 0)
+    return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
+
+
+class Standing:
+    """Lines without those that a learner which went back has voided, in the order in which they were taken.
+
+    The rule is that of is_voided, for a whole file: the cost of a line does not depend on how often a
+    learner went back, but for a logarithm.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[int, Line]] = []
+        """Lines, each with the number of returns that had been seen before it."""
+        self._starts: list[int] = []
+        """Starts of the learners that went back, ascending; ``_steps`` has the step that each went back to."""
+        self._steps: list[int] = []
+
+    def take(self, line: Line, *, keep: bool) -> None:
+        """Take the next line; it counts even where it is not kept."""
+        start = line.get("start", 0)
+        if line.get("kind") == "train" and start > (self._starts[-1] if self._starts else 0):
+            self._starts.append(start)
+            self._steps.append(line.get("step", 0))
+        if keep:
+            self._lines.append((len(self._starts), line))
+
+    def lines(self) -> list[Line]:
+        """Lines that stand."""
+        least = [*self._steps, LARGEST_WHOLE + 1]
+        for index in range(len(self._steps) - 1, -1, -1):
+            least[index] = min(least[index], least[index + 1])
+        return [line for seen, line in self._lines if line.get("step", 0) < least[self._first_above(seen, line)]]
+
+    def _first_above(self, seen: int, line: Line) -> int:
+        """The first return after a line, of a learner that came after its own."""
+        return max(seen, bisect_right(self._starts, line.get("start", 0)))
+
+
+def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list[int] | None = None) -> list[Line]:
+    """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
+
+    ``kinds`` are those wanted, all without it: updates are many in a large run. Lines that a learner that was started
+    again has voided are left out (is_voided), and so are texts that are no line of metrics: ``damaged`` is given the
+    numbers of such lines, from 1 on; a torn last line is none.
+    """
+    if not path.exists():
+        return []
+    found = Standing()
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            line = parse_line(text)
+            if line is not None:
+                found.take(line, keep=kinds is None or line.get("kind") in kinds)
+            elif damaged is not None and text.endswith(b"\n"):
+                damaged.append(number)
+    return found.lines()

@@ -1,0 +1,196 @@
+"""The recorded snapshots of a run, for its replay: RUN/monitor/snapshots-ATTEMPT-SEGMENT.msgpack.
+
+A segment is a stream of MessagePack arrays [wall (Unix, s), snapshot], the snapshot in MessagePack and compressed with
+Zstandard. The size is bounded: when all segments together are over ``most_bytes``, two neighbours become one with
+every second of their snapshots, those first that are recorded most densely, and of these the oldest. So a run of any
+length stays there as a whole, its past more coarsely. Invariant: a segment that is read while it is written, or whose
+writer died, gives every snapshot before the torn one. Fails with OSError where something cannot be written; the reader
+skips what it cannot read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgpack
+import msgspec
+import zstandard
+
+from asyncrl.files import append_whole, replace_file
+from asyncrl.snapshot import SCHEMA, Snapshot
+from asyncrl.telemetry.snapshots.folder import entries_of
+from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot, is_wall
+
+FOLDER = "monitor"
+LARGEST_SNAPSHOT_BYTES = 1 << 28
+SEGMENTS = 16
+"""Number of segments, about, that share the space."""
+LOOK_BACK = 8
+"""Number of segments, and of snapshots in each, in which a readable one is looked for."""
+LEVEL = 3
+"""Level of the compression by Zstandard."""
+_NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Segment:
+    """A file of the recording; in order of time."""
+
+    attempt: int
+    number: int
+    path: Path
+
+
+def segments(run_dir: Path) -> list[Segment]:
+    """Segments of a run, in order of time. Raises OSError where they may not be known."""
+    named = [(_NAME.fullmatch(path.name), path) for path in entries_of(run_dir / FOLDER)]
+    return sorted(Segment(int(match[1]), int(match[2]), path) for match, path in named if match)
+
+
+class Recorder:
+    """Writes the snapshots of one controller. Blocks; to be used by one thread at a time."""
+
+    def __init__(self, run_dir: Path, attempt: int, most_bytes: int) -> None:
+        self._folder = run_dir / FOLDER
+        self._run_dir, self._attempt, self._most_bytes = run_dir, attempt, most_bytes
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+        self._packer = msgpack.Packer()
+        self._path: Path | None = None
+        self._size = 0
+        self._sizes: dict[Path, int] = {}
+        """Sizes of the segments that are complete (bytes)."""
+        self._strides: dict[Path, float] = {}
+
+    @property
+    def size(self) -> int:
+        """Size of all segments (bytes)."""
+        return self._size + sum(self._sizes.values())
+
+    def record(self, wall: float, snapshot: bytes) -> None:
+        """Keep a snapshot, as it is in MessagePack. Raises OSError; the recording then lacks this one."""
+        if self._path is None:
+            self._begin()
+        assert self._path is not None
+        body = self._packer.pack([wall, self._compressor.compress(snapshot)])
+        _append(self._path, body)
+        self._size += len(body)
+        if self._size > self._most_bytes // SEGMENTS:
+            self._sizes[self._path] = self._size
+            self._path, self._size = None, 0
+            self._thin()
+
+    def _begin(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        known = segments(self._run_dir)
+        self._sizes = {segment.path: segment.path.stat().st_size for segment in known}
+        number = max((segment.number for segment in known if segment.attempt == self._attempt), default=-1) + 1
+        self._path = self._folder / f"snapshots-{self._attempt:03}-{number:06}.msgpack"
+        self._path.touch(exist_ok=False)
+        self._size = 0
+
+    def _thin(self) -> None:
+        """Make one segment of two, with every second snapshot, until there is room."""
+        while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 2:
+            paths = sorted(self._sizes)
+            # The newest stays as it was recorded.
+            pairs = pairwise(paths[:-1])
+            first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
+            entries = [entry for path in (first, second) for entry in _entries(path)]
+            replace_file(first, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
+            second.unlink()
+            for path in (first, second):
+                self._strides.pop(path, None)
+                del self._sizes[path]
+            self._sizes[first] = first.stat().st_size
+
+    def _stride(self, path: Path) -> float:
+        """Seconds from one snapshot of a segment to the next."""
+        if path not in self._strides:
+            walls = [wall for wall, _ in _entries(path)]
+            self._strides[path] = (walls[-1] - walls[0]) / (len(walls) - 1) if len(walls) > 1 else 0.0
+        return self._strides[path]
+
+
+def _append(path: Path, body: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        append_whole(descriptor, body)
+    finally:
+        os.close(descriptor)
+
+
+def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
+    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording.
+
+    ``damaged`` is given the segments that hold something else; a torn end is none.
+    """
+    seen: set[float] = set()
+    for segment in segments(run_dir):
+        for wall, body in _entries(segment.path, damaged):
+            # A writer that died while it thinned may have left some twice.
+            if wall not in seen:
+                seen.add(wall)
+                yield wall, body
+
+
+def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
+    """Entries as ``read_bodies`` gives them, of the last ``seconds`` and as far as the segments go that these begin in;
+    older ones are not read."""
+    found: dict[float, bytes] = {}
+    for segment in reversed(segments(run_dir)):
+        entries = list(_entries(segment.path))
+        found.update(entries)
+        if entries and entries[0][0] < max(found) - seconds:
+            break
+    return sorted(found.items())
+
+
+def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
+    """The newest snapshot of an attempt that can be read; None if the newest segments hold none."""
+    own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
+    for segment in reversed(own[-LOOK_BACK:]):
+        for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):
+            if (snapshot := decode(body)) is not None:
+                return snapshot
+    return None
+
+
+def decode(body: bytes) -> Snapshot | None:
+    """A recorded snapshot; None where it is not one of a schema that is known here."""
+    try:
+        # The limit of the library is for bodies that do not tell their size: what is told is allocated.
+        if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
+            return None
+        plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES)
+        snapshot = decode_snapshot(plain)
+    except (zstandard.ZstdError, msgspec.DecodeError):
+        return None
+    return snapshot if snapshot.schema == SCHEMA else None
+
+
+def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
+    try:
+        with path.open("rb") as file:
+            unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
+            while True:
+                match unpacker.unpack():
+                    case [float() as wall, bytes() as body]:
+                        if is_wall(wall):
+                            yield wall, body
+                    case _:
+                        break
+    except (msgpack.OutOfData, FileNotFoundError):
+        # The end, or what a writer that died has left; or one that lives has thinned the segment away.
+        return
+    except PermissionError:
+        raise
+    except (OSError, msgpack.UnpackException, ValueError):
+        pass
+    if damaged is not None:
+        damaged.append(path)

@@ -1,0 +1,1 @@
+"""Text about a run for people: numbers, phases, and what a terminal may be given."""

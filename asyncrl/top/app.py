@@ -1,0 +1,440 @@
+"""The terminal of asyncrl-top: panes around the pipeline, live or from a recording. Read-only.
+
+It keeps a history of snapshots, builds a Document of it and draws that; nothing here decides anything about a run. Each
+new snapshot is drawn at most every DRAW_S. A feed that fails is shown as such, and what was last seen stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
+
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.events import Key, Resize
+from textual.geometry import Size
+from textual.timer import Timer
+from textual.widgets import Input
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.top.drawing.table import LEVELS, Choice, PaneName
+from asyncrl.top.drawing.tables import sorted_next
+from asyncrl.top.drawing.text import ASCII, UNICODE, fit, rich_text
+from asyncrl.top.figures.document import Document
+from asyncrl.top.model import build
+from asyncrl.top.panes import PANES, pane, panes_of, title
+from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
+from asyncrl.top.source.client import Away
+from asyncrl.top.source.replay import Feed, Replay, Source
+from asyncrl.top.widgets import Block, DetailScreen, HelpScreen, PaneView
+
+WIDE = (150, 40)
+"""Width and height from which on all panes are seen at once."""
+LEAST = (60, 16)
+"""Width and height below which there is no room for anything."""
+DRAW_S = 0.8
+TICK_S = 0.25
+LOOK_S = 2.0
+"""Time between two looks whether a run has ended, at the end of its replay (s)."""
+OWN_HEIGHT = ("learner", "staleness", "episodes")
+"""Panes that are as high as what is in them, where all are seen."""
+NOTE_S = 8.0
+"""Time for which the outcome of a trace is told (s)."""
+
+
+TOO_SMALL = """\
+needs {width}×{height}, better 80×24:
+this terminal is {columns}×{rows}. Make it larger, or
+print everything once: asyncrl-top RUN --once
+q quits; the run does not notice"""
+
+
+class Top(App[int]):
+    """The application of the terminal; the module tells its rules."""
+
+    CSS = """
+    Screen { background: #1c2029; color: #d5dae5; }
+    Static { text-wrap: nowrap; text-overflow: clip; }
+    #header { height: 2; background: #252b37; padding: 0 1; }
+    #pipeline { height: 8; padding: 1 1 0 1; }
+    #time { height: 1; padding: 0 1; display: none; }
+    #tabs { height: 1; padding: 0 1; background: #252b37; }
+    #foot { height: 1; padding: 0 1; background: #252b37; }
+    #small { height: 1fr; padding: 0 1; display: none; }
+    #filter { height: 1; border: none; padding: 0 1; display: none; background: #313a4b; }
+    #body { height: 1fr; }
+    .lines, DataTable { scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; scrollbar-gutter: stable;
+        scrollbar-color: #3d475c; scrollbar-background: #1c2029; overflow-x: hidden; background: #1c2029; }
+    .lines:focus, DataTable:focus { background-tint: transparent; }
+    DataTable { height: 1fr; color: #d5dae5; }
+    DataTable > .datatable--header, DataTable:focus > .datatable--header {
+        background: #1c2029; background-tint: transparent; text-style: none; }
+    DataTable > .datatable--cursor, DataTable:focus > .datatable--cursor {
+        background: #1c2029; color: #d5dae5; text-style: reverse; }
+    DataTable > .datatable--hover { background: #1c2029; }
+    .pane { padding: 0 0 0 1; height: 1fr; }
+    .pane > .lines { height: auto; max-height: 70%; }
+    .pane.alone > .lines { height: 1fr; max-height: 100%; }
+    .narrow #left, .narrow #right, .narrow #pair, .narrow .pane { display: none; height: 1fr; width: 1fr; }
+    .narrow #left.seen, .narrow #right.seen, .narrow #pair.seen, .narrow .pane.seen { display: block; }
+    .replay #time { display: block; }
+    .small > *, .small #time { display: none; }
+    .small #small { display: block; }
+    .wide #tabs { display: none; }
+    .wide #left { width: 1fr; }
+    .wide #right { width: 48%; min-width: 76; max-width: 96; }
+    .wide .pane { border: round #3d475c; border-title-color: #aab3c5; }
+    .wide .pane:focus-within { border: round #7aa2c4; border-title-color: #ffffff; }
+    .wide #rollouters { height: 2fr; }
+    .wide #episodes { max-height: 33%; }
+    .wide #learner { max-height: 25%; }
+    .wide #staleness { max-height: 21%; }
+    .wide .pane.absent { display: none; }
+    .wide #pair { height: 10; }
+    .wide #reward, .wide #ledger { width: 1fr; }
+    """
+    TITLE = "asyncrl-top"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", show=False),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding("question_mark,h", "help", show=False),
+        Binding("s", "sort", show=False),
+        Binding("r", "reverse", show=False),
+        # Before anything else is done with keys: what is typed right after it is meant for the filter.
+        Binding("slash", "filter", show=False, priority=True),
+        Binding("escape", "unfilter", show=False),
+        Binding("space", "freeze", show=False),
+        Binding("l", "level", show=False),
+        Binding("t", "trace", show=False),
+        Binding("tab", "next(1)", show=False, priority=True),
+        Binding("shift+tab", "next(-1)", show=False, priority=True),
+        *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
+        # Before a table takes them for itself.
+        Binding("left", "step(-1)", show=False, priority=True),
+        Binding("right", "step(1)", show=False, priority=True),
+        Binding("less_than_sign,comma", "seek(-0.05)", show=False),
+        Binding("greater_than_sign,full_stop", "seek(0.05)", show=False),
+        Binding("plus,equals_sign", "speed(1)", show=False),
+        Binding("minus", "speed(-1)", show=False),
+    ]
+
+    def __init__(self, source: Source, *, ascii_only: bool = False) -> None:
+        # Then Textual leaves colours out altogether, and does not make greys of them.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
+        self.source = source
+        self.document: Document | None = None
+        self.failure: AsyncRLError | None = None
+        """Reason that there is nothing to see."""
+        self.glyphs = ASCII if ascii_only else UNICODE
+        self._history = source.history
+        self._choice = Choice()
+        self._frozen = False
+        self._away: Away | None = None
+        self._over = ""
+        """Reason that nothing more comes; empty while more may."""
+        self._note = ""
+        self._note_timer: Timer | None = None
+        """Timer that takes the note away."""
+        self._drawn_at = 0.0
+        self._stale = False
+        """Whether there is something that is not drawn."""
+        self._seen: PaneName = "rollouters"
+        self._wide = False
+        self._header, self._pipeline, self._time, self._tab_line, self._foot = (
+            Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
+        )
+        self._small = Block(id="small")
+        self.panes = {name: PaneView(name) for name in PANES}
+        self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
+
+    # --- the screen ---
+
+    def compose(self) -> ComposeResult:
+        panes = self.panes
+        yield self._header
+        yield self._pipeline
+        yield self._time
+        yield self._tab_line
+        with Horizontal(id="body"):
+            with Vertical(id="left"):
+                yield panes["rollouters"]
+                yield panes["episodes"]
+                yield panes["events"]
+            with Vertical(id="right"):
+                yield panes["learner"]
+                yield panes["weights"]
+                yield panes["staleness"]
+                with Horizontal(id="pair"):
+                    yield panes["reward"]
+                    yield panes["ledger"]
+        yield self._filter
+        yield self._foot
+        yield self._small
+
+    def on_mount(self) -> None:
+        """Begin."""
+        self.screen.set_class(self.source.replay is not None, "replay")
+        self._arrange()
+        self.set_interval(TICK_S, self._tick)
+        if self.source.feed is not None:
+            self._follow(self.source.feed)
+        if self.source.replay is not None and self.source.replay.lives and self.source.whole is not None:
+            self._await_end(self.source.replay, self.source.whole)
+        self._draw()
+
+    def on_resize(self, event: Resize) -> None:
+        """Arrange the panes for the new size."""
+        self._arrange(event.size)
+
+    def _arrange(self, size: Size | None = None) -> None:
+        """Show all panes at once, or one of them, or none."""
+        # While a new size is told the app still has the old one.
+        columns, rows = size or self.size
+        small = columns < LEAST[0] or rows < LEAST[1]
+        self._wide = columns >= WIDE[0] and rows >= WIDE[1]
+        base, seen = self.screen_stack[0], self.panes[self._seen]
+        for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
+            base.set_class(found, name)
+        said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
+        self._small.show([rich_text([(line, "")], self.glyphs) for line in said.splitlines()])
+        for each in base.query("#body *"):
+            each.set_class(each is seen or each in seen.ancestors, "seen")
+        if self.screen is base:
+            seen.focus_entries()
+        self.call_after_refresh(self._draw)
+
+    # --- snapshots ---
+
+    @work(exclusive=True)
+    async def _follow(self, feed: Feed) -> None:
+        try:
+            async for seen in feed():
+                if isinstance(seen, Away):
+                    self._away = seen
+                else:
+                    self._away = None
+                    self._history.add(seen)
+                    self._stale = True
+                    at = time.monotonic()
+                    self._tick()
+                    # There is a newer one by then: to read one that is not drawn would be for nothing.
+                    await asyncio.sleep(max(0.0, at + DRAW_S - time.monotonic()))
+            self._over = "the run has ended"
+        except AsyncRLError as error:
+            if self.document is None and self._history.newest is None:
+                self.failure = error
+                self.exit(return_code=1)
+            self._over = str(error)
+        self._stale = True
+        self._tick()
+
+    @work
+    async def _await_end(self, replay: Replay, whole: Callable[[], Replay | None]) -> None:
+        """Look from time to time whether the run has ended too, where a replay ends before it."""
+        while replay.lives:
+            await asyncio.sleep(LOOK_S)
+            if not replay.at_end:
+                continue
+            try:
+                found = await asyncio.to_thread(whole)
+            except (AsyncRLError, OSError):
+                continue
+            if found is not None:
+                replay.take(found)
+                self._draw()
+
+    def _tick(self) -> None:
+        replay = self.source.replay
+        if replay is not None:
+            before = replay.position
+            replay.advance(TICK_S)
+            self._stale |= replay.position != before
+        now = time.monotonic()
+        if self._stale and not self._frozen and now - self._drawn_at >= DRAW_S - TICK_S / 2:
+            self._drawn_at, self._stale = now, False
+            self._draw()
+        else:
+            self._draw_foot()
+
+    # --- drawing ---
+
+    def _draw(self) -> None:
+        """Draw what is known."""
+        if self.source.replay is not None:
+            self._history = self.source.replay.history()
+        if not self._frozen and self._history.newest is not None:
+            self.document = build(self._history)
+        self._draw_foot()
+        if self.document is None:
+            said = ("asyncrl-top", "waiting for the run")
+            self._header.show([rich_text([(each, "dim")], self.glyphs) for each in said])
+            return
+        document, glyphs, choice = self.document, self.glyphs, self._choice
+        wide = self._header.size.width
+        if not wide:
+            return
+        self._header.show(header(document, wide, glyphs))
+        self._pipeline.show(pipeline(document, wide, glyphs))
+        self._tab_line.show([rich_text(tabs(panes_of(document), self._seen, wide), glyphs)])
+        if self.source.replay is not None:
+            self._time.show([fit(time_bar(self.source.replay, wide, glyphs), wide, glyphs)])
+        self.panes["episodes"].set_class(document.episodes is None, "absent")
+        for number, (name, view) in enumerate(self.panes.items(), 1):
+            if view.is_on_screen and view.room > 0:
+                own = self._wide and name in OWN_HEIGHT
+                view.show(pane(name, document, choice, view.room, glyphs), glyphs, tall=not own)
+                view.border_title = f"{number} {title(name, document, choice)}"
+        if self.focused is None and self.screen is self.screen_stack[0]:
+            self.panes[self._seen].focus_entries()
+        if isinstance(self.screen, DetailScreen):
+            self.screen.draw()
+
+    def _draw_foot(self) -> None:
+        said = status(
+            note=self._note,
+            frozen=self._frozen,
+            replay=self.source.replay,
+            over=self._over,
+            away=self._away,
+            attached=self.document is not None,
+        )
+        width = self._foot.size.width
+        self._foot.show(
+            [fit(foot(said, self._choice, width, replay=self.source.replay is not None), width, self.glyphs)]
+        )
+
+    # --- keys ---
+
+    def action_interrupt(self) -> None:
+        """Quit, as an interrupted command does."""
+        self.exit(return_code=130)
+
+    def action_pane(self, number: int) -> None:
+        """Show or focus a pane, if this run has it."""
+        panes = panes_of(self.document)
+        if number <= len(panes):
+            self._seen = panes[number - 1]
+            self._arrange()
+
+    def action_next(self, by: int) -> None:
+        """Show the next pane."""
+        panes = panes_of(self.document)
+        at = panes.index(self._seen) if self._seen in panes else 0
+        self.action_pane((at + by) % len(panes) + 1)
+
+    def action_sort(self) -> None:
+        """Sort by the next column, numbers from the largest on."""
+        self._choose(sorted_next(self._choice))
+
+    def action_reverse(self) -> None:
+        """Sort the other way round."""
+        self._choose(replace(self._choice, descending=not self._choice.descending))
+
+    def action_level(self) -> None:
+        """Choose the next level of events."""
+        level = LEVELS[(LEVELS.index(self._choice.level) + 1) % len(LEVELS)]
+        self._choose(replace(self._choice, level=level))
+
+    def action_filter(self) -> None:
+        """Ask for the text to filter by."""
+        if self.focused is self._filter:
+            # After the keys that were typed before it.
+            self._filter.post_message(Key("slash", "/"))
+        elif self.screen is self.screen_stack[0]:
+            self._filter.display = True
+            self.screen.set_focus(self._filter)
+
+    def action_unfilter(self) -> None:
+        """Show everything."""
+        self._filter.value = ""
+        self._end_filter("")
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter while it is typed."""
+        self._choose(replace(self._choice, needle=event.value))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Keep the filter."""
+        self._end_filter(event.value)
+
+    def _end_filter(self, needle: str) -> None:
+        self._filter.display = False
+        self.panes[self._seen].focus_entries()
+        self._choose(replace(self._choice, needle=needle))
+
+    def _choose(self, choice: Choice) -> None:
+        self._choice = choice
+        self._draw()
+
+    def action_freeze(self) -> None:
+        """Stop drawing, or go on; in a replay play or stop."""
+        replay = self.source.replay
+        if replay is None:
+            self._frozen = not self._frozen
+        else:
+            replay.play_or_stop()
+        self._draw()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether a key is meant for this: the arrows of the filter's text are not."""
+        return action != "step" or (self.source.replay is not None and self.focused is not self._filter)
+
+    def action_step(self, by: int) -> None:
+        """Go by snapshots in a replay."""
+        if self.source.replay is not None:
+            self.source.replay.step(by)
+            self._draw()
+
+    def action_seek(self, share: float) -> None:
+        """Go by a share of the recording."""
+        if (replay := self.source.replay) is not None:
+            replay.jump(replay.position + share * (replay.end - replay.begin))
+            self._draw()
+
+    def action_speed(self, by: int) -> None:
+        """Play faster or slower."""
+        if self.source.replay is not None:
+            self.source.replay.faster(by)
+            self._draw()
+
+    def action_help(self) -> None:
+        """Show the keys."""
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(self.glyphs))
+
+    def on_pane_view_chosen(self, event: PaneView.Chosen) -> None:
+        """Show an actor."""
+        past = self.source.replay is not None
+        self.push_screen(DetailScreen(event.key, lambda: self.document, self.source.run_dir, self.glyphs, past=past))
+
+    def on_pane_view_resized(self, event: PaneView.Resized) -> None:
+        """Draw for the new width."""
+        self.call_after_refresh(self._draw)
+
+    @work(exclusive=True, group="trace")
+    async def action_trace(self) -> None:
+        """Have a trace written."""
+        if self.source.trace is None:
+            self._say("a trace needs a living run", NOTE_S)
+            return
+        self._say("the trace is being written")
+        try:
+            said = await self.source.trace()
+        except AsyncRLError as error:
+            said = f"no trace: {error}"
+        self._say(said, NOTE_S)
+
+    def _say(self, note: str, seconds: float | None = None) -> None:
+        """Show a note at the foot, for so long or until something else is said."""
+        if self._note_timer is not None:
+            self._note_timer.stop()
+        self._note = note
+        self._note_timer = self.set_timer(seconds, lambda: self._say("")) if seconds is not None else None
+        self._draw_foot()

@@ -1,0 +1,1 @@
+"""Styled text, bars and tables. Pure."""

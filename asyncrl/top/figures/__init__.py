@@ -1,0 +1,1 @@
+"""Numbers that asyncrl-top shows, and the stage that sets the pace. Pure."""

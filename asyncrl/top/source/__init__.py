@@ -1,0 +1,1 @@
+"""Snapshots for the viewer: of a run that lives, or from a recording."""

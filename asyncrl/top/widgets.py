@@ -1,0 +1,273 @@
+"""The widgets and the screens of asyncrl-top: blocks of lines, panes with a table that a cursor goes through, an actor
+in detail, and the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.events import Resize
+from textual.message import Message
+from textual.screen import ModalScreen, Screen
+from textual.widgets import DataTable, Static
+
+from asyncrl.top.detail import detail, help_page
+from asyncrl.top.drawing.table import Layout, Pane, Row, Table
+from asyncrl.top.drawing.text import Glyphs, fit
+from asyncrl.top.figures.document import Document
+from asyncrl.top.source.log_tail import last_lines
+
+LOG_S = 2.0
+"""Time between two reads of the end of a log (s)."""
+SIDES = 3
+"""Columns beside the lines of a screen: its padding and the scrollbar."""
+
+
+class Block(Static):
+    """Lines as they are given; they are drawn again only when they change."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, markup=False)
+        self._lines: list[Text] = []
+
+    def show(self, lines: list[Text]) -> None:
+        """Draw the lines."""
+        if lines != self._lines:
+            self.update(Text("\n").join(lines), layout=len(lines) != len(self._lines))
+            self._lines = lines
+
+
+class Lines(VerticalScroll):
+    """Lines that scroll."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "scroll_up", show=False),
+        Binding("j", "scroll_down", show=False),
+    ]
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._block = Block()
+
+    def compose(self) -> ComposeResult:
+        yield self._block
+
+    def show(self, lines: list[Text]) -> None:
+        """Draw the lines."""
+        self._block.show(lines)
+
+
+class Rows(DataTable[Text]):
+    """The rows of a table. Cells are drawn again only where they change, and the cursor stays with its actor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "cursor_up", show=False),
+        Binding("j", "cursor_down", show=False),
+        Binding("home", "scroll_top", show=False),
+        Binding("end", "scroll_bottom", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(cursor_type="row", cell_padding=0, show_cursor=False)
+        self._shown: list[Row] = []
+        self._layout_shown: Layout | None = None
+
+    @property
+    def chosen(self) -> str:
+        """Actor that the row under the cursor is about; empty if it is about nothing."""
+        return self._shown[self.cursor_row].key if self.cursor_row < len(self._shown) else ""
+
+    def show(self, table: Table, width: int, glyphs: Glyphs) -> None:
+        """Draw the table at a width."""
+        chosen, layout = self.chosen, table.laid(width)
+        if layout != self._layout_shown:
+            self.clear(columns=True)
+            for (_, wide), title in zip(layout.widths, table.heads(layout, glyphs), strict=True):
+                self.add_column(title, width=wide)
+            self._layout_shown, self._shown = layout, []
+        old, places = self._shown, range(len(layout.widths))
+        for number, row in enumerate(table.rows):
+            if number >= len(old):
+                self.add_row(*(table.cell(row, at, layout, glyphs) for at in places))
+            elif row != old[number]:
+                for at in places:
+                    index = layout.widths[at][0]
+                    if row.cells[index] != old[number].cells[index]:
+                        self.update_cell_at((number, at), table.cell(row, at, layout, glyphs))  # type: ignore[arg-type]
+        for _ in range(len(old) - len(table.rows)):
+            self.remove_row(self.ordered_rows[-1].key)
+        self._shown = list(table.rows)
+        keys = [row.key for row in table.rows]
+        if chosen and chosen in keys and self.chosen != chosen:
+            # A heading has the key of the first row below it.
+            self.move_cursor(row=len(keys) - 1 - keys[::-1].index(chosen))
+
+    def watch_has_focus(self, has_focus: bool) -> None:
+        """The cursor is seen where keys go."""
+        self.show_cursor = has_focus
+        super().watch_has_focus(has_focus)
+
+
+class PaneView(Vertical):
+    """A pane: lines, and below them the rows of its table."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
+
+    class Chosen(Message):
+        """An entry was chosen; ``key`` is the actor that it is about."""
+
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.key = key
+
+    class Resized(Message):
+        """The pane has another width."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(id=name, classes="pane")
+        self._lines, self._rows, self._about = Lines(classes="lines"), Rows(), ""
+
+    def compose(self) -> ComposeResult:
+        yield self._lines
+        yield self._rows
+
+    @property
+    def room(self) -> int:
+        """Width of a line, beside the scrollbar."""
+        return self.size.width - 1
+
+    def show(self, pane: Pane, glyphs: Glyphs, *, tall: bool) -> None:
+        """Draw the pane; it takes the rows that it needs, if it is not as ``tall`` as there is room."""
+        self._about = pane.about
+        table = pane.table if pane.table is not None and pane.table.rows else None
+        self._lines.show([fit(line, self.room, glyphs) for line in pane.head])
+        self._lines.display = bool(pane.head)
+        self._rows.display = table is not None
+        self.set_class(table is None, "alone")
+        if table is not None:
+            self._rows.show(table, self.room, glyphs)
+        below = len(table.rows) + 1 if table is not None else 0
+        self.styles.height = None if tall else 2 + len(pane.head) + below
+
+    def focus_entries(self) -> None:
+        """Let keys go to what scrolls."""
+        (self._rows if self._rows.display else self._lines).focus()
+
+    def action_choose(self) -> None:
+        """Choose the actor that the pane is about."""
+        if self._about:
+            self.post_message(self.Chosen(self._about))
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        """Choose the row."""
+        event.stop()
+        if key := self._rows.chosen or self._about:
+            self.post_message(self.Chosen(key))
+
+    def on_resize(self, event: Resize) -> None:
+        """Lines depend on the width."""
+        self.post_message(self.Resized())
+
+
+class HelpScreen(ModalScreen[None]):
+    """Screen of the keys."""
+
+    CSS = """
+    HelpScreen { align: center middle; }
+    #help { width: 76; max-width: 100%; height: 22; max-height: 100%; border: round #7aa2c4; background: #252b37;
+        padding: 0 0 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
+    ]
+
+    def __init__(self, glyphs: Glyphs) -> None:
+        super().__init__()
+        self._glyphs, self._lines = glyphs, Lines(id="help", classes="lines")
+
+    def compose(self) -> ComposeResult:
+        yield self._lines
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw for the width that there is."""
+        room = min(76, event.size.width) - 2 - SIDES
+        self.call_after_refresh(self._lines.show, help_page(room, self._glyphs))
+
+
+class DetailScreen(Screen[None]):
+    """An actor of the document that is seen, as long as it is looked at."""
+
+    CSS = """
+    #name { height: 1; background: #252b37; padding: 0 1; }
+    #detail { height: 1fr; padding: 0 0 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,backspace", "app.pop_screen", show=False),
+        Binding("n", "other(1)", show=False),
+        Binding("p", "other(-1)", show=False),
+    ]
+
+    def __init__(
+        self, actor: str, document: Callable[[], Document | None], run_dir: Path | None, glyphs: Glyphs, *, past: bool
+    ) -> None:
+        """``past``: the document is of a moment that is over, as in a replay, and so the log is to be."""
+        super().__init__()
+        self._actor, self._document, self._run_dir, self._glyphs = actor, document, run_dir, glyphs
+        self._past = past
+        self._log: Sequence[str] | None = None
+        self._log_until: float | None = None
+        self._top, self._lines = Block(id="name"), Lines(id="detail", classes="lines")
+
+    def compose(self) -> ComposeResult:
+        yield self._top
+        yield self._lines
+
+    def on_mount(self) -> None:
+        """Read the log from time to time."""
+        self._read_log()
+        self.set_interval(LOG_S, self._read_log)
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw for the width that there is."""
+        self.call_after_refresh(self.draw)
+
+    @work(thread=True, exclusive=True)
+    def _read_log(self) -> None:
+        document, actor = self._document(), self._actor
+        if document is not None and self._run_dir is not None:
+            self._log_until = document.wall if self._past else None
+            log = last_lines(self._run_dir, document.run.attempt, actor, self._log_until)
+            self.app.call_from_thread(self._take_log, actor, log)
+
+    def _take_log(self, actor: str, log: list[str] | None) -> None:
+        if actor == self._actor:
+            self._log = log
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw the newest document."""
+        room = max(1, self.size.width - SIDES)
+        keys = "   esc back   n p another actor   ↑ ↓ scroll"
+        self._top.show([fit([(self._actor, "bold"), (keys, "dim")], room, self._glyphs)])
+        document = self._document()
+        if document is not None and self._past and document.wall != self._log_until:
+            self._log_until = document.wall
+            self._read_log()
+        if document is not None:
+            self._lines.show(detail(document, self._actor, self._log, room, self._glyphs))
+
+    def action_other(self, by: int) -> None:
+        """Show the next actor, or the one before."""
+        document = self._document()
+        names = [actor.name for actor in document.actors] if document is not None else []
+        if self._actor in names:
+            self._actor, self._log = names[(names.index(self._actor) + by) % len(names)], None
+            self._lines.scroll_home(animate=False)
+            self.draw()
+            self._read_log()

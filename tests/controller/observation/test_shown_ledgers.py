@@ -1,0 +1,143 @@
+"""State-time ledgers from an actor by its heartbeats to whoever watches: they add up, and nothing is taken back."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.controller.observation.snapshot_builder import SILENT_BEATS, Constants, view_actors
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.runtime import heartbeat_delta
+from asyncrl.runtime.heartbeat_delta import Telling
+from asyncrl.runtime.lifecycle.registry import Registry
+from asyncrl.sinks.exposition import families_of
+from asyncrl.snapshot import RunView, Snapshot
+from asyncrl.telemetry.snapshots.rates import Interval
+from asyncrl.telemetry.states import StateLedger
+
+BEAT_S = 2.0
+CONSTANTS = Constants(name="r", run_id="1", attempt=1, steps=9, staleness_max=1, groups_per_step=1, heartbeat_s=BEAT_S)
+
+
+class Pool:
+    """An actor with so many workers, the controller that hears of it, and what that shows."""
+
+    def __init__(self, workers):
+        self.now, self.beats = 0.0, 0
+        self.ledgers = {f"worker/{number}": StateLedger(lambda: self.now, "worker") for number in range(workers)}
+        self.telling, self.registry = Telling(), Registry()
+        self.registry.register(ActorRecord(name="reward/0", incarnation=1, address="x"), 0.0)
+
+    def beat(self, on_the_way=lambda: None):
+        """What happens while it is on the way it does not say."""
+        self.beats += 1
+        resources = [ledger.record(name) for name, ledger in self.ledgers.items()]
+        said = self.telling.trim(Heartbeat(beat=self.beats, progress=self.beats, state="ready", resources=resources))
+        on_the_way()
+        assert self.registry.heartbeat("reward/0", 1, said, self.now)
+
+    def snapshot(self):
+        views = list(view_actors(CONSTANTS, self.registry, ["reward/0"], "controller/0", self.now))
+        run = RunView(name="r", run_id="i", phase="running", attempt=1, age_s=1, step=0, steps=1, version=0)
+        return Snapshot(wall=self.now, run=run, actors=views)
+
+
+def exported(snapshot):
+    family = families_of([], snapshot).get("asyncrl_resource_seconds")
+    return family.values if family is not None else {}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(2, 9), st.randoms(use_true_random=False))
+def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chance):
+    """However states change between heartbeats, and however many resources have to wait for the next one."""
+    pool, before = Pool(workers), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat_delta, "MOST_RESOURCES", in_a_beat // 2)
+        pool.telling = Telling()
+
+        def go_on():
+            pool.now += chance.choice([0.1, 0.5, BEAT_S])
+            chance.choice(list(pool.ledgers.values())).enter(chance.choice(["idle", "scoring"]))
+
+        for _ in range(60):
+            go_on()
+            if chance.random() < 0.5:
+                pool.beat(chance.choice([go_on, lambda: None]))
+            values = exported(pool.snapshot())
+            assert all(values[labels] >= seconds for labels, seconds in before.items())
+            before = values
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_between_two_heartbeats_a_resource_has_spent_the_time_between_them(chance: random.Random):
+    """I.e. as much as it lived, in the states in which it was: never 1.99 times that."""
+    pool = Pool(1)
+    (ledger,) = pool.ledgers.values()
+    older = at_beat = truth = None
+    for _ in range(30):
+        for _ in range(3):
+            pool.now += chance.choice([0.1, 0.5, BEAT_S])
+            if chance.random() < 0.6:
+                ledger.enter(chance.choice(["idle", "scoring"]))
+        pool.beat()
+        now_truth = ledger.totals()
+        beaten = pool.now
+        # What it does after that nobody knows yet.
+        pool.now += chance.random() * BEAT_S
+        newer = pool.snapshot()
+        (actor,) = newer.actors
+        (resource,) = actor.resources
+        assert sum(resource.spent.values()) == pytest.approx(ledger.age() - (pool.now - beaten))
+        if older is not None:
+            spent = Interval(older, newer).seconds_by_state(actor, resource)
+            assert sum(spent.values()) == pytest.approx(beaten - at_beat)
+            for state in ("idle", "scoring"):
+                assert spent.get(state, 0.0) == pytest.approx(now_truth.get(state, 0) - truth.get(state, 0), abs=1e-6)
+        older, at_beat, truth = newer, beaten, now_truth
+
+
+def shown(said, now, *, then=None):
+    """The engine of an actor that said this at 10 s, and whether it stayed there at 14 s."""
+    registry = Registry()
+    registry.register(ActorRecord(name="rollouter/0", incarnation=1, address="x"), 0.0)
+    registry.heartbeat("rollouter/0", 1, said, 10.0)
+    if then is not None:
+        registry.heartbeat("rollouter/0", 1, then, 14.0)
+    (view,) = view_actors(CONSTANTS, registry, ["rollouter/0"], "controller/0", now)
+    return view
+
+
+def beat(number, **facts):
+    return Heartbeat(beat=number, progress=1, state="ready", state_s=1.0, **facts)
+
+
+ENGINE = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0, "waiting": 5.0})
+
+
+def test_a_resource_that_is_left_out_has_stayed_unless_others_had_to_wait():
+    said = beat(1, resources=[ENGINE])
+    (stayed,) = shown(said, 15.0, then=beat(2)).resources
+    assert (stayed.seconds, stayed.since_s, stayed.state_s) == (ENGINE.seconds, 4.0, 7.0)
+    assert stayed.spent == {"generating": 6.0, "waiting": 5.0}
+    (unknown,) = shown(said, 15.0, then=beat(2, held_back=True)).resources
+    assert unknown.spent == ENGINE.seconds
+
+
+def test_an_actor_that_stands_still_does_not_go_on_in_its_last_state():
+    now = 10.0 + SILENT_BEATS * BEAT_S
+    heard, silent = shown(beat(1, resources=[ENGINE]), now), shown(beat(1, resources=[ENGINE]), now + 0.1)
+    assert (heard.condition, silent.condition) == ("ready", "silent")
+    assert (heard.state_s, heard.resources[0].state_s) == (9.0, 10.0)
+    assert (silent.state_s, silent.resources[0].state_s) == (1.0, 2.0)
+    assert heard.resources[0].spent == silent.resources[0].spent == ENGINE.seconds
+
+
+def test_a_recorded_snapshot_of_before_is_read_as_it_was_meant():
+    old = {"name": "engine", "state": "generating", "state_s": 2.0, "seconds": {"generating": 2.0}}
+    resource = msgspec.convert(old, type(shown(beat(1, resources=[ENGINE]), 10.0).resources[0]))
+    assert resource.spent == {"generating": 2.0}

@@ -1,0 +1,226 @@
+"""The controller's traces: whom they wait for, what they refuse, and files that load."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from disks import fill, room_for, small_disk
+from trace_files import WALL, load, make_trace
+
+from asyncrl.controller.observation.traces import MOST_SPANS, TraceFile, Traces, remove_unfinished
+from asyncrl.errors import InvalidRequest
+from asyncrl.messages.monitor import TracePart, TraceSpan
+from asyncrl.telemetry.logging import get_logger
+
+
+def span(name, began=WALL, seconds=1.0, track="state", order=0, **facts):
+    return TraceSpan(track, order, name, began, seconds, facts)
+
+
+def test_a_file_has_a_track_for_each_actor_and_shows_what_goes_on(tmp_path):
+    file = TraceFile(tmp_path / "trace", "demo")
+    file.add(1, "learner/0", [span("train", version=3), span("wait", WALL + 1, -1.0)])
+    file.add(2, "rollouter/0", [span("generate v3", track="slot 2", order=102, uid="0-1")])
+    file.add(1, "learner/0", [span("gather", WALL - 1, 0.5, track="steps", order=1)])
+    assert not list(tmp_path.rglob("*.json"))
+    path = file.finish()
+    assert path == tmp_path / "trace" / "trace-001.json"
+    trace = load(path)
+    assert {actor: list(tracks) for actor, tracks in trace.items()} == {
+        "learner/0": ["state", "steps"],
+        "rollouter/0": ["slot 2"],
+    }
+    (train, wait) = trace["learner/0"]["state"]
+    assert (train.end - train.began, train.facts, wait.end) == (1_000_000, {"version": 3}, None)
+    assert TraceFile(tmp_path / "trace", "demo").path.name == "trace-002.json"
+    names = [e["name"] for e in json.loads(path.read_text())["traceEvents"]]
+    assert names.count("process_name") == 2 and names.count("thread_name") == 3
+
+
+def test_an_empty_trace_is_a_file_too(tmp_path):
+    assert load(TraceFile(tmp_path, "demo").finish()) == {}
+
+
+class Scene:
+    """A controller's traces, without the controller."""
+
+    def __init__(self, run_dir, actors=("controller/0", "learner/0", "rollouter/0")):
+        self.time, trace = make_trace()
+        trace.track("state", 0).enter("ready")
+        self.asked, self.told, self.living = [], [], set(actors)
+        self.traces = Traces(
+            run_dir,
+            "demo",
+            actors,
+            name="controller/0",
+            trace=trace,
+            ready=lambda: self.living,
+            ask=self.asked.append,
+            number=7,
+            log=get_logger("controller/0"),
+            notify=lambda key, text: self.told.append((key, text)),
+        )
+
+    async def hand_in(self, actor, number, *names):
+        for name in names:
+            await self.traces.take(actor, TracePart(number=number, spans=[span(name)]))
+        await self.traces.take(actor, TracePart(number=number, spans=[], last=True))
+
+
+def run(main):
+    async def live():
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            await main(tasks)
+
+    asyncio.run(live())
+
+
+def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers_get_the_same(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        await scene.hand_in("learner/0", 8, "train")
+        await scene.hand_in("rollouter/0", 3, "of another trace")
+        assert not any(task.done() for task in writing)
+        await scene.hand_in("rollouter/0", 8, "generating")
+        first, second = [await task for task in writing]
+        assert first == second and scene.asked == [8, 0] and not first.missing
+        assert first.actors == ["controller/0", "learner/0", "rollouter/0"]
+        trace = load(tmp_path / "trace" / "trace-001.json")
+        assert [s.name for s in trace["rollouter/0"]["state"]] == ["generating"]
+        assert trace["controller/0"]["state"][0].name == "ready"
+        await scene.traces.finish()
+        assert len(list((tmp_path / "trace").iterdir())) == 1
+
+    run(main)
+
+
+def test_who_has_joined_the_run_is_in_its_traces(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        scene.living |= {"rollouter/7", "agent/3"}
+        writing = tasks.create_task(scene.traces.write(tasks, 10.0))
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        for actor in ("learner/0", "rollouter/0"):
+            await scene.hand_in(actor, 8, "x")
+        assert not writing.done()
+        await scene.hand_in("rollouter/7", 8, "generating")
+        assert (await writing).actors == ["controller/0", "learner/0", "rollouter/0", "rollouter/7"]
+        await scene.hand_in("rollouter/7", 0, "its end")
+        await scene.traces.finish()
+        for number, name in enumerate(["generating", "its end"], 1):
+            trace = load(tmp_path / "trace" / f"trace-00{number}.json")
+            assert [s.name for s in trace["rollouter/7"]["state"]] == [name]
+
+    run(main)
+
+
+def test_what_comes_after_the_end_begins_no_file(tmp_path):
+    async def main(_tasks):
+        scene = Scene(tmp_path)
+        await scene.hand_in("learner/0", 0, "train")
+        await scene.traces.finish()
+        await scene.hand_in("rollouter/0", 0, "late")
+        assert [path.name for path in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
+
+    run(main)
+
+
+def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_path):
+    with room_for(10), pytest.raises(OSError, match="too large"):
+        TraceFile(tmp_path / "trace", "demo")
+    assert list((tmp_path / "trace").iterdir()) == []
+
+
+def test_a_trace_that_finds_no_room_is_told_to_the_user(tmp_path):
+    async def main(_tasks):
+        with small_disk(tmp_path / "disk", 1 << 16) as disk:
+            fill(disk)
+            scene = Scene(disk)
+            await scene.hand_in("learner/0", 0, "train")
+            await scene.traces.finish()
+        assert scene.told == [("trace", f"no timeline is written to {disk / 'trace'}: No space left on device")]
+
+    run(main)
+
+
+def test_who_does_not_answer_is_missing_and_the_others_are_written(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        writing = tasks.create_task(scene.traces.write(tasks, 1.0))
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        await scene.hand_in("learner/0", 8, "train")
+        written = await writing
+        assert written.missing == ["rollouter/0"] and written.path
+        await scene.hand_in("rollouter/0", 8, "too late")
+        assert "rollouter/0" not in load(tmp_path / "trace" / "trace-001.json")
+
+    run(main)
+
+
+def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over(tmp_path):
+    async def main(_tasks):
+        scene = Scene(tmp_path)
+        await scene.hand_in("rollouter/0", 0, "the first life")
+        await scene.traces.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
+        await scene.hand_in("learner/0", 0, "train")
+        await scene.traces.finish()
+        trace = load(tmp_path / "trace" / "trace-001.json")
+        assert [s.name for s in trace["rollouter/0"]["state"]] == ["the first life", "the second"]
+        assert [p.name for p in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
+
+    run(main)
+
+
+def test_a_full_disk_costs_the_trace_and_nothing_else(tmp_path):
+    async def main(tasks):
+        (tmp_path / "trace").write_text("in the way")
+        scene = Scene(tmp_path)
+        writing = tasks.create_task(scene.traces.write(tasks, 10.0))
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        for actor in ("learner/0", "rollouter/0"):
+            await scene.hand_in(actor, 8, "x")
+        written = await writing
+        assert written.path == "" and written.error
+        assert not list(tmp_path.rglob("*.part"))
+
+    run(main)
+
+
+def test_strangers_and_floods_are_refused(tmp_path):
+    async def main(_tasks):
+        scene = Scene(tmp_path)
+        for stranger in ("viewer/0", "agent/0", "launcher/0"):
+            with pytest.raises(InvalidRequest):
+                await scene.traces.take(stranger, TracePart(number=0, spans=[]))
+        many = SimpleNamespace(number=0, spans=[span("x")] * (MOST_SPANS // 2), last=False)
+        for _ in range(2):
+            await scene.traces.take("learner/0", many)
+        with pytest.raises(InvalidRequest):
+            await scene.traces.take("learner/0", many)
+
+    run(main)
+
+
+def test_without_a_window_there_is_an_answer_that_says_so(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        scene.traces._trace.on = False
+        written = await scene.traces.write(tasks, 1.0)
+        assert "trace.window_s" in written.error and not written.path
+
+    run(main)
+
+
+def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
+    TraceFile(tmp_path / "trace", "demo")
+    whole = TraceFile(tmp_path / "trace", "demo").finish()
+    remove_unfinished(tmp_path)
+    assert list((tmp_path / "trace").iterdir()) == [whole]
+    remove_unfinished(tmp_path / "nowhere")

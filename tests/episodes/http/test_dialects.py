@@ -1,0 +1,352 @@
+"""The translators: which fields do what, what becomes a message, and that an answer sent back is the answer."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from scripted_core import WEATHER, reply
+
+from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
+from asyncrl.episodes.http.dialects.dialect import Failure, Stamp
+from asyncrl.episodes.http.dialects.fields import CHAT_COMPLETIONS, MESSAGES, RESPONSES
+from asyncrl.episodes.http.dialects.messages import Messages
+from asyncrl.episodes.http.dialects.responses import Responses
+from asyncrl.errors import ChatRefused
+
+STAMP = Stamp(number="7", model="policy", created=1)
+HI = [{"role": "user", "content": "Hi"}]
+RESPONSES_WEATHER = {"type": "function", **WEATHER["function"]}
+ANTHROPIC_WEATHER = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": WEATHER["function"]["parameters"],
+}
+CHAT = (ChatCompletions(), {"model": "m", "messages": HI})
+RESPONSE = (Responses(), {"model": "m", "input": "Hi"})
+MESSAGE = (Messages(), {"model": "m", "messages": HI, "max_tokens": 9})
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+def parse(dialect_and_body, **more):
+    dialect, body = dialect_and_body
+    return dialect.parse(body | more)
+
+
+REFUSED = [
+    (CHAT, {"logit_bias": {"1": 2}}, "logit_bias"),
+    (CHAT, {"logprobs": True}, "logprobs"),
+    (CHAT, {"top_logprobs": 5}, "top_logprobs"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, {"audio": {"voice": "x"}}, "audio"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"no_such_field": 1}, "no_such_field"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": "Hi"}, "messages"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [*HI, {"role": "user", "content": [IMAGE]}]}, "messages[1].content[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_tokens": True}, "max_tokens"),
+    (CHAT, {"max_completion_tokens": "5"}, "max_completion_tokens"),
+    (CHAT, {"n": 129}, "n"),
+    (CHAT, {"stop": [1]}, "stop"),
+    (CHAT, {"stop": ""}, "stop"),
+    (CHAT, {"stream": "yes"}, "stream"),
+    (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs"),
+    (RESPONSE, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSE, {"conversation": "c"}, "conversation"),
+    (RESPONSE, {"background": True}, "background"),
+    (RESPONSE, {"include": ["message.output_text.logprobs"]}, "include"),
+    (RESPONSE, {"truncation": "auto"}, "truncation"),
+    (RESPONSE, {"text": {"colour": "red"}}, "text.colour"),
+    (RESPONSE, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (RESPONSE, {"input": []}, "input"),
+    (RESPONSE, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    (RESPONSE, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    (RESPONSE, {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+    (RESPONSE, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    (MESSAGE, {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    (MESSAGE, {"container": "c"}, "container"),
+    (MESSAGE, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    (MESSAGE, {"messages": []}, "messages"),
+    (MESSAGE, {"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages[1]"),
+    (MESSAGE, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (MESSAGE, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    (MESSAGE, {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
+    (MESSAGE, {"tool_choice": {"type": "auto", "magic": 1}}, "tool_choice.magic"),
+]
+
+
+@pytest.mark.parametrize(("request_of", "more", "field"), REFUSED, ids=[field for _, _, field in REFUSED])
+def test_what_cannot_be_had_is_refused_by_its_name(request_of, more, field):
+    parse(request_of)
+    with pytest.raises(ChatRefused) as refused:
+        parse(request_of, **more)
+    assert refused.value.field == field
+
+
+NOTICED = [
+    (CHAT, {"temperature": 0, "top_p": 0.9, "frequency_penalty": 0.1}, ["frequency_penalty", "temperature", "top_p"]),
+    (CHAT, {"top_p": 1.0, "presence_penalty": 0, "seed": None, "top_k": -1}, []),
+    (CHAT, {"reasoning_effort": "low", "verbosity": "low"}, ["reasoning_effort", "verbosity"]),
+    (CHAT, {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}, []),
+    (CHAT, {"logprobs": False, "logit_bias": {}, "modalities": ["text"], "functions": None}, []),
+    (CHAT, {"tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}}, []),
+    (CHAT, {"tool_choice": "none"}, []),
+    (CHAT, {"tool_choice": "required", "parallel_tool_calls": False}, ["parallel_tool_calls", "tool_choice"]),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, ["tool_choice"]),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, ["response_format"]),
+    (RESPONSE, {"text": {"format": {"type": "text"}}, "truncation": "disabled", "background": False}, []),
+    (RESPONSE, {"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, ["text.format", "text.verbosity"]),
+    (RESPONSE, {"reasoning": {"effort": "low", "summary": "auto"}}, ["reasoning.effort"]),
+    (RESPONSE, {"include": ["reasoning.encrypted_content"], "store": False, "max_tool_calls": 3}, ["max_tool_calls"]),
+    (MESSAGE, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, []),
+    (MESSAGE, {"tool_choice": {"type": "tool", "name": "f"}}, ["tool_choice.type"]),
+    (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 99}, "top_k": 5}, ["thinking", "top_k"]),
+    (MESSAGE, {"metadata": {"user_id": "u"}, "service_tier": "auto"}, []),
+]
+
+
+@pytest.mark.parametrize(("request_of", "more", "noticed"), NOTICED)
+def test_what_does_nothing_is_noticed(request_of, more, noticed):
+    asked = parse(request_of, **more)
+    assert sorted(asked.ignored + asked.relaxed) == noticed
+
+
+def test_limits_and_stops_are_honoured():
+    asked = parse(CHAT, max_tokens=9, max_completion_tokens=5, stop="\n", n=2, stream=True)
+    assert (asked.max_tokens, asked.stop, asked.n, asked.stream, asked.include_usage) == (5, ["\n"], 2, True, False)
+    assert parse(CHAT, stream=True, stream_options={"include_usage": True}).include_usage
+    assert parse(CHAT, chat_template_kwargs={"enable_thinking": False}).template_options == {"enable_thinking": False}
+    assert parse(RESPONSE, max_output_tokens=4).max_tokens == 4
+    asked = parse(MESSAGE, stop_sequences=["A", "B"])
+    assert (asked.max_tokens, asked.stop) == (9, ["A", "B"])
+
+
+def test_where_no_tool_may_be_called_none_is_shown():
+    assert parse(CHAT, tools=[WEATHER]).tools == [WEATHER]
+    assert parse(CHAT, tools=[WEATHER], tool_choice="none").tools == []
+    assert parse(RESPONSE, tools=[RESPONSES_WEATHER], tool_choice="none").tools == []
+    assert parse(MESSAGE, tools=[ANTHROPIC_WEATHER], tool_choice={"type": "none"}).tools == []
+
+
+def test_tools_are_the_same_in_every_dialect():
+    for request_of, tool in ((RESPONSE, RESPONSES_WEATHER), (MESSAGE, ANTHROPIC_WEATHER)):
+        assert parse(request_of, tools=[tool]).tools == [WEATHER]
+
+
+CALLS = [("weather", '{"city": "Bern"}'), ("weather", "{}")]
+ANSWERS = {
+    "text": reply("Hello."),
+    "nothing": reply(""),
+    "calls": reply("", calls=CALLS),
+    "both": reply("Let me see.", calls=CALLS, reasoning="Which city?"),
+    "cut": reply("Once upon", cut=True, reasoning="A tale."),
+}
+
+
+def as_sampled(answer, *, arguments_rewritten=False):
+    """The message of chat completions that an answer is."""
+    message = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else "")}
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(json.loads(call.arguments), separators=(",", ":"))
+                    if arguments_rewritten
+                    else call.arguments,
+                },
+            }
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_is_sent_back_is_the_answer(name):
+    answer = ANSWERS[name]
+    chat = CHAT[0].reply(parse(CHAT), STAMP, [answer])["choices"][0]["message"]
+    kept = {name: chat[name] for name in ("role", "content", "tool_calls") if name in chat}
+    assert kept == as_sampled(answer)
+    assert chat.get("reasoning_content") == answer.reasoning
+    output = RESPONSE[0].reply(parse(RESPONSE), STAMP, [answer])["output"]
+    assert parse(RESPONSE, input=[*HI, *output, *HI]).messages == [*HI, as_sampled(answer), *HI]
+    blocks = MESSAGE[0].reply(parse(MESSAGE), STAMP, [answer])["content"]
+    sent_back = [*HI, {"role": "assistant", "content": blocks}, *HI]
+    assert parse(MESSAGE, messages=sent_back).messages == [*HI, as_sampled(answer, arguments_rewritten=True), *HI]
+
+
+def test_items_of_a_response_become_messages():
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+        {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
+    ]
+    calls = [
+        {"id": f"c{at}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for at, name in ((1, "f"), (2, "g"), (3, "f"))
+    ]
+    assert parse(RESPONSE, input=items, instructions="You are it.").messages == [
+        {"role": "system", "content": "You are it."},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": None, "tool_calls": calls[:2]},
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "assistant", "content": None, "tool_calls": calls[2:]},
+    ]
+
+
+def test_blocks_of_a_message_become_messages():
+    given = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "See", "cache_control": {"type": "ephemeral"}},
+                {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": [1, "ü"]}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "one"}]},
+                {"type": "text", "text": "and now?"},
+            ],
+        },
+    ]
+    assert parse(MESSAGE, messages=given, system=[{"type": "text", "text": "Be brief."}]).messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "See",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":[1,"ü"]}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "user", "content": "and now?"},
+    ]
+
+
+def told(raw):
+    """The data of each event."""
+    return [json.loads(part.partition(b"data: ")[2]) for part in raw.split(b"\n\n") if part and b"[DONE]" not in part]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_stream_of_chunks_adds_up_to_the_answer(name, pieces):
+    answer = ANSWERS[name]
+    sent = [answer.content[at : at + 2] for at in range(0, 2 * pieces, 2)]
+    events = CHAT[0].events(parse(CHAT, stream_options={"include_usage": True}), STAMP)
+    raw = b"".join(events.text(0, piece) for piece in sent if piece) + events.end([answer])
+    chunks = told(raw)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == answer.content
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == (answer.reasoning or "")
+    assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"] == [deltas[0]["role"]]
+    arguments = [""] * len(answer.tool_calls)
+    for part in (part for delta in deltas for part in delta.get("tool_calls", [])):
+        arguments[part["index"]] += part["function"]["arguments"]
+    assert arguments == [call.arguments for call in answer.tool_calls]
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["usage"]["total_tokens"] == 14
+    assert chunks[-2]["choices"][0]["finish_reason"] == answer.finish_reason
+    assert raw.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_the_events_of_a_response_add_up_to_it(name, pieces):
+    answer = ANSWERS[name]
+    sent = [answer.content[at : at + 2] for at in range(0, 2 * pieces, 2)]
+    asked = parse(RESPONSE)
+    events = RESPONSE[0].events(asked, STAMP)
+    data = told(b"".join(events.text(0, piece) for piece in sent if piece) + events.end([answer]))
+    assert [each["sequence_number"] for each in data] == list(range(len(data)))
+    done = [each["item"] for each in data if each["type"] == "response.output_item.done"]
+    final = data[-1]["response"]
+    assert done == final["output"]
+    assert [each["output_index"] for each in data if each["type"] == "response.output_item.added"] == [
+        *range(len(done))
+    ]
+    text = "".join(each["delta"] for each in data if each["type"] == "response.output_text.delta")
+    assert text == answer.content
+    whole = RESPONSE[0].reply(asked, STAMP, [answer])
+    assert sorted(map(json.dumps, whole.pop("output"))) == sorted(map(json.dumps, final.pop("output")))
+    assert final == whole
+    assert data[-1]["type"] == ("response.incomplete" if name == "cut" else "response.completed")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_the_events_of_a_message_add_up_to_it(name, pieces):
+    answer = ANSWERS[name]
+    sent = [answer.content[at : at + 2] for at in range(0, 2 * pieces, 2)]
+    events = MESSAGE[0].events(parse(MESSAGE), STAMP)
+    blocks, open_block = [], None
+    data = told(b"".join(events.text(0, piece) for piece in sent if piece) + events.end([answer]))
+    assert (data[0]["type"], data[-1]["type"]) == ("message_start", "message_stop")
+    for each in data:
+        if each["type"] == "content_block_start":
+            assert open_block is None and each["index"] == len(blocks)
+            open_block = each["content_block"]
+        elif each["type"] == "content_block_delta":
+            kind = each["delta"].pop("type")
+            ((name_of_it, more),) = each["delta"].items()
+            if kind == "input_json_delta":
+                open_block["input"] = json.loads(more)
+            else:
+                open_block[name_of_it] += more
+        elif each["type"] == "content_block_stop":
+            blocks.append(open_block)
+            open_block = None
+    whole = MESSAGE[0].reply(parse(MESSAGE), STAMP, [answer])
+    assert sorted(map(json.dumps, blocks)) == sorted(map(json.dumps, whole["content"]))
+    assert data[-2]["delta"]["stop_reason"] == whole["stop_reason"] and data[-2]["usage"] == whole["usage"]
+
+
+def test_errors_are_in_the_form_of_their_api():
+    failure = Failure(status=400, message="the episode is over: time", code="episode_over")
+    for dialect in (CHAT[0], RESPONSE[0]):
+        assert dialect.failure(failure)["error"] == {
+            "message": "the episode is over: time",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "episode_over",
+        }
+    assert MESSAGE[0].failure(failure) == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "the episode is over: time", "code": "episode_over"},
+    }
+
+
+def test_the_table_of_fields_is_that_of_the_documentation():
+    documented = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text()
+    rows = [row.split("|")[1:-1] for row in documented.splitlines() if row.startswith("| ")]
+    kinds = {"do nothing anywhere": "harmless"}
+    found = {}
+    for cells in (row for row in rows if len(row) == 4):
+        kind = kinds.get(cells[0].strip(), cells[0].strip())
+        for dialect, cell in enumerate(cells[1:]):
+            same = cells[1].split(", `reasoning_effort`")[0] if "the same" in cell else ""
+            found |= {(dialect, name): kind for name in re.findall(r"`([a-z_.]+)`", same + cell)}
+    assert found == {
+        (dialect, name): field.treatment
+        for dialect, table in enumerate((CHAT_COMPLETIONS, RESPONSES, MESSAGES))
+        for name, field in table.items()
+    }

@@ -1,0 +1,424 @@
+"""Stories from logs as they are: torn, of several attempts, by clocks that differ, and of which much is missing."""
+
+import contextlib
+import json
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import UsageError
+from asyncrl.explain.lines import Line, aligned
+from asyncrl.explain.story import explain, read_story, verdict
+from asyncrl.telemetry import logging
+from asyncrl.telemetry.group_log import GENERATED, GRANTED, TAKEN, StoryLog
+
+T = 1_760_000_000.0
+UID = "0-7"
+
+
+class Logs:
+    """The logs of a run."""
+
+    def __init__(self, run_dir):
+        self.run_dir = run_dir
+        self.attempt = 1
+
+    def write(self, actor, text):
+        path = self.run_dir / "logs" / f"attempt_{self.attempt}" / f"{actor.replace('/', '-')}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+    def line(self, at, actor, event, **facts):
+        stamp = datetime.fromtimestamp(T + at, UTC).isoformat().replace("+00:00", "Z")
+        self.write(actor, json.dumps({"actor": actor, "event": event, "timestamp": stamp, **facts}) + "\n")
+
+    def granted(self, at, to="rollouter/0", number=1, version=2, attempt=0, uid=UID):
+        grants = [[0, 1, 0, False], [number, version, attempt, False]]
+        self.line(at, "dataloader/0", "granted", to=to, uids=["0-6", uid], grants=grants)
+
+    def generated(self, at, since, *samples, actor="rollouter/0", grant=1, end="delivered"):
+        self.line(at, actor, "generated", uid=UID, grant=grant, since=T + since, end=end, samples=list(samples))
+
+    def taken(self, at, into="buffered", by="rollouter/0"):
+        self.line(at, "learner/0", "taken", uid=UID, by=by, into=into)
+
+    def trained(self, at, step=3):
+        self.line(at, "learner/0", "trained", uids=["0-1", UID], step=step, version=step - 1)
+
+    def whole(self, skew=0.0, learner=0.0):
+        self.granted(0.0)
+        events = [
+            [0.01, "began", 2],
+            [0.5, "aborted", 60],
+            [0.6, "resumed", 3],
+            [1.0, "finished", 90, "stop", [[2, 0, 60], [3, 60, 90]]],
+            [1.1, "scored", 0.5, 0.002],
+        ]
+        self.generated(1.3 + skew, 0.001 + skew, events)
+        self.taken(1.2 + learner)
+        self.trained(2.0 + learner)
+
+
+@pytest.fixture
+def logs(tmp_path):
+    return Logs(tmp_path)
+
+
+def test_a_group_that_came_too_late_is_generated_again(logs, tmp_path):
+    logs.granted(0.0)
+    logs.taken(1.0)
+    reason = "3 versions old, over staleness.max = 1; it is generated again"
+    logs.line(1.5, "learner/0", "not trained", uid=UID, reason=reason, outcome="requeued")
+    # The rollouter hears the acknowledgement after that.
+    logs.generated(1.6, 0.001, [[0.01, "began", 2]])
+    told = f"to be generated again: requeued: {reason}"
+    assert verdict(read_story(tmp_path, UID)) == told
+    # A learner that starts has nothing to undo.
+    logs.line(1.7, "learner/0", "restored", step=2, version=2, uids=[])
+    assert verdict(read_story(tmp_path, UID)) == told
+    logs.granted(2.0, number=2)
+    logs.taken(2.5)
+    logs.trained(3.0)
+    assert verdict(read_story(tmp_path, UID)).startswith("trained at step 3")
+
+
+def whats(run_dir):
+    return [happening.what for happening in read_story(run_dir, UID)]
+
+
+WHOLE = ["granted", "began", "aborted", "resumed", "finished", "scored", "buffered", "delivered", "trained"]
+
+
+def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
+    logs.whole()
+    assert explain(tmp_path, UID) == (
+        f"prompt group {UID}: trained at step 3, on the weights of version 2\n"
+        "seconds since 2025-10-09 08:53:20.000000 UTC\n"
+        "\n"
+        "      +0.000  dataloader/0  granted to rollouter/0 (grant 1, newest version 2)\n"
+        "      +0.011  rollouter/0   sample 0: generation began at version 2\n"
+        "      +0.501  rollouter/0   sample 0: aborted with 60 tokens\n"
+        "      +0.601  rollouter/0   sample 0: resumed at version 3\n"
+        "      +1.001  rollouter/0   sample 0: finished with 90 tokens (stop): 60 at version 2, 30 at version 3\n"
+        "      +1.101  rollouter/0   sample 0: scored 0.500, which took 2 ms\n"
+        "      +1.200  learner/0     taken into the buffer\n"
+        "      +1.300  rollouter/0   delivered to the learner\n"
+        "      +2.000  learner/0     trained at step 3, on the weights of version 2\n"
+    )
+
+
+def test_turns_of_an_episode_are_told(logs, tmp_path):
+    logs.granted(0.0)
+    events = [
+        [0.01, "episode", 0, "episodes/0"],
+        [0.2, "asked", 0, 2, 0.1, "root", None, 40, 40],
+        [0.3, "aborted", 7, 0],
+        [0.4, "resumed", 3, 0],
+        [0.5, "answered", 0, 0, 9, "stop", [[2, 0, 7], [3, 7, 9]], ["search", "look"], 0],
+        [0.6, "turn reward", 0, 0.25],
+        [0.7, "asked", 1, 3, 0.0, "extend", 0, 60, 11],
+        [0.8, "answered", 1, 1, 5, "length", [[3, 0, 5]], [], 2],
+        [0.9, "failed", "generation: ValueError: no"],
+        [1.0, "episode", 1, "episodes/0"],
+        [1.1, "asked", 0, 3, 0.02, "fork:edited", 0, 60, 11],
+        [1.2, "refused", 1, "the episode is over: it has had its 1 turns (episode.max_turns)"],
+        [1.3, "ended", "turns", 1, None, {"tool search": 2.0, "engine": 0.5}],
+    ]
+    logs.generated(1.4, 0.0, events)
+    said = [line.partition("sample 0: ")[2] for line in explain(tmp_path, UID).splitlines() if "sample 0: " in line]
+    assert said == [
+        "episode began at episodes/0",
+        "call 0 (the first): 40 tokens of context, 40 of them new; generation began at version 2 after 100 ms",
+        "call 0: aborted with 7 tokens",
+        "call 0: resumed at version 3",
+        "call 0 gave turn 0: 9 tokens (stop): 7 at version 2, 2 at version 3; it calls search, look",
+        "turn 0 is worth 0.250",
+        "call 1 (goes on from turn 0): 60 tokens of context, 11 of them new; generation began at version 3 after 0 s",
+        "call 1 gave turn 1: 5 tokens (length): 5 at version 3; 2 calls of tools cannot be read",
+        "failed: generation: ValueError: no",
+        "episode began at episodes/0, attempt 2",
+        "call 0 (forks: what comes before an answer was changed): 60 tokens of context, 11 of them new; "
+        "generation began at version 3 after 20 ms",
+        "call 1 was refused: the episode is over: it has had its 1 turns (episode.max_turns)",
+        "episode ended (turns) with 1 turns; tool search 2.0 s, engine 500 ms",
+    ]
+
+
+@pytest.mark.parametrize(("skew", "learner"), [(-2.0, 0.0), (0.0, -3.0), (-1.5, -3.5), (0.4, 0.0)])
+def test_clocks_that_differ_a_little_do_not_put_effects_before_causes(logs, tmp_path, skew, learner):
+    logs.whole(skew, learner)
+    found = whats(tmp_path)
+    assert sorted(found) == sorted(WHOLE)
+    assert found[0] == "granted" and found[-1] == "trained"
+    assert found.index("finished") < found.index("buffered")
+    assert [what for what in found if what in WHOLE[1:6]] == WHOLE[1:6]
+
+
+def test_torn_and_foreign_lines_are_left_out(logs, tmp_path):
+    logs.write("rollouter/0", '{"actor": "rollouter/0", "event": "generated", "uid": "0-7", "sam\n')
+    logs.write("rollouter/0", 'Traceback: "0-7"\n\xff\n')
+    logs.line(0.3, "rollouter/0", "generated", uid=UID)
+    logs.line(0.3, "rollouter/0", "generated", uid=UID, grant=9, since=T, end="delivered", samples=[[[0.1, "sang", 3]]])
+    logs.line(0.3, "dataloader/0", "granted", to="rollouter/0", uids=[UID], grants=[])
+    logs.line(0.3, "learner/0", "taken", uid=UID, by="rollouter/7", into="hand")
+    logs.line(0.3, "learner/0", "trained", uids="0-7", step=3)
+    logs.whole()
+    logs.write("learner/0", '{"actor": "learner/0", "event": "trai')
+    assert whats(tmp_path) == WHOLE
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_cut_off_or_mixed_up_never_breaks_the_story(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("run")
+    Logs(folder).whole()
+    for path in sorted(folder.rglob("*.log")):
+        content = path.read_bytes()
+        for _ in range(data.draw(st.integers(0, 4))):
+            at = data.draw(st.integers(0, len(content)))
+            content = content[:at] + data.draw(st.binary(max_size=3)) + content[at + data.draw(st.integers(0, 9)) :]
+        path.write_bytes(content)
+    # Where enough was cut out, nothing is left to tell.
+    with contextlib.suppress(UsageError):
+        assert explain(folder, UID).startswith(f"prompt group {UID}: ")
+
+
+def test_a_death_and_another_grant(logs, tmp_path):
+    logs.granted(0.0, number=4)
+    logs.generated(0.4, 0.001, [[0.1, "began", 2]], grant=4, end="running")
+    logs.line(0.5, "dataloader/0", "orphaned", uids=[UID], of="rollouter/0")
+    logs.line(0.6, "dataloader/0", "settled", uids=[UID], held=False)
+    assert verdict(read_story(tmp_path, UID)).startswith("to be generated again")
+    logs.granted(0.7, to="rollouter/1", number=1, attempt=1)
+    assert "granted to rollouter/1 (grant 1, newest version 2, deaths 1)" in explain(tmp_path, UID)
+    assert verdict(read_story(tmp_path, UID)).endswith("nothing is known of it since")
+    logs.generated(1.0, 0.701, [[0.1, "began", 3], [0.2, "finished", 9, "length", [[3, 0, 9]]]], actor="rollouter/1")
+    assert whats(tmp_path) == [
+        *("granted", "began", "running", "orphaned", "to be granted again"),
+        *("granted", "began", "finished", "delivered"),
+    ]
+
+
+def test_of_what_is_said_again_and_again_while_a_group_runs_the_last_word_counts(logs, tmp_path):
+    logs.granted(0.0)
+    logs.generated(30.0, 0.1, [[0.1, "began", 2]], end="running")
+    logs.generated(60.0, 0.1, [[0.1, "began", 2], [40.0, "aborted", 60]], end="running")
+    assert whats(tmp_path) == ["granted", "began", "aborted", "running"]
+    assert "being generated by rollouter/0" in explain(tmp_path, UID)
+
+
+def test_a_grant_whose_reply_was_lost_is_one_grant(logs, tmp_path):
+    logs.granted(0.0)
+    logs.granted(0.2)
+    assert whats(tmp_path) == ["granted"]
+
+
+def test_a_learner_that_goes_on_from_before_undoes_what_was_trained(logs, tmp_path):
+    logs.line(-5.0, "learner/0", "restored", step=0, uids=[])
+    logs.whole()
+    logs.attempt = 2
+    logs.line(9.0, "learner/0", "restored", step=2, version=2, uids=[])
+    assert verdict(read_story(tmp_path, UID)).startswith("to be generated again")
+    logs.granted(10.0)
+    logs.trained(12.0, step=4)
+    text = explain(tmp_path, UID)
+    assert "attempt 2 of the run:\n" in text
+    assert "starts from the checkpoint of step 2: it is not trained any more" in text
+    assert text.startswith(f"prompt group {UID}: trained at step 4")
+
+
+def test_and_leaves_what_its_checkpoint_holds(logs, tmp_path):
+    logs.whole()
+    logs.line(9.0, "learner/0", "restored", step=3, version=3, uids=[])
+    assert whats(tmp_path) == WHOLE
+    other = Logs(tmp_path / "other")
+    other.granted(0.0)
+    other.taken(1.0)
+    other.line(9.0, "learner/0", "restored", step=3, version=3, uids=[UID])
+    assert whats(other.run_dir) == ["granted", "buffered", "buffered"]
+    assert "which holds it in the buffer" in explain(other.run_dir, UID)
+
+
+def test_a_quarantine_tells_its_reason_and_what_was_printed_is_told(logs, tmp_path):
+    logs.granted(0.0)
+    logs.line(0.4, "reward/0", "printed", uid=UID, text="odd answer")
+    logs.generated(
+        0.5, 0.1, [[0.1, "began", 2], [0.2, "failed", "scoring: timeout"]], end="delivered as failed: timeout"
+    )
+    logs.taken(0.6, "quarantined")
+    logs.line(0.7, "learner/0", "not trained", uid=UID, reason="scoring failed 3 times: timeout")
+    text = explain(tmp_path, UID)
+    assert text.startswith(f"prompt group {UID}: quarantined: scoring failed 3 times: timeout\n")
+    for piece in ("printed: odd answer", "sample 0: failed: scoring: timeout", "delivered as failed: timeout"):
+        assert piece in text
+
+
+def test_an_evaluation_has_stories_too(logs, tmp_path):
+    logs.granted(0.0, uid="held-out@0-3")
+    logs.line(1.0, "learner/0", "taken", uid="held-out@0-3", by="rollouter/0", into="evaluation")
+    assert "round of evaluation is not complete" in explain(tmp_path, "held-out@0-3")
+    logs.line(2.0, "learner/0", "evaluated", uids=["held-out@0-3"], step=5)
+    assert explain(tmp_path, "held-out@0-3").startswith("prompt group held-out@0-3: evaluated, after step 5\n")
+
+
+@pytest.mark.parametrize("uid", ["", "7", "0-7/2", "../etc", "0-", "a b@0-1", "held-0"])
+def test_what_is_no_uid_is_refused_with_what_one_looks_like(logs, tmp_path, uid):
+    logs.whole()
+    with pytest.raises(UsageError, match="EPOCH-INDEX"):
+        explain(tmp_path, uid)
+
+
+def test_where_nothing_is_known_it_is_said_what_is(logs, tmp_path):
+    with pytest.raises(UsageError, match="is it the folder of a run"):
+        explain(tmp_path, UID)
+    logs.line(0.0, "controller/0", "registered")
+    with pytest.raises(UsageError, match=r"log\.level"):
+        explain(tmp_path, UID)
+    logs.granted(0.0, uid="0-9")
+    with pytest.raises(UsageError, match="The first that was is 0-6, the last 0-9$"):
+        explain(tmp_path, UID)
+    (tmp_path / "quarantine.jsonl").touch()
+    with pytest.raises(UsageError, match=r"the last 0-9; .*/quarantine\.jsonl has the prompts that never were$"):
+        explain(tmp_path, UID)
+
+
+def test_what_was_granted_of_another_kind_is_not_in_the_range(logs, tmp_path):
+    for uid in ("heldout@0-0", "heldout_greedy@50-511", "0-9"):
+        logs.granted(0.0, uid=uid)
+    for uid, said in (
+        (UID, "The first that was is 0-6, the last 0-9"),
+        ("heldout@0-7", "The first of heldout that was is heldout@0-0, the last heldout@0-0"),
+        ("other@0-7", "Nothing of other was; of training, heldout, heldout_greedy something was"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            explain(tmp_path, uid)
+        assert str(caught.value).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [
+        ("filtered", "filtered: all of its rewards are equal"),
+        ("buffered", "in the learner's buffer, not trained so far"),
+        ("quarantined", "quarantined"),
+        ("evaluation", "with the learner; its round of evaluation is not complete"),
+    ],
+)
+def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_path, into, said):
+    events = [[0.1, "began", 2], [0.3, "finished", 9, "stop", [[2, 0, 9]]], [0.4, "scored", 1.0, 0.002]]
+    logs.granted(0.0)
+    logs.taken(0.5, into)
+    logs.generated(0.501, 0.001, events)
+    found = read_story(tmp_path, UID)
+    assert found[-1].what == "delivered" and verdict(found) == said
+    logs.line(0.6, "dataloader/0", "orphaned", uids=[UID], of="rollouter/0")
+    logs.line(0.7, "dataloader/0", "settled", uids=[UID], held=True)
+    assert verdict(read_story(tmp_path, UID)) == said
+    # What was said of an earlier grant is not said of this one.
+    logs.granted(0.8, to="rollouter/1")
+    logs.generated(1.5, 0.9, events, actor="rollouter/1")
+    assert verdict(read_story(tmp_path, UID)) == "delivered; the learner's word on it is not known"
+
+
+FACTS = ["to", "grants", "uids", "step", "version", "since", "samples", "end", "grant", "by", "of", "into", "held"]
+ODD = [None, [], [1], {}, "2", True, -1, 1e300, -1e300, 2**63, [["x"]], [[[], {}, [], {}]]]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize(
+    "key", ["to", "grants", "uids", "step", "version", "since", "samples", "end", "grant", "by", "of", "into", "held"]
+)
+def test_a_fact_that_is_none_breaks_no_story(logs, tmp_path, key, odd):
+    logs.whole()
+    logs.line(2.1, "learner/0", "restored", step=9, version=9, uids=[])
+    for event, facts in {
+        "granted": {"to": "rollouter/0", "uids": [UID], "grants": [[1, 2, 0, False]]},
+        "generated": {"uid": UID, "grant": 1, "since": T, "end": "delivered", "samples": [[[0.1, "began", 2]]]},
+        "taken": {"uid": UID, "by": "rollouter/0", "into": "buffered"},
+        "trained": {"uids": [UID], "step": 3, "version": 2},
+        "evaluated": {"uids": [UID], "step": 3},
+        "orphaned": {"uids": [UID], "of": "rollouter/0"},
+        "settled": {"uids": [UID], "held": True},
+        "restored": {"uids": [], "step": 1, "version": 1},
+    }.items():
+        if key in facts:
+            for at, fact in ((0.2, odd), (0.3, facts[key]), (0.4, odd)):
+                logs.line(at, "learner/0", event, **(facts | {"uid": UID} | {key: fact}))
+    assert explain(tmp_path, UID).startswith(f"prompt group {UID}: ")
+
+
+@pytest.mark.parametrize(("trained", "checkpoint"), [("3", 2), (3, "2"), (None, 2), ([], {})])
+def test_a_step_that_is_none_is_not_undone(logs, tmp_path, trained, checkpoint):
+    logs.trained(1.0)
+    logs.line(2.0, "learner/0", "trained", uids=[UID], step=trained, version=2)
+    logs.line(3.0, "learner/0", "restored", uids=[], step=checkpoint, version=2)
+    assert whats(tmp_path) == ["trained", "trained"]
+
+
+def test_lines_that_are_nested_or_beyond_the_calendar_are_left_out(logs, tmp_path):
+    logs.whole()
+    for stamp in (
+        "9999-12-31T23:59:59-23:59",
+        "9999-12-31T23:59:59+00:00",
+        "0001-01-01T00:00:00+23:59",
+        "0001-01-01",
+        5,
+    ):
+        logs.write("learner/0", json.dumps({"actor": "a", "event": "e", "uid": UID, "timestamp": stamp}) + "\n")
+    for depth in (400, 900, 990, 100_000):
+        nested = '{"actor": "a", "event": "granted", "timestamp": "2025-10-09T08:53:20Z", "uids": ["0-7"], "to": '
+        logs.write("learner/0", nested + "[" * depth + "]" * depth + ', "grants": [[1, 2, 0, false]]}\n')
+        logs.write("learner/0", nested.replace("granted", "e") + '"", "text": ' + "[" * depth + "]" * depth + "}\n")
+    text = explain(tmp_path, UID)
+    assert text.splitlines()[2:] and "trained at step 3" in text
+
+
+def test_lines_of_a_learner_are_aligned_at_a_cost_for_each(monkeypatch):
+    looked = 0
+
+    class Counted(Line):
+        __slots__ = ()
+
+        def __getattribute__(self, name):
+            nonlocal looked
+            looked += 1
+            return super().__getattribute__(name)
+
+    def cost(count):
+        nonlocal looked
+        looked = 0
+        facts = {"grant": 1, "since": T, "samples": [[[1.0, "began", 2]]]}
+        lines = [Counted(1, T, "rollouter/0", "generated", facts)]
+        lines += [Counted(1, T, "learner/0", "taken", {"by": "rollouter/0"}) for _ in range(count)]
+        assert {line.shift for line in aligned(lines)[1:]} == {1.0}
+        return looked
+
+    assert cost(400) <= 11 * cost(40)
+
+
+@pytest.mark.parametrize("closed", ["logs", "logs/attempt_1"])
+def test_a_folder_of_logs_that_may_not_be_read_is_not_taken_for_empty(logs, tmp_path, closed, forbid):
+    logs.whole()
+    forbid(tmp_path / closed)
+    with pytest.raises(PermissionError, match=closed):
+        explain(tmp_path, UID)
+
+
+def test_lines_are_written_as_the_log_writes_them_and_only_where_it_does(monkeypatch):
+    written = []
+    monkeypatch.setattr(logging, "write_line", written.append)
+    story = StoryLog("learner/0")
+    for level, writes in ((None, False), (10, True), (20, True), (30, False)):
+        monkeypatch.setattr(logging, "_level", level)
+        written.clear()
+        story.tell(TAKEN, uid=UID, into="buffered")
+        assert story.on == writes == bool(written)
+    monkeypatch.setattr(logging, "_level", 20)
+    story.tell(TAKEN, uid=UID, into="buffered")
+    line = json.loads(written[-1])
+    assert datetime.fromisoformat(line.pop("timestamp")).tzinfo is not None
+    assert line == {"actor": "learner/0", "event": "taken", "level": "info", "uid": UID, "into": "buffered"}
+    assert GENERATED != GRANTED

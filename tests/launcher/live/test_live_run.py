@@ -1,0 +1,261 @@
+"""--stop, --join and --leave: the command line, which runs are found, and where engines go on a new host."""
+
+import asyncio
+import json
+
+import pytest
+
+from asyncrl.cli import launch
+from asyncrl.config.load import validate_config
+from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, UsageError
+from asyncrl.launcher.fleet import addresses
+from asyncrl.launcher.live import live_run
+from asyncrl.launcher.live.join import _Joining
+from asyncrl.launcher.live.live_run import find_living
+from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
+from asyncrl.launcher.terms.placement import Host, place_replicas, replicas_of
+from asyncrl.launcher.terms.spec import Routes
+from asyncrl.messages.hosts import Join, Joined, JoinedHost, WatchMembers
+from asyncrl.runtime.calls.server import CROWDED
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers(monkeypatch):
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    path = tmp_path / "more"
+    path.write_text("c\n")
+    return str(path)
+
+
+def config(tmp_path, **rollout):
+    tree = {
+        "run": {"name": "trial", "dir": str(tmp_path / "runs")},
+        "data": {"source": "synthetic"},
+        "model": {"path": str(tmp_path)},
+        "rollout": {"engine": "sim"} | rollout,
+        "learner": {"backend": "sim"},
+    }
+    return validate_config(tree)
+
+
+@pytest.fixture
+def lived(tmp_path):
+    """The folder of a run whose private folder is held, and its controller's address to be written."""
+    made = config(tmp_path)
+    folder = create_run_folder(made)
+    with private_folder(folder, made):
+        yield folder
+
+
+def speak(folder, address="tcp://127.0.0.1:7000"):
+    (folder.private / "controller.json").write_text(json.dumps({"address": address}))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--join", "runs/x"], "--join RUN: name the hosts by --hosts FILE"),
+        (["--join", "runs/x", "--hosts", "f", "c.toml"], "--join RUN --hosts FILE: only"),
+        (["--join", "runs/x", "--hosts", "f", "--leave", "a"], "--join RUN --hosts FILE: only"),
+        (["--join", "runs/x", "--hosts", "f", "--learner.lr", "1"], "so --learner.lr has no place here"),
+        (["--join", "runs/x", "--hosts", "f", "--resume", "auto"], "--join speaks to a run that lives"),
+        (["--leave", "a"], "--leave HOST RUN: name one run folder after the host"),
+        (["--bring-back", "rollouter/1"], "--bring-back NAME RUN: name one run folder after the replica"),
+        (["--bring-back", "rollouter/1", "x", "--leave", "a"], "--bring-back NAME RUN: name one run folder"),
+        (["--bring-back", "rollouter/1", "x", "--detach"], "--bring-back speaks to a run that lives"),
+        (["--leave", "a", "runs/x", "runs/y"], "--leave HOST RUN: name one run folder"),
+        (["--leave", "a", "runs/x", "--hosts", "f"], "--leave HOST RUN: name one run folder"),
+        (["--leave", "a", "runs/x", "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
+        (["--leave", "a", "runs/x", "--exclude", "b"], "only --within SECONDS goes with it"),
+        (["--leave", "a", "runs/x", "--slurm"], "--leave speaks to a run that lives"),
+        (["--stop", "runs/x", "runs/y"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--leave", "a"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--within", "3"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--dry-run"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--learner.lr", "1"], "so --learner.lr has no place here"),
+        (["--stop", "runs/x", "--resume", "auto"], "--stop speaks to a run that lives"),
+        (["--stop", "runs/x", "--detach"], "--stop speaks to a run that lives"),
+        (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
+        (["--leave", "a", "runs/x", "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),
+        (["--leave", "a", "runs/x", "--within", "nan"], "--within: nan: must be 0 to 86400 seconds"),
+        (["--leave", "a", "runs/x", "--within", "soon"], "--within: soon: must be 0 to 86400 seconds"),
+    ],
+)
+def test_wrong_usage(argv, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.main(argv)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_lives_is_found_with_what_its_launcher_proves_itself_with(lived):
+    speak(lived)
+    found = find_living(str(lived.path))
+    assert (found.folder, found.address) == (lived, "tcp://127.0.0.1:7000")
+    assert found.credentials.run_id == lived.run_id
+    assert found.lives
+    assert found.credentials.secret not in repr(found)
+
+
+def test_a_call_that_may_be_repeated_is(lived, monkeypatch):
+    monkeypatch.setattr(live_run, "AGAIN_S", 0.01)
+    speak(lived)
+    ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
+    ends.append(RemoteError("controller/0", "invalid", "c cannot leave"))
+
+    class Peer:
+        async def call(self, request, timeout):
+            if error := ends.pop(0):
+                raise error
+            return timeout
+
+        def close(self):
+            pass
+
+    async def main():
+        async with live_run.Controller(find_living(str(lived.path))) as controller:
+            controller._peer = Peer()
+            assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
+            with pytest.raises(UsageError, match="^c cannot leave$"):
+                await controller.ask(WatchMembers())
+
+    asyncio.run(main())
+
+
+def test_a_command_too_many_is_told_so(lived):
+    speak(lived)
+
+    class Peer:
+        async def call(self, request, timeout):
+            raise Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
+
+        def close(self):
+            pass
+
+    async def main():
+        async with live_run.Controller(find_living(str(lived.path))) as controller:
+            controller._peer = Peer()
+            with pytest.raises(UsageError, match="at most 64 at once, .*wait until one has ended$"):
+                await controller.ask(WatchMembers())
+            with pytest.raises(UsageError, match="wait until one has ended$"):
+                await anext(controller.members())
+
+    asyncio.run(main())
+
+
+def test_there_is_no_such_run(tmp_path, hosts, capsys):
+    assert launch.main(["--join", str(tmp_path), "--hosts", hosts]) == 2
+    assert "holds no run: name a run folder" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_said_to(tmp_path, hosts, capsys):
+    made = config(tmp_path)
+    folder = create_run_folder(made)
+    place = str(folder.path)
+    for argv in (["--join", place, "--hosts", hosts], ["--leave", "a", place], ["--stop", place]):
+        assert launch.main(argv) == 2
+        assert "the run in it has ended, or its head is another machine" in capsys.readouterr().err
+
+
+def test_a_run_whose_controller_has_no_address_yet(lived):
+    with pytest.raises(UsageError, match="only just starting"):
+        find_living(str(lived.path))
+
+
+def test_only_who_reads_the_private_folder(lived, monkeypatch, hosts, capsys):
+    """I6."""
+    speak(lived)
+
+    def closed(path, *_: object):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(live_run, "load_credentials", closed)
+    assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
+    assert f"only who can read {lived.private} may stop this run, or change who serves it" in capsys.readouterr().err
+
+
+def test_a_run_on_one_host_is_not_joined(lived, hosts, capsys):
+    speak(lived)
+    assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
+    assert "listens on 127.0.0.1 alone, where no other host reaches it" in capsys.readouterr().err
+
+
+def test_the_launcher_s_key_lies_where_nobody_else_reads_it(tmp_path):
+    made = validate_config(config(tmp_path).model_dump() | {"security": {"curve": "required"}})
+    folder = create_run_folder(made)
+    with private_folder(folder, made):
+        key = folder.private / "launcher-0.0.json"
+        assert (key.stat().st_mode & 0o777, folder.private.stat().st_mode & 0o777) == (0o600, 0o700)
+        assert (
+            json.loads(key.read_text())["public"]
+            in json.loads((folder.private / "peers.json").read_text())["launcher/0"]
+        )
+    assert not folder.private.exists()
+    assert "launcher/0" not in (folder.path / "config.json").read_text()
+
+
+@pytest.mark.parametrize(("gpus", "count"), [(0, 0), (1, 0), (2, 1), (5, 2)])
+def test_a_new_host_has_as_many_engines_as_its_gpus_have_room_for(tmp_path, gpus, count):
+    made = config(tmp_path, engine="vllm", gpus_per_replica=2)
+    host = Host(name="c", cpus=8, gpus=tuple(map(str, range(gpus))), address="10.0.0.3", interface="eth0")
+    assert replicas_of(made, host) == count
+    placed = place_replicas(made, host, [f"rollouter/{number}" for number in range(4, 4 + count)])
+    assert [actor.gpus for actor in placed] == [("0", "1"), ("2", "3")][:count]
+    for actor in placed:
+        assert actor.env["CUDA_VISIBLE_DEVICES"] == ",".join(actor.gpus)
+        assert (actor.env["OMP_NUM_THREADS"], actor.env["GLOO_SOCKET_IFNAME"]) == (str(8 // count), "eth0")
+
+
+def test_a_new_host_without_gpus_has_one_engine(tmp_path):
+    host = Host(name="c", cpus=8)
+    for rollout in ({}, {"engine": "vllm", "gpus_per_replica": 0}):
+        assert replicas_of(config(tmp_path, **rollout), host) == 1
+
+
+class Told:
+    """A controller with these answers to Join."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    async def ask(self, request, timeout=None):
+        self.asked.append(request)
+        if isinstance(request, Join):
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+
+@pytest.mark.parametrize("ends", [UsageError("let go before it could begin"), DeadlineExceeded("a", "b", "Join", 20.0)])
+def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends):
+    """Else the run would wait for the other hosts of the request."""
+    speak(lived, "tcp://10.0.0.1:7000")
+    named = Joined(hosts=[JoinedHost(host="c", agent="agent/1", rollouters=["rollouter/1"])], waiting_for=["reward/0"])
+    controller = Told(named, ends)
+    joining = _Joining(find_living(str(lived.path)), [], None, False, [], None)
+    joining.hosts, joining.replicas = {"c": Host(name="c", cpus=8)}, {"c": 1}
+    with pytest.raises(type(ends)):
+        asyncio.run(joining._begin(controller))
+    join, again, leave = controller.asked
+    assert (again, leave.host, leave.ask) == (join, "c", join.ask)
+
+
+def test_new_hosts_are_reached_where_their_way_to_the_head_begins():
+    there = Routes(named=[], via={"10.0.0.1": "10.0.0.3"})
+    assert addresses.towards("10.0.0.1", {"c": there}) == {"c": "10.0.0.3"}
+    for none in (Routes(named=[], via={}), Routes(named=[], via={"10.0.0.1": "10.0.0.1"})):
+        with pytest.raises(UsageError, match="d: there is no way to 10.0.0.1"):
+            addresses.towards("10.0.0.1", {"c": there, "d": none})
+
+
+def test_help_tells_of_both(capsys):
+    with pytest.raises(SystemExit):
+        launch.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--join RUN --hosts FILE" in shown
+    assert "--leave HOST RUN" in shown

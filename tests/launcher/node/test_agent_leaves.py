@@ -1,0 +1,65 @@
+"""How an agent parts: whom it tells, and what it leaves where the run folder is not shared."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.config.load import validate_config
+from asyncrl.errors import ActorFailed
+from asyncrl.launcher.node.agent import FAREWELL_S, Agent
+from asyncrl.launcher.run_folder.folders import PART
+from asyncrl.launcher.terms.spec import ARRIVED, AgentSpec
+from asyncrl.messages.actors import RunState
+
+CONFIG = validate_config({"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}})
+
+
+@pytest.mark.parametrize(("others", "left"), [(["private-1"], []), (["private-3"], ["config.json", "logs", PART])])
+def test_the_part_of_a_host_that_has_joined_again_meanwhile_stays(tmp_path, others, left):
+    run_dir = tmp_path / "run"
+    for name in ("private-2", "logs", *others):
+        (run_dir / name).mkdir(parents=True)
+    for name in (PART, "config.json"):
+        (run_dir / name).write_text("")
+    spec = AgentSpec(run_dir=str(run_dir), log_dir=str(run_dir / "logs"), attempts=1, actors=[], index=2)
+
+    async def main():
+        commands = asyncio.StreamReader()
+        commands.feed_data(ARRIVED)
+        commands.feed_eof()
+        await Agent(spec, CONFIG, None).leave(commands)
+
+    asyncio.run(main())
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted(["private-2", *others, *left])
+
+
+@pytest.mark.parametrize("ends", ["the controller has heard it", "the run ends", "it has failed"])
+def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_path, ends):
+    """I5: unless the run ends meanwhile; a host that has failed, with the run perhaps, waits but for a moment."""
+    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), attempts=1, actors=[], index=2)
+
+    class Link:
+        heard = asyncio.Event()
+
+        async def say_farewell(self, timeout):
+            assert timeout == (FAREWELL_S if ends == "it has failed" else CONFIG.supervision.host_grace_s)
+            await self.heard.wait()
+
+    async def main():
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            agent = Agent(spec, CONFIG, None)
+            agent._tasks = tasks
+            agent._host.leave(1.0, 0.0)
+            if ends == "it has failed":
+                agent._host.failure = ActorFailed("rollouter/2", "gave up")
+            parting = asyncio.create_task(agent._say_farewell(Link()))
+            agent._news.set()
+            await asyncio.sleep(0.01)
+            assert not parting.done()
+            if ends == "the run ends":
+                agent._do(agent._host.state(RunState(number=1, phase="draining"), 1.0))
+                await parting
+            Link.heard.set()
+            await parting
+
+    asyncio.run(main())

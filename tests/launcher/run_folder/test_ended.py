@@ -1,0 +1,80 @@
+"""How a run ended, and what is left of it."""
+
+import io
+import json
+import os
+
+import msgspec
+import pytest
+
+from asyncrl.checkpoint.retention import Found
+from asyncrl.config.load import validate_config
+from asyncrl.launcher.agent_handle import Member
+from asyncrl.launcher.follow import Follower
+from asyncrl.launcher.run_folder.ended import Left, describe_end, find_left, read_ended, write_command, write_ended
+from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terms.spec import EndedEvent, StateEvent
+
+CONFIG = validate_config(
+    {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}},
+)
+STOPPED = EndedEvent(result="stopped", reason="Ctrl-C", exit_code=130)
+
+
+def test_the_record_is_that_of_the_attempt_by_whatever_name_the_folder_is_reached(tmp_path):
+    run = tmp_path / "scratch" / "mine"
+    run.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    write_ended(run, str(RunFolder(path=run, run_id="").logs), STOPPED)
+    assert read_ended(RunFolder(path=tmp_path / "link" / "mine", run_id="")) == STOPPED
+    assert read_ended(RunFolder(path=run, run_id="", attempt=2)) is None
+
+
+def test_steps_that_were_heard_of_count_though_their_lines_are_lost(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 30}) + "\n")
+    folder = RunFolder(path=tmp_path, run_id="")
+    assert find_left(CONFIG, folder).trained == 30
+    assert find_left(CONFIG, folder, heard=50).trained == 50
+
+
+def test_steps_that_the_exported_model_holds_are_not_called_lost(tmp_path):
+    folder = RunFolder(path=tmp_path, run_id="")
+    (tmp_path / "config.json").touch()
+    (tmp_path / "export").mkdir()
+    steps = CONFIG.learner.steps
+    alone = f"left: no checkpoint; in the model of {tmp_path}/export alone: {steps} steps"
+    assert find_left(CONFIG, folder, heard=steps).describe() == alone
+    assert find_left(CONFIG, folder, heard=3).describe() == "left: no checkpoint; lost: 3 steps"
+    # Of an earlier attempt.
+    os.utime(tmp_path / "export", (0, 0))
+    assert find_left(CONFIG, folder, heard=steps).describe() == f"left: no checkpoint; lost: {steps} steps"
+
+
+@pytest.mark.parametrize("result", ["preempted", "stopped", "failed"])
+def test_it_goes_on_by_the_path_of_the_run(tmp_path, result):
+    folder = RunFolder(path=tmp_path / "my run-2", run_id="")
+    left = Left(Found(34, 0, 34, tmp_path / "v00000034"), trained=36)
+    ended = EndedEvent(result=result, actor="learner/0" if result == "failed" else "", reason="why", exit_code=1)
+    rows = describe_end(folder, ended, left)
+    assert any(f"the command that began it with --resume '{folder.path}' goes on" in row for row in rows)
+    folder.logs.mkdir(parents=True)
+    write_command(folder, "asyncrl-launch mine.toml --detach")
+    goes_on = f"asyncrl-launch mine.toml --detach --resume '{folder.path}' goes on"
+    assert any(row.endswith(goes_on) for row in describe_end(folder, ended, left))
+    refused = describe_end(folder, msgspec.structs.replace(ended, exit_code=78), left)
+    assert any(row.endswith(f"{goes_on} once that is put right") for row in refused)
+    assert any("lost: 2 steps trained since" in row for row in rows)
+    assert "why" in rows[-1]
+
+
+def test_a_run_begins_once_whatever_a_new_controller_says(tmp_path):
+    """One that is started again begins with a run that starts."""
+    began = []
+    member = Member(0, "", process=None)
+    follower = Follower(CONFIG, RunFolder(path=tmp_path, run_id=""), [member], Progress(io.StringIO(), 3))
+    follower.on_running = lambda: began.append(follower.phase)
+    for phase in ("starting", "running", "starting", "running", "preempting"):
+        follower._take(member, StateEvent(phase=phase))
+        assert follower.has_run == (phase != "starting" or bool(began))
+    assert began == ["running"]

@@ -1,0 +1,376 @@
+"""What a run is resumed from, and what keeps it from being resumed."""
+
+import io
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.checkpoint.contents import TrainerContents, write_contents
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
+from asyncrl.config.load import config_from_json, validate_config
+from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
+from asyncrl.files import write_file
+from asyncrl.launcher.local import begin
+from asyncrl.launcher.run_folder import resume
+from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
+from asyncrl.launcher.run_folder.resume import find_resumption
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.messages.groups import LedgerState
+
+FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
+
+
+def config(tmp_path, **sections):
+    tree = {
+        "run": {"name": "trial", "dir": str(tmp_path / "runs"), "seed": 3},
+        "data": {"source": "synthetic"},
+        "rollout": {"engine": "sim", "samples_per_prompt": 2},
+        "learner": {"backend": "sim", "steps": 10, "groups_per_step": 4},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    return validate_config(tree)
+
+
+def write_checkpoint(settings, run, version, **changes):
+    """A complete checkpoint of a run, of ``version`` at the step of that number."""
+    folder = CheckpointFolder(checkpoint_dir(settings, run))
+    folder.claim(1)
+    partial = folder.begin(version)
+    trainer = partial / "trainer"
+    trainer.mkdir()
+    digest = write_file(trainer / "__0_0.distcp", [bytes(range(256)) * 16])
+    contents = TrainerContents(steps=version, world_size=1, files={"__0_0.distcp": digest})
+    write_file(trainer / "contents.json", [msgspec.json.encode(contents)])
+    state = {
+        "version": version,
+        "trained_at_version": 4 * version,
+        "step": version,
+        "start": 1,
+        "incarnation": 1,
+        "ledger": LedgerState(),
+        "fingerprint": "f",
+        "seed": settings.run.seed,
+        "geometry": Geometry.of(settings),
+        "world_size": 1,
+    }
+    write_contents(partial, CheckpointState(**state | changes), [], [])
+    return folder.commit(partial, version=version, step=version, files=FILES)
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A run that was left with the checkpoints 2 and 4."""
+    settings = config(tmp_path)
+    folder = create_run_folder(settings)
+    for version in (2, 4):
+        write_checkpoint(settings, folder.path, version)
+    return folder.path
+
+
+def test_auto_is_the_newest_checkpoint_of_the_run_that_is_named(tmp_path, left):
+    found, resumption = find_resumption(config(tmp_path), "auto")
+    assert (resumption.folder.path, resumption.folder.attempt) == (left, 2)
+    assert (resumption.checkpoint.version, resumption.is_finished) == (4, False)
+    assert resumption.describe() == f"resuming {left} from version 4, step 4: {left / 'checkpoints' / 'v00000004'}"
+    assert found == config(tmp_path)
+
+
+def test_auto_needs_a_run(tmp_path):
+    with pytest.raises(UsageError, match=r"runs/trial holds no run; .*without --resume"):
+        find_resumption(config(tmp_path), "auto")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_checkpoint_it_begins_from_the_initial_weights(tmp_path):
+    settings = config(tmp_path)
+    path = create_run_folder(settings).path
+    _, resumption = find_resumption(settings, "auto")
+    assert resumption.checkpoint is None
+    assert "there is no complete checkpoint, so it begins from the initial weights" in resumption.describe()
+    assert resumption.warnings == [f"{path} has no checkpoint: training begins from the initial weights, at step 1"]
+    # An empty folder of that name is nothing that was trained.
+    (path / "checkpoints" / "v00000009").mkdir(parents=True)
+    assert find_resumption(settings, "auto")[1].checkpoint is None
+
+
+def test_what_an_attempt_changes_in_the_folder(tmp_path, left):
+    before = (left / "config.json").read_text()
+    changed = config(tmp_path, learner={"steps": 20})
+    settings, resumption = find_resumption(changed, "auto")
+    with private_folder(resumption.folder, settings):
+        assert resumption.begin(settings) == []
+    assert config_from_json((left / "config.json").read_text()) == changed
+    assert (left / "config_attempt_1.json").read_text() == before
+    assert resumption.folder.logs == left / "logs" / "attempt_2"
+    assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "config_attempt_1.json", "logs"]
+    _, third = find_resumption(changed, "auto")
+    assert third.folder.attempt == 3
+
+
+@pytest.mark.parametrize("written", [(1 << 32) + 3, 1_770_000_000_000_000_000])
+def test_incarnations_go_on_above_the_newest_writer(tmp_path, left, written):
+    """And above those of an earlier version, which were times."""
+    CheckpointFolder(left / "checkpoints").claim(written)
+    settings, resumption = find_resumption(config(tmp_path, learner={"steps": 20}), "auto")
+    with private_folder(resumption.folder, settings):
+        above = begin(resumption.folder, resumption, settings, Progress(io.StringIO(), 20))
+    assert written < above < 1 << 62
+    CheckpointFolder(left / "checkpoints").claim(above + 1)
+
+
+def test_from_an_older_checkpoint_newer_ones_are_set_aside(tmp_path, left):
+    settings, resumption = find_resumption(config(tmp_path), str(left / "checkpoints" / "v00000002"))
+    assert (resumption.folder.path, resumption.checkpoint.version) == (left, 2)
+    # Nothing is changed by looking.
+    assert CheckpointFolder(left / "checkpoints").newest().version == 4
+    with private_folder(resumption.folder, settings):
+        assert [path.name for path in resumption.begin(settings)] == ["abandoned-v00000004"]
+    assert CheckpointFolder(left / "checkpoints").newest().version == 2
+
+
+def test_a_run_folder_may_be_given_whatever_the_configuration_names(tmp_path, left, monkeypatch):
+    other = config(tmp_path, run={"name": "another", "dir": str(tmp_path / "elsewhere")})
+    monkeypatch.chdir(left.parent)
+    for place in (str(left), "trial", str(left / "checkpoints" / "v00000004")):
+        settings, resumption = find_resumption(other, place)
+        assert resumption.folder.path == left
+        assert (settings.run.name, settings.run.dir, settings.run.seed) == ("trial", str(left.parent), 3)
+        assert resumption.checkpoint.version == 4
+
+
+def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
+    settings = config(tmp_path, checkpoint={"dir": str(tmp_path / "big")})
+    run = create_run_folder(settings).path
+    path = write_checkpoint(settings, run, 2)
+    assert path.parent == tmp_path / "big" / "trial"
+    for place in ("auto", str(run), str(path)):
+        found, resumption = find_resumption(settings, place)
+        assert (resumption.folder.path, resumption.checkpoint.path, found.run.name) == (run, path, "trial")
+    # A new run does not come upon them by its name.
+    for entry in sorted(run.rglob("*"), reverse=True):
+        entry.unlink() if entry.is_file() else entry.rmdir()
+    run.rmdir()
+    assert create_run_folder(settings).path.name == "trial-2"
+
+
+@pytest.mark.parametrize("place", ["nowhere", "runs", "runs/trial/checkpoints", "runs/trial/logs/attempt_1"])
+def test_what_is_no_run_is_refused(tmp_path, left, place):
+    with pytest.raises((UsageError, CheckpointError)):
+        find_resumption(config(tmp_path), str(tmp_path / place))
+
+
+def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path, left):
+    path = left / "checkpoints" / "v00000004"
+    (path / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match="not complete"):
+        find_resumption(config(tmp_path), str(path))
+    assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "what", "said"),
+    [
+        ({"run": {"seed": 4}}, "seed", "run.seed: was 3 when the run was left, is 4 now"),
+        ({"learner": {"groups_per_step": 8}}, "batch", "learner.groups_per_step: was 4 .* is 8 now"),
+        (
+            {"learner": {"steps_per_version": 2}, "rollout": {"samples_per_prompt": 4}},
+            "batch",
+            "learner.steps_per_version, rollout.samples_per_prompt: was 1, 2 .* is 2, 4 now",
+        ),
+    ],
+)
+def test_what_the_ledger_depends_on_must_be_the_same(tmp_path, left, sections, what, said):
+    """I1: another order of the data would train some prompts twice and others never."""
+    with pytest.raises(RunChanged, match=said + f".*--allow-changed-{what}") as refused:
+        find_resumption(config(tmp_path, **sections), "auto")
+    assert refused.value.exit_code == 78
+    other = "batch" if what == "seed" else "seed"
+    with pytest.raises(RunChanged):
+        find_resumption(config(tmp_path, resume={"allow": [other]}, **sections), "auto")
+    _, resumption = find_resumption(config(tmp_path, resume={"allow": [what]}, **sections), "auto")
+    assert resumption.checkpoint.version == 4
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ({"rank": 8}, {"rank": 16}, ["lora.rank: was 8 when the run was left, is 16 now"]),
+        ({}, {"rank": 8}, ["lora.rank: was 0 when the run was left, is 8 now"]),
+        ({"rank": 8}, {}, ["lora.rank: was 8 when the run was left, is 0 now"]),
+        (
+            {"rank": 8, "alpha": 16.0},
+            {"rank": 8, "alpha": 32.0, "targets": ["q_proj"]},
+            [
+                "lora.alpha: was 16.0 when",
+                "lora.targets: was ('all-linear',) when the run was left, is ('q_proj',) now",
+            ],
+        ),
+        ({"rank": 8, "targets": ["a", "b"]}, {"rank": 8, "targets": ["b", "a"], "publish": "merged"}, []),
+    ],
+)
+def test_adapters_must_be_of_the_same_form(tmp_path, was, now, said):
+    def settings(lora):
+        rollout = {"engine": "reference", "gpus_per_replica": 0}
+        return config(tmp_path, model={"path": "m"}, rollout=rollout, learner={"backend": "fsdp2"}, lora=lora)
+
+    left = create_run_folder(settings(was)).path
+    write_checkpoint(settings(was), left, 2, adapters=Adapters.of(settings(was)))
+    if not said:
+        assert find_resumption(settings(now), "auto")[1].checkpoint.version == 2
+        return
+    with pytest.raises(ConfigError) as refused:
+        find_resumption(settings(now), "auto")
+    assert refused.value.exit_code == 78
+    assert len(refused.value.problems) == len(said)
+    assert all(text in problem for text, problem in zip(said, refused.value.problems, strict=True))
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):
+    write_checkpoint(config(tmp_path), left, 10)
+    # The last step is trained, but the weights are not yet written for the user.
+    assert not find_resumption(config(tmp_path), "auto")[1].is_finished
+    assert find_resumption(config(tmp_path, checkpoint={"export_at_end": False}), "auto")[1].is_finished
+    (left / "export").mkdir()
+    assert find_resumption(config(tmp_path), "auto")[1].is_finished
+    assert not find_resumption(config(tmp_path, learner={"steps": 12}), "auto")[1].is_finished
+
+
+def test_a_run_that_lives_is_refused(tmp_path, left):
+    settings, resumption = find_resumption(config(tmp_path), "auto")
+    with private_folder(resumption.folder, settings):
+        with pytest.raises(UsageError, match="in use"):
+            find_resumption(settings, "auto")
+        # Two at the same moment: one of them gets the folder.
+        with pytest.raises(UsageError, match="in use"), private_folder(resumption.folder, settings):
+            pass
+        assert (left / "private" / "run.json").exists()
+    assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]
+
+
+# --- several runs of a name ---
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_auto_takes_the_run_that_has_a_checkpoint_and_tells_of_later_ones(tmp_path, elsewhere):
+    sections = {"checkpoint": {"dir": str(tmp_path / "big")}} if elsewhere else {}
+    settings = config(tmp_path, **sections)
+    runs = [create_run_folder(settings).path for _ in range(4)]
+    for at, path in enumerate(runs):
+        os.utime(path / "config.json", (1000 + at, 1000 + at))
+    good = write_checkpoint(settings, runs[2], 6)
+    found, resumption = find_resumption(settings, "auto")
+    assert (resumption.checkpoint.path, resumption.folder.path, found.run.name) == (good, runs[2], "trial-3")
+    assert "of 4 runs of that name its newest checkpoint was written last, at 2" in resumption.describe()
+    (warning,) = resumption.warnings
+    assert warning.startswith(f"{runs[3]} began later")
+    # Resumed once, it is still one of that name.
+    with private_folder(resumption.folder, found):
+        resumption.begin(found)
+    assert find_resumption(settings, "auto")[1].folder.path == runs[2]
+    with private_folder(create_run_folder(settings), settings), pytest.raises(UsageError, match="trial-5 is in use"):
+        find_resumption(settings, "auto")
+
+
+def test_a_run_that_its_user_called_so_is_not_one_of_the_name(tmp_path, left):
+    other = config(tmp_path, run={"name": "trial-2"})
+    write_checkpoint(other, create_run_folder(other).path, 6)
+    assert find_resumption(config(tmp_path), "auto")[1].folder.path == left
+    assert find_resumption(other, "auto")[1].folder.path.name == "trial-2"
+
+
+# --- damaged checkpoints ---
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _another_step(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"step":4', b'"step":5'))
+
+
+DAMAGES = [
+    ("COMPLETE", os.unlink, "is not complete"),
+    ("COMPLETE", _shorten, "cannot be read"),
+    ("COMPLETE", _another_step, "tells of step 5, state.json of 4"),
+    ("state.json", _shorten, "bytes instead of"),
+    ("state.json", _flip, "its checksum differs"),
+    ("groups.msgpack", os.unlink, "cannot be read: No such file"),
+    ("trainer/contents.json", _flip, "its checksum differs"),
+    ("trainer/__0_0.distcp", _shorten, "has 2048 bytes instead of 4096"),
+    ("trainer/__0_0.distcp", _flip, "its checksum differs"),
+    ("trainer/__0_0.distcp", os.unlink, "cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
+def test_a_damaged_newest_checkpoint_is_stepped_back_from_and_set_aside(tmp_path, left, name, damage, said):
+    newest = left / "checkpoints" / "v00000004"
+    damage(newest / name)
+    for place in ("auto", str(left)):
+        settings, resumption = find_resumption(config(tmp_path), place)
+        assert (resumption.checkpoint.version, resumption.is_finished) == (2, False)
+        (warning,) = resumption.warnings
+        assert warning.startswith(f"checkpoint v00000004 is damaged: {newest}") and said in warning
+        again = 3 if damage is _another_step else 2
+        assert warning.endswith(
+            f"goes on from the newest whole one, v00000002 of step 2: {again} steps are trained again"
+        )
+    # Nothing is changed by looking.
+    assert newest.exists()
+    with private_folder(resumption.folder, settings):
+        (aside,) = resumption.begin(settings)
+    assert aside == left / "checkpoints" / "damaged-v00000004" and aside.is_dir()
+    _, after = find_resumption(config(tmp_path), "auto")
+    assert (after.checkpoint.version, after.warnings) == (2, [])
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
+def test_a_damaged_checkpoint_that_is_named_is_refused(tmp_path, left, name, damage, said, monkeypatch):
+    # What is named is read to its last byte.
+    monkeypatch.setattr(resume, "CHECKED_BYTES", 0)
+    newest = left / "checkpoints" / "v00000004"
+    damage(newest / name)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        find_resumption(config(tmp_path), str(newest))
+    assert str(newest) in str(refused.value)
+    assert f"go on from the newest whole one by --resume {left}" in str(refused.value)
+    assert sorted(path.name for path in newest.parent.glob("*v0*")) == ["v00000002", "v00000004"]
+
+
+def test_before_the_start_reading_is_bounded_and_sizes_are_always_seen(tmp_path, left, monkeypatch):
+    monkeypatch.setattr(resume, "CHECKED_BYTES", 4095)
+    file = left / "checkpoints" / "v00000004" / "trainer" / "__0_0.distcp"
+    _flip(file)
+    assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 4
+    _shorten(file)
+    assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
+
+
+def test_where_none_is_whole_the_run_does_not_begin_anew(tmp_path, left):
+    for version in (2, 4):
+        _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")
+    with pytest.raises(
+        CheckpointError, match="no checkpoint here is whole; of the newest, .*v00000004/state.json: has"
+    ):
+        find_resumption(config(tmp_path), "auto")
+
+
+def test_several_damaged_ones_are_all_told(tmp_path, left):
+    write_checkpoint(config(tmp_path), left, 6)
+    for version in (4, 6):
+        _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")
+    settings, resumption = find_resumption(config(tmp_path), "auto")
+    assert [warning.split()[1] for warning in resumption.warnings] == ["v00000006", "v00000004"]
+    with private_folder(resumption.folder, settings):
+        assert [path.name for path in resumption.begin(settings)] == ["damaged-v00000006", "damaged-v00000004"]

@@ -1,0 +1,106 @@
+"""asyncrl-top on living runs: it comes and goes as it likes, and names the stage that was made slow."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+from launcher.launched import wait_until
+from terminals import Terminal
+
+from asyncrl.top.figures.document import json_schema
+
+TOP = (sys.executable, "-m", "asyncrl.cli.top")
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+
+
+def document(run):
+    done = subprocess.run([*TOP, str(run.run_dir), "--json"], capture_output=True, text=True, timeout=120, check=False)
+    return json.loads(done.stdout) if done.returncode == 0 else None
+
+
+@needs_tmux
+def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
+    run = launch("--learner.steps", "4000", "--data.size", "16000")
+    run.wait_to_show("step 1/")
+    before = run.processes()
+    # Each way to end it, at each of the two sizes.
+    for number in range(6):
+        size = (200, 50) if number % 2 else (80, 24)
+        with Terminal(*size, [*TOP], cwd=tmp_path, env={}) as terminal:
+            text = terminal.until("live")
+            if number < 2:
+                text = terminal.until("groups/s")
+                assert "trial" in text and "rollouters" in text and "learner" in text
+            if number % 3 == 0:
+                terminal.press("q")
+                terminal.ended()
+            elif number % 3 == 1:
+                os.kill(terminal.pid(), signal.SIGKILL)
+    assert run.processes() == before
+    found = document(run)
+    jsonschema.Draft202012Validator(json_schema()).validate(found)
+    assert found["run"]["name"] == "trial" and not any(row["restarts"] for row in found["rollouters"])
+    by_address(run, tmp_path)
+    assert run.processes() == before
+    run.process.send_signal(signal.SIGINT)
+    code, lines = run.end()
+    assert code == 75, lines
+    page = subprocess.run([*TOP, str(run.run_dir), "--replay", "--once"], capture_output=True, text=True, check=True)
+    assert "preempted" in page.stdout.splitlines()[0] and "preempted: by Ctrl-C with a checkpoint" in page.stdout
+    steps = run.steps()
+    assert steps == list(range(1, len(steps) + 1))
+    logs = "".join(path.read_text() for path in (run.run_dir / "logs").rglob("*.log"))
+    assert '"level": "error"' not in logs and '"level":"error"' not in logs
+
+
+def by_address(run, tmp_path):
+    """From another folder, with a copy of its keys; with others it is told that they are not the run's."""
+    keys = shutil.copytree(run.run_dir / "private", tmp_path / "keys")
+    address = json.loads((keys / "controller.json").read_text())["address"].removeprefix("tcp://")
+    with Terminal(80, 24, [*TOP, address, "--keys", keys], cwd="/", env={}) as terminal:
+        assert "trial" in terminal.until("groups/s")
+        terminal.press("q")
+        terminal.ended()
+    run_json = json.loads((keys / "run.json").read_text())
+    (keys / "run.json").write_text(json.dumps(run_json | {"run_id": "another"}))
+    said = f"tcp://{address}: these keys are not those of the run there (run_id: ours another, theirs"
+    done = subprocess.run([*TOP, address, "--keys", keys, "--once"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and said in done.stderr and "copy its RUN/private again" in done.stderr
+    with Terminal(120, 24, [*TOP, address, "--keys", keys], cwd="/", env={}, lasting=True) as terminal:
+        assert "live" not in terminal.until("these keys are not those")
+
+
+SLOW = {
+    "learner": ("--learner.sim.step_s", "2.0"),
+    "rollouters": ("--rollout.sim.decode_step_s", "0.05"),
+    "reward": ("--reward.function", "slow_reward:score", "--reward.options", "{}"),
+    "gate": ("--staleness.max", "0", "--learner.sim.step_s", "0.7", "--rollout.sim.decode_step_s", "0.03"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SLOW)
+def test_a_stage_that_was_made_slow_is_the_one_that_is_marked(launch, tmp_path, monkeypatch, stage):
+    (tmp_path / "slow_reward.py").write_text(
+        "import time\n\n\ndef score(completion):\n    time.sleep(0.3)\n    return float(len(completion) % 2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = launch(*SLOW[stage])
+    run.wait_to_show("step 3/")
+    seen = []
+
+    def named():
+        found = document(run)
+        if found is None:
+            return False
+        seen.append((found["bottleneck"]["stage"], found["bottleneck"]["why"]))
+        # Twice in a row: not while the queues still fill.
+        return len(seen) > 1 and seen[-1][0] == seen[-2][0] is not None
+
+    wait_until(named, lambda: f"a verdict; so far {seen}")
+    assert seen[-1][0] == stage, seen

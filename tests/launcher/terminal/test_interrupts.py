@@ -1,0 +1,94 @@
+"""Which signals a launcher takes, and which of them hurry it."""
+
+import asyncio
+import os
+import signal
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR2
+from types import SimpleNamespace
+
+import pytest
+from launcher.launched import config_tree
+
+from asyncrl.config.load import validate_config
+from asyncrl.launcher import multi_host
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
+from asyncrl.launcher.terms.placement import Host
+from asyncrl.launcher.terms.signals import STOPPING, cause_of, heeded
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers():
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "named", "hurries"),
+    [
+        ([SIGINT], SIGINT, False),
+        ([SIGINT, SIGINT], SIGINT, True),
+        ([SIGUSR2, SIGTERM], SIGUSR2, True),
+        # A terminal that closes says so more than once: its shell, and the kernel.
+        ([SIGHUP], SIGHUP, False),
+        ([SIGHUP, SIGHUP], SIGHUP, False),
+        ([SIGINT, SIGHUP, SIGHUP], SIGINT, False),
+        # As systemd ends the processes of a user who has left.
+        ([SIGHUP, SIGTERM], SIGTERM, False),
+        ([SIGTERM, SIGHUP], SIGTERM, False),
+        ([SIGHUP, SIGTERM, SIGTERM], SIGTERM, True),
+    ],
+)
+def test_a_second_signal_hurries_unless_a_terminal_closes(numbers, named, hurries):
+    async def main():
+        interrupts = Interrupts()
+        interrupts.note(numbers[0])
+        await interrupts.first()
+        waiting = asyncio.create_task(interrupts.next(0.05))
+        await asyncio.sleep(0)
+        for number in numbers[1:]:
+            interrupts.note(number)
+        await waiting
+        return interrupts.signal, interrupts._came.is_set()
+
+    assert asyncio.run(main()) == (named, hurries)
+
+
+def test_what_nohup_protects_from_is_not_taken():
+    signal.signal(SIGHUP, signal.SIG_IGN)
+    # A shell without job control has what it starts in the background ignore Ctrl-C.
+    signal.signal(SIGINT, signal.SIG_IGN)
+    assert heeded() == (SIGINT, SIGTERM, SIGUSR2)
+    signal.signal(SIGHUP, signal.SIG_DFL)
+    assert heeded() == STOPPING
+
+
+def test_causes_are_named_as_users_know_them():
+    assert [cause_of(number) for number in STOPPING] == ["Ctrl-C", "a closed terminal", "SIGTERM", "SIGUSR2"]
+
+
+def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch, tmp_path):
+    signal.signal(SIGINT, signal.SIG_IGN)
+    config = validate_config(config_tree(tmp_path))
+    launch = multi_host.Launch(config, [HostLine("here")], head="here", head_is_here=True)
+    launch.hosts = [Host(name="here", cpus=1)]
+
+    async def start_guard(*_):
+        os.kill(os.getpid(), SIGINT)
+        return SimpleNamespace()
+
+    class Follower:
+        def __init__(self, config, folder, members, progress, interrupts):
+            self.interrupts = interrupts
+
+        async def main(self):
+            async with asyncio.timeout(20):
+                await self.interrupts.first()
+            return self.interrupts.signal
+
+    monkeypatch.setattr(multi_host, "start_guard", start_guard)
+    monkeypatch.setattr(multi_host, "Follower", Follower)
+    monkeypatch.setattr(multi_host, "show_end", lambda _config, _folder, ended, _progress: ended)
+    assert asyncio.run(undone_by_signals(launch.run(), launch.progress)) == SIGINT

@@ -1,0 +1,415 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import replace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner.learner_cases import (
+    context_of,
+    make_config,
+    make_group,
+    make_sequence,
+    make_trajectory,
+    only,
+    random_groups,
+)
+
+from asyncrl.config.training import LearnerConfig, StalenessConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.advantage.signal import has_signal
+from asyncrl.learner.algorithm.plan.batch import build_step, step_metrics
+from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
+
+
+def _two_rows():
+    first = make_trajectory(
+        [10, 11, 12],
+        reward=1.0,
+        logprobs=np.array([-0.1, -0.3], dtype=np.float32),
+        spans=[VersionSpan(3, 0, 1), VersionSpan(-1, 1, 2, role="context"), VersionSpan(4, 2, 3, True)],
+    )
+    second = make_trajectory([20], reward=0.0, version=5)
+    return make_group(0, [1, 2], [first, second])
+
+
+def test_a_micro_batch_predicts_each_loss_token_from_the_position_before_it() -> None:
+    plan = build_step([_two_rows()], version=5, config=make_config(advantage="dr_grpo"), world_size=1, packed=True)
+    [[batch]] = only(plan).ranks
+    assert batch.input_ids.tolist() == [1, 2, 10, 11, 1, 2]
+    assert batch.lengths.tolist() == [4, 2]
+    assert batch.sequences.tolist() == [0, 1]
+    assert batch.predict.tolist() == [1, 3, 5]
+    assert batch.targets.tolist() == [10, 12, 20]
+    assert batch.behaviour.tolist() == pytest.approx([-0.1, -0.3, -1.0])
+    assert batch.advantages.tolist() == [0.5, 0.5, -0.5]
+    assert batch.weights.tolist() == [1.0, 1.0, 1.0]
+    assert batch.staleness.tolist() == [2, -1, 0]
+    assert only(plan).denominator == 3.0
+    assert plan.temperature == 0.8
+    assert plan.tokens == 6
+    assert [(s.uid, s.sample) for s in plan.sequences] == [("0-0", 0), ("0-0", 1)]
+
+
+def test_a_step_with_nothing_to_train_has_no_update() -> None:
+    cut = [make_trajectory([7], reward=float(i), finish_reason="length") for i in range(2)]
+    plan = build_step(
+        [make_group(0, [1], cut)], version=0, config=make_config(truncated="mask"), world_size=2, packed=True
+    )
+    assert plan.updates == []
+
+
+def _scored(*components: dict[str, float]) -> Group:
+    return make_group(0, [1], [make_trajectory([7], reward=sum(c.values()), components=c) for c in components])
+
+
+def _in_turns(*pasts: float) -> Group:
+    turns = [Turn(i, i + 1, past) for i, past in enumerate(pasts)]
+    return make_group(0, [1], [make_trajectory([1] * len(pasts), reward=1.0, turns=turns) for _ in range(2)])
+
+
+RIGHT, WRONG = {"accuracy": 1.0}, {"accuracy": 0.0}
+LONG = RIGHT | {"overlong_penalty": -0.1}
+
+
+@pytest.mark.parametrize(
+    ("group", "signal", "expected"),
+    [
+        (_scored({"r": 0.5}, {"r": 0.5}), "reward", False),
+        (_scored({"r": 0.5}, {"r": 0.5 + 1e-7}), "reward", False),
+        (_scored({"r": 0.5}, {"r": 0.5}, {"r": 0.6}), "reward", True),
+        # Right answers, of which one is a little long.
+        (_scored(RIGHT, LONG), "reward", False),
+        (_scored(WRONG, LONG), "reward", True),
+        (_scored(RIGHT | {"style": 0.3}, RIGHT | {"style": 0.9}), "accuracy", False),
+        (_scored(RIGHT | {"style": 0.5}, WRONG | {"style": 0.5}), "accuracy", True),
+        # One that ran over its time has a reward alone.
+        (_scored(RIGHT, {"timed_out": 0.0}), "accuracy", True),
+        (_scored({"timed_out": 0.0}, {"timed_out": 0.0}), "accuracy", False),
+        (_in_turns(0.0, 0.5), "reward", True),
+        (_in_turns(0.0, 0.0), "reward", False),
+        (_in_turns(0.0, 1e-7), "reward", False),
+        # As two agents that play side by side: nothing is told apart.
+        (_in_turns(0.5, 0.5), "reward", False),
+    ],
+)
+def test_a_group_has_a_signal_where_something_is_told_apart(group: Group, signal: str, expected: bool) -> None:
+    assert has_signal(group, LearnerConfig(signal=signal)) == expected
+
+
+def test_a_signal_that_no_reward_has_is_an_error() -> None:
+    config = LearnerConfig(signal="accuracy")
+    with pytest.raises(ConfigError, match=r'learner\.signal: is "accuracy", but the rewards of group 0-0 have compone'):
+        has_signal(_scored({"acuracy": 1.0}, {"style": 0.0}), config)
+    with pytest.raises(ConfigError, match="have no components"):
+        has_signal(_scored({}, {}), config)
+
+
+def test_metrics_of_a_step() -> None:
+    trained = make_group(
+        0,
+        [1],
+        [
+            make_trajectory(
+                [1, 2, 3, 4],
+                reward=1.0,
+                spans=[VersionSpan(2, 0, 3), VersionSpan(4, 3, 4)],
+                resumes=1,
+                components={"format": 0.5},
+            ),
+            make_trajectory([1, 2], reward=0.0, version=4, finish_reason="turns", components={"format": 1.5}),
+        ],
+    )
+    zeros = make_group(1, [1], [make_trajectory([1], reward=0.0, version=4) for _ in range(2)])
+    best = make_group(2, [1], [make_trajectory([1], reward=1.0, version=4) for _ in range(2)])
+    assert step_metrics([trained], [zeros, best], 4, make_config()) == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "reward/std": 0.5,
+            "reward/trained_mean": 0.5,
+            "reward/all_zero_fraction": 1 / 3,
+            "reward/all_max_fraction": 1 / 3,
+            "reward/component/format": 1.0,
+            "rollout/length_mean": 10 / 6,
+            "rollout/length_p95": np.percentile([4, 2, 1, 1, 1, 1], 95),
+            "rollout/truncated_fraction": 1 / 6,
+            "rollout/mixed_version_fraction": 1 / 6,
+            "rollout/resumed_trajectories": 1.0,
+            "staleness/token_mean": 6 / 6,
+            "staleness/token_max": 2.0,
+            # The first sampled token is 2 versions old and the limit is 1.
+            "staleness/late_groups": 1.0,
+            "staleness/late_fraction": 3 / 6,
+        }
+    )
+
+
+def test_metrics_of_a_step_of_episodes() -> None:
+    episodes = [
+        replace(make_trajectory([1], reward=1.0), turns=1, stage_s={"engine": 1.0, "tool": 2.0}, score_s=1.0),
+        replace(
+            make_trajectory([1], reward=0.0),
+            turns=4,
+            forks={"edited": 2, "cut": 1},
+            stage_s={"engine": 3.0, "user": 1.0},
+        ),
+    ]
+    metrics = step_metrics([make_group(0, [1], episodes)], (), 0, make_config())
+    found = {name: value for name, value in metrics.items() if "turns" in name or "fork" in name}
+    assert found == {
+        "rollout/turns_mean": 2.5,
+        "rollout/turns_p95": np.percentile([1, 4], 95),
+        "rollout/forks/edited": 2.0,
+        "rollout/forks/cut": 1.0,
+    }
+    shares = {name.rpartition("/")[2]: value for name, value in metrics.items() if "episode_share" in name}
+    assert shares == {"engine": 4 / 8, "tool": 2 / 8, "user": 1 / 8, "score": 1 / 8}
+
+
+def test_lateness_is_that_of_the_first_sampled_token() -> None:
+    repeated = make_trajectory([1, 2], roles="rs", version=[0, 3])
+    group = make_group(0, [1], [repeated, make_trajectory([1], version=3, reward=1.0)])
+    metrics = step_metrics([group], (), 3, make_config())
+    assert metrics["staleness/late_groups"] == 0.0
+    assert metrics["staleness/token_max"] == 0.0
+
+
+# --- sequences ---
+
+
+def test_a_token_without_a_loss_is_not_computed() -> None:
+    """A sequence without a sampled token, whatever follows the last of one, and a trajectory without any."""
+    main, aside = make_sequence([10, 11, 12], roles="scc"), make_sequence([10, 40], roles="rr")
+    whole = make_trajectory(sequences=[main, aside], reward=1.0)
+    group = make_group(0, [1], [whole, make_trajectory(sequences=[make_sequence([50], roles="r")], reward=0.0)])
+    config = make_config(advantage="dr_grpo", aggregation="constant")
+    plan = build_step([group], version=0, config=config, world_size=1, packed=True)
+    [[batch]] = only(plan).ranks
+    assert batch.input_ids.tolist() == [1]
+    assert (batch.targets.tolist(), batch.advantages.tolist()) == ([10], [0.5])
+    assert (only(plan).denominator, plan.tokens) == (32.0, 1)
+    assert [(s.sample, s.sequence) for s in plan.sequences] == [(0, 0)]
+
+
+@st.composite
+def _conversations(draw: st.DrawFn, prompt: list[int]) -> tuple[Trajectory, list[dict[str, Any]]]:
+    """A trajectory made of a random forest of answers, and the forest: for each answer what it is trained on."""
+    ids = st.lists(st.integers(0, 9), min_size=1, max_size=3)
+    nodes: list[dict[str, Any]] = []
+    for number in range(draw(st.integers(1, 5))):
+        parent = draw(st.integers(-1, number - 1))
+        tokens = draw(ids)
+        nodes.append(
+            {
+                "parent": parent,
+                "context": draw(ids) if parent < 0 else draw(st.just([]) | ids),
+                "tokens": tokens,
+                "logprobs": [-draw(st.integers(0, 64)) / 16 for _ in tokens],
+                "versions": sorted(draw(st.integers(0, 4)) for _ in tokens),
+                "past": draw(st.sampled_from([0.0, 0.0, 0.5, -1.25])),
+                "trained": draw(st.integers(0, 5)) > 0,
+            }
+        )
+    if draw(st.booleans()):
+        nodes[0]["context"] = prompt
+    parents = {node["parent"] for node in nodes}
+    sequences, seen = [], set()
+    for leaf in (number for number in range(len(nodes)) if number not in parents):
+        path = [leaf]
+        while nodes[path[0]]["parent"] >= 0:
+            path.insert(0, nodes[path[0]]["parent"])
+        first = nodes[path[0]]["context"]
+        tokens, roles, versions, logprobs, turns = [], "", [], [], []
+        for number in path:
+            node = nodes[number]
+            if number != path[0]:
+                tokens += node["context"]
+                roles += "c" * len(node["context"])
+                versions += [-1] * len(node["context"])
+            new = node["trained"] and number not in seen
+            if new:
+                turns.append(Turn(len(tokens), len(tokens) + len(node["tokens"]), node["past"]))
+                logprobs += node["logprobs"]
+                node["before"] = (*first, *tokens)
+            tokens += node["tokens"]
+            roles += ("s" if new else "r") * len(node["tokens"])
+            versions += node["versions"]
+        seen |= set(path)
+        sequences.append(
+            make_sequence(
+                tokens,
+                roles=roles,
+                versions=versions,
+                logprobs=np.array(logprobs, np.float32),
+                prompt_ids=None if first is prompt else np.array(first, np.int32),
+                turns=turns if len(turns) != 1 or turns[0].past_reward else [],
+            )
+        )
+    reward = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+    finish = draw(st.sampled_from(["stop", "stop", "length", "turns", "time"]))
+    trajectory = make_trajectory(sequences=sequences, reward=reward, finish_reason=finish)
+    return trajectory, [node for node in nodes if node["trained"]]
+
+
+def _brute_force(group: Group, answers: list[list[dict[str, Any]]], config: Any, version: int) -> list[tuple]:
+    """(context, target, behaviour, staleness, advantage, weight) of each token that is to be trained."""
+    rewards = [float(t.reward or 0.0) for t in group.trajectories]
+    mean = sum(rewards) / len(rewards)
+    spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    squares = [
+        sum((r - node["past"] - mean) ** 2 for node in nodes) / len(nodes)
+        for r, nodes in zip(rewards, answers, strict=True)
+        if nodes
+    ]
+    if any(node["past"] for nodes in answers for node in nodes):
+        spread = max(spread, math.sqrt(sum(squares) / (len(rewards) - 1)))
+    found = []
+    for trajectory, nodes in zip(group.trajectories, answers, strict=True):
+        if config.reward.truncated == "mask" and trajectory.finish_reason != "stop":
+            continue
+        own = []
+        for node in nodes:
+            value = float(trajectory.reward or 0.0) - node["past"] - mean
+            if config.learner.advantage == "grpo":
+                value /= spread + 1e-6
+            elif config.learner.advantage == "rloo":
+                others = (sum(rewards) - float(trajectory.reward or 0.0)) / (len(rewards) - 1)
+                value = float(trajectory.reward or 0.0) - node["past"] - others
+            for i, target in enumerate(node["tokens"]):
+                stale = version - node["versions"][i]
+                if config.staleness.late == "train" or stale <= config.staleness.max:
+                    own.append(((*node["before"], *node["tokens"][:i]), target, node["logprobs"][i], stale, value))
+        weight = 1 / len(own) if own and config.learner.aggregation == "sequence" else 1.0
+        found += [(*row, weight) for row in own]
+    return found
+
+
+def _computed(plan: Any) -> Iterator[tuple]:
+    for batch in (batch for update in plan.updates for rank in update.ranks for batch in rank):
+        for i, position in enumerate(batch.predict.tolist()):
+            if batch.sequences[batch.segments[i]] < 0:
+                assert batch.weights[i] == 0
+                continue
+            rest = (batch.targets, batch.behaviour, batch.staleness, batch.advantages, batch.weights)
+            yield (tuple(context_of(batch, position)), *(column[i].item() for column in rest))
+
+
+@given(
+    data=st.data(),
+    advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+    aggregation=st.sampled_from(["token", "sequence", "constant"]),
+    truncated=st.sampled_from(["score", "mask"]),
+    late=st.sampled_from(["train", "mask"]),
+    packed=st.booleans(),
+    shared=st.booleans(),
+    world_size=st.integers(1, 3),
+    budget=st.sampled_from([1, 12, 200]),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_step_trains_what_a_loop_over_the_answers_would_train(
+    data, advantage, aggregation, truncated, late, packed, shared, world_size, budget
+) -> None:
+    """Each answer once, in its own context, with its own advantage, however many sequences repeat it."""
+    prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    made = [data.draw(_conversations(prompt)) for _ in range(data.draw(st.integers(2, 3)))]
+    group = make_group(0, prompt, [trajectory for trajectory, _ in made])
+    config = make_config(advantage=advantage, aggregation=aggregation, truncated=truncated, budget=budget)
+    config = config.model_copy(update={"staleness": StalenessConfig(max=2, late=late)})
+    plan = build_step([group], version=4, config=config, world_size=world_size, packed=packed, shared=shared)
+    expected = sorted(_brute_force(group, [answers for _, answers in made], config, 4))
+    found = sorted(_computed(plan))
+    assert [row[:4] for row in found] == [row[:4] for row in expected]
+    np.testing.assert_allclose([row[4:] for row in found], [row[4:] for row in expected], rtol=1e-5, atol=1e-6)
+    units = {sequence.sample for sequence in plan.sequences}
+    denominators = {"token": len(expected), "sequence": len(units), "constant": 32 * len(units)}
+    assert [update.denominator for update in plan.updates] == ([denominators[aggregation]] if expected else [])
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 2))
+@settings(max_examples=50)
+def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, world_size) -> None:
+    """Each token is in one update, with the advantage that it has in a step of a single update."""
+    groups = random_groups(seed, 4)
+    config = make_config(advantage="reinforce")
+    several = config.model_copy(update={"learner": config.learner.model_copy(update={"updates_per_batch": updates})})
+    whole, plan = (
+        build_step(groups, version=2, config=c, world_size=world_size, packed=True) for c in (config, several)
+    )
+    assert sorted(_computed(plan)) == sorted(_computed(whole))
+    assert sum(update.denominator for update in plan.updates) == only(whole).denominator
+    assert plan.sequences == only(whole).sequences
+    assert plan.tokens == whole.tokens
+    uids = [update.uids for update in plan.updates]
+    assert len({uid for each in uids for uid in each}) == sum(map(len, uids))
+
+
+def test_advantages_are_taken_over_all_groups_of_a_step() -> None:
+    groups = [make_group(i, [1], [make_trajectory([7], reward=r) for r in (r, r)]) for i, r in enumerate((0.0, 1.0))]
+    plan = build_step(groups, version=0, config=make_config(advantage="reinforce"), world_size=1, packed=True)
+    [[batch]] = only(plan).ranks
+    assert batch.advantages.tolist() == [-0.5, -0.5, 0.5, 0.5]
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    flat=st.sets(st.integers(0, 3)),
+    updates=st.integers(1, 3),
+    world_size=st.integers(1, 2),
+    packed=st.booleans(),
+    aggregation=st.sampled_from(["token", "sequence", "constant"]),
+)
+@settings(max_examples=50, deadline=None)
+def test_sequences_of_advantage_0_are_left_out_and_change_nothing_else(
+    seed, flat, updates, world_size, packed, aggregation
+) -> None:
+    groups = [
+        replace(group, trajectories=[replace(t, reward=1.0) for t in group.trajectories]) if i in flat else group
+        for i, group in enumerate(random_groups(seed, 4))
+    ]
+    config = make_config(aggregation=aggregation, updates_per_batch=updates)
+    whole, plan = (
+        build_step(groups, version=2, config=config, world_size=world_size, packed=packed, skip_zero_advantages=skip)
+        for skip in (False, True)
+    )
+    assert len(plan.updates) == len(whole.updates)
+    for ours, theirs in zip(plan.updates, whole.updates, strict=True):
+        assert (ours.denominator, ours.sequences, ours.uids) == (theirs.denominator, theirs.sequences, theirs.uids)
+        computed = {
+            i: int(length)
+            for rank in ours.ranks
+            for batch in rank
+            for i, length in zip(batch.sequences.tolist(), batch.lengths, strict=True)
+            if i >= 0
+        }
+        with_signal = {i for i, s in enumerate(ours.sequences) if int(s.uid.split("-")[1]) not in flat}
+        assert set(computed) == (with_signal or set(range(len(ours.sequences))))
+        assert ours.tokens == sum(computed.values())
+    assert {row for row in _computed(plan) if row[4]} == {row for row in _computed(whole) if row[4]}
+
+
+def test_a_users_advantage_that_fails_is_named() -> None:
+    config = make_config(advantage="losses_of_a_user:odd_advantage")
+    with pytest.raises(ConfigError, match=r"learner\.advantage: losses_of_a_user:odd_advantage failed: KeyError"):
+        build_step([_two_rows()], version=5, config=config, world_size=1, packed=True)
+
+
+# --- lateness ---
+
+
+def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> None:
+    mixed = make_trajectory([1, 2, 3], reward=1.0, version=[1, 2, 3])
+    group = make_group(0, [9], [mixed, make_trajectory([4, 5], reward=0.0, version=0)])
+    config = make_config(advantage="dr_grpo").model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
+    plan = build_step([group], version=3, config=config, world_size=1, packed=True)
+    [[batch]] = only(plan).ranks
+    assert (batch.input_ids.tolist(), batch.advantages.tolist()) == ([9, 1, 2], [0.5, 0.5])
+    names = ("late_groups", "late_fraction", "masked_tokens", "token_mean", "token_max")
+    masked, trained = (step_metrics([group], (), 3, c) for c in (config, make_config()))
+    assert [masked[f"staleness/{name}"] for name in names] == pytest.approx([1.0, 3 / 5, 3.0, 0.5, 1.0])
+    assert "staleness/masked_tokens" not in trained
+    assert trained["staleness/late_fraction"] == pytest.approx(3 / 5)
+    assert trained["staleness/token_max"] == 3.0

@@ -1,0 +1,43 @@
+"""The functions and tables of docs/algorithms.md."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.learner.algorithm import losses
+from asyncrl.learner.algorithm.advantage import advantages
+from asyncrl.learner.algorithm.loss.trial import problems_of
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
+
+
+@pytest.mark.parametrize("module", ["my_loss", "my_advantage"])
+def test_an_example_runs_as_it_stands(module, tmp_path, monkeypatch) -> None:
+    (settings,) = [tomllib.loads(text)["learner"] for kind, text in BLOCKS if kind == "toml" and module in text]
+    name = settings[module.removeprefix("my_")].partition(":")[2]
+    (code,) = [text for kind, text in BLOCKS if kind == "python" and f"def {name}(" in text]
+    assert len(code.splitlines()) < 25
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert problems_of(LearnerConfig(**settings)) == []
+
+
+def test_the_first_example_is_the_default() -> None:
+    settings = tomllib.loads(BLOCKS[0][1])["learner"]
+    config = LearnerConfig(**settings)
+    assert config == LearnerConfig(loss_options={"clip_high": 0.28})
+
+
+@pytest.mark.parametrize(
+    ("heading", "module"), [("Losses", losses), ("Advantages", advantages)], ids=["losses", "advantages"]
+)
+def test_each_built_in_function_has_its_row(heading, module) -> None:
+    table = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    _, *rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert rows == list(module.BUILT_IN)

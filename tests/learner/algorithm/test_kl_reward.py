@@ -1,0 +1,199 @@
+"""The divergence from the reference in the rewards, against a plain float64 loop, token by token."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner.learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
+
+from asyncrl.config.algorithm import KLConfig
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.algorithm.advantage.signal import has_signal
+from asyncrl.learner.algorithm.plan.batch import build_step, step_metrics
+from asyncrl.learner.algorithm.plan.kl_reward import kl_penalties
+from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, sampled_sequences
+from asyncrl.learner.steps.step_planner import plan_step
+from asyncrl.messages.groups import Turn
+from asyncrl.trajectories import sampled_positions
+
+COEFFICIENT = 0.3
+TEMPERATURE = 0.8
+
+
+def _config(model: Path | None = None, *, estimator: str = "auto", **settings: Any):
+    kl = {"coefficient": COEFFICIENT, "place": "reward", "estimator": estimator, "path": settings.pop("path", None)}
+    return make_config(model, kl=kl, **{"advantage": "dr_grpo"} | settings)
+
+
+def _array(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def _played():
+    """A trajectory of two turns and a fork, and one of a single answer."""
+    first = make_sequence(
+        [10, 11, 30, 12],
+        roles="sscs",
+        logprobs=_array(-1.0, -2.0, -0.5),
+        turns=[Turn(0, 2, 0.0), Turn(3, 4, 0.25)],
+    )
+    fork = make_sequence([10, 13], roles="rs", logprobs=_array(-3.0), prompt_ids=np.array([5], np.int32))
+    long = make_trajectory(sequences=[first, fork], reward=1.0)
+    return make_group(0, [1, 2], [long, make_trajectory([20, 21], reward=0.0, logprobs=_array(-1.0, -1.0))])
+
+
+REFERENCE = [[[np.array([-1.5, -1.0, -0.75]), np.array([-2.0])], [np.array([-1.0, -3.0])]]]
+
+
+def test_a_turn_is_charged_with_all_but_what_came_before_it_in_its_sequence() -> None:
+    found = kl_penalties([_played()], REFERENCE, KLConfig(coefficient=2.0, place="reward"), step=1)
+    # k1: 0.5, -1.0 | 0.25 in the first sequence, -1.0 in the fork, 0.0, 2.0 in the other trajectory.
+    assert found.total[0].tolist() == [2 * (0.5 - 1.0 + 0.25 - 1.0), 2 * 2.0]
+    assert [each.tolist() for each in found.past[0]] == [[0.0, 2 * (0.5 - 1.0), 0.0], [0.0]]
+    assert found.metrics["reward/kl_penalty"] == (-2.5 + 4.0) / 2
+    assert found.metrics["policy/reference_kl"] == pytest.approx((-1.25 + 2.0) / 6)
+
+    plan = build_step([_played()], penalties=found, version=0, config=_config(), world_size=1, packed=True)
+    [[batch]] = plan.updates[0].ranks
+    rewards = [1.0 + 2.5, 0.0 - 4.0]
+    mean = sum(rewards) / 2
+    returns = [rewards[0] - mean, rewards[0] - mean, rewards[0] - mean - 0.25 + 2 * (0.5 - 1.0), rewards[0] - mean]
+    assert batch.advantages.tolist() == pytest.approx([*returns, rewards[1] - mean, rewards[1] - mean])
+    assert step_metrics([_played()], [], 0, _config())["reward/mean"] == 0.5
+    assert plan.metrics["reward/kl_penalty"] == 0.75
+
+
+K = {
+    "k1": lambda r: r,
+    "k2": lambda r: r * r / 2,
+    "k3": lambda r: math.exp(-r) - 1 + r,
+}
+
+
+@pytest.mark.parametrize(("name", "used"), [("auto", "k1"), ("k1", "k1"), ("k2", "k2"), ("k3", "k3")])
+def test_each_estimator_is_what_it_says_token_by_token(name, used) -> None:
+    groups = random_groups(3, 3)
+    random = np.random.default_rng(0)
+    reference = by_group(groups, [-3 * random.random(len(s.logprobs)) for _, s in sampled_sequences(groups)])
+    reference[0][0][0][0] = -500.0
+    config = KLConfig(coefficient=0.5, place="reward", estimator=name)
+    found = kl_penalties(groups, reference, config, step=1)
+    for group, of_group, total in zip(groups, reference, found.total, strict=True):
+        for trajectory, scores, penalty in zip(group.trajectories, of_group, total, strict=True):
+            expected = 0.0
+            for sequence, values in zip(trajectory.sequences, scores, strict=True):
+                for behaviour, other in zip(sequence.logprobs.tolist(), values.tolist(), strict=True):
+                    expected += 0.5 * K[used](min(max(behaviour - other, -20.0), 20.0))
+            assert penalty == pytest.approx(expected, rel=1e-9)
+
+
+def test_in_the_loss_auto_is_k3() -> None:
+    assert KLConfig().estimator_used == "k3" and not KLConfig(coefficient=0.1).in_reward
+    assert KLConfig(coefficient=0.1).in_loss and not KLConfig(place="reward").in_reward
+
+
+def test_a_reference_that_is_not_finite_names_the_group() -> None:
+    broken = [[[np.array([-1.5, float("nan"), -0.75]), np.array([-2.0])], [np.array([-1.0, -3.0])]]]
+    with pytest.raises(NonFiniteStep, match=r"log-probs by the reference of step 7 is not finite.*0-0"):
+        kl_penalties([_played()], broken, KLConfig(coefficient=1.0, place="reward"), step=7)
+
+
+@given(
+    seed=st.integers(0, 30),
+    world_size=st.integers(1, 3),
+    budget=st.integers(1, 80),
+    packed=st.booleans(),
+    shared=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut(
+    seed, world_size, budget, packed, shared
+) -> None:
+    """Values that name the token that is predicted, and the one before it."""
+    config = make_config(budget=budget)
+    groups = random_groups(seed, 3)
+    plan = build_scoring(groups, config=config, world_size=world_size, packed=packed, shared=shared)
+    assert len({len(rank) for rank in plan.ranks}) == 1
+    values = [
+        np.concatenate([1000.0 * batch.input_ids[batch.predict] + batch.targets for batch in rank])
+        for rank in plan.ranks
+    ]
+    found = plan.in_order(values)
+    for (group, sequence), each in zip(sampled_sequences(groups), found, strict=True):
+        prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+        ids = np.concatenate([prompt, sequence.tokens])
+        places = sampled_positions(sequence) + len(prompt)
+        assert each.tolist() == (1000.0 * ids[places - 1] + ids[places]).tolist()
+
+
+def test_signal_is_judged_by_the_rewards_without_the_penalty() -> None:
+    flat = make_group(0, [1], [make_trajectory([n, n + 1], reward=1.0) for n in range(3)])
+    assert not has_signal(flat, _config().learner)
+
+
+def _plan_and_train(backend, config) -> tuple[list[tuple[int, float]], dict[str, float]]:
+    """The advantage of each token of a step, by the place of its sequence in the plan, and all metrics."""
+    plan = plan_step(random_groups(0, 3), version=0, fresh=True, step=1, config=config, backend=backend)
+    (update,) = plan.updates
+    found = []
+    for batch in (batch for rank in update.ranks for batch in rank):
+        sequences = batch.sequences[batch.segments]
+        found += [(int(i), float(a)) for i, a in zip(sequences, batch.advantages, strict=True) if i >= 0]
+    return sorted(found, key=lambda pair: pair[0]), plan.metrics | backend.train(plan)
+
+
+def _expected(other: Path, estimator: str) -> list[tuple[int, float]]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
+    found, number = [], 0
+    for group in random_groups(0, 3):
+        rewards = []
+        for trajectory in group.trajectories:
+            penalty = 0.0
+            for sequence in trajectory.sequences:
+                prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+                ids = [*prompt.tolist(), *sequence.tokens.tolist()]
+                with torch.no_grad():
+                    logits = model(torch.tensor([ids])).logits[0] / TEMPERATURE
+                logp = torch.log_softmax(logits, dim=-1)
+                for at, behaviour in zip(sampled_positions(sequence), sequence.logprobs.tolist(), strict=True):
+                    place = len(prompt) + int(at)
+                    penalty += K[estimator](behaviour - float(logp[place - 1, ids[place]]))
+            rewards.append(trajectory.reward - COEFFICIENT * penalty)
+        mean = sum(rewards) / len(rewards)
+        for trajectory, reward in zip(group.trajectories, rewards, strict=True):
+            for sequence in trajectory.sequences:
+                if len(sequence.logprobs):
+                    found += [(number, reward - mean)] * len(sequence.logprobs)
+                    number += 1
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "estimator"), [(1, "k3"), (2, "k1")])
+def test_advantages_have_the_divergence_from_the_reference_on_any_number_of_ranks(
+    estimator, ranks, folder, other, run
+) -> None:
+    config = _config(folder, ranks=ranks, budget=40, path=str(other), estimator=estimator)
+    (found, metrics), _ = run(config, _plan_and_train)
+    expected = _expected(other, estimator)
+    assert [place for place, _ in found] == [place for place, _ in expected]
+    assert [a for _, a in found] == pytest.approx([a for _, a in expected], rel=1e-4, abs=1e-4)
+    assert metrics["reward/kl_penalty"] == pytest.approx(
+        COEFFICIENT * metrics["policy/reference_kl"] * _length(), rel=1e-6
+    )
+    # It is no term of the loss as well.
+    assert "loss/reference_kl" not in metrics
+
+
+def _length() -> float:
+    """Sampled tokens of a trajectory in the mean."""
+    lengths = [sum(len(s.logprobs) for s in t.sequences) for g in random_groups(0, 3) for t in g.trajectories]
+    return sum(lengths) / len(lengths)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.learner.algorithm.plan.packing import cost, pack
+
+CASES = {
+    "lengths": st.lists(st.integers(1, 300), max_size=60),
+    "budget": st.integers(1, 400),
+    "world_size": st.integers(1, 5),
+}
+
+
+@given(**CASES, packed=st.booleans())
+def test_every_sequence_is_in_one_row_within_the_budget(lengths, budget, world_size, packed) -> None:
+    ranks = pack(lengths, budget=budget, world_size=world_size, packed=packed)
+    assert len(ranks) == world_size
+    assert len({len(rank) for rank in ranks}) == 1 and (ranks[0] or not packed)
+    rows = [row for rank in ranks for row in rank]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    for row in rows:
+        assert row == sorted(row)
+        assert len(row) <= 1 or (packed and sum(lengths[i] for i in row) <= budget)
+    assert pack(list(lengths), budget=budget, world_size=world_size, packed=packed) == ranks
+
+
+@given(**CASES)
+def test_a_micro_batch_has_rows_of_like_cost(lengths, budget, world_size) -> None:
+    """Ranks wait for one another in each micro-batch: none is cheaper than any of the following micro-batch."""
+    ranks = pack(lengths, budget=budget, world_size=world_size)
+    costs = cost(np.array(lengths))
+    steps = [[costs[row].sum() if row else 0.0 for row in column] for column in zip(*ranks, strict=True)]
+    assert all(min(a) >= max(b) - 1e-9 for a, b in pairwise(steps))
+
+
+@given(**CASES)
+def test_the_work_of_two_ranks_differs_by_no_more_than_the_rows_of_one_micro_batch(lengths, budget, world_size) -> None:
+    """Dealing the costliest row to the rank that has done least never adds to a difference that is larger."""
+    ranks = pack(lengths, budget=budget, world_size=world_size)
+    costs = cost(np.array(lengths))
+    work = np.array([[costs[row].sum() if row else 0.0 for row in rank] for rank in ranks])
+    assert np.ptp(work.sum(axis=1)) <= np.ptp(work, axis=0).max() + 1e-9 * work.sum()
+
+
+@pytest.mark.parametrize("sigma", [0.3, 0.9])
+def test_ranks_hardly_wait_for_one_another(sigma) -> None:
+    """A micro-batch takes as long as its costliest row; what that is of the mean is the time of all of them."""
+    drawn = np.random.default_rng(0).lognormal(np.log(700), sigma, 1024)
+    lengths = np.clip(drawn, 1, 8192).astype(int)
+    ranks = pack(lengths.tolist(), budget=16384, world_size=8)
+    assert lengths.sum() > 0.8 * 16384 * sum(map(len, ranks)), "rows are packed tightly"
+    work = np.array([[cost(lengths[row]).sum() for row in rank] for rank in ranks])
+    assert work.mean(axis=0).sum() > 0.98 * work.max(axis=0).sum()

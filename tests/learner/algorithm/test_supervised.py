@@ -1,0 +1,252 @@
+"""Supervised steps and terms on real ranks, against a plain float64 loop."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner.learner_cases import VOCABULARY, context_of, gradients_of, make_config, random_groups, same, train
+from learner.rank_pool import run_alone
+from segment_reading import weights_of
+
+from asyncrl.config.sft import SftConfig
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.algorithm.plan.batch import build_step
+from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.fsdp.schedule import warm_learning_rate
+from asyncrl.sft.conversations import Conversation, Conversations
+from asyncrl.sft.encoding import Encoded
+
+WEIGHT = 0.7
+BUDGETS = (10_000, 25)
+
+
+def _conversations(count: int = 5, batch: int = 3) -> Conversations:
+    """Conversations of one or two sequences each; their tokens are runs of letters, which can be learnt."""
+    random, rows = np.random.default_rng(1), []
+    for number in range(count):
+        sequences = []
+        for _ in range(1 + number % 2):
+            length, first = int(random.integers(6, 20)), int(random.integers(VOCABULARY))
+            ids = ((first + np.arange(length)) % VOCABULARY).astype(np.int32)
+            trained = np.flatnonzero(random.random(length) < 0.6)
+            sequences.append(Encoded(ids, np.unique(np.append(trained[trained > 0], 3)).astype(np.int32)))
+        rows.append(Conversation(f"talk.jsonl:{number + 1}", sequences))
+    return Conversations(rows=rows, fingerprint="f", seed=0, batch=batch)
+
+
+def _config(folder: Path, *, ranks: int = 1, budget: int = 64, sft: dict[str, Any] | None = None, **learner: Any):
+    config = make_config(folder, ranks=ranks, budget=budget, **learner)
+    return config.model_copy(update={"sft": SftConfig(data="talk.jsonl", **(sft or {"weight": WEIGHT, "batch": 3}))})
+
+
+def _with_budget(config, budget: int):
+    learner = config.learner.model_copy(update={"tokens_per_microbatch": budget})
+    return config.model_copy(update={"learner": learner})
+
+
+def _steps(config, *, packed: bool = True) -> SupervisedSteps:
+    return SupervisedSteps(config, _conversations(batch=config.sft.batch), packed=packed)
+
+
+def _mixed(config, step: int, *, packed: bool = True):
+    plan = build_step(random_groups(step, 2), version=0, config=config, world_size=config.learner.ranks, packed=packed)
+    return _steps(config, packed=packed).beside(plan, step)
+
+
+def test_a_plan_has_each_token_with_a_loss_once_under_its_own_denominator(folder) -> None:
+    config = _config(folder, ranks=2, budget=12)
+    plan = _mixed(config, 2)
+    alone = build_step(random_groups(2, 2), version=0, config=config, world_size=2, packed=True)
+    (update,), (before,) = plan.updates, alone.updates
+    assert update.denominator == before.denominator and update.sequences == before.sequences
+    term = update.supervised
+    expected = [sequence for row in _conversations().of_step(2) for sequence in row.sequences]
+    batches = [batch for rank in term.ranks for batch in rank]
+    assert len({len(rank) for rank in term.ranks}) == 1 and len(batches) > 2
+    pairs = []
+    for batch in batches:
+        rows = zip(batch.segments, batch.predict, batch.targets, batch.weights, strict=True)
+        for at, place, target, weight in rows:
+            if weight:
+                pairs.append((int(batch.sequences[at]), len(context_of(batch, place)), int(target)))
+    wanted = [(i, int(p), int(each.ids[p])) for i, each in enumerate(expected) for p in each.trained]
+    assert sorted(pairs) == wanted
+    assert term.denominator == len(wanted) == plan.metrics["sft/tokens"]
+    assert plan.metrics["sft/epochs"] == 2 * 3 / 5 and term.coefficient == WEIGHT
+    assert plan.tokens == alone.tokens + sum(int(each.trained[-1]) for each in expected)
+    assert alone.metrics.items() < plan.metrics.items()
+
+
+def test_conversations_go_on_behind_those_of_the_warm_steps(folder) -> None:
+    config = _config(folder, sft={"weight": 1.0, "warm_steps": 4, "batch": 2})
+    steps, rows = _steps(config), _conversations(batch=2)
+    assert steps.warm_step(4).updates[0].supervised.places[0] == rows.of_step(4)[0].place
+    plan = build_step(random_groups(0, 2), version=0, config=config, world_size=1, packed=True)
+    assert steps.beside(plan, 1).updates[0].supervised.places[0] == rows.of_step(5)[0].place
+    without = config.model_copy(update={"sft": config.sft.model_copy(update={"weight": 0.0})})
+    assert _steps(without).beside(plan, 1) is plan
+
+
+def test_updates_of_a_step_share_its_conversations(folder) -> None:
+    config = _config(folder, updates_per_batch=2)
+    plan = _mixed(config, 1)
+    shares = [update.supervised.places for update in plan.updates]
+    assert [place for share in shares for place in share] == [
+        row.place for row in _conversations().of_step(1) for _ in row.sequences
+    ]
+    assert all(shares)
+
+
+def _nll(model: Any, sequence: Encoded) -> torch.Tensor:
+    logp = torch.log_softmax(model(torch.from_numpy(sequence.ids).long()[None]).logits[0].double(), dim=-1)
+    places = torch.from_numpy(sequence.trained).long()
+    return -logp[places - 1, torch.from_numpy(sequence.ids).long()[places]]
+
+
+def _plain(folder: Path, number: int) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean loss of the conversations of a step, and its gradient: float64, one sequence at a time."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    rows = _conversations().of_step(number)
+    loss = torch.cat([_nll(model, sequence) for row in rows for sequence in row.sequences]).mean()
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def _gradients(backend, config, *plans: str) -> list[tuple[dict[str, np.ndarray], dict[str, float]]]:
+    """Rank 0's shards of the gradient of a step for each plan and budget, before the optimizer sees it; the metrics."""
+    found, metrics = gradients_of(backend), []
+    for plan in plans:
+        for budget in BUDGETS:
+            cut = _with_budget(config, budget)
+            if plan == "mixed":
+                metrics.append(backend.train(_mixed(cut, 1, packed=backend.packed)))
+            elif plan == "warm":
+                metrics.append(backend.train(_steps(cut, packed=backend.packed).warm_step(1)))
+            else:
+                metrics.append(train(backend, cut, 1, 2))
+    return list(zip(found, metrics, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_gradient_is_that_of_the_mean_over_all_tokens_however_the_batch_is_cut(ranks, folder, run) -> None:
+    loss, expected = _plain(folder, 1)
+    sft = {"weight": WEIGHT, "batch": 3, "warm_steps": 9, "lr": 0.0}
+    config = _config(folder, ranks=ranks, lr=0.0, max_grad_norm=1e9, sft=sft | {"warm_steps": 0})
+    # Warm steps are taken although the run has none, so that all plans have the same conversations.
+    found, _ = run(config, _gradients, "warm", "mixed", "alone")
+    count = len(BUDGETS)
+    warm, mixed, alone = found[:count], found[count : 2 * count], found[2 * count :]
+    for (gradient, metrics), (both, of_both), (policy, of_policy) in zip(warm, mixed, alone, strict=True):
+        for name, values in gradient.items():
+            rows = expected[name][: len(values)]
+            assert np.abs(values - rows).max() <= 1e-5 * max(1.0, np.abs(rows).max()), name
+            together = policy[name] + WEIGHT * rows
+            assert np.abs(both[name] - together).max() <= 1e-5 * max(1.0, np.abs(together).max()), name
+        assert metrics["loss/sft"] == pytest.approx(loss, rel=1e-5)
+        assert of_both["loss/sft"] == pytest.approx(loss, rel=1e-5)
+        assert sorted(metrics) == ["learner/lr", "loss/sft", "policy/grad_norm"]
+        assert of_both["loss/policy"] == pytest.approx(of_policy["loss/policy"], abs=1e-6)
+        assert of_both["policy/entropy"] == pytest.approx(of_policy["policy/entropy"], rel=1e-5)
+        assert "loss/sft" not in of_policy
+
+
+TAUGHT = {"warm_steps": 6, "lr": 1e-2, "weight": WEIGHT, "batch": 3}
+
+
+def _weights(backend) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in weights_of(backend.publish(1).result()).items()}
+
+
+def _warm_then_train(backend, config, save_at: int | None = None, target: Path | None = None) -> dict[str, Any]:
+    """All warm steps and three mixed ones; a checkpoint after so many steps of either kind."""
+    steps = _steps(config, packed=backend.packed)
+    losses, lrs = [], []
+    while backend.warm_steps < config.sft.warm_steps:
+        if backend.warm_steps == save_at:
+            backend.save(target).result(60)
+        metrics = backend.train(steps.warm_step(backend.warm_steps + 1))
+        losses.append(metrics["loss/sft"])
+        lrs.append(metrics["learner/lr"])
+    fresh = not backend._optimizer.state
+    for step in range(backend.steps + 1, 4):
+        if save_at is not None and backend.warm_steps + step - 1 == save_at:
+            backend.save(target).result(60)
+        losses.append(backend.train(_mixed(config, step, packed=backend.packed))["loss/sft"])
+    return {"losses": losses, "lrs": lrs, "fresh": fresh, "weights": _weights(backend), "steps": backend.steps}
+
+
+def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
+    backend.load(source)
+    before = backend.warm_steps, backend.steps
+    return _warm_then_train(backend, config) | {"before": before}
+
+
+def test_a_warm_start_teaches_and_mixed_steps_keep_it(folder, run) -> None:
+    config = _config(folder, sft=TAUGHT | {"warm_steps": 14})
+    found, _ = run(config, _warm_then_train)
+    warm, mixed = found["losses"][:14], found["losses"][14:]
+    assert max(warm[-3:]) < 0.5 * warm[0]
+    assert max(mixed) < 0.5 * warm[0]
+    assert found["fresh"] and found["steps"] == 3
+    assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 15) for step in range(1, 15)]
+
+
+@pytest.mark.parametrize(("at", "ranks"), [(4, 1), (6, 2), (8, 1)])
+def test_from_a_checkpoint_of_any_step_a_run_goes_on_with_the_same_bits(at, ranks, folder, tmp_path, run) -> None:
+    """In the midst of the warm steps, between the two kinds, and behind them."""
+    config, target = _config(folder, ranks=ranks, sft=TAUGHT), tmp_path / "trainer"
+    whole, _ = run(config, _warm_then_train, at, target)
+    resumed, _ = run(config, _load_then_train, target)
+    assert resumed["before"] == (min(at, 6), max(0, at - 6))
+    assert resumed["losses"] == whole["losses"][at:]
+    assert same(resumed["weights"], whole["weights"])
+
+
+def _refuse(backend, config) -> list[tuple[str, list[str], list[str], str, bool]]:
+    """A warm step and a mixed one with a NaN in the log-probs of a conversation."""
+    import asyncrl.learner.fsdp.updates as updates
+
+    found, steps = [], _steps(config, packed=backend.packed)
+    real = updates.supervised
+
+    def poisoned(logprobs):
+        spoilt = logprobs.new_zeros(len(logprobs))
+        spoilt[-1] = float("nan")
+        return real(logprobs) + spoilt
+
+    updates.supervised = poisoned
+    try:
+        for plan in (steps.warm_step(1), _mixed(config, 1, packed=backend.packed)):
+            before = _weights(backend)
+            try:
+                backend.train(plan)
+            except NonFiniteStep as error:
+                found.append((error.what, error.uids, error.places, str(error), same(_weights(backend), before)))
+    finally:
+        updates.supervised = real
+    return found
+
+
+def test_a_loss_that_is_not_finite_blames_conversations_and_no_group(folder) -> None:
+    config = _config(folder, sft=TAUGHT | {"warm_steps": 1}, on_nonfinite="skip")
+    found = run_alone(config, _refuse)
+    assert [each[0] for each in found] == ["supervised loss"] * 2
+    assert all(places and not uids and unchanged for _, uids, places, _, unchanged in found)
+    assert (
+        "the supervised loss of warm step 1 is not finite; no step was taken (conversations talk.jsonl:" in found[0][3]
+    )
+    assert "the supervised loss of step 1 is not finite" in found[1][3]
+
+
+def test_the_learning_rate_of_warm_steps_rises_and_falls(folder) -> None:
+    rate = partial(warm_learning_rate, learner=make_config(folder, lr=1e-3).learner)
+    sft = SftConfig(data="x", warm_steps=6, rise_steps=2, lr=1.0)
+    assert [rate(step, sft=sft) for step in range(1, 7)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rate(1, sft=SftConfig(data="x", warm_steps=3)) == pytest.approx(1e-3 * 3 / 4)

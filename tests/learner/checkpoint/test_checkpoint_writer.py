@@ -1,0 +1,518 @@
+"""Checkpoints as the learner's event loop writes and restores them, and what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from disks import fill, small_disk
+from learner.learner_cases import make_config, random_groups
+from virtual import LoopClock
+
+from asyncrl.checkpoint import contents as contents_module
+from asyncrl.checkpoint.contents import GROUPS, STATE, TRAINER, read_contents, read_state, write_contents
+from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.learner.backends.backend import create
+from asyncrl.learner.checkpoint import writer as writer_module
+from asyncrl.learner.checkpoint.failed_writes import Failed, Kept
+from asyncrl.learner.checkpoint.writer import Checkpoints, Written
+from asyncrl.ledger import Ledger
+from asyncrl.messages.groups import Group
+
+WAIT_S = 30.0
+CONFIG = make_config(backend="sim")
+
+
+def make_state(version: int = 3, **fields: Any) -> CheckpointState:
+    ledger = Ledger()
+    for index in (0, 1, 5):
+        ledger.record("trained", 0, index)
+    return CheckpointState(
+        version=version,
+        trained_at_version=3,
+        step=2 * version,
+        start=1,
+        incarnation=100,
+        ledger=ledger.state,
+        fingerprint="abc",
+        seed=4,
+        geometry=Geometry.of(CONFIG),
+        world_size=1,
+        rounds_closed=["set@0"],
+        **fields,
+    )
+
+
+def same_groups(left: list[Group], right: list[Group]) -> bool:
+    if [g.ticket.uid for g in left] != [g.ticket.uid for g in right]:
+        return False
+    return all(
+        a.reward == b.reward
+        and all(
+            np.array_equal(c.tokens, d.tokens) and np.array_equal(c.logprobs, d.logprobs) and c.spans == d.spans
+            for c, d in zip(a.sequences, b.sequences, strict=True)
+        )
+        for ours, theirs in zip(left, right, strict=True)
+        for a, b in zip(ours.trajectories, theirs.trajectories, strict=True)
+    )
+
+
+# --- what is in one ---
+
+
+def test_state_and_groups_come_back(tmp_path) -> None:
+    groups = random_groups(1, 5)
+    write_contents(tmp_path, make_state(quarantined=2, delivered_lengths=[3, 4]), groups[:3], groups[3:])
+    found = read_contents(tmp_path)
+    assert found.state == make_state(quarantined=2, delivered_lengths=[3, 4], buffered=3, filtered=2)
+    assert read_state(tmp_path) == found.state
+    assert not Ledger.restore(found.state.ledger).is_open(0, 5)
+    assert same_groups(found.buffered, groups[:3]) and same_groups(found.filtered, groups[3:])
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _forget_a_group(path: Path) -> None:
+    state = msgspec.json.decode((path.parent / STATE).read_bytes())
+    (path.parent / STATE).write_bytes(msgspec.json.encode(state | {"buffered": 1}))
+
+
+def _another_shape(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"step":6', b'"step":"6"'))
+
+
+def _another_format(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9'))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "expected"),
+    [
+        (STATE, _shorten, "cannot be read"),
+        (STATE, os.unlink, "cannot be read"),
+        (STATE, _another_format, "has format 9, and this asyncrl reads 1 to 3"),
+        (STATE, _another_shape, "cannot be read, as if another version of asyncrl had written it"),
+        (GROUPS, _shorten, "cannot be read"),
+        (GROUPS, os.unlink, "cannot be read"),
+        (GROUPS, _forget_a_group, "holds 2 groups, not 1"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, damage, expected) -> None:
+    write_contents(tmp_path, make_state(), random_groups(1, 2), [])
+    damage(tmp_path / name)
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        read_contents(tmp_path)
+    assert caught.value.path == str(tmp_path / name)
+    # What another version has written is no damage: going on from an older one would give it up.
+    assert isinstance(caught.value, DamagedCheckpoint) == (damage not in (_another_format, _another_shape))
+
+
+# --- writing and restoring ---
+
+
+class _Held:
+    """A backend whose saving ends when the test says so."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self.bytes = 0
+        self.savings: list[tuple[Path, Future[None]]] = []
+
+    def sees(self, folder: Path) -> None:
+        pass
+
+    def checkpoint_bytes(self) -> int:
+        return self.bytes
+
+    def save(self, folder: Path) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        self.savings.append((folder, done))
+        return done
+
+    def finish(self, at: int = -1, error: CheckpointError | None = None) -> None:
+        folder, done = self.savings[at]
+        if error is not None:
+            done.set_exception(error)
+            return
+        self._sim.save(folder).result()
+        done.set_result(None)
+
+
+class _World:
+    def __init__(
+        self, folder: Path, thread: ThreadPoolExecutor, *, backend: Any = None, incarnation: int = 100, keep: int = 1
+    ) -> None:
+        self.folder, self.thread, self.incarnation, self.keep = folder, thread, incarnation, keep
+        self.backend = backend or create(CONFIG, 0)
+        self.written: list[Written] = []
+        self.failed: list[Failed] = []
+        self.damaged: list[str] = []
+
+    def make(self, tasks: asyncio.TaskGroup) -> Checkpoints:
+        return Checkpoints(
+            self.folder,
+            self.incarnation,
+            self.backend,
+            self.thread,
+            keep=self.keep,
+            keep_every_steps=0,
+            tasks=tasks,
+            clock=LoopClock(),
+            recorded=self.recorded,
+            on_written=self.written.append,
+            on_failed=self.failed.append,
+            on_damaged=lambda _name, text: self.damaged.append(text),
+        )
+
+    async def recorded(self, state: CheckpointState) -> None:
+        """The lines of what is in a checkpoint are written before it is committed."""
+        await asyncio.sleep(0)
+        assert state.version not in [written.version for written in self.written]
+
+    def play(self, script: Callable[[Checkpoints], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+                return await script(self.make(tasks))
+
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
+    groups = random_groups(2, 4)
+
+    async def first(checkpoints: Checkpoints) -> None:
+        assert await checkpoints.restore() is None
+        for version in (3, 4):
+            assert await checkpoints.write(make_state(version), groups[:version], groups[version:])
+            await checkpoints.settle()
+            assert not checkpoints.busy
+        assert checkpoints.newest == Kept(version=4, step=8, path=folder / "v00000004")
+
+    world = _World(folder, thread)
+    world.backend._steps = 8
+    world.play(first)
+    assert [(w.version, w.step, w.path.name) for w in world.written] == [(3, 6, "v00000003"), (4, 8, "v00000004")]
+    assert all(0 <= w.staged_s <= w.seconds for w in world.written)
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000004", "writer.json"]
+
+    second = _World(folder, thread, incarnation=101)
+    contents = second.play(lambda checkpoints: checkpoints.restore())
+    assert contents.state == make_state(4, buffered=4)
+    assert same_groups(contents.buffered, groups)
+    assert second.backend._steps == 8
+    with pytest.raises(BaseExceptionGroup) as caught:
+        world.play(lambda checkpoints: checkpoints.restore())
+    assert isinstance(caught.value.exceptions[0], CheckpointError)
+
+
+def test_the_ledger_is_written_beside_the_event_loop_and_counts_as_room(folder, thread, monkeypatch) -> None:
+    """Its bits are as many as an epoch under way has prompts: those of ten million do not fit into the rest."""
+    ledger = Ledger()
+    for index in (0, 1, 9_999_999):
+        ledger.record("trained", 0, index)
+    state = msgspec.structs.replace(make_state(3), ledger=ledger.state)
+    threads, needed = [], []
+
+    def write(*args: Any) -> None:
+        threads.append(threading.current_thread())
+        write_contents(*args)
+
+    def begin(self: Checkpoints, version: int, room: int) -> Path:
+        needed.append(room)
+        return begin_one(self, version, room)
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        assert await checkpoints.write(state, [], [])
+        await checkpoints.settle()
+
+    begin_one = Checkpoints._begin
+    monkeypatch.setattr(writer_module, "write_contents", write)
+    monkeypatch.setattr(Checkpoints, "_begin", begin)
+    _World(folder, thread).play(script)
+    assert threads and threading.main_thread() not in threads
+    path = folder / "v00000003"
+    assert 10_000_000 / 8 < (path / STATE).stat().st_size <= needed[0]
+    assert Ledger.restore(read_state(path).ledger).state == ledger.state
+
+
+def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, thread) -> None:
+    held = _Held(create(CONFIG, 0))
+    groups = random_groups(2, 2)
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        mine = list(groups)
+        both = await asyncio.gather(
+            checkpoints.write(make_state(3), mine, []), checkpoints.write(make_state(4), [], [])
+        )
+        # What is done to the buffer afterwards is not in it.
+        mine.clear()
+        assert both == [True, False]
+        assert not await checkpoints.write(make_state(5), [], [])
+        assert (checkpoints.skipped, len(held.savings), checkpoints.busy) == (2, 1, True)
+        final = asyncio.create_task(checkpoints.write(make_state(5), [], [], final=True))
+        await asyncio.sleep(0)
+        assert not final.done() and not world.written
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await checkpoints.settle()
+        held.finish()
+        assert await final
+        assert [w.version for w in world.written] == [3]
+        assert len(read_contents(folder / "v00000003").buffered) == 2
+        held.finish()
+        await checkpoints.settle()
+
+    world = _World(folder, thread, backend=held)
+    world.play(script)
+    assert [w.version for w in world.written] == [3, 5]
+    assert (folder / "latest").read_text() == "v00000005\n"
+    assert world.failed == []
+
+
+def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypatch) -> None:
+    held = _Held(create(CONFIG, 0))
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(make_state(3), [], [])
+        held.finish()
+        await checkpoints.settle()
+        await checkpoints.write(make_state(4), [], [])
+        held.finish(error=CheckpointError("trainer", "a rank had no space"))
+        await checkpoints.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(contents_module, "write_file", _full)
+            await checkpoints.write(make_state(5), [], [])
+            while len(await asyncio.to_thread(os.listdir, folder)) < 4:
+                await asyncio.sleep(0)
+            # The ranks still write: nothing is removed before they have ended.
+            assert world.failed[1:] == [] and held.savings[-1][0].parent.exists()
+            held.finish()
+            await checkpoints.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", _full)
+            assert not await checkpoints.write(make_state(6), [], [])
+        assert not checkpoints.busy
+        await checkpoints.write(make_state(7), [], [])
+        assert checkpoints.newest is not None and checkpoints.newest.path == folder / "v00000003"
+        held.finish()
+
+    world = _World(folder, thread, backend=held)
+    world.play(script)
+    assert [(failed.version, failed.step, failed.full) for failed in world.failed] == [
+        (4, 8, 0),
+        (5, 10, errno.ENOSPC),
+        (6, 12, errno.ENOSPC),
+    ]
+    assert world.failed[0].reason == "trainer: a rank had no space"
+    for failed in world.failed[1:]:
+        assert failed.reason.startswith(f"no space left on {folder}: ") and "needed" in failed.reason
+    assert [w.version for w in world.written] == [3, 7]
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000007", "writer.json"]
+
+
+def _full(*arguments: Any, **keywords: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, thread, monkeypatch) -> None:
+    monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
+    held = _Held(create(CONFIG, 0))
+    held.bytes = 3 << 18
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        for version in (2, 3):
+            held.bytes = (version - 1) << 18
+            await checkpoints.write(make_state(version), [], [])
+            held.finish()
+            await checkpoints.settle()
+        ballast = fill(disk, left=1 << 18)
+        assert not await checkpoints.write(make_state(4), [], [])
+        assert not checkpoints.busy and not checkpoints.owed
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000002", "v00000003", "writer.json"]
+        ballast.unlink()
+        while not checkpoints.owed:
+            await asyncio.sleep(0.01)
+        assert await checkpoints.write(make_state(5), [], [])
+        assert checkpoints.failed is None and not checkpoints.owed
+        held.finish()
+
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        folder = disk / "checkpoints"
+        world = _World(folder, thread, backend=held, keep=2)
+        world.play(script)
+        (failed,) = world.failed
+        assert (failed.version, failed.full, failed.free) == (4, errno.ENOSPC, 1 << 18)
+        assert failed.reason == f"no space left on {folder}: 256.0 KiB free, about 576.0 KiB needed"
+        assert failed.older == ["v00000002"]
+        assert [w.version for w in world.written] == [2, 3, 5]
+
+
+def test_a_disk_that_fills_up_under_one_keeps_nothing_of_it(tmp_path, thread) -> None:
+    """The next one is tried when it is due where the disk refuses although it says that there is room."""
+    held = _Held(create(CONFIG, 0))
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(make_state(3), [], [])
+        held.finish()
+        await checkpoints.settle()
+        await checkpoints.write(make_state(4), random_groups(1, 2), [])
+        ballast = fill(disk)
+        held.finish(error=CheckpointError("trainer", "No space left on device", full=errno.ENOSPC))
+        await checkpoints.settle()
+        assert world.failed[0].full == errno.ENOSPC and checkpoints._looking is not None
+        checkpoints.close()
+        ballast.unlink()
+        await checkpoints.write(make_state(5), [], [])
+        held.finish(error=CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT))
+        await checkpoints.settle()
+        assert checkpoints._looking is None
+
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        folder = disk / "checkpoints"
+        world = _World(folder, thread, backend=held)
+        world.play(script)
+        assert world.failed[1].reason.startswith(f"the disk quota is used up on {folder}: ")
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000003", "writer.json"]
+
+
+def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest(folder, thread) -> None:
+    held = _Held(create(CONFIG, 0))
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(make_state(3), [], [])
+        raise RuntimeError("the learner fails")
+
+    world = _World(folder, thread, backend=held)
+    with pytest.raises(ExceptionGroup):
+        world.play(script)
+    assert not held.savings[0][1].done()
+    held.finish()
+    assert [p.name for p in folder.glob(".v*")] == [".v00000003.partial-100"]
+    assert _World(folder, thread, incarnation=101).play(lambda checkpoints: checkpoints.restore()) is None
+    assert sorted(p.name for p in folder.iterdir()) == ["writer.json"]
+
+
+@pytest.fixture
+def two(folder, thread) -> Path:
+    """The checkpoints 3 and 4, of steps 6 and 8."""
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        for version in (3, 4):
+            await checkpoints.write(make_state(version), random_groups(2, 2), [])
+            await checkpoints.settle()
+
+    _World(folder, thread, keep=2).play(script)
+    return folder
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+KINDS_OF_DAMAGE = [
+    ("COMPLETE", os.unlink, "is not complete: it holds no COMPLETE"),
+    ("COMPLETE", _empty, "cannot be read"),
+    (STATE, _flip, "its checksum differs"),
+    (GROUPS, _shorten, "bytes instead of"),
+    (f"{TRAINER}/contents.json", os.unlink, "cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), KINDS_OF_DAMAGE)
+def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread, name, damage, said) -> None:
+    damage(two / "v00000004" / name)
+    before = sorted(path.name for path in (two / "v00000004").rglob("*"))
+    world = _World(two, thread, incarnation=101)
+
+    async def script(checkpoints: Checkpoints) -> Any:
+        contents = await checkpoints.restore()
+        assert checkpoints.newest is not None and checkpoints.newest.path == two / "v00000003"
+        return contents
+
+    assert world.play(script).state.version == 3
+    (text,) = world.damaged
+    aside = two / "damaged-v00000004"
+    assert text.startswith(f"checkpoint v00000004, now {aside}, is damaged: {two / 'v00000004'}")
+    assert said in text
+    assert text.endswith("the run goes on from the newest whole one, v00000003 of step 6: 2 steps are trained again")
+    # Nothing of it is lost, and it is told once.
+    assert sorted(path.name for path in aside.rglob("*")) == before
+    again = _World(two, thread, incarnation=102)
+    assert again.play(lambda checkpoints: checkpoints.restore()).state.version == 3
+    assert again.damaged == []
+
+
+def test_where_none_is_whole_nothing_is_renamed_and_nothing_begins_anew(two, thread) -> None:
+    _flip(two / "v00000003" / STATE)
+    _flip(two / "v00000004" / GROUPS)
+    for incarnation in (101, 102):
+        with pytest.raises(ExceptionGroup) as caught:
+            _World(two, thread, incarnation=incarnation).play(lambda checkpoints: checkpoints.restore())
+        (error,) = caught.value.exceptions
+        assert isinstance(error, CheckpointError) and not isinstance(error, DamagedCheckpoint)
+        said = (
+            f"no checkpoint here is whole; of the newest, {two / 'v00000004' / GROUPS}: does not hold what was written"
+        )
+        assert said in str(error)
+        assert "move v00000004, v00000003 out of the folder to begin from the initial weights" in str(error)
+    assert sorted(path.name for path in two.glob("*v0*")) == ["v00000003", "v00000004"]
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EMFILE, errno.EIO])
+def test_an_unreadable_sector_is_damage_and_a_disk_that_is_away_says_nothing_of_the_checkpoint(
+    two, thread, monkeypatch, code
+) -> None:
+    real = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == two / "v00000004" / STATE:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    world = _World(two, thread, incarnation=101)
+    if code == errno.EIO:
+        assert world.play(lambda checkpoints: checkpoints.restore()).state.version == 3
+        assert "cannot be read: Input/output error" in world.damaged[0]
+        return
+    with pytest.raises(ExceptionGroup) as caught:
+        world.play(lambda checkpoints: checkpoints.restore())
+    assert f"v00000004/{STATE}: cannot be read: {os.strerror(code)}" in str(caught.value.exceptions[0])
+    assert (two / "v00000004").exists() and world.damaged == []

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, meet
+
+from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner.fsdp.gang import ranks as rendezvous
+
+
+def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
+    first, second = (rendezvous.open_store("127.0.0.1", 5.0) for _ in range(2))
+    assert first.port != second.port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", first.port))
+    # Bound to loopback alone: another local address refuses.
+    with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+        other.connect(("127.0.0.2", first.port))
+
+
+def test_the_store_keeps_to_the_ports_that_it_may_bind() -> None:
+    with rendezvous.listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        ports = f"{port}-{port + 20}"
+        stores = [rendezvous.open_store("127.0.0.1", 5.0, ports) for _ in range(2)]
+        assert port < stores[0].port < stores[1].port <= port + 20
+        with pytest.raises(OSError, match=f"no port of {port}-{port} at 127.0.0.1 is free; widen network.ports"):
+            rendezvous.open_store("127.0.0.1", 5.0, f"{port}-{port}")
+
+
+def _long_run(rank: int, addresses: Any) -> list[Any]:
+    ranks, said = meet(rank, addresses), []
+    if rank == 0:
+        # Longer than the collective timeout, as when there are no groups.
+        time.sleep(1.5 * TIMEOUT_S)
+        ranks.commands.tell(b"first")
+    else:
+        said.append(ranks.commands.next())
+    mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
+    said.append(ranks.scatter(mine if rank == 0 else None, 5 if rank else 3, "parcels").tolist())
+    said.append(ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word").decode())
+    said.append(ranks.all_gather([rank, 0.1], "sums").tolist())
+    said.append(ranks.agree(None, "nothing"))
+    said.append(ranks.agree(f"wrong at {rank}" if rank else None, "something"))
+    if rank:
+        threading.Timer(0.5, ranks.commands.interrupt).start()
+        said += [ranks.commands.next(), ranks.commands.next()]
+        try:
+            ranks.all_gather([1.0], "a collective that rank 0 does not enter")
+        except DeadlineExceeded as error:
+            said.append(error)
+        addresses.put("done")
+    else:
+        assert addresses.get(timeout=RANK_WAIT_S) == "done"
+    ranks.close()
+    return said
+
+
+def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should(pools) -> None:
+    first, (command, *second) = pools.play(2, _long_run)
+    assert command == b"first"
+    words = ["wörd", [[0.0, 0.1], [1.0, 0.1]], [], ["wrong at 1"]]
+    assert first == [[0, 1, 2], *words]
+    *second, error = second
+    # Interrupted while it waits, and before it waits.
+    assert second == [[0, 1, 2, 3, 4], *words, None, None]
+    what = "a collective that rank 0 does not enter"
+    assert (error.who, error.what, error.waited_s) == ("learner/1", what, TIMEOUT_S)
+
+
+def _late_reader(rank: int, addresses: Any) -> Any:
+    ranks = meet(rank, addresses)
+    told = [b"first", b"second", b"third"]
+    if rank == 0:
+        for body in told:
+            ranks.commands.tell(body)
+    ranks.all_gather([rank], "all are told")
+    found = [ranks.commands.next() for _ in told] if rank else []
+    left = [ranks._told.check([f"command/1/{number}"]) for number in (1, 2, 3)] if rank else []
+    ranks.all_gather([rank], "all are read")
+    ranks.close()
+    return found, left
+
+
+def test_a_follower_that_comes_late_obeys_every_command_and_the_store_keeps_none_that_was_read(pools) -> None:
+    assert pools.play(2, _late_reader)[1] == ([b"first", b"second", b"third"], [False] * 3)
+
+
+def _dying_rank_zero(rank: int, addresses: Any) -> ActorFailed:
+    ranks = meet(rank, addresses)
+    if rank == 0:
+        assert addresses.get(timeout=RANK_WAIT_S) == "waiting"
+        time.sleep(0.3)
+        os._exit(7)
+    addresses.put("waiting")
+    with pytest.raises(ActorFailed) as caught:
+        ranks.commands.next()
+    return caught.value
+
+
+def test_a_follower_knows_at_once_that_rank_zero_is_gone(pools) -> None:
+    _, error = pools.play(2, _dying_rank_zero)
+    assert error.actor == "learner/0"
+    assert "learner/1 awaited its next command" in str(error)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rendezvous_with_a_dead_rank_ends_after_its_deadline_and_may_be_tried_again(dead: int) -> None:
+    """I7: a rank that was sent to one starts anew by itself."""
+    store = rendezvous.open_store("127.0.0.1", TIMEOUT_S)
+    port, rank = store.port, 1 - dead
+    if dead == 0:
+        with rendezvous.listen("127.0.0.1") as gone:
+            port, store = gone.getsockname()[1], None
+    with pytest.raises(
+        DeadlineExceeded, match=rf"learner/{rank} waited 2.0 s on the 2 ranks for rendezvous at 127.0.0.1:{port}"
+    ) as failure:
+        rendezvous.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
+    assert failure.value.restartable
+    assert not dist.is_initialized()

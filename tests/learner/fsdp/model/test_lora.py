@@ -1,0 +1,379 @@
+"""Adapters in the learner, on real ranks over gloo: what is trained, published, exported and kept in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from learner.learner_cases import (
+    VOCABULARY,
+    gradients_of,
+    make_config,
+    random_groups,
+    read_checkpoint,
+    same,
+    save_small_model,
+    train,
+)
+from learner.rank_pool import run_alone
+from safetensors.torch import load_file
+from segment_reading import weights_of
+from torch import nn
+
+from asyncrl.config.lora import LoraConfig
+from asyncrl.config.sft import SftConfig
+from asyncrl.config.training import ModelConfig
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.fsdp.model.lora import LoraLinear, WithoutAdapters, adapted_layers, add_adapters, unreached
+from asyncrl.learner.fsdp.model.policy import load_policy, make_row
+from asyncrl.learner.fsdp.startup.memory import Load, estimate
+from asyncrl.learner.fsdp.startup.sharding import shape_of
+from asyncrl.learner.fsdp.weights import gather
+from asyncrl.learner.steps.step_planner import plan_step
+from asyncrl.lora import PREFIX, tensor_names
+from asyncrl.sft.conversations import Conversation, Conversations
+from asyncrl.sft.encoding import Encoded
+
+RANK, ALPHA = 3, 6.0
+SCALE = ALPHA / RANK
+STEPS = {"lr": 2e-2, "max_grad_norm": 1e9}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+def _config(folder: Path, *, lora: dict[str, Any] | None = None, **settings: Any):
+    config = make_config(folder, **(STEPS | settings))
+    return config.model_copy(update={"lora": LoraConfig(**({"rank": RANK, "alpha": ALPHA} | (lora or {})))})
+
+
+# --- the layer ---
+
+
+def _policy(folder: Path, **lora: Any):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    add_adapters(policy, LoraConfig(**({"rank": RANK, "alpha": ALPHA} | lora)), seed=7)
+    return policy
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_and_its_gradients_are_those_of_the_formula(bias) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(10, 6, bias=bias)
+    linear.requires_grad_(False)
+    layer = LoraLinear(linear, rank=RANK, alpha=ALPHA)
+    with torch.no_grad():
+        layer.lora_A.copy_(layer.first_a(torch.Generator().manual_seed(1)))
+    x, given = torch.randn(4, 10), torch.randn(4, 6)
+    assert torch.equal(layer(x), linear(x)), "B begins at zero"
+    nn.init.normal_(layer.lora_B)
+    layer(x).backward(given)
+
+    a, b = (p.detach().double().requires_grad_() for p in (layer.lora_A, layer.lora_B))
+    y = x.double() @ linear.weight.double().T + SCALE * x.double() @ a.T @ b.T
+    y = y + linear.bias.double() if bias else y
+    y.backward(given.double())
+    torch.testing.assert_close(layer(x).double(), y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.lora_A.grad.double(), a.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.lora_B.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
+    assert linear.weight.grad is None
+    layer.enabled = False
+    assert torch.equal(layer(x), linear(x))
+
+
+def test_every_linear_layer_of_the_decoder_gets_one_and_nothing_else(folder) -> None:
+    policy = _policy(folder)
+    layers = adapted_layers(policy.model)
+    assert len(layers) == 2 * 7 and "model.layers.1.mlp.down_proj" in layers
+    trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained == {f"{name}.{matrix}" for name in layers for matrix in ("lora_A", "lora_B")}
+    for layer in layers.values():
+        assert layer.lora_A.abs().max() <= layer.in_features**-0.5
+        assert float(layer.lora_A.detach().std()) == pytest.approx((3 * layer.in_features) ** -0.5, rel=0.25)
+        assert not layer.lora_B.any()
+    again = adapted_layers(_policy(folder).model)
+    assert all(torch.equal(layer.lora_A, again[name].lora_A) for name, layer in layers.items())
+    assert len({float(layer.lora_A.detach()[0, 0]) for layer in layers.values()}) == len(layers)
+
+
+def test_targets_are_ends_of_names_and_one_that_is_none_is_told(folder) -> None:
+    layers = adapted_layers(_policy(folder, targets=["q_proj", "mlp.up_proj"]).model)
+    assert sorted(layers) == [
+        f"model.layers.{i}.{name}" for i in range(2) for name in ("mlp.up_proj", "self_attn.q_proj")
+    ]
+    with pytest.raises(ConfigError, match=r"lora.targets: lm_head, proj: no linear layer.*called so; there are down_"):
+        _policy(folder, targets=["q_proj", "lm_head", "proj"])
+
+
+def test_an_adapter_that_the_model_does_not_call_is_found(folder) -> None:
+    policy = _policy(folder)
+    ids = np.arange(6)
+    row = make_row(ids, [6], ids, ids, torch.device("cpu"))
+    assert unreached(policy, row) == []
+    layer = policy.model.get_submodule("model.layers.0.mlp")
+    layer.forward = lambda x: nn.functional.linear(x, layer.up_proj.weight) @ layer.down_proj.weight.T
+    assert unreached(policy, row) == [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert all(p.grad is None for p in policy.parameters())
+
+
+def test_the_memory_of_a_frozen_model_is_its_weights_alone(folder) -> None:
+    load = Load(shards=1, tokens=64, chunk=64, compute_bytes=4, checkpointing="off", offloaded=False)
+    whole = estimate(shape_of(load_policy(ModelConfig(path=str(folder)))), load)
+    policy = _policy(folder)
+    found = estimate(shape_of(policy), load)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    assert (found.gradients, found.states) == (4 * trained, 8 * trained)
+    assert whole.states == 2 * whole.gradients == 2 * whole.weights
+    assert found.weights == whole.weights + 4 * trained
+    half = estimate(shape_of(policy), replace(load, compute_bytes=2))
+    assert half.weights == whole.weights // 2 + 4 * trained
+
+
+# --- training ---
+
+
+def _step_twice(backend, config, target: Path) -> dict[str, Any]:
+    """Metrics of two steps, and rank 0's shards of the second's gradients; ``target`` gets the model between them."""
+    first = train(backend, config, 0)
+    backend.export(target)
+    gradients = gradients_of(backend)
+    return {"metrics": [first, train(backend, config, 1)], "gradients": gradients}
+
+
+def _of_whole_model(backend, config) -> dict[str, np.ndarray]:
+    """Gradients of all weights in the second step, before it is taken."""
+    gradients = gradients_of(backend)
+    train(backend, config, 1)
+    return gradients[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {"budget": 30, "activation_checkpointing": "full"}),
+        (2, {"activation_checkpointing": "selective", "offload": True}),
+    ],
+)
+def test_gradients_follow_from_those_of_the_whole_weights_however_the_batch_is_cut(
+    ranks, settings, folder, tmp_path, run
+) -> None:
+    """dB = s dW A^T and dA = s B^T dW, where dW is the gradient of a whole model with the adapters added in."""
+    target = tmp_path / "model"
+    found, _ = run(_config(folder, ranks=ranks, **settings), _step_twice, target)
+    whole = run_alone(make_config(target, **STEPS), _of_whole_model)
+    adapter = load_file(target / "adapter" / "adapter_model.safetensors")
+    for name in adapted_layers(_policy(folder).model):
+        a, b = (adapter[each].double().numpy() for each in tensor_names(name))
+        of_weight = whole[f"{name}.weight"].astype(np.float64)
+        for matrix, expected in (("A", SCALE * b.T @ of_weight), ("B", SCALE * of_weight @ a.T)):
+            ours = found["gradients"][0][f"{name}.lora_{matrix}"]
+            expected = expected[: len(ours)]
+            assert np.abs(ours - expected).max() < 1e-3 * np.abs(expected).max(), (name, matrix)
+
+
+def test_training_is_the_same_on_any_number_of_ranks_and_the_reference_needs_no_model(folder, tmp_path, run) -> None:
+    kl = {"coefficient": 0.5, "estimator": "k3"}
+    explicit = run_alone(_config(folder, kl=kl | {"path": str(folder)}), _step_twice, tmp_path / "explicit")["metrics"]
+    found, _ = run(_config(folder, ranks=2, kl=kl), _step_twice, tmp_path / "shared")
+    for ours, theirs in zip(found["metrics"], explicit, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+    assert explicit[0]["loss/reference_kl"] == pytest.approx(0.0, abs=1e-9) and explicit[1]["loss/reference_kl"] > 1e-3
+
+
+def _penalties(backend, config, target: Path) -> float:
+    """The reference's share of the rewards of the second step; a checkpoint is written right after it scored."""
+    train(backend, config, 0)
+    assert isinstance(backend._scorers.reference, WithoutAdapters) == (config.learner.kl.path is None)
+    plan = plan_step(random_groups(1, 3), version=0, fresh=True, step=1, config=config, backend=backend)
+    backend.save(target).result(60)
+    backend.train(plan)
+    return plan.metrics["reward/kl_penalty"]
+
+
+def test_the_reference_in_the_reward_is_the_model_without_adapters(folder, tmp_path, run) -> None:
+    kl = {"coefficient": 0.5, "place": "reward"}
+    found = [
+        run(_config(folder, ranks=ranks, kl=kl | path), _penalties, tmp_path / str(number))[0]
+        for number, (ranks, path) in enumerate([(1, {"path": str(folder)}), (2, {})])
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def _conversations() -> Conversations:
+    rows = [
+        Conversation(
+            f"talk.jsonl:{i + 1}",
+            [Encoded(((i + np.arange(12)) % VOCABULARY).astype(np.int32), np.arange(3, 12, dtype=np.int32))],
+        )
+        for i in range(4)
+    ]
+    return Conversations(rows=rows, fingerprint="f", seed=0, batch=2)
+
+
+def _warm_up(backend, config) -> tuple[list[float], bool]:
+    warm = SupervisedSteps(config, _conversations(), packed=backend.packed)
+    before = _frozen(backend)
+    found = [backend.train(warm.warm_step(step))["loss/sft"] for step in range(1, config.sft.warm_steps + 1)]
+    train(backend, config, 0)
+    return found, same(before, _frozen(backend))
+
+
+def test_warm_steps_train_the_adapters_too(folder, run) -> None:
+    sft = SftConfig(data="talk.jsonl", warm_steps=12, batch=2)
+    config = _config(folder).model_copy(update={"sft": sft})
+    (losses, is_frozen), _ = run(config, _warm_up)
+    assert np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
+    assert is_frozen
+
+
+# --- versions, exports, checkpoints ---
+
+
+def _frozen(backend) -> dict[str, np.ndarray]:
+    return {
+        name: p.detach().to_local().clone().numpy()
+        for name, p in backend._policy.named_parameters()
+        if not p.requires_grad
+    }
+
+
+def _leave(backend, config, run: Path) -> dict[str, Any]:
+    """Two steps, then a checkpoint, an export and a version of one moment; that is written behind a third step."""
+    before = _frozen(backend)
+    for step in range(2):
+        train(backend, config, step)
+    backend.save(run / "trainer").result(60)
+    backend.export(run / "export")
+    real, go_on = gather._write_bucket, threading.Event()
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> Any:
+        assert go_on.wait(60)
+        return real(name, tensors)
+
+    with mock.patch.object(gather, "_write_bucket", write):
+        version = backend.publish(1)
+        train(backend, config, 2)
+        assert not version.done()
+        go_on.set()
+        published = weights_of(version.result(60))
+    sizes = backend.checkpoint_bytes(), backend.export_bytes()
+    return {"version": published, "frozen": same(before, _frozen(backend)), "bytes": sizes}
+
+
+def _adapters(checkpoint: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    prefix = "weights/model."
+    return {
+        f"{PREFIX}{name.removeprefix(prefix)}.weight": torch.from_numpy(value)
+        for name, value in checkpoint.items()
+        if name.startswith(prefix)
+    }
+
+
+def _merge(source: Path, adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = load_file(source / "model.safetensors")
+    for name in found:
+        a, b = tensor_names(name.removesuffix(".weight"))
+        if a in adapters:
+            found[name] = (found[name].double() + SCALE * adapters[b].double() @ adapters[a].double()).float()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "is_tied", "publish"), [(2, False, "adapter"), (1, True, "merged")])
+def test_versions_checkpoints_and_exports_hold_what_was_trained(
+    ranks, is_tied, publish, folder, tied, tmp_path, run
+) -> None:
+    source = tied if is_tied else folder
+    config = _config(source, ranks=ranks, lora={"publish": publish}, bucket_bytes=50_000)
+    left, _ = run(config, _leave, tmp_path)
+    assert left["frozen"]
+    checkpoint = read_checkpoint(tmp_path / "trainer")
+    adapters = _adapters(checkpoint)
+    names = [each for name in adapted_layers(_policy(source).model) for each in tensor_names(name)]
+    assert sorted(adapters) == sorted(names) and len(checkpoint) == 4 * len(names)
+    assert all(value.any() for value in adapters.values())
+
+    merged = _merge(source, adapters)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    for found in [exported, left["version"]] if publish == "merged" else [exported]:
+        assert found.keys() == merged.keys()
+        for name, value in found.items():
+            assert torch.allclose(value, merged[name], rtol=1e-6, atol=1e-6), name
+    alone = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
+    for found in [alone, left["version"]] if publish == "adapter" else [alone]:
+        assert found.keys() == adapters.keys()
+        assert all(torch.equal(value, adapters[name]) for name, value in found.items())
+    settings = json.loads((tmp_path / "export" / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (RANK, ALPHA, str(source))
+    assert settings["target_modules"] == sorted(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    assert sorted(path.name for path in (tmp_path / "export" / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    ]
+    sizes = [sum(p.stat().st_size for p in (tmp_path / name).rglob("*.*")) for name in ("trainer", "export")]
+    assert [size / guess for size, guess in zip(sizes, left["bytes"], strict=True)] == pytest.approx([1, 1], rel=0.3)
+
+
+def _publish(backend, config) -> tuple[dict[str, torch.Tensor], set[tuple[torch.dtype, bool]]]:
+    train(backend, config, 0)
+    types = {(parameter.dtype, parameter.requires_grad) for parameter in backend._policy.parameters()}
+    return weights_of(backend.publish(1).result(60)), types
+
+
+def test_in_bfloat16_the_frozen_weights_are_that_and_adapters_are_not(folder, run) -> None:
+    config = _config(folder, ranks=2, dtype="bfloat16", lora={"publish": "merged", "targets": ["down_proj"]})
+    (found, types), _ = run(config, _publish)
+    assert types == {(torch.bfloat16, False), (torch.float32, True)}
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    original = load_file(folder / "model.safetensors")
+    for name, value in found.items():
+        assert torch.equal(value, original[name].bfloat16()) == ("down_proj" not in name), name
+
+
+def _load_and_save(backend, config, source: Path, target: Path) -> list[dict[str, float]]:
+    backend.load(source)
+    backend.save(target).result(60)
+    return [train(backend, config, 3)]
+
+
+def test_a_checkpoint_is_read_back_bit_for_bit_by_any_number_of_ranks(folder, tmp_path, run) -> None:
+    run(_config(folder, ranks=2), _leave, tmp_path)
+    there, metrics = read_checkpoint(tmp_path / "trainer"), []
+    for ranks in (1, 2):
+        target = tmp_path / f"again-{ranks}"
+        metrics.append(run(_config(folder, ranks=ranks), _load_and_save, tmp_path / "trainer", target)[0][0])
+        assert same(read_checkpoint(target), there)
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-3, abs=1e-6)
+
+
+def _refused(backend, config, source: Path, own: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        backend.load(source)
+    backend.save(own).result(60)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused(folder, tmp_path, run) -> None:
+    whole, adapters, none = tmp_path / "whole", tmp_path / "adapters", tmp_path / "none"
+    full = make_config(folder, **STEPS)
+    run(full, _save, whole)
+    told, _ = run(_config(folder), _refused, whole, adapters)
+    assert "holds a whole model and no adapters: set lora.rank = 0, as it was" in told
+    told, _ = run(full, _refused, adapters, none)
+    assert "holds adapters, and lora.rank = 0 trains the model itself" in told
+    told, _ = run(_config(folder, lora={"rank": 4}), _refused, adapters, tmp_path / "other")
+    assert "q_proj.lora_A is [3, 64], and [4, 64] in the model" in told
+
+
+def _save(backend, config, target: Path) -> None:
+    backend.save(target).result(60)

@@ -1,0 +1,318 @@
+"""Each rank reads its own rows of a model: what it holds, how much it reads of files, how much memory that takes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from learner.learner_cases import make_config, save_small_model
+from learner.rank_pool import RANK_WAIT_S, Pools
+from model_matrix import HALF, make_family, save_family
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from asyncrl.config.training import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp.gang.ranks import Ranks, open_store
+from asyncrl.learner.fsdp.model.policy import load_policy
+from asyncrl.learner.fsdp.startup import loading, sharding
+from asyncrl.learner.fsdp.startup.sharding import make_mesh
+from asyncrl.learner.fsdp.startup.startup_check import Scoring
+from asyncrl.learner.fsdp.weights.shard_plan import own_rows
+
+CPU = torch.device("cpu")
+
+
+def _rank(rank: int, addresses: Any, world: int, replicas: int, case: Callable[..., Any], arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    store = open_store("127.0.0.1", RANK_WAIT_S) if not rank else None
+    if store is not None:
+        for _ in range(world - 1):
+            addresses.put(store.port)
+    port = store.port if store is not None else addresses.get(timeout=RANK_WAIT_S)
+    ranks = Ranks(rank, world, "127.0.0.1", port, device=CPU, timeout_s=30.0, replicas=replicas, store=store)
+    try:
+        return case(ranks, make_mesh(ranks, "cpu"), *arguments)
+    except ConfigError as error:
+        return error.problems
+    finally:
+        ranks.close()
+
+
+def _play(pools: Pools, case: Callable[..., Any], *arguments: Any, world: int = 2, replicas: int = 1) -> list[Any]:
+    """Returns what ``case(ranks, mesh, *arguments)`` does on each rank, or the problems of its ConfigError."""
+    return pools.play(world, _rank, world, replicas, case, arguments)
+
+
+M_MMAP_THRESHOLD = -3
+"""As glibc's malloc.h has it."""
+
+
+def _differences(ranks: Ranks, mesh: Any, folder: Path, ours: Path | None = None) -> tuple[list[str], bool]:
+    """Names of what is not in every bit this rank's part of what load_policy gives; and whether all was read whole."""
+    read, whole = [], loading.load_policy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_policy", lambda config: read.append(config) or whole(config))
+        loaded = loading.load(ModelConfig(path=str(ours or folder)), ranks, mesh)
+    expected = load_policy(ModelConfig(path=str(folder)))
+    rank = ranks.rank % ranks.shards
+    wanted = dict(expected.named_buffers())
+    for name, tensor in expected.named_parameters():
+        rows = own_rows(len(tensor), rank, ranks.shards)
+        wanted[name] = tensor.detach()[rows.start : rows.stop]
+    wrong = sorted(wanted.keys() ^ loaded.values.keys())
+    for name in wanted.keys() & loaded.values.keys():
+        part = loaded.values[name]
+        if part.dtype != wanted[name].dtype or not torch.equal(part, wanted[name]):
+            wrong.append(name)
+    empty = loaded.empty()
+    if [name for name, _ in empty.named_parameters()] != [name for name, _ in expected.named_parameters()]:
+        wrong.append("the parameters of an empty one")
+    if empty.model.all_tied_weights_keys != expected.model.all_tied_weights_keys:
+        wrong.append("what is tied")
+    # Of rank 0, which publishes.
+    if not rank and str(empty.model._weight_conversions) != str(expected.model._weight_conversions):
+        wrong.append("the conversions")
+    return wrong, bool(read)
+
+
+@pytest.mark.parametrize(("family", "tied"), HALF)
+def test_each_rank_gets_its_rows_of_the_model_in_every_bit(family: str, tied: bool, tmp_path: Path, pools) -> None:
+    folder = save_family(tmp_path / "model", make_family(family, tied=tied).to(torch.bfloat16))
+    assert _play(pools, _differences, folder) == [([], False)] * 2
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_so_does_each_of_any_number_and_of_several_copies(ranks: int, replicas: int, tmp_path: Path, pools) -> None:
+    # Rows, and experts, that do not divide.
+    dense = save_family(tmp_path / "dense", make_family("Gemma3", tied=True).to(torch.bfloat16))
+    experts = save_family(tmp_path / "experts", make_family("Qwen3Moe", tied=False).to(torch.bfloat16))
+    for folder in (dense, experts):
+        assert _play(pools, _differences, folder, world=ranks, replicas=replicas) == [([], False)] * ranks
+
+
+def _rewrite(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], **settings: Any) -> Path:
+    """The model of ``source`` with other files."""
+    folder.mkdir()
+    weights = load_file(source / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("case", ["equal", "other", "head alone"])
+def test_a_head_is_tied_as_transformers_ties_it(case: str, tmp_path: Path, pools) -> None:
+    """By its configuration, unless the checkpoint holds two weights that differ."""
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        if case == "equal":
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        elif case == "head alone":
+            del weights["model.embed_tokens.weight"]
+
+    source = save_small_model(tmp_path / "source")
+    folder = _rewrite(source, tmp_path / "model", change, tie_word_embeddings=True)
+    assert _play(pools, _differences, folder) == [([], False)] * 2
+
+
+def _converted(ranks: Ranks, mesh: Any, folder: Path) -> Any:
+    """_differences, where a checkpoint of Qwen2 has gate and up in one weight, and another name for the norms."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+
+    with pytest.MonkeyPatch.context() as patch:
+        cached = getattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
+        if cached is not None:
+            patch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", dict(cached))
+        mapping = [
+            WeightRenaming("ln_1", "input_layernorm"),
+            WeightConverter("mlp.both", ["mlp.gate_proj", "mlp.up_proj"], [Chunk(dim=0)]),
+        ]
+        conversion_mapping.register_checkpoint_conversion_mapping("qwen2", mapping, overwrite=True)
+        found = _differences(ranks, mesh, folder)
+        loaded = loading.load(ModelConfig(path=str(folder)), ranks, mesh)
+        return found, len(loaded.conversions)
+
+
+def test_weights_that_transformers_splits_are_read_by_all_and_cut(tmp_path: Path, pools) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for layer in range(2):
+            start = f"model.layers.{layer}."
+            gate, up = (weights.pop(f"{start}mlp.{name}_proj.weight") for name in ("gate", "up"))
+            weights[f"{start}mlp.both.weight"] = torch.cat([gate, up])
+            weights[f"{start}ln_1.weight"] = weights.pop(f"{start}input_layernorm.weight")
+
+    folder = _rewrite(save_small_model(tmp_path / "source"), tmp_path / "model", change)
+    assert _play(pools, _converted, folder) == [(([], False), 2)] * 2
+
+
+@pytest.mark.parametrize("how", ["bin", "on one host alone"])
+def test_what_cannot_be_read_in_shards_is_handed_out_and_told_of(how: str, tmp_path: Path, pools) -> None:
+    folder, other = save_family(tmp_path / "model", make_family("Gemma3", tied=True)), tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((folder / "config.json").read_bytes())
+    if how == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    found = _play(pools, _told, folder, other)
+    why = "its folder has neither model.safetensors nor model.safetensors.index.json"
+    assert found == [(([], True), [f"{folder}: learner/0 reads it whole and hands it out: {why}"]), (([], False), [])]
+
+
+def _told(ranks: Ranks, mesh: Any, folder: Path, other: Path) -> Any:
+    """_differences, and the log; ranks above 0 have ``other`` instead."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(loading.__name__)
+    log.addHandler(handler)
+    try:
+        return _differences(ranks, mesh, folder, other if ranks.rank else folder), records
+    finally:
+        log.removeHandler(handler)
+
+
+def test_what_is_wrong_on_one_rank_is_told_by_all(tmp_path: Path, pools) -> None:
+    source = save_small_model(tmp_path / "source")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights[name][-1, -1] = float("nan")
+
+    cases = {
+        "lacks": (lambda weights: weights.pop(name), f"lacks 1 weights of the model, the first {name}"),
+        "last row": (spoil, f"not finite (NaN or infinity) in 1 tensors, the first {name}"),
+        "cut off": (lambda weights: None, "cannot be loaded as a causal LM"),
+        "taller": (lambda weights: weights.update({name: torch.zeros(97, 64)}), "cannot be loaded as a causal LM"),
+    }
+    for case, (change, expected) in cases.items():
+        folder = _rewrite(source, tmp_path / case, change)
+        if case == "cut off":
+            os.truncate(folder / "model.safetensors", 100_000)
+        first, second = _play(pools, _load, folder)
+        assert first == second, case
+        assert len(first) == 1 and expected in first[0] and str(folder) in first[0], (case, first)
+
+
+def _load(ranks: Ranks, mesh: Any, folder: Path) -> None:
+    loading.load(ModelConfig(path=str(folder)), ranks, mesh)
+
+
+class _Slice:
+    """A tensor in a file, that counts how often each number is read."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+        self.counts = torch.zeros(whole.get_shape(), dtype=torch.uint8)
+
+    def get_shape(self) -> list[int]:
+        return self._whole.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._whole.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.counts[index] += 1
+        return self._whole[index]
+
+
+def _counts(ranks: Ranks, mesh: Any, folder: Path) -> dict[str, Any]:
+    """How often this rank has read each number of each tensor."""
+    slices: dict[str, _Slice] = {}
+
+    @contextlib.contextmanager
+    def counting(file: Path, **settings: Any) -> Iterator[Any]:
+        with safe_open(file, **settings) as source:
+            yield SimpleNamespace(
+                keys=source.keys, get_slice=lambda name: slices.setdefault(name, _Slice(source.get_slice(name)))
+            )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors, "safe_open", counting)
+        loading.load(ModelConfig(path=str(folder)), ranks, mesh)
+    return {name: each.counts.numpy() for name, each in slices.items()}
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
+def test_every_number_is_read_by_one_rank_once(family: str, tmp_path: Path, pools) -> None:
+    model = make_family(family, tied=True).to(torch.bfloat16)
+    folder = save_family(tmp_path / "model", model)
+    # In several files, with an index.
+    model.save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    found = _play(pools, _counts, folder)
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 20
+    for name, counts in found[0].items():
+        assert (counts + found[1][name] == 1).all(), name
+
+
+class _Peak(threading.Thread):
+    """Samples how much memory of its own, not of files, this process has, bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.peak = self._now()
+        self._stop_asked = threading.Event()
+
+    @staticmethod
+    def _now() -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) << 10
+
+    def run(self) -> None:
+        while not self._stop_asked.wait(0.0005):
+            self.peak = max(self.peak, self._now())
+
+    def stop(self) -> int:
+        """Returns the growth from first to peak."""
+        self._stop_asked.set()
+        self.join()
+        return max(self.peak, self._now()) - self.first
+
+
+def _grown(ranks: Ranks, mesh: Any, small: Path, folder: Path) -> int:
+    """Memory that loading a model, trying it and cutting it up for training takes at its peak, bytes."""
+    # Large blocks of their own, which go back to the system when they are freed.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
+    grown = 0
+    with pytest.MonkeyPatch.context() as patch:
+        # The activations of a long sequence are no matter of loading.
+        patch.setattr(sharding, "confirm_scoring", lambda *_args, **_named: Scoring(True, "packed", True))
+        # The small one takes what the first of all takes once.
+        for path in (small, folder):
+            peak = _Peak()
+            peak.start()
+            try:
+                sharding.build_policy(make_config(path, ranks=ranks.world_size), ranks, torch.float32)
+            finally:
+                grown = peak.stop()
+    return grown
+
+
+def test_no_rank_has_memory_for_the_model(tmp_path: Path) -> None:
+    """Half of 60 MB is each rank's, and the rest is a layer, activations and what else there is."""
+    small = save_small_model(tmp_path / "small")
+    source = save_small_model(tmp_path / "source", num_hidden_layers=38, intermediate_size=2048)
+    size = (source / "model.safetensors").stat().st_size
+    assert 55e6 < size < 70e6
+    folder = _rewrite(
+        source, tmp_path / "model", lambda all_of: all_of.update({n: w.bfloat16() for n, w in all_of.items()})
+    )
+    # In processes that have freed nothing yet.
+    with contextlib.closing(Pools()) as pools:
+        grown = _play(pools, _grown, small, folder)
+    assert all(size / 2 < each < 0.8 * size for each in grown), (grown, size)

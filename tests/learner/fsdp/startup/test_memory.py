@@ -1,0 +1,109 @@
+"""The estimate of a rank's memory: against what autograd keeps, and the keys that it says to change."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from learner.learner_cases import VOCABULARY, save_small_model
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.config.training import ModelConfig
+from asyncrl.learner.fsdp.model.policy import load_policy, make_row
+from asyncrl.learner.fsdp.startup.memory import USABLE, Load, ModelShape, advise, estimate
+from asyncrl.learner.fsdp.startup.sharding import shape_of
+
+QWEN_7B = ModelShape(
+    parameters=7_615_616_512,
+    trained=7_615_616_512,
+    layer_parameters=233_057_792,
+    layers=28,
+    hidden=3584,
+    queries=3584,
+    keys=512,
+    intermediate=18944,
+    vocabulary=152_064,
+)
+LOAD = Load(shards=8, tokens=8192, chunk=441, compute_bytes=2, checkpointing="off", offloaded=False)
+
+
+def test_a_7b_model_on_8_ranks_needs_what_is_known_of_it():
+    found = estimate(QWEN_7B, LOAD)
+    assert found.weights + found.gradients + found.states == 16 * (4 * QWEN_7B.parameters // 8) // 4
+    assert 45e9 < found.activations < 70e9
+    assert estimate(QWEN_7B, Load(8, 8192, 441, 2, "full", False)).activations < found.activations / 8
+    assert "activations" in str(found)
+
+
+@pytest.mark.parametrize("kind", ["off", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
+    folder = save_small_model(tmp_path / "model", intermediate_size=192, num_hidden_layers=6)
+    weights: set[int] = set()
+    kept: dict[int, int] = {}
+    held = []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            # Held, so that no other takes its place in memory.
+            held.append(tensor)
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def keeping(forward, *arguments, **options):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*arguments, **options)
+
+    policy = load_policy(ModelConfig(path=str(folder)))
+    policy.use_attention("packed")
+    policy.to(dtype)
+    for layer in policy.decoder_layers():
+        forward = partial(checkpoint, layer.forward, use_reentrant=False) if kind == "full" else layer.forward
+        layer.forward = partial(keeping, forward)
+    tokens = 256
+    ids = torch.randint(0, VOCABULARY, (tokens,)).numpy()
+    row = make_row(ids, [tokens], ids[:1] * 0, ids[:1], torch.device("cpu"))
+    weights |= {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    policy.model.base_model(
+        input_ids=row.input_ids,
+        position_ids=row.position_ids,
+        use_cache=False,
+        sequence_lengths=torch.tensor(row.lengths),
+    )
+    shape = shape_of(policy)
+    expected = estimate(shape, Load(1, tokens, 1, dtype.itemsize, kind, False)).activations
+    if kind == "full":
+        # Nothing is computed again yet.
+        expected -= estimate(shape, Load(1, tokens, 1, dtype.itemsize, "off", False)).activations // shape.layers
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.15), (sum(kept.values()), expected)
+
+
+@given(
+    st.integers(1, 64),
+    st.sampled_from([1024, 8192, 32768]),
+    st.sampled_from(["off", "selective", "full"]),
+    st.booleans(),
+    st.floats(1e9, 300e9),
+)
+def test_what_is_advised_fits_or_asks_for_more_ranks(shards, tokens, kind, offloaded, available):
+    load = Load(shards, tokens, 441, 2, kind, offloaded)
+    told = advise(QWEN_7B, load, int(available))
+    fits = estimate(QWEN_7B, load).device <= int(USABLE * int(available))
+    assert (told is None) == fits
+    if told is None or "more ranks" in told:
+        return
+    changed = {"checkpointing": "full" if "activation_checkpointing" in told else kind}
+    if "tokens_per_microbatch" in told:
+        changed["tokens"] = int(told.split("tokens_per_microbatch = ")[1].split()[0])
+    assert changed.get("tokens", tokens) <= tokens
+    then = Load(shards, changed.get("tokens", tokens), 441, 2, changed["checkpointing"], offloaded or "offload" in told)
+    assert estimate(QWEN_7B, then).device <= int(USABLE * int(available))
+
+
+def test_the_cheapest_change_is_told_first():
+    assert advise(QWEN_7B, LOAD, 80 * 10**9) == 'learner.activation_checkpointing = "full"'
+    small = advise(QWEN_7B, Load(1, 8192, 441, 2, "full", False), 80 * 10**9)
+    assert small == "learner.tokens_per_microbatch = 1024 and learner.offload = true"
+    assert "more ranks" in advise(QWEN_7B, Load(1, 1024, 441, 2, "full", True), 4 * 10**9)

@@ -1,0 +1,172 @@
+"""Steps of every loss and of several updates, on real ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner.learner_cases import gradients_of, make_config, random_groups
+
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.algorithm.loss.objective import Objective
+from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.token_batch import TokenBatch
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "ratio of a sequence": {"loss": "gspo"},
+    "corrections": {
+        "correction": {"weight": "sequence", "mask": (0.1, 5.0), "reject": {"estimator": "k1", "limit": 3.0}},
+        "advantage": "rloo",
+    },
+    "reference and entropy bonus": {
+        "kl": {"coefficient": 0.7, "estimator": "k3", "path": ""},
+        "entropy_bonus": 0.5,
+        "aggregation": "constant",
+    },
+    "teacher": {"loss": "distill", "loss_options": {"reward": 0.5}, "teacher": ""},
+}
+"""Objectives that look beyond one token or one model; losses of single tokens are sums of the same kind."""
+BUDGETS = (10_000, 10)
+TEMPERATURE = 0.8
+
+
+def _plan(config, step: int, *, packed: bool = True, budget: int | None = None) -> StepPlan:
+    if budget is not None:
+        learner = config.learner.model_copy(update={"tokens_per_microbatch": budget})
+        config = config.model_copy(update={"learner": learner})
+    return build_step(random_groups(step, 4), version=0, config=config, world_size=config.learner.ranks, packed=packed)
+
+
+def _score(model: Any, ids: np.ndarray, predict: np.ndarray, targets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model(torch.from_numpy(ids).long()[None]).logits[0, torch.from_numpy(predict).long()]
+    logp = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    taken = logp[torch.arange(len(targets)), torch.from_numpy(targets).long()]
+    return taken, -(logp.exp() * logp).sum(-1)
+
+
+def _plain(folder: Path, config) -> list[dict[str, np.ndarray]]:
+    """The gradient of each update of a step, float64, one sequence at a time; the objective is ours."""
+    import transformers
+
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
+    model, path = load(folder), config.learner.kl.path or config.learner.teacher
+    other = load(path) if path else None
+    first = [p.detach().clone() for p in model.parameters()]
+    objective = Objective(config.learner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    gradients = []
+    for update in _plan(config, 0, packed=False).updates:
+        for (batch,) in zip(update.ranks[0], strict=True):
+            score = (batch.input_ids, batch.predict, batch.targets)
+            now = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), first, strict=True):
+                    parameter.copy_(value)
+                proximal = _score(model, *score)[0]
+                frozen = _score(other, *score)[0] if other else None
+                for parameter, value in zip(model.parameters(), now, strict=True):
+                    parameter.copy_(value)
+            logprobs, entropies = _score(model, *score)
+            tokens = TokenBatch(
+                logprobs=logprobs,
+                entropies=entropies,
+                proximal=proximal,
+                **{
+                    name: torch.from_numpy(getattr(batch, name)).double()
+                    for name in ("behaviour", "advantages", "weights")
+                },
+                segments=torch.zeros(len(batch.predict), dtype=torch.int64),
+                sequences=1,
+                staleness=torch.from_numpy(batch.staleness),
+                reference=frozen,
+                teacher=frozen,
+            )
+            objective(tokens, update.denominator)[0].backward()
+        gradients.append({name: p.grad.float().numpy().copy() for name, p in model.named_parameters()})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.learner.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+def _gradients(backend, config, *budgets: int) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    """Rank 0's shards of the gradient of each update, before the optimizer sees it, and the metrics of the last step.
+
+    Of a step for each of the ``budgets``.
+    """
+    found = gradients_of(backend)
+    for budget in budgets:
+        metrics = backend.train(_plan(config, 0, packed=backend.packed, budget=budget))
+    return found, metrics
+
+
+def _error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Relative, over all parameters together; ``found`` may hold the first rows alone."""
+    assert found.keys() == expected.keys()
+    pairs = [(found[name], expected[name][: len(found[name])]) for name in found]
+    difference = sum(float(((a - b).astype(np.float64) ** 2).sum()) for a, b in pairs)
+    return (difference / sum(float((b.astype(np.float64) ** 2).sum()) for _, b in pairs)) ** 0.5
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(name, folder, other, run) -> None:
+    """1 and 2 ranks, two budgets, sequences of unequal lengths."""
+    settings: dict[str, Any] = {"lr": 0.0, "max_grad_norm": 1e9} | OBJECTIVES[name]
+    if "kl" in settings:
+        settings["kl"] = settings["kl"] | {"path": str(other)}
+    elif "teacher" in settings:
+        settings["teacher"] = str(other)
+    (expected,) = _plain(folder, make_config(folder, **settings))
+    for ranks in (1, 2):
+        (found, _), _ = run(make_config(folder, ranks=ranks, **settings), _gradients, *BUDGETS)
+        assert [_error(each, expected) for each in found] == pytest.approx([0.0] * len(BUDGETS), abs=1e-5)
+
+
+def test_several_updates_are_held_against_the_weights_before_the_first(folder, run) -> None:
+    settings = {
+        "lr": 3e-3,
+        "max_grad_norm": 1e9,
+        "updates_per_batch": 3,
+        "loss_options": {"clip_low": 0.01, "clip_high": 0.02},
+    }
+    expected = _plain(folder, make_config(folder, **settings))
+    for ranks in (1, 2):
+        (found, metrics), _ = run(make_config(folder, ranks=ranks, **settings), _gradients, 50)
+        for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
+            # Adam's first steps turn rounding errors of a gradient near 0 into whole steps.
+            assert _error(ours, plain) < (1e-5 if not number else 2e-2)
+        # In the first update no clip acts, in later ones it does.
+        assert 0.0 < metrics["loss/clipped_fraction"] < 1.0
+
+
+def _poison_an_update(backend, config, update: int) -> tuple[Any, list[Any], int, int]:
+    plan = _plan(config, 0, packed=backend.packed)
+    plan.updates[update].ranks[-1][-1].behaviour[0] = np.nan
+    taken: list[Any] = []
+    backend._optimizer.register_step_pre_hook(lambda *_: taken.append(None))
+    try:
+        backend.train(plan)
+    except NonFiniteStep as error:
+        facts = (error.uids, list(error.trained), bool(error.metrics), str(error))
+    if config.learner.ranks == 1:
+        # With more, the others have told their own actors and follow again when these say so.
+        assert all(np.isfinite(value) for value in backend.train(_plan(config, 1, packed=backend.packed)).values())
+        del taken[-4:]
+    return facts, [u.uids for u in plan.updates], len(taken), backend.steps
+
+
+@pytest.mark.parametrize(("update", "ranks"), [(0, 2), (1, 1), (1, 2)])
+def test_an_update_that_is_refused_ends_the_step_and_not_those_before_it(update, ranks, folder, run) -> None:
+    config = make_config(folder, ranks=ranks, updates_per_batch=4, on_nonfinite="skip")
+    (facts, uids, taken, steps), followers = run(config, _poison_an_update, update)
+    bad, trained, has_metrics, text = facts
+    assert bad == uids[update]
+    assert trained == [uid for each in uids[:update] for uid in each]
+    assert has_metrics == bool(update)
+    assert ("no step was taken" in text) == (not update)
+    assert (taken, steps) == (update, int(update > 0) + (2 - ranks))
+    assert all("the loss of step 1 is not finite" in told for told in followers)

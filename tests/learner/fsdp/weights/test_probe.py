@@ -1,0 +1,111 @@
+"""The probe: what the learner's weights make of a few fixed sequences, and that asking leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner.learner_cases import VOCABULARY, make_config, train
+from learner.rank_pool import run_alone
+from segment_reading import read_manifest
+from torch.distributed.tensor import DTensor
+
+from asyncrl.learner.exchange.probe_sequences import LENGTH, ProbeSequence, from_prompts
+from asyncrl.learner.fsdp.weights.probe import PLACES
+
+TEMPERATURE = 0.8
+
+
+def chosen() -> list[ProbeSequence]:
+    """Sequences of all lengths."""
+    random = np.random.default_rng(3)
+    lengths = (1, 2, 5, 9, 17, 40)
+    prompts = [random.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
+    return from_prompts(prompts, LENGTH)
+
+
+def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, dict[str, bytes]]:
+    """Two steps, with or without a probe before, between and after them."""
+    probes = [backend.probe(chosen())] if probing else []
+    metrics = []
+    for step in range(2):
+        metrics.append(train(backend, config, step))
+        if probing:
+            probes.append(backend.probe(chosen()))
+    # No rank holds more of the weights than its share.
+    assert all(isinstance(parameter, DTensor) for parameter in backend._policy.parameters())
+    with backend.publish(1, probes[-1] if probing else None).result() as publication:
+        assert publication.manifest.probe is (probes[-1] if probing else None)
+        weights = {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
+    if probing:
+        probes.append(backend.probe(chosen()))
+    return metrics, probes, weights
+
+
+@pytest.mark.parametrize(
+    ("ranks", "extra"),
+    [(1, {"packing": "off", "activation_checkpointing": "full"}), (2, {}), (2, {"dtype": "bfloat16"})],
+)
+def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_never_asked(
+    ranks, extra, folder, run_well
+) -> None:
+    import transformers
+
+    config = make_config(folder, ranks=ranks, budget=50, lr=3e-3, **extra)
+    metrics, _, weights = run_well(config, _train_and_publish, False)
+    again, probes, same = run_well(config, _train_and_publish, True)
+    assert again == metrics
+    assert same == weights
+    at_start, _, after, published = probes
+    np.testing.assert_array_equal(after.logprobs, published.logprobs)
+    assert np.abs(after.logprobs - at_start.logprobs).max() > 1e-2
+
+    sequences = chosen()
+    assert after.tokens.tolist() == [token for sequence in sequences for token in sequence.tokens]
+    assert after.lengths.tolist() == [len(sequence.tokens) for sequence in sequences]
+    # The candidates of a prompt of 9 tokens are the places after 5 to 8.
+    assert [number for number, _ in after.places.tolist()] == [0, 1, 2, 2, *[3] * 4, *[4] * 4, *[5] * 4]
+    assert after.places.tolist()[:4] == [[0, 1], [1, 1], [2, 3], [2, 4]]
+    dtype = torch.bfloat16 if extra.get("dtype") == "bfloat16" else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    state = {
+        name: torch.frombuffer(bytearray(data), dtype=dtype).view(model.state_dict()[name].shape)
+        for name, data in weights.items()
+    }
+    model.load_state_dict(state, strict=False)
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
+    with torch.no_grad():
+        logits = [model(torch.tensor([sequence.tokens])).logits[0].float() for sequence in sequences]
+    expected = [
+        torch.log_softmax(own[:-1], -1).gather(-1, torch.tensor(sequence.tokens[1:])[:, None])[:, 0]
+        for own, sequence in zip(logits, sequences, strict=True)
+    ]
+    assert np.abs(after.logprobs - torch.cat(expected).numpy()).max() < tolerance
+    # Sampled is at the run's temperature.
+    assert config.rollout.temperature == TEMPERATURE
+    for (number, place), tokens, logprobs in zip(
+        after.places.tolist(), after.likeliest, after.likeliest_logprobs, strict=True
+    ):
+        whole = torch.log_softmax(logits[number][place - 1] / TEMPERATURE, -1)
+        assert sorted(tokens.tolist()) == list(range(VOCABULARY))
+        assert np.abs(logprobs - whole[torch.from_numpy(tokens).long()].numpy()).max() < tolerance
+        assert np.all(np.diff(logprobs) <= 0)
+        # No candidate has a larger entropy than what is chosen.
+        begin = sequences[number].begin
+        entropies = torch.distributions.Categorical(logits=logits[number]).entropy()[begin - 1 : -1]
+        if len(entropies) > PLACES:
+            assert entropies[place - begin] >= entropies.topk(PLACES).values[-1] - tolerance
+
+
+def test_of_a_large_vocabulary_the_likeliest_tokens_are_told_and_without_sequences_nothing(folder) -> None:
+    def main(backend, config) -> list[Any]:
+        return [backend.probe(chosen()), backend.probe([])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncrl.learner.fsdp.weights.probe.LIKELIEST", 4)
+        probe, nothing = run_alone(make_config(folder), main)
+    assert nothing is None
+    assert probe.likeliest.shape == probe.likeliest_logprobs.shape == (len(probe.places), 4)
+    assert (np.exp(probe.likeliest_logprobs).sum(axis=1) < 1).all()

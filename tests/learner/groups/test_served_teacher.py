@@ -1,0 +1,292 @@
+"""A teacher on a server: what it is asked, what is made of its answers and faults, and what reaches the loss."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from learner.learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
+from services import services
+from teacher_server import logprob_of, scored, served
+
+from asyncrl.config.algorithm import TeacherServerConfig
+from asyncrl.config.load import validate_config
+from asyncrl.errors import ActorFailed, ConfigError
+from asyncrl.learner.algorithm.plan.batch import build_step
+from asyncrl.learner.groups import served_teacher
+from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.teacher import TeacherClient, TeacherFailed
+from asyncrl.telemetry.metrics import Figures
+from asyncrl.trajectories import sampled_positions
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(served_teacher, "FIRST_PAUSE_S", 0.001)
+
+
+@asynccontextmanager
+async def living(server, counters, news, **settings: Any):
+    """A teacher whose requests have ended when the context does."""
+    async with asyncio.TaskGroup() as tasks:
+        teacher = ServedTeacher(
+            server.url,
+            TeacherServerConfig(**settings),
+            services(counters=counters, log=structlog.get_logger()),
+            tasks=tasks,
+            news=news.set,
+        )
+        try:
+            yield teacher
+        finally:
+            await teacher.close()
+
+
+async def score(groups, server, *, begin=(), **settings: Any):
+    """The scores, and the counters."""
+    counters, news = Figures(), asyncio.Event()
+    async with living(server, counters, news, **settings) as teacher:
+        try:
+            for group in begin:
+                teacher.begin(group)
+            while begin and not teacher.has_done(begin):
+                # As the training waits: it looks again when there is news.
+                await news.wait()
+                news.clear()
+            found: Any = await teacher.scores(groups)
+        except ActorFailed as error:
+            found = error
+    if isinstance(found, ActorFailed):
+        raise found
+    return found, dict(counters)
+
+
+def run(groups, *script, server: dict[str, Any] | None = None, **settings: Any):
+    async def play():
+        async with served(*script, **(server or {})) as there:
+            return (*await score(groups, there, **settings), there)
+
+    return asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def expected(group, sequence):
+    prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+    ids = [*prompt.tolist(), *sequence.tokens.tolist()]
+    return [logprob_of(ids, len(prompt) + int(at)) for at in sampled_positions(sequence)]
+
+
+def test_each_sampled_token_has_the_log_prob_of_its_place():
+    groups = random_groups(4, 3)
+    found, counters, server = run(groups, begin=groups[:1])
+    for group, of_group in zip(groups, found, strict=True):
+        for trajectory, of_trajectory in zip(group.trajectories, of_group, strict=True):
+            for sequence, values in zip(trajectory.sequences, of_trajectory, strict=True):
+                assert values.tolist() == expected(group, sequence)
+    sequences = sum(len(t.sequences) for g in groups for t in g.trajectories)
+    assert counters == {"teacher/requests": sequences} and len(server.bodies) == sequences
+    body = server.bodies[0]
+    assert (body["model"], body["prompt_logprobs"], body["max_tokens"]) == ("teacher", 0, 1)
+
+
+def test_so_many_are_asked_for_at_once_and_no_more():
+    _, _, server = run(random_groups(4, 6), concurrency=3)
+    assert server.most_at_once == 3
+
+
+def small():
+    return make_group(7, [1, 2], [make_trajectory([3, 4]), make_trajectory([5])])
+
+
+def without_choices(ids):
+    return {"choices": []}
+
+
+def shorter(ids):
+    answer = scored(ids)
+    answer["choices"][0]["prompt_logprobs"].pop()
+    return answer
+
+
+def of_another_token(ids):
+    return scored([id + 1 for id in ids])
+
+
+def silent(ids):
+    return {"choices": [{"text": "x", "prompt_logprobs": None}]}
+
+
+FAULTS = {
+    "500": (500, "answers with status 500"),
+    "wrong length": (shorter, "answers with log-probs of 3 tokens where 4 were asked for|of 2 tokens where 3"),
+    "NaN": (lambda ids: scored(ids, at_2=None), "answers with None as the log-prob of token 2, id"),
+    "no JSON": (lambda ids: "{", "answers with what cannot be read"),
+    "late": (5.0, r"has not answered within learner.teacher_server.timeout_s = 0.2 s"),
+}
+FOR_GOOD = {
+    "400": (400, "answers with status 400"),
+    "another token": (of_another_token, "answers without the log-prob of token 2, id"),
+    "no log-probs": (silent, "answers without prompt_logprobs: it must be a server that scores prompts"),
+    "no choice": (without_choices, "answers without prompt_logprobs"),
+    "above 0": (lambda ids: scored(ids, at_2=0.5), "answers with 0.5 as the log-prob of token 2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_passes_is_asked_again(name):
+    action, _ = FAULTS[name]
+    group = make_group(7, [1, 2], [make_trajectory([3, 4])])
+    found, counters, server = run([group], action, scored, timeout_s=0.2)
+    assert found[0][0][0].tolist() == expected(group, group.trajectories[0].sequences[0])
+    assert counters == {"teacher/requests": 2, "teacher/failed_requests": 1}
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("name", FAULTS | FOR_GOOD)
+def test_a_fault_that_stays_ends_the_run_and_names_the_url(name):
+    action, told = (FAULTS | FOR_GOOD)[name]
+    with pytest.raises(ActorFailed) as error:
+        run([small()], action, timeout_s=0.2, tries=2)
+    text = str(error.value)
+    assert re.search(
+        rf"learner.teacher: http://127.0.0.1:\d+/v1/completions .*({told.removeprefix('/v1/completions ')})", text
+    )
+    assert ("(2 times; learner.teacher_server.tries)" in text) == (name in FAULTS)
+
+
+def test_a_server_that_is_not_there_is_named():
+    async def play():
+        async with served() as there:
+            pass
+        await score([small()], there, tries=2)
+
+    with pytest.raises(ActorFailed, match=r"http://127.0.0.1:\d+/v1/models cannot be reached.*2 times"):
+        asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "told"),
+    [(("a", "b"), None, "serves several models"), (("a",), "b", "serves no model 'b'; it serves a")],
+)
+def test_the_model_must_be_told_apart(models, name, told):
+    async def play():
+        async with served(models=models) as there:
+            client = TeacherClient(there.url, TeacherServerConfig(model=name))
+            try:
+                await client.model()
+            finally:
+                await client.close()
+
+    with pytest.raises(TeacherFailed, match=told):
+        asyncio.run(play())
+
+
+def test_a_group_that_nobody_needs_any_more_fails_nothing():
+    lost = make_group(8, [9], [make_trajectory([3, 4])])
+
+    def only_small(ids):
+        return scored(ids) if ids[0] != 9 else {"choices": []}
+
+    found, _, _ = run([small()], only_small, begin=[lost])
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["scored", "hardly begun"])
+def test_a_group_that_is_generated_again_is_scored_anew(done):
+    first, second = (make_group(8, [9], [make_trajectory(tokens)]) for tokens in ([3, 4], [5]))
+
+    async def play():
+        async with served() as server, living(server, Figures(), asyncio.Event()) as teacher:
+            teacher.begin(first)
+            if done:
+                await teacher.scores([first])
+            teacher.keep([])
+            return await teacher.scores([second])
+
+    ((of_trajectory,),) = asyncio.run(asyncio.wait_for(play(), 30))
+    assert of_trajectory[0].tolist() == pytest.approx(expected(second, second.trajectories[0].sequences[0]))
+
+
+def test_the_key_is_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", "s3cret")
+    _, _, server = run([small()], api_key_env="TEACHER_KEY")
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+
+
+def test_the_plan_has_the_teacher_s_log_prob_of_each_token_it_trains():
+    first = make_sequence([10, 11, 30, 12], roles="sscs", versions=[0, 3, 3, 3])
+    group = make_group(0, [1, 2], [make_trajectory(sequences=[first]), make_trajectory([20], reward=1.0)])
+    scores = [[[np.array([-1.0, -2.0, -3.0])], [np.array([-4.0])]]]
+    config = make_config(budget=64, ranks=3)
+    plan = build_step([group], teacher=scores, version=0, config=config, world_size=3, packed=True)
+    batches = [batch for rank in plan.updates[0].ranks for batch in rank]
+    found = {int(t): float(v) for batch in batches for t, v in zip(batch.targets, batch.teacher, strict=True)}
+    assert found == {10: -1.0, 11: -2.0, 12: -3.0, 20: -4.0, 0: 0.0}
+    alone = build_step([group], version=0, config=config, world_size=1, packed=True)
+    assert alone.updates[0].ranks[0][0].teacher.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"rollout": {"temperature": 0.8}}, "rollout.temperature: is 0.8, but a teacher on a server scores at"),
+        ({"learner": {"teacher": "folder", "teacher_server": {"tries": 2}}}, "unless learner.teacher is a URL"),
+        ({"learner": {"teacher_server": {"api_key_env": "sk-12 3"}}}, "takes the name of an environment variable"),
+    ],
+)
+def test_keys_that_do_not_fit_a_teacher_on_a_server_are_refused(tree, told):
+    base = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
+    learner = {"loss": "distill", "teacher": "http://localhost:8000/v1"} | tree.get("learner", {})
+    rollout = base["rollout"] | tree.get("rollout", {})
+    with pytest.raises(ConfigError, match=told):
+        validate_config(base | {"learner": learner, "rollout": rollout})
+
+
+def _distil(backend, config, scores) -> tuple[dict[str, float], np.ndarray]:
+    groups = random_groups(0, 2)
+    plan = build_step(
+        groups, teacher=scores, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed
+    )
+    metrics = backend.train(plan)
+    parameter = next(iter(backend._policy.parameters()))
+    return metrics, parameter.detach().to_local().clone().numpy()
+
+
+def _own_scores(other: Path, temperature: float):
+    """The teacher's, float64."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
+    found = []
+    for group in random_groups(0, 2):
+        of_group = []
+        for trajectory in group.trajectories:
+            of_trajectory = []
+            for sequence in trajectory.sequences:
+                prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+                ids = torch.tensor([*prompt.tolist(), *sequence.tokens.tolist()])
+                with torch.no_grad():
+                    logp = torch.log_softmax(model(ids[None]).logits[0] / temperature, dim=-1)
+                places = torch.from_numpy(sampled_positions(sequence)) + len(prompt)
+                of_trajectory.append(logp[places - 1, ids[places]].numpy())
+            of_group.append(of_trajectory)
+        found.append(of_group)
+    return found
+
+
+def test_a_step_is_the_same_with_the_teacher_s_folder_and_with_its_scores(folder, other, run) -> None:
+    settings = {"loss": "distill", "ranks": 2, "lr": 1e-3, "budget": 40}
+    (by_folder, first), _ = run(make_config(folder, teacher=str(other), **settings), _distil, None)
+    # The learner's temperature is that of make_config; a server's would be 1.
+    scores = _own_scores(other, 0.8)
+    served = make_config(folder, teacher="http://nowhere/v1", **settings)
+    (by_scores, second), _ = run(served, _distil, scores)
+    assert by_scores["loss/teacher_kl"] == pytest.approx(by_folder["loss/teacher_kl"], rel=1e-5)
+    assert by_scores["loss/policy"] == pytest.approx(by_folder["loss/policy"], rel=1e-4)
+    assert np.abs(first - second).max() < 1e-5

@@ -1,0 +1,558 @@
+"""A plan made early is used where the same would be planned when the step begins, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from inprocess import sim_config
+from learner.learner_cases import make_group, make_trajectory
+from msgspec.structs import replace
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, NonFiniteStep
+from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.learner.exchange.sent_ahead import Sending
+from asyncrl.learner.groups.buffer import GroupBuffer
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.late import to_requeue
+from asyncrl.learner.steps.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
+from asyncrl.messages.dataloader import Supply
+from asyncrl.messages.groups import Group
+from asyncrl.telemetry.metrics import Figures
+from tools.bench.planning import Loop, TimedTrainer
+
+SIZE = 2
+"""Groups of a step."""
+WAIT_S = 60.0
+
+
+def configure(late: str = "train", *, limit: int = 1, steps_per_version: int = 1, steps: int = 60) -> Config:
+    learner = {"groups_per_step": SIZE, "steps": steps, "steps_per_version": steps_per_version, "ranks": 2}
+    learner |= {"dynamic_sampling": True, "tokens_per_microbatch": 8, "sim": {"step_s": 0.0}}
+    staleness = {"max": limit, "late": late} | ({"max_requeues": 2} if late == "requeue" else {})
+    return sim_config(learner=learner, staleness=staleness)
+
+
+def group(index: int, *, version: int = 0, seed: int = 0, flat: bool = False, requeues: int = 0) -> Group:
+    """Two responses of a few tokens of ``version`` and the one after it."""
+    random = np.random.default_rng((index, version, seed))
+    lengths = random.integers(1, 5, 2).tolist()
+    made = make_group(
+        index,
+        [1, 2],
+        [
+            make_trajectory(
+                random.integers(0, 48, length).tolist(),
+                version=sorted(random.integers(version, version + 2, length).tolist()),
+                reward=0.0 if flat else float(sample),
+            )
+            for sample, length in enumerate(lengths)
+        ],
+    )
+    return replace(made, ticket=replace(made.ticket, param_version=version, requeues=requeues))
+
+
+def build(basis: Basis, config: Config) -> StepPlan:
+    return build_step(
+        basis.groups,
+        version=basis.version,
+        fresh=basis.fresh,
+        config=config,
+        world_size=config.learner.ranks,
+        packed=True,
+    )
+
+
+def written(plan: StepPlan) -> list[Any]:
+    """Everything in a plan, arrays with their types and bytes."""
+    found: list[Any] = [plan.temperature, plan.fresh, plan.metrics, plan.warm]
+    for update in plan.updates:
+        found += [update.denominator, update.sequences, update.tokens, update.supervised]
+        for batch in (batch for rank in update.ranks for batch in rank):
+            arrays = [getattr(batch, item.name) for item in fields(MicroBatch)]
+            found += [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
+    return found
+
+
+# --- the decision ---
+
+
+class Steps:
+    """Where a training is, without training anything."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.intake = config, Intake(config.learner)
+        self.next, self.outlook = Outlook(1, 0, 0), Outlook(1, 0, 0)
+        self.early: tuple[Basis, StepPlan] | None = None
+        self.numbers = 0
+        self.in_training: list[Group] = []
+
+    def look(self) -> None:
+        """Plan early what is expected now."""
+        intake = self.intake
+        if uids := oldest_groups(intake.buffer, intake.ledger.requeues, self.outlook, self.config):
+            basis = self.outlook.basis(intake.buffer.look_up(uids))
+            self.early = basis, build(basis, self.config)
+
+    def begin(self) -> bool:
+        """Begin a step where that is possible; whether it had a plan, which is then the one that is made now."""
+        intake = self.intake
+        if self.config.staleness.late == "requeue":
+            staleness = self.config.staleness
+            intake.requeue(to_requeue(intake.buffer.groups, intake.ledger.requeues, self.next.version, staleness))
+        if self.in_training or len(intake.buffer) < groups_wanted(self.next, self.config):
+            return False
+        self.in_training, _ = intake.begin_step()
+        basis = self.next.basis(self.in_training)
+        self.outlook = self.next.after(self.config.learner.steps_per_version, self.numbers + 1)
+        early, self.early = self.early, None
+        if early is None or not early[0].is_that_of(basis):
+            return False
+        assert written(early[1]) == written(build(basis, self.config))
+        return True
+
+    def end(self, how: str) -> None:
+        """End the step in training; a version is published where one is due, unless that fails."""
+        if not self.in_training:
+            return
+        self.in_training = []
+        if how == "masked":
+            self.intake.filter_step()
+        elif how == "not finite":
+            self.intake.spoil_step([], "it is not finite")
+        else:
+            self.intake.end_step()
+            self.next = Outlook(self.next.step + 1, self.next.version, self.next.unpublished + 1)
+            if self.next.unpublished >= self.config.learner.steps_per_version:
+                # A number is used up even if nothing comes of it.
+                self.numbers += 1 + (how == "published at the second try")
+                if how != "not published":
+                    self.next = Outlook(self.next.step, self.numbers, 0)
+        self.outlook = self.next
+
+
+ARRIVALS = st.lists(st.tuples(st.integers(0, 24), st.integers(-2, 0), st.integers(0, 9)), max_size=4)
+"""Index, versions behind the newest one, and 0 for a group without a signal."""
+ENDS = st.sampled_from(["trained"] * 4 + ["masked", "not finite", "not published", "published at the second try"])
+ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.booleans())
+"""Arrivals before a step begins and while it is trained, a look, those after that, its end, a look."""
+
+
+@given(
+    late=st.sampled_from(["train", "mask", "requeue"]),
+    limit=st.integers(1, 2),
+    steps_per_version=st.integers(1, 2),
+    rounds=st.lists(ROUNDS, min_size=2, max_size=10),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_early_plan_that_is_used_is_the_one_that_would_be_made_at_the_begin(
+    late, limit, steps_per_version, rounds
+) -> None:
+    steps = Steps(configure(late, limit=limit, steps_per_version=steps_per_version))
+    numbers, used = itertools.count(), 0
+
+    def deliver(arrivals: Sequence[tuple[int, int, int]]) -> None:
+        for index, lag, signal in arrivals:
+            requeues = steps.intake.ledger.requeues.get(f"0-{index}", 0)
+            version = max(0, steps.next.version + lag)
+            made = group(index, version=version, seed=next(numbers), flat=not signal, requeues=requeues)
+            steps.intake.deliver(made)
+
+    for before, during, look, then, how, look_again in rounds:
+        deliver(before)
+        used += steps.begin()
+        deliver(during)
+        if look:
+            steps.look()
+        deliver(then)
+        steps.end(how)
+        if look_again:
+            steps.look()
+    event(f"early plans used: {min(used, 2)}")
+
+
+def buffer_of(*groups: Group) -> GroupBuffer:
+    buffer = GroupBuffer()
+    for each in groups:
+        buffer.add(each)
+    return buffer
+
+
+@pytest.mark.parametrize(
+    ("before", "published", "after"),
+    [
+        ((3, 7, 0), 8, (4, 8, 0)),
+        # Two steps a version: the first of them publishes nothing.
+        ((3, 7, 0, 2), 8, (4, 7, 1)),
+        ((3, 7, 1, 2), 9, (4, 9, 0)),
+        # A version is owed, and tried again.
+        ((3, 7, 1), 9, (4, 9, 0)),
+    ],
+)
+def test_the_step_behind_one_has_the_version_that_is_published_between_them(before, published, after) -> None:
+    step, version, unpublished, *per_version = before
+    assert Outlook(step, version, unpublished).after(*per_version or [1], published) == Outlook(*after)
+
+
+@pytest.mark.parametrize(
+    ("late", "limit", "steps_per_version", "step", "versions", "chosen"),
+    [
+        ("train", 1, 1, Outlook(2, 1, 0), [1, 0, 1], [0, 1]),
+        ("train", 1, 1, Outlook(2, 1, 0), [1], []),
+        # Without staleness all groups of a version have to be there.
+        ("train", 0, 2, Outlook(1, 1, 0), [1, 1, 1], []),
+        ("train", 0, 2, Outlook(2, 1, 1), [1, 1, 1], [0, 1]),
+        # What would be requeued before the step is none of its groups.
+        ("requeue", 1, 1, Outlook(9, 5, 0), [1, 5, 4, 5], [1, 2]),
+        ("requeue", 1, 1, Outlook(9, 5, 0), [1, 5, 2], []),
+    ],
+)
+def test_the_groups_of_a_step_to_come(late, limit, steps_per_version, step, versions, chosen) -> None:
+    groups = [group(index, version=version) for index, version in enumerate(versions)]
+    config = configure(late, limit=limit, steps_per_version=steps_per_version)
+    assert sorted(oldest_groups(buffer_of(*groups), {}, step, config)) == [f"0-{index}" for index in chosen]
+
+
+def test_a_plan_is_of_its_very_groups_under_its_version() -> None:
+    first, second, other = group(0), group(1), group(1, seed=1)
+    basis = Outlook(3, 2, 0).basis([first, second])
+    assert basis.is_that_of(Outlook(3, 2, 0).basis([first, second]))
+    for step, groups in (
+        (Outlook(4, 2, 0), [first, second]),
+        (Outlook(3, 3, 0), [first, second]),
+        (Outlook(3, 2, 1), [first, second]),
+        (Outlook(3, 2, 0), [first]),
+        (Outlook(3, 2, 0), [second, first]),
+        # The prompt was requeued, and another response has come.
+        (Outlook(3, 2, 0), [first, other]),
+    ):
+        assert not basis.is_that_of(step.basis(groups))
+
+
+# --- beside the training ---
+
+
+class Planner:
+    """Plans by hand: a plan is done when the test says so, and is sent then."""
+
+    def __init__(self) -> None:
+        self.expected: Basis | None = None
+        self.began: list[Basis] = []
+        self.go_on = threading.Semaphore(0)
+        self.error: Exception | None = None
+        self.counters = Figures()
+        self.config = configure()
+        self.sent: list[tuple[list[Any], Sending]] = []
+        self.cut_off: Exception | None = None
+        self.ahead = PlanAhead(lambda: self.expected, self._plan, self._send, self.counters)
+
+    def _send(self, plan: StepPlan, sending: Sending) -> None:
+        self.sent.append((written(plan), sending))
+        if self.cut_off is not None:
+            raise self.cut_off
+
+    def _plan(self, basis: Basis) -> StepPlan:
+        self.began.append(basis)
+        assert self.go_on.acquire(timeout=WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return build(basis, self.config)
+
+    def expect(self, basis: Basis | None) -> None:
+        self.expected = basis
+        self.ahead.look_again()
+
+    async def begins(self, count: int) -> None:
+        """Until so many plans were begun."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.began) < count:
+                await asyncio.sleep(0.001)
+
+
+def play(scene: Callable[[Planner], Any]) -> None:
+    async def whole() -> None:
+        planner = Planner()
+        running = asyncio.create_task(planner.ahead.run())
+        try:
+            async with asyncio.timeout(2 * WAIT_S):
+                await scene(planner)
+        finally:
+            running.cancel()
+            planner.go_on.release(100)
+            await asyncio.gather(running, return_exceptions=True)
+            planner.ahead.close()
+
+    asyncio.run(whole())
+
+
+FIRST = Outlook(1, 0, 0).basis([group(0), group(1)])
+SECOND = Outlook(1, 0, 0).basis([group(0, seed=1), group(1)])
+
+
+def test_a_plan_is_made_once_and_taken_by_its_step() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.expect(FIRST)
+        await planner.begins(1)
+        planner.ahead.look_again()
+        taking = asyncio.create_task(planner.ahead.take(FIRST))
+        planner.go_on.release()
+        found = await taking
+        assert found is not None
+        assert (written(found[0]), found[1]) == (written(build(FIRST, configure())), 1)
+        assert planner.sent == [(written(found[0]), Sending(1, 0))]
+        planner.expect(None)
+        assert await planner.ahead.take(FIRST) is None
+        assert planner.began == [FIRST]
+        assert planner.counters == {"learner/plans_ahead": 1.0}
+
+    play(scene)
+
+
+def test_a_plan_for_other_groups_is_made_anew_and_one_withdrawn_while_it_was_made_is_not_sent() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.expect(FIRST)
+        await planner.begins(1)
+        # A step with other groups does not wait for the plan that is of no use to it.
+        assert await planner.ahead.take(SECOND) is None
+        assert planner.counters == {"learner/plans_discarded": 1.0}
+        planner.expect(SECOND)
+        planner.go_on.release(2)
+        await planner.begins(2)
+        found = await planner.ahead.take(SECOND)
+        assert found is not None
+        assert (written(found[0]), found[1]) == (written(build(SECOND, configure())), 2)
+        assert planner.sent == [(written(found[0]), Sending(2, 0))]
+        assert planner.counters == {"learner/plans_ahead": 1.0, "learner/plans_discarded": 1.0}
+
+    play(scene)
+
+
+def test_what_is_sent_next_says_what_a_step_has_taken_and_leaves_out_what_none_has() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.go_on.release(100)
+        for number, (basis, taken) in enumerate([(FIRST, 0), (SECOND, 0), (FIRST, 2), (SECOND, 3)], start=1):
+            planner.expect(basis)
+            await planner.begins(number)
+            while len(planner.sent) < number:
+                await asyncio.sleep(0.001)
+            assert planner.sent[-1][1] == Sending(number, taken)
+            # The first one is withdrawn, for another came to be expected.
+            if number > 1:
+                assert await planner.ahead.take(basis) is not None
+
+    play(scene)
+
+
+def test_a_plan_without_a_token_to_train_is_not_sent() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.config = configure("mask")
+        planner.go_on.release(2)
+        masked = Outlook(1, 9, 0).basis([group(0), group(1)])
+        planner.expect(masked)
+        await planner.begins(1)
+        found = await planner.ahead.take(masked)
+        assert found is not None
+        assert not found[0].sequences
+        assert planner.sent == []
+
+    play(scene)
+
+
+def test_ranks_that_cannot_be_sent_a_plan_fail_the_step_that_takes_it_and_no_other() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.cut_off = RuntimeError("Connection closed by peer")
+        planner.go_on.release(2)
+        planner.expect(FIRST)
+        await planner.begins(1)
+        planner.expect(SECOND)
+        await planner.begins(2)
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            await planner.ahead.take(SECOND)
+
+    play(scene)
+
+
+def test_an_error_is_raised_to_the_step_that_takes_the_plan_and_to_nobody_else() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.error = ConfigError(["learner.advantage: failed"])
+        planner.go_on.release(2)
+        planner.expect(FIRST)
+        await planner.begins(1)
+        assert await planner.ahead.take(SECOND) is None
+        planner.expect(SECOND)
+        await planner.begins(2)
+        with pytest.raises(ConfigError, match=r"learner\.advantage: failed"):
+            await planner.ahead.take(SECOND)
+        # It goes on.
+        planner.error = None
+        planner.go_on.release()
+        planner.expect(FIRST)
+        await planner.begins(3)
+        assert await planner.ahead.take(FIRST) is not None
+
+    play(scene)
+
+
+# --- the learner's own loop ---
+
+
+class Held(TimedTrainer):
+    """Trains a step until one more plan is sent ahead; the last step is not held."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._sent, self._left = threading.Semaphore(0), config.learner.steps
+        self.on_sent: Callable[[StepPlan], bool] = lambda plan: True
+        """Whether the step in training may end now."""
+
+        self.trained: list[int] = []
+        """Numbers of what was sent ahead, as steps named it."""
+        self.sent: dict[int, list[Any]] = {}
+
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        self.sent[sending.number] = written(plan)
+        if self.on_sent(plan):
+            self._sent.release()
+
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+        self._left -= 1
+        assert not self._left or self._sent.acquire(timeout=WAIT_S)
+        self.trained.append(ahead)
+        assert not ahead or self.sent[ahead] == written(plan)
+        return super().train(plan, ahead)
+
+
+def feed(indices: Sequence[int]) -> Iterator[Group]:
+    """These groups, and then none before a thousand."""
+    return (group(index) for index in [*indices, *range(1000, 1100)])
+
+
+def run(config: Config, indices: Sequence[int], *, ahead: bool, on: Callable[[Loop], None] = lambda loop: None) -> Loop:
+    async def whole() -> Loop:
+        loop = Loop(config, feed(indices), trainer=Held(config) if ahead else None)
+        on(loop)
+        async with asyncio.timeout(2 * WAIT_S):
+            await loop.run(ahead=ahead)
+        return loop
+
+    return asyncio.run(whole())
+
+
+@pytest.mark.parametrize("steps_per_version", [1, 2])
+def test_steps_that_were_planned_ahead_are_those_that_would_be_planned_when_they_begin(steps_per_version) -> None:
+    config = configure(steps=6, steps_per_version=steps_per_version)
+    ahead, at_begin = (run(config, range(12), ahead=ahead) for ahead in (True, False))
+    assert ahead.counters["learner/plans_ahead"] == 5
+    assert "learner/plans_ahead" not in at_begin.counters
+    assert ahead.trainer.trained == [0, 1, 2, 3, 4, 5]  # type: ignore[attr-defined]
+    assert list(map(written, ahead.trainer.plans)) == list(map(written, at_begin.trainer.plans))
+    timed = ("time/", "buffer/", "rollout/granted_length_mean")
+    lines = [
+        [{name: value for name, value in line.items() if not name.startswith(timed)} for line in loop.lines]
+        for loop in (ahead, at_begin)
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_an_older_group_that_comes_meanwhile_is_trained_before_younger_ones() -> None:
+    config = configure(steps=2)
+
+    def late_group_0_2(loop: Loop) -> None:
+        running = asyncio.get_running_loop()
+
+        def sent(plan: StepPlan) -> bool:
+            if "0-2" in plan.updates[0].uids:
+                return True
+            running.call_soon_threadsafe(loop.deliver, group(2))
+            return False
+
+        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
+
+    loop = run(config, [0, 1, 3, 4, 5], ahead=True, on=late_group_0_2)
+    assert [plan.updates[0].uids for plan in loop.trainer.plans] == [["0-0", "0-1"], ["0-2", "0-3"]]
+    assert (loop.counters["learner/plans_ahead"], loop.counters["learner/plans_discarded"]) == (1, 1)
+    # The first of the plans that were sent was withdrawn.
+    assert loop.trainer.trained == [0, 2]  # type: ignore[attr-defined]
+
+
+def test_what_was_sent_ahead_of_a_step_that_is_not_finite_is_void() -> None:
+    """The groups go to another step, under the number that was to be the refused one's."""
+    config = configure(steps=2)
+    config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"on_nonfinite": "skip", "max_quarantined_fraction": 1.0})}
+    )
+    refused: list[list[str]] = []
+
+    def refuse_the_first(loop: Loop) -> None:
+        train = loop.trainer.train
+        # One training more than there are steps.
+        loop.trainer._left += 1  # type: ignore[attr-defined]
+
+        def refuses(plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+            found = train(plan, ahead)
+            if refused:
+                return found
+            refused.append(plan.updates[0].uids)
+            raise NonFiniteStep("loss", step=1, uids=refused[0])
+
+        loop.trainer.train = refuses  # type: ignore[method-assign]
+
+    loop = run(config, range(8), ahead=True, on=refuse_the_first)
+    assert refused == [["0-0", "0-1"]]
+    assert [plan.updates[0].uids for plan in loop.trainer.plans] == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4", "0-5"]]
+    trainer = loop.trainer
+    assert isinstance(trainer, Held)
+    # 1 was of the second step, under the version after the first.
+    assert 1 in trainer.sent
+    assert 1 not in trainer.trained
+    named = [number for number in trainer.trained if number]
+    assert len(set(named)) == len(named)
+
+
+def test_a_run_that_makes_way_trains_nothing_that_was_sent_ahead() -> None:
+    def make_way(loop: Loop) -> None:
+        def sent(plan: StepPlan) -> bool:
+            loop.training.preempted = True
+            return True
+
+        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
+        loop.training.supply.supply = Supply(number=0, exhausted=True, outstanding=0)
+
+    loop = run(configure(steps=9), range(8), ahead=True, on=make_way)
+    assert isinstance(loop.trainer, Held)
+    assert 1 in loop.trainer.sent
+    assert loop.trainer.trained == [0]
+    assert loop.training.step == 1
+
+
+def test_a_plan_for_a_version_that_cannot_be_made_is_made_anew(monkeypatch) -> None:
+    config = configure(steps=2)
+
+    def full_disk(loop: Loop) -> None:
+        make, made = loop.versions.make, list[int]()
+
+        async def once(probed: object) -> int:
+            made.append(0)
+            if len(made) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device", "version_mark.json")
+            return await make(probed)
+
+        monkeypatch.setattr(loop.versions, "make", once)
+
+    loop = run(config, range(8), ahead=True, on=full_disk)
+    first, second = loop.trainer.plans
+    assert (first.fresh, second.fresh) == (True, False)
+    expected = Outlook(2, 0, 1).basis([group(2), group(3)])
+    assert written(second) == written(build(expected, config))
+    assert loop.counters["learner/plans_discarded"] >= 1

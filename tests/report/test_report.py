@@ -1,0 +1,508 @@
+"""The report of a run: one page that holds everything, and nothing of the run as markup."""
+
+import html
+import html.parser
+import json
+import math
+import re
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recordings import record
+from top.pictures import WALL, Run
+
+from asyncrl.errors import UsageError
+from asyncrl.report import charts, report
+from asyncrl.report.report import write_report
+from asyncrl.report.utilisation import evenly, spans
+from asyncrl.snapshot import Event, Resource
+from asyncrl.telemetry.metrics_line import Standing, is_voided, read_metrics
+from asyncrl.telemetry.states import STATES
+from asyncrl.top.drawing.text import UNICODE
+from asyncrl.top.model import build
+from asyncrl.top.panes import page
+from asyncrl.top.source.history import History
+from asyncrl.top.source.replay import open_replay
+
+EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(2)>"
+
+
+def step(number, start=1, **figures):
+    return {
+        **{"kind": "train", "step": number, "start": start, "weights/version": number},
+        **{"reward/mean": number / 10, "reward/trained_mean": number / 5, "rollout/tokens_per_s": 100.0},
+        **{"staleness/token_mean": 1.0, "staleness/token_max": 2.0, "staleness/limit": 3.0, "perf/overlap": 0.9},
+        **{"time/step_s": 2.0, "time/wait_for_groups_s": 0.5, "time/train_s": 1.0, "time/publish_s": 0.25},
+        **{"rollout/length_mean": 50.0, "rollout/length_p95": 90.0, "weights/stall_s": 0.3},
+        **{"loss/policy": 0.1, "policy/grad_norm": 0.5, "policy/entropy": 2.0, "policy/behaviour_kl": 1e-4},
+        **{"policy/ess": 0.9, "learner/lr": 1e-6, "weights/gather_s": 0.1},
+        **{"ledger/trained": 4 * number, "ledger/filtered": number, "ledger/quarantined": 0},
+        **figures,
+    }
+
+
+def evaluation(number, name="gsm", start=1):
+    return {"kind": "eval", "step": number, "start": start, f"eval/{name}/mean": 0.5, f"eval/{name}/prompts": 8}
+
+
+def update(version, stall_s=0.1, transport="shm"):
+    return {
+        **{"kind": "update", "replica": "rollouter/0", "start": 1, "weights/version": version},
+        **{"weights/stall_s": stall_s, "weights/transport": transport},
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    made = tmp_path / "trial"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({"learner": {"steps": 8, "lr": 1e-6}, "model": {"path": EVIL}}))
+    return made
+
+
+def write_lines(run_dir, *lines):
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.text = [], []
+        self.page = path.read_text()
+        self.panels = []
+        """What the script is told of each, in order, as (section, what)."""
+        self._section = -1
+        self.feed(self.page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._section += tag == "section"
+        if "data-told" in (known := dict(attrs)):
+            self.panels.append((self._section, json.loads(known["data-told"])))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    @property
+    def figures(self):
+        """Curves of each chart, by the number of its section."""
+        found = {}
+        for section, told in self.panels:
+            found.setdefault(section, []).extend(told["curves"])
+        return found
+
+
+def written(run_dir, tmp_path):
+    out = tmp_path / "out.html"
+    write_report(run_dir, out)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.html"]
+    return Page(out)
+
+
+def test_a_whole_run(run_dir, tmp_path):
+    lines = [line for number in range(1, 9) for line in (update(number), step(number))]
+    write_lines(run_dir, *lines, evaluation(4), evaluation(8))
+    run = Run(steps=8, phase="done")
+    record(run_dir, *(run.at(t) for t in range(0, 60, 2)))
+    page = written(run_dir, tmp_path)
+    assert sorted(page.figures) == list(range(9))
+    rewards = {trace["name"]: trace for trace in page.figures[0]}
+    assert rewards["all scored"]["y"] == [number / 10 for number in range(1, 9)]
+    assert rewards["eval/gsm"]["x"] == [4, 8]
+    assert [curve["name"] for curve in page.figures[1]] == [
+        *("loss", "gradient norm", "entropy", "of the policy that sampled", "effective share", "learning rate")
+    ]
+    assert page.figures[1][-1]["y"] == [1e-6] * 8
+    shown = " ".join(page.text)
+    assert "done · step 8 of 8" in shown and "0.100 → 0.800" in shown and "90%" in shown
+    assert "learner.lr" in shown
+
+
+def test_episodes_have_a_section_with_turns_and_stages(run_dir, tmp_path):
+    shares = [{"engine": 0.75, "user": 0.25}, {"engine": 0.5, "tool": 0.5}]
+    write_lines(
+        run_dir,
+        *(
+            step(number, **{"rollout/turns_mean": 2.0 + number, "rollout/turns_p95": 8.0})
+            | {f"rollout/episode_share/{stage}": share for stage, share in each.items()}
+            for number, each in enumerate(shares, 1)
+        ),
+    )
+    page = written(run_dir, tmp_path)
+    turns, stages = (told["curves"] for section, told in page.panels if section == 7)
+    assert [(curve["name"], curve["y"]) for curve in turns] == [("mean", [3.0, 4.0]), ("95th percentile", [8.0, 8.0])]
+    assert {curve["name"]: curve["y"] for curve in stages} == {
+        "engine": [0.75, 0.5],
+        "tool": [0.0, 0.5],
+        "user": [0.25, 0.0],
+    }
+    assert "Episodes" in page.text
+
+
+def test_workers_of_episodes_are_not_those_of_the_reward():
+    run = Run(episodes={"user": 4.0}, worker={"idle": 1.0})
+    (span,) = spans([run.at(60.0), run.at(100.0)])
+    assert set(span.shares["worker"]) == {"idle"}
+    assert span.shares["player"] == pytest.approx({"playing": 0.9, "idle": 0.1})
+
+
+def test_means_are_over_the_time_of_all_steps_but_the_first_of_each_learner(run_dir, tmp_path):
+    def timed(number, seconds, rate, start=1):
+        return step(number, start, **{"time/step_s": seconds, "rollout/tokens_per_s": rate})
+
+    first = timed(1, 900.0, 1.0)
+    write_lines(run_dir, first)
+    shown = " ".join(written(run_dir, tmp_path).text)
+    assert "mean step" not in shown and "mean throughput" not in shown
+    write_lines(run_dir, first, timed(2, 1.0, 1000.0), timed(3, 3.0, 200.0), timed(4, 700.0, 1.0, start=2))
+    shown = " ".join(written(run_dir, tmp_path).text)
+    assert "mean step 2.00 s" in shown and "mean throughput 400 tokens/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "said"),
+    [
+        (130, "stopped by the launcher", "stopped: by the launcher · "),
+        (75, "preempted with a checkpoint of version 40", "preempted: with a checkpoint of version 40 · "),
+        (0, "", "done · "),
+    ],
+)
+def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path, exit_code, reason, said):
+    last = Run(phase="done", exit_code=exit_code, reason=reason).at(10)
+    record(run_dir, last)
+    assert said in " ".join(written(run_dir, tmp_path).text)
+    history = History()
+    history.add(last)
+    assert said.removesuffix(" · ") in page(build(history), 80, UNICODE)
+
+
+def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):
+    (run_dir / "config.json").write_text("{}")
+    write_lines(run_dir, step(1), update(1))
+    page = written(run_dir, tmp_path)
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv"))
+    assert "default-src 'none'" in policy and "http" not in policy
+    for tag, attrs in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "img")
+        assert "src" not in attrs and "href" not in attrs, (tag, attrs)
+    assert page.panels and not re.findall(r"https?:|src=|url\(|import|fetch|XMLHttp", page.page)
+
+
+def test_whatever_comes_from_the_run_is_text(tmp_path):
+    run_dir = tmp_path / "a<b>&c"
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(json.dumps({"model": {"path": EVIL}, "learner": {"steps": EVIL}}))
+    write_lines(run_dir, step(1), evaluation(1, name=EVIL), update(1, transport=EVIL))
+    run = Run(reason=EVIL, phase=EVIL, events=[Event(number=1, wall=WALL, level=EVIL, actor=EVIL, text=EVIL)])
+    first, last = run.at(10), run.at(20)
+    record(run_dir, first, last)
+    evil = Resource(name="engine", state=EVIL, seconds={EVIL: 20.0})
+    actor = msgspec.structs.replace(last.actors[-1], resources=[evil])
+    record(run_dir, msgspec.structs.replace(last, wall=last.wall + 10, actors=[actor]))
+    page = written(run_dir, tmp_path)
+    assert {tag for tag, _ in page.tags} <= {
+        *("html", "head", "meta", "title", "style", "script", "body", "main", "header", "section", "div", "span"),
+        *("h1", "h2", "h3", "p", "table", "tr", "td", "details", "summary", "pre", "figure", "i"),
+        *("svg", "path", "rect", "text"),
+    }
+    assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
+    scripts = sum(tag == "script" for tag, _ in page.tags)
+    assert scripts == 1
+    # In a legend, and for the script, which makes text of it.
+    assert html.escape(EVIL) in page.page and EVIL not in page.page
+    assert any(EVIL in curve["name"] for curves in page.figures.values() for curve in curves)
+
+
+def test_torn_lines_are_left_out_and_of_repeated_steps_the_last_counts(run_dir, tmp_path):
+    lines = [step(number) for number in range(1, 7)] + [step(number, start=2) for number in (4, 5)]
+    lines[-1]["reward/mean"] = 0.99
+    write_lines(run_dir, *lines)
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "train", "step": 6, "rew\xff')
+    page = written(run_dir, tmp_path)
+    rewards = page.figures[0][0]
+    assert rewards["x"] == [1, 2, 3, 4, 5]
+    assert rewards["y"][-1] == 0.99
+
+
+def test_what_there_is_none_of_is_said(run_dir, tmp_path):
+    page = written(run_dir, tmp_path)
+    assert page.figures == {}
+    shown = " ".join(page.text)
+    assert "No snapshots of this run were recorded." in shown
+    assert shown.count("metrics.jsonl has nothing of it.") == 8
+    write_lines(run_dir, step(1))
+    assert sorted(written(run_dir, tmp_path).figures) == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_what_is_no_run_or_cannot_be_written(tmp_path, run_dir):
+    with pytest.raises(UsageError, match="no config.json"):
+        write_report(tmp_path / "nothing", tmp_path / "out.html")
+    with pytest.raises(UsageError, match="out.html: there is no folder"):
+        write_report(run_dir, tmp_path / "nowhere" / "out.html")
+
+
+def test_long_runs_are_thinned(run_dir):
+    lines = [step(number) for number in range(1, 10_001)]
+    x, y = charts.series(lines, "reward/mean", join=charts.mean)
+    assert len(x) == 589 and x[-1] == 10_000 and x == sorted(x)
+    assert y[0] == pytest.approx(0.9)
+    assert charts.series(lines, "staleness/token_max")[1] == [2.0] * 589
+
+
+def test_a_report_is_small_however_long_the_run(run_dir, tmp_path):
+    write_lines(run_dir, *(step(n) for n in range(1, 9)), *(update(n) for n in range(1, 9)))
+    assert len(written(run_dir, tmp_path).page) < 60_000
+    lines = [line for n in range(1, 5001) for line in (update(n, n / 7e5), step(n, **{"loss/policy": math.sin(n)}))]
+    write_lines(run_dir, *lines)
+    record(run_dir, *(Run(steps=5000).at(t) for t in range(0, 600, 2)))
+    assert len(written(run_dir, tmp_path).page) < 600_000
+
+
+def test_a_report_needs_no_more_than_asyncrl_itself(run_dir, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from asyncrl.report.report import write_report;"
+        f"write_report(Path({str(run_dir)!r}), Path({str(tmp_path / 'out.html')!r}));"
+        "print([name for name in ('plotly', 'numpy', 'torch', 'matplotlib') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout == "[]\n"
+
+
+def of_versions(number, oldest, newest):
+    return evaluation(number) | {"weights/version": newest, "eval/gsm/version_min": oldest}
+
+
+def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
+    # The learner went back to step 2 and published its weights as 10; from step 4 on two steps make a version.
+    train = [step(n, **{"weights/version": version}) for n, version in ((1, 1), (2, 2), (3, 11), (4, 11), (5, 12))]
+    del train[3]["weights/gather_s"]
+    for oldest, newest, at in ((0, 0, 0), (1, 1, 1), (1, 2, 2), (10, 10, 2), (10, 11, 3), (11, 12, 5), (12, 99, 5)):
+        (panel,) = charts.reward(train, [of_versions(7, oldest, newest)])
+        curve = panel.curves[-1]
+        said = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+        assert (list(curve.x), list(curve.notes)) == ([at], [said])
+    (panel,) = charts.reward(train, [evaluation(3)])
+    assert list(panel.curves[-1].x) == [3] and list(panel.curves[-1].notes) == [""]
+
+
+@pytest.mark.parametrize(
+    ("walls", "most", "chosen"),
+    [
+        ([], 3, []),
+        ([1.0, 2.0], 3, [0, 1]),
+        ([0.0, 1.0, 2.0, 3.0, 4.0], 3, [0, 2, 4]),
+        # A gap: what is there is taken once.
+        ([0.0, 1.0, 2.0, 100.0], 3, [0, 3]),
+    ],
+)
+def test_moments_are_chosen_evenly_over_time(walls, most, chosen):
+    assert evenly(walls, most) == chosen
+
+
+def test_shares_of_a_span_add_up(run_dir):
+    run = Run()
+    found = spans([run.at(0), run.at(10), run.at(30)])
+    assert [(span.began - WALL, span.ended - WALL) for span in found] == [(0, 10), (10, 30)]
+    for span in found:
+        assert set(span.shares) == {"engine", "rank", "worker"}
+        for shares in span.shares.values():
+            assert sum(shares.values()) == pytest.approx(1.0)
+    assert found[1].shares["engine"] == pytest.approx(run.engine)
+
+
+def test_nothing_is_said_of_the_time_between_two_attempts():
+    first, second = Run().at(10), Run().at(5000)
+    resumed = msgspec.structs.replace(second, run=msgspec.structs.replace(second.run, attempt=2))
+    assert spans([first, resumed]) == []
+
+
+def test_a_resource_that_is_first_heard_of_has_the_time_of_the_span_alone():
+    def only(snapshot, *resources):
+        return msgspec.structs.replace(
+            snapshot, actors=[msgspec.structs.replace(snapshot.actors[-1], resources=list(resources))]
+        )
+
+    late = Resource(name="engine", state="generating", seconds={"starting": 65.0, "generating": 4.0})
+    found = spans([only(Run().at(100)), only(Run().at(110), late)])
+    assert found[0].shares == {"engine": pytest.approx({"starting": 0.6, "generating": 0.4})}
+
+
+def test_a_state_that_a_heartbeat_corrects_does_not_count_a_whole_life_again():
+    """Between heartbeats a snapshot counts on in the state of the last one."""
+    told = [{"starting": 50.0, "loading": 1.0}, {"starting": 50.0, "loading": 0.1, "generating": 2.9}]
+    actors = [
+        [
+            msgspec.structs.replace(
+                Run().at(0).actors[-1], resources=[Resource(name="engine", state="", seconds=seconds)]
+            )
+        ]
+        for seconds in told
+    ]
+    found = spans([msgspec.structs.replace(Run().at(t), actors=actors[t // 2]) for t in (0, 2)])
+    assert found[0].shares == {"engine": {"generating": 1.0}}
+
+
+def test_every_state_has_a_colour():
+    resources = {state for kind, states in STATES.items() if kind != "actor" for state in states}
+    assert set(charts.STATE_COLOURS) == resources
+
+
+def test_a_line_that_a_dead_writer_left_is_not_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n\xff\xfe{"step"\n{"kind": "train", "step": 2}\n')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+DAMAGED = {
+    "torn": "{",
+    "a list": "[]",
+    "null": "null",
+    "binary": b"\xff\xfe\x00",
+    "nested": "[" * 100_000,
+    "many digits": '{"a": ' + "9" * 5000 + "}",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_without_a_configuration_there_is_a_report_that_says_why(run_dir, tmp_path, damage):
+    content = DAMAGED[damage]
+    (run_dir / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_lines(run_dir, step(1), step(2))
+    page = written(run_dir, tmp_path)
+    shown = " ".join(page.text)
+    assert 0 in page.figures and "step 2 of ?" in shown and f"{run_dir / 'config.json'}" in shown
+
+
+def test_a_configuration_is_shown_or_said_to_be_nested_too_deeply(run_dir):
+    found = []
+    for depth in range(100, 1200, 50):
+        (run_dir / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)
+        found.append("nested too deeply" in report._config(*report._read_config(run_dir)))
+    assert found == sorted(found) and found[0] is False and found[-1] is True
+
+
+@pytest.mark.parametrize("config", [{"learner": []}, {"learner": {"steps": []}}, {"learner": 5, "model": None}])
+def test_sections_of_a_configuration_that_are_none_are_left_out(run_dir, tmp_path, config):
+    (run_dir / "config.json").write_text(json.dumps(config))
+    write_lines(run_dir, step(2))
+    assert "step 2 of " in " ".join(written(run_dir, tmp_path).text)
+
+
+ODD = [
+    *({"start": value} for value in ("2", None, [2], 2.5, True, 10**400)),
+    *({"step": value} for value in ("2", None, [2], 2.5, float("nan"), 10**400)),
+    *({"weights/version": value} for value in ("2", None, {})),
+    *({key: value} for key in ("time/train_s", "time/step_s", "reward/mean") for value in ("2", [2], {}, 10**400)),
+    {"kind": ["train"]},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: f"{odd}"[:40])
+def test_a_line_that_no_run_writes_is_left_out_and_counted(run_dir, tmp_path, odd):
+    good = [step(1), step(2), update(1), evaluation(2)]
+    write_lines(run_dir, *good, step(3) | odd, step(4))
+    page = written(run_dir, tmp_path)
+    assert page.figures[0][0]["x"] == [1, 2, 4]
+    assert "1 line is left out of metrics.jsonl, the first number 5" in " ".join(page.text)
+    write_lines(run_dir, *good, update(2) | odd, evaluation(4) | odd, step(4))
+    damaged = []
+    assert read_metrics(run_dir / "metrics.jsonl", damaged=damaged) == [*good, step(4)] and damaged == [5, 6]
+
+
+def test_so_is_one_that_is_nested_or_has_too_many_digits_and_a_torn_end_is_not_counted(run_dir, tmp_path):
+    write_lines(run_dir, step(1))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n" + "9" * 5000 + "\n" + '{"kind": "tra')
+    page = written(run_dir, tmp_path)
+    assert page.figures[0][0]["x"] == [1] and "2 lines are left out" in " ".join(page.text)
+
+
+def plainly_standing(lines):
+    """By the rule, line by line."""
+    found, newest = [], 0
+    for line in lines:
+        if line["kind"] == "train" and line["start"] > newest:
+            newest = line["start"]
+            found = [other for other in found if not is_voided(other, line)]
+        found.append(line)
+    return found
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"kind": st.sampled_from(["train", "update"]), "start": st.integers(0, 5), "step": st.integers(0, 8)}
+        ),
+        max_size=30,
+    )
+)
+def test_what_stands_is_what_the_rule_leaves(tmp_path_factory, lines):
+    folder = tmp_path_factory.mktemp("run")
+    write_lines(folder, *lines)
+    assert read_metrics(folder / "metrics.jsonl") == plainly_standing(lines)
+    trained = [line for line in plainly_standing(lines) if line["kind"] == "update"]
+    assert read_metrics(folder / "metrics.jsonl", ("update",)) == trained
+
+
+def test_many_returns_of_a_learner_cost_no_more_each_than_few(monkeypatch):
+    looked = 0
+
+    class Counted(dict):
+        def get(self, *words):
+            nonlocal looked
+            looked += 1
+            return super().get(*words)
+
+    def cost(starts):
+        nonlocal looked
+        looked = 0
+        found = Standing()
+        for start in range(1, starts + 1):
+            for number in range(4):
+                found.take(Counted(kind="train", start=start, step=4 * start + number), keep=True)
+        assert len(found.lines()) == 4 * starts
+        return looked
+
+    assert cost(400) <= 11 * cost(40)
+
+
+def test_a_run_that_was_killed_has_failed_in_the_report_as_in_a_replay(run_dir, tmp_path):
+    write_lines(run_dir, step(1))
+    record(run_dir, Run().at(40.0), Run().at(41.0))
+    shown = " ".join(written(run_dir, tmp_path).text)
+    replay = open_replay(run_dir, lives=False)
+    replay.jump(replay.end)
+    last = replay.history().newest.run
+    assert f"{last.phase}: {last.reason} · " in shown and last.phase == "failed" and "running ·" not in shown
+    out = tmp_path / "out.html"
+    write_report(run_dir, out, lives=True)
+    assert "running · " in " ".join(Page(out).text)
+
+
+@pytest.mark.parametrize(("exit_code", "said"), [(130, "stopped"), (75, "preempted"), (0, "done")])
+def test_an_end_is_named_as_in_a_replay(run_dir, tmp_path, exit_code, said):
+    record(run_dir, Run(phase="done", exit_code=exit_code, reason=f"{said} by somebody").at(40.0))
+    assert f"{said}: by somebody · " in " ".join(written(run_dir, tmp_path).text)
+
+
+def test_recorded_times_that_are_none_are_passed_over(run_dir, tmp_path):
+    good = Run().at(40.0)
+    event = Event(number=1, wall=1e300, level="info", actor="a", text="never")
+    for wall in (float("nan"), float("inf"), 1e18, -5.0):
+        record(run_dir, msgspec.structs.replace(good, wall=wall))
+    record(run_dir, Run().at(39.0), msgspec.structs.replace(good, events=[event]))
+    assert "as of " in " ".join(written(run_dir, tmp_path).text)
+
+
+def test_what_only_some_runs_have_is_shown_where_it_is():
+    plain, more = [step(n) for n in (1, 2)], [step(n, **{"loss/sft": 1.0, "policy/reference_kl": 0.1}) for n in (1, 2)]
+    titles = [panel.title for panel in charts.learning(more)]
+    assert "Loss of conversations" in titles and len(titles) == len(charts.learning(plain)) + 1
+    (kl,) = (panel for panel in charts.learning(more) if panel.title == "KL")
+    assert "from the reference, in the reward" in [curve.name for curve in kl.curves]

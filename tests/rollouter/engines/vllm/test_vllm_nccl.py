@@ -1,0 +1,203 @@
+"""The vLLM worker's side of a broadcast over NCCL, against the real sender, with the GPUs left out.
+
+What stands in for NCCL hands packed buckets from one thread to another. Everything else is the real thing: frames,
+links, packing, vLLM's description of a bucket and its way of taking one apart.
+"""
+
+from __future__ import annotations
+
+import base64
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Publisher
+
+from asyncrl.errors import BroadcastFailed
+from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.collective import nccl as learner_side
+from asyncrl.weights.collective.packing import packed_bytes
+from asyncrl.weights.collective.sender import Sender
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning")
+
+LONG_S = 60.0
+
+
+class Wire:
+    """Buckets that were packed and not yet received."""
+
+    def __init__(self) -> None:
+        self.buckets: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self.infos: list[Any] = []
+        self.aborted = threading.Event()
+        self.disabled = False
+        self.lost = False
+        """Whether buckets are announced whose bytes do not come."""
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+    from asyncrl.rollouter.engines.vllm.worker import nccl as worker_side
+
+    made = Wire()
+
+    class Group:
+        def send(self, memory, layout, *_):
+            if layout.tensors and not made.lost:
+                buffer = torch.empty(packed_bytes(layout), dtype=torch.uint8)
+                learner_side.pack(memory, layout, buffer)
+                made.buckets.put(buffer)
+
+        def flush(self, waiter, watching):
+            waiter.until(lambda: not made.lost, "its buckets to be received", watching=watching)
+
+        def close(self):
+            pass
+
+    class Backend:
+        def invite(self, size):
+            return base64.b64encode(bytes(range(128))), Group
+
+    class Engine:
+        def __init__(self, config, vllm_config, device, model):
+            self.model = model
+            self.model_update_group: Any = None
+
+        def init_transfer_engine(self, info):
+            assert info.nccl_unique_id_bytes == bytes(range(128))
+            made.infos.append(info)
+            self.model_update_group = SimpleNamespace(disabled=made.disabled)
+
+        def receive_weights(self, info):
+            buffer = made.buckets.get(timeout=LONG_S)
+            if buffer is None:
+                # As an aborted communicator: nothing came, and nothing is said of it.
+                return
+            dtypes = [getattr(torch, name) for name in info.dtype_names]
+            sizes = [torch.Size(s).numel() * d.itemsize for s, d in zip(info.shapes, dtypes, strict=True)]
+            assert sum(sizes) == buffer.numel() <= made.infos[-1].packed_buffer_size_bytes
+            self.model.load_weights(unpack_tensor(buffer, info.names, info.shapes, dtypes, sizes))
+
+        def shutdown(self):
+            made.aborted.set()
+            made.buckets.put(None)
+
+    monkeypatch.setattr(learner_side, "Nccl", Backend)
+    monkeypatch.setattr(worker_side, "NCCLWeightTransferEngine", Engine)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    return made
+
+
+class Worker:
+    """A receiver, and what it has loaded."""
+
+    def __init__(self) -> None:
+        from asyncrl.rollouter.engines.vllm.worker.nccl import NcclReceiver
+
+        self.receiver = NcclReceiver(None, None, torch.device("cpu"))
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def receive(self, weights: Broadcast) -> None:
+        self.receiver.receive(weights, 0, lambda tensors: self.loaded.update(tensors))
+
+
+@pytest.fixture
+def worker(wire):
+    made = Worker()
+    yield made
+    made.receiver.close()
+
+
+@pytest.fixture
+def sender(wire):
+    made = Sender("nccl", "127.0.0.1", LONG_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def publisher():
+    made = Publisher()
+    yield made
+    made.close()
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    # Between the first two a segment has padding, which is not sent.
+    return {
+        "a": torch.arange(100.0) + version,
+        "b": torch.full((3, 5), version, dtype=torch.bfloat16),
+        "c": torch.full((2,), version, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 3),
+    }
+
+
+def offered(sender: Sender, manifest: Manifest, timeout_s: float = LONG_S) -> Broadcast:
+    group = CollectiveGroup(backend="nccl", epoch=1, world_size=2, host=sender.host, port=sender.port)
+    layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
+    collective = Collective(group=group, first_rank=1, buckets=layouts)
+    return Broadcast(version=manifest.version, collective=collective, timeout_s=timeout_s)
+
+
+def send(sender: Sender, weights: Broadcast, buckets: Iterator[tuple[Bucket, int]]) -> None:
+    sender.send(weights.collective.group, weights.version, weights.collective.buckets, buckets)
+
+
+def with_descriptors(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
+    return ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
+
+
+def test_versions_arrive_over_one_group(wire, sender, worker, publisher):
+    with ThreadPoolExecutor(1) as pool:
+        for version in range(3):
+            expected = tensors(version)
+            manifest = publisher.publish(version, expected)
+            weights = offered(sender, manifest)
+            receiving = pool.submit(worker.receive, weights)
+            send(sender, weights, with_descriptors(manifest))
+            receiving.result(LONG_S)
+            assert worker.loaded.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(worker.loaded[name], tensor)
+    # One bucket is one broadcast: the buffer is as large as the largest, packed.
+    [info] = wire.infos
+    assert (info.packed, info.packed_buffer_size_bytes) == (True, 430)
+    assert (info.rank_offset, info.world_size) == (1, 2)
+
+
+@pytest.mark.parametrize("why", ["aborted", "late"])
+def test_lost_bucket_does_not_pass_as_received(wire, sender, worker, publisher, why):
+    wire.lost = True
+    manifest = publisher.publish(1, tensors(1))
+    weights = offered(sender, manifest, 1.0 if why == "late" else LONG_S)
+    if why == "aborted":
+        threading.Timer(0.5, sender.abort, ["enough"]).start()
+    words = {"aborted": "enough", "late": "waited 1 s for bucket 0 over NCCL"}[why]
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(worker.receive, weights)
+        with pytest.raises(BroadcastFailed, match=words):
+            send(sender, weights, with_descriptors(manifest))
+        with pytest.raises(BroadcastFailed, match=words):
+            receiving.result(LONG_S)
+    assert wire.aborted.is_set()
+
+
+def test_disabled_nccl_is_refused(wire, sender, worker, publisher):
+    wire.disabled = True
+    manifest = publisher.publish(1, tensors(1))
+    weights = offered(sender, manifest)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(worker.receive, weights)
+        with pytest.raises(BroadcastFailed, match="rank 1: vLLM has disabled NCCL"):
+            send(sender, weights, with_descriptors(manifest))
+        with pytest.raises(BroadcastFailed, match="vLLM has disabled NCCL"):
+            receiving.result(LONG_S)

@@ -1,0 +1,148 @@
+"""Figures of episodes: how they end, fail and fork, where their time goes, what is computed again."""
+
+import asyncio
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from session_cases import TOOL, call_of, played, result, said, user
+
+from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.rollouter.episode.conversation import Counts
+from asyncrl.rollouter.episode.figures import MOST_TOOLS, OTHER_TOOLS, EpisodeFigures, by_kind
+from asyncrl.rollouter.episode.player import EpisodeFailed
+from asyncrl.telemetry.catalogue import find
+from asyncrl.telemetry.metrics import Figures, Histograms
+
+STATES = st.sampled_from(["start", "queue", "engine", "paused", "user", "close", *(f"tool t{n}" for n in range(30))])
+
+
+@given(st.lists(STATES, max_size=60), st.lists(STATES, max_size=60))
+@example([f"tool t{n}" for n in range(30)], ["tool t29"])
+def test_every_open_episode_is_at_one_stage_and_names_are_bounded(before, now):
+    figures = EpisodeFigures(Figures(), Histograms())
+    first, second = figures.gauges(before, 1.0), figures.gauges(now, 2.0)
+    at = {name: value for name, value in second.items() if name.startswith("rollout/episodes_at/")}
+    assert sum(at.values()) == second["rollout/episodes"] == len(now)
+    # What was told once is told again, or it would seem to stay.
+    assert set(first) <= set(second)
+    tools = {name.removeprefix("rollout/episodes_at/") for name in at if "/tool " in name}
+    assert len(tools - {OTHER_TOOLS}) <= MOST_TOOLS
+    assert all(find(name) is not None for name in second)
+
+
+@given(st.dictionaries(STATES, st.floats(0.001, 1e6), min_size=1))
+def test_time_by_stage_is_all_of_the_time(seconds):
+    counters = Figures()
+    EpisodeFigures(counters, Histograms()).spent(seconds)
+    assert sum(counters.values()) == pytest.approx(sum(seconds.values()))
+    assert sum(by_kind(seconds).values()) == pytest.approx(sum(seconds.values()), abs=1e-4)
+    assert not any(state.startswith("tool ") for state in by_kind(seconds))
+
+
+def test_the_cost_factor_is_over_all_tokens_of_all_episodes():
+    figures = EpisodeFigures(Figures(), Histograms())
+    assert "rollout/cost_factor" not in figures.gauges([], 0.0)
+    for context, linear in ((100, 100), (900, 100)):
+        figures.ended("stop", Counts(turns=1, forks={}, sampled_tokens=0, context_tokens=context, linear_tokens=linear))
+    assert figures.gauges([], 0.0)["rollout/cost_factor"] == 5.0
+
+
+def test_an_episode_is_counted_with_its_turns_forks_and_time(tmp_path):
+    async def agent(world, key):
+        first = await world.chat(key, [user("hi")])
+        await world.chat(key, [user("hi"), said(first), user("more")])
+        await world.chat(key, [user("hi, in other words"), said(first)])
+        return EpisodeDone(reward=1.0)
+
+    trajectory, world = played(tmp_path, agent)
+    counters, prompts = world.counters, world.histograms.taken()["rollout/prompt_tokens"]
+    assert counters["rollout/episodes_ended/stop"] == 1
+    assert counters["rollout/forks/edited"] == 1
+    assert trajectory.turns == 3
+    assert trajectory.forks == {"edited": 1}
+    assert world.histograms.taken()["rollout/turns"].sum == 3
+    assert prompts.sum == sum(len(prompt) for prompt, _, _ in world.submitted)
+    spent = {name.rpartition("/")[2]: each for name, each in counters.items() if "/episode_s/" in name}
+    assert set(spent) == {"start", "queue", "engine", "user"}
+    assert sum(trajectory.stage_s.values()) == pytest.approx(sum(spent.values()), abs=0.05)
+
+
+def test_tools_are_stages_by_their_names_and_calls_that_cannot_be_read_are_counted(tmp_path):
+    seen = []
+
+    async def agent(world, key):
+        reply = await world.chat(key, [user("hi")], tools=[TOOL])
+        seen.append(world.sessions.gauges())
+        await world.chat(key, [user("hi"), said(reply), result(reply, "nothing")], tools=[TOOL])
+        return EpisodeDone(reward=1.0)
+
+    answers = iter([call_of("look"), "<tool_call>\n{no JSON}\n</tool_call>"])
+    trajectory, world = played(tmp_path, agent, say=lambda prompt: next(answers))
+    assert seen[0]["rollout/episodes_at/tool look"] == 1
+    assert seen[0]["rollout/episodes_oldest_s"] > 0
+    assert world.sessions.figures.gauges([], 0.0)["rollout/episodes_at/tool look"] == 0
+    assert world.counters["rollout/malformed_calls"] == 1
+    assert trajectory.stage_s["tool"] > 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "told", "options"),
+    [
+        ("user", "ValueError: no", {}),
+        ("answer", "without an answer", {}),
+        ("reward", "no reward", {"reward": {"function": "episode"}}),
+        ("start", "start: .*episode.start_timeout_s", {"episode": {"start_timeout_s": 0.05}}),
+        ("turn", "turn: .*episode.turn_timeout_s", {"episode": {"turn_timeout_s": 0.05}}),
+    ],
+)
+def test_attempts_that_fail_say_why_and_are_counted_by_their_cause(tmp_path, failure, told, options):
+    async def agent(world, key):
+        if failure != "answer" and failure != "start":
+            await world.chat(key, [user("hi")])
+        if failure in ("start", "turn"):
+            await asyncio.sleep(20.0)
+        return EpisodeDone(error="ValueError: no" if failure == "user" else "")
+
+    found, world = played(tmp_path, agent, **options)
+    assert isinstance(found, EpisodeFailed) and re.search(told, str(found)) and world.account.attempts == 1
+    failed = {name: each for name, each in world.counters.items() if "episodes_failed" in name}
+    assert failed == {f"rollout/episodes_failed/{failure}": 1}
+    assert world.failures == [(failure, str(found), "0-1")]
+
+
+def test_what_an_update_makes_engines_compute_again(tmp_path):
+    async def agent(world, key):
+        first = await world.chat(key, [user("hi")])
+        assert world.host.reprefill.tokens == 0
+        await world.update()
+        shared = len(world.submitted[0][0]) + world.spoken
+        await world.chat(key, [user("hi"), said(first), user("more")])
+        # All that the earlier call had, and not what is new.
+        assert world.host.reprefill.tokens == shared < len(world.submitted[1][0])
+        world.pause_after = world.spoken + 1
+        call = asyncio.create_task(world.chat(key, [user("another")]))
+        while world.speaks.is_set():
+            await asyncio.sleep(0.001)
+        await world.update()
+        world.speaks.set()
+        await call
+        prompt, held, _ = world.submitted[-1]
+        assert held == 1
+        assert world.host.reprefill.tokens == shared + len(prompt) + held
+        return EpisodeDone(reward=1.0)
+
+    trajectory, _ = played(tmp_path, agent)
+    assert trajectory.resumes == 1
+
+
+@pytest.mark.parametrize(("reward", "state"), [("relative_judge", "judge"), ("exact", "score")])
+def test_episodes_that_are_scored_are_open(reward, state):
+    counters = Figures()
+    figures = EpisodeFigures(counters, Histograms(), reward)
+    gauges = figures.gauges(["user"], 1.0, scoring=3)
+    assert gauges["rollout/episodes"] == 4
+    assert gauges[f"rollout/episodes_at/{state}"] == 3
+    figures.scored(2.0)
+    assert counters[f"rollout/episode_s/{state}"] == 2.0

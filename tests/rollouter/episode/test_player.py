@@ -1,0 +1,289 @@
+"""Episodes from a ticket to a trajectory: their ends, their deadlines, their rewards, their hosts."""
+
+import asyncio
+import contextlib
+
+import pytest
+from harness import replace
+from inprocess import sim_config
+from session_cases import HOST, World, played, said, user
+from test_messages import make_group
+
+from asyncrl.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
+from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.rollouter.episode.player import EpisodeFailed, first_messages, task_seed, total_reward
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.trajectories import sampled_tokens
+
+WAIT_S = 20.0
+
+
+async def two_turns(world, key, **done):
+    first = await world.chat(key, [user("hi")])
+    await world.chat(key, [user("hi"), said(first), user("more")])
+    return EpisodeDone(**done)
+
+
+def test_an_episode_becomes_a_trajectory(tmp_path):
+    async def agent(world, key):
+        return await two_turns(world, key, reward=0.5, components={"found": 1.0})
+
+    trajectory, world = played(tmp_path, agent)
+    assert (trajectory.reward, trajectory.components, trajectory.finish_reason) == (0.5, {"found": 1.0}, "stop")
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert trajectory.text == "Hello."
+    assert sampled_tokens(trajectory) == world.spoken
+    request = world.ran[0]
+    assert (request.uid, request.sample, request.attempt) == ("0-1", 0, 0)
+    assert request.seed == task_seed(world.config.run.seed, "0-1")
+
+
+def test_rewards_of_turns_add_up(tmp_path):
+    async def agent(world, key):
+        conversation = world.sessions.find(key, HOST).conversation
+        first = await world.chat(key, [user("hi")])
+        conversation.reward(None, 1.0)
+        await world.chat(key, [user("hi"), said(first), user("more")])
+        conversation.reward(None, 2.0)
+        return EpisodeDone()
+
+    trajectory, _ = played(tmp_path, agent)
+    assert trajectory.reward == 3.0
+    assert [turn.past_reward for turn in trajectory.sequences[0].turns] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "turns", "total"), [(None, [], None), (0.0, [], 0.0), (None, [1.0, 2.0], 3.0), (1.0, [0.5], 1.5)]
+)
+def test_the_return_of_an_episode(said, turns, total):
+    assert total_reward(said, turns) == total
+
+
+def test_the_death_of_a_host_or_a_worker_is_nobodys_attempt(tmp_path):
+    async def agent(world, key):
+        if len(world.ran) == 1:
+            await world.chat(key, [user("hi")])
+            raise PeerRestarted(HOST, "RunEpisode")
+        if len(world.ran) == 2:
+            return EpisodeDone(error="the worker was killed", blame="host")
+        return await two_turns(world, key, reward=1.0)
+
+    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01})
+    assert trajectory.reward == 1.0
+    assert len({request.session for request in world.ran}) == 3
+    assert world.account.failed_attempts == 0
+    assert len(trajectory.sequences) == 1, "nothing of the earlier attempts is trained"
+
+
+def test_time_that_is_over_is_an_outcome_and_closes(tmp_path):
+    reasons = []
+
+    async def agent(world, key):
+        messages = [user("hi")]
+        while True:
+            try:
+                reply = await world.chat(key, messages)
+            except EpisodeOver as over:
+                reasons.append(str(over))
+                return EpisodeDone(error="raised EpisodeOver")
+            messages = [*messages, said(reply), user("more")]
+            await asyncio.sleep(0.05)
+
+    trajectory, _ = played(tmp_path, agent, episode={"timeout_s": 0.2})
+    assert trajectory.finish_reason == "time"
+    assert "episode.timeout_s" in reasons[0]
+    assert trajectory.reward is None
+    assert len(trajectory.messages) >= 2
+
+
+def test_an_episode_that_does_not_close_is_ended(tmp_path):
+    async def agent(world, key):
+        await two_turns(world, key)
+        await asyncio.Event().wait()
+
+    trajectory, world = played(
+        tmp_path, agent, episode={"timeout_s": 0.2, "close_timeout_s": 0.1, "turn_timeout_s": 30.0}
+    )
+    assert trajectory.finish_reason == "time"
+    assert world.ended
+
+
+def test_an_answer_that_was_cut_at_the_end_truncates_the_trajectory(tmp_path):
+    async def agent(world, key):
+        await world.chat(key, [user("hi")])
+        return EpisodeDone(reward=0.0)
+
+    trajectory, _ = played(tmp_path, agent, say=lambda prompt: "words " * 99, rollout={"max_tokens": 4})
+    assert trajectory.finish_reason == "length"
+
+
+def test_time_with_the_policy_is_not_the_agents(tmp_path):
+    async def agent(world, key):
+        world.speaks.clear()
+        asked = asyncio.create_task(world.chat(key, [user("hi")]))
+        # Longer than every deadline of the agent's.
+        await asyncio.sleep(0.6)
+        world.speaks.set()
+        await asked
+        return EpisodeDone(reward=1.0)
+
+    limits = {"timeout_s": 0.3, "turn_timeout_s": 0.3, "start_timeout_s": 0.3, "close_timeout_s": 0.1}
+    trajectory, _ = played(tmp_path, agent, episode=limits)
+    assert (trajectory.finish_reason, trajectory.reward) == ("stop", 1.0)
+
+
+async def test_cancelling_it_ends_the_episode(tmp_path):
+    async def agent(world, key):
+        world.speaks.clear()
+        await world.chat(key, [user("hi")])
+
+    async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent) as world:
+        playing = asyncio.create_task(world.player.play(world.ticket, world.account))
+        while not world.submitted:
+            await asyncio.sleep(0.005)
+        playing.cancel()
+        await asyncio.wait({playing})
+        while not world.ended:
+            await asyncio.sleep(0.005)
+        assert len(world.sessions) == 0
+
+
+def test_all_samples_of_a_prompt_face_the_same_task():
+    assert task_seed(1, "0-1") == task_seed(1, "0-1") != task_seed(1, "0-2")
+
+
+@pytest.mark.parametrize(
+    ("row", "system", "expected"),
+    [
+        ({"prompt": "hi"}, None, [user("hi")]),
+        ({"prompt": [user("a"), {"role": "assistant", "content": "b"}, user("c")]}, None, 3),
+        ({"prompt": "hi"}, "Be brief.", [{"role": "system", "content": "Be brief."}, user("hi")]),
+        ({"prompt": [{"role": "system", "content": "Mine."}, user("hi")]}, "Be brief.", 2),
+        ({}, None, [user("1+1=")]),
+    ],
+)
+def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, expected):
+    tree = sim_config(data={"template": "chat", "system": system} if system else {})
+    ticket = replace(make_group().ticket, row=row)
+    found = first_messages(tree, ticket)
+    assert found == expected if isinstance(expected, list) else len(found) == expected
+
+
+def test_branches_are_the_other_ends_of_a_conversation(tmp_path):
+    async def agent(world, key):
+        first = await world.chat(key, [user("hi")])
+        await world.chat(key, [user("hi"), said(first), user("left")])
+        await world.chat(key, [user("hi"), said(first), user("right")])
+        await world.chat(key, [user("a title?")], untrained=True)
+        return EpisodeDone(reward=1.0)
+
+    trajectory, _ = played(tmp_path, agent)
+    assert [m["content"] for m in trajectory.messages] == ["hi", "Hello.", "right", "Hello."]
+    assert [[m["content"] for m in branch] for branch in trajectory.branches] == [["hi", "Hello.", "left", "Hello."]]
+
+
+def test_an_episode_without_any_reward_fails_and_one_that_met_a_limit_for_good(tmp_path):
+    failure, _ = played(tmp_path, two_turns, reward={"function": "episode"})
+    assert "no reward" in str(failure)
+    with pytest.raises(TrajectoryFailed, match=r"ended by a limit \(turns\).*no reward"):
+        played(tmp_path, limited, reward={"function": "episode"}, episode={"max_turns": 1})
+
+
+async def limited(world, key):
+    with contextlib.suppress(EpisodeOver):
+        await two_turns(world, key)
+    return EpisodeDone()
+
+
+OTHER = "episodes/1"
+
+
+def elsewhere(log):
+    """Chooses the first host of two that is not to be avoided, and notes what it was asked."""
+
+    def choose(*, prefer, avoid):
+        log.append((prefer, sorted(avoid - {""})))
+        return prefer or next((host for host in (OTHER, HOST) if host not in avoid), HOST)
+
+    return choose
+
+
+async def one_turn(world, key):
+    await world.chat(key, [user("hi")], host=world.hosts[-1])
+    return EpisodeDone(reward=1.0)
+
+
+@pytest.mark.parametrize("how", ["dies", "restarts", "never begins"])
+def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        if how == "restarts":
+            raise PeerRestarted(OTHER, "RunEpisode")
+        if how == "dies":
+            asyncio.get_running_loop().call_soon(world.sessions.host_died, OTHER)
+        await asyncio.Event().wait()
+
+    asked = []
+    options = {"rollout": {"retry_backoff_s": 0.01}, "choose": elsewhere(asked)}
+    if how == "never begins":
+        options["episode"] = {"timeout_s": 0.2}
+
+    async def run():
+        async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent, **options) as world:
+            if how == "never begins":
+                world.sessions.began = lambda key, host: None
+            return await world.player.play(world.ticket, world.account), world
+
+    trajectory, world = asyncio.run(run())
+    assert (trajectory.reward, world.account.failed_attempts) == (1.0, 0)
+    assert (world.hosts, asked) == ([OTHER, HOST], [("", []), ("", [OTHER])])
+    assert +world.sessions.at == {}
+    assert world.counters["rollout/episodes_failed/host"] == 1
+
+
+def test_an_episode_that_may_have_ended_its_worker_comes_back_until_it_was_alone(tmp_path):
+    """Its host alone knows how often it was in such a death."""
+
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        return EpisodeDone(error="the worker was killed", blame="host")
+
+    asked = []
+    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01}, choose=elsewhere(asked))
+    assert trajectory.reward == 1.0
+    assert world.hosts == [OTHER, OTHER, OTHER, HOST]
+    assert [prefer for prefer, _ in asked] == ["", OTHER, OTHER, ""]
+
+
+def test_an_episode_goes_elsewhere_at_once_where_a_host_is_full(tmp_path):
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        raise RemoteError(OTHER, EpisodeHostFull.code, "4 episodes are open here", retryable=True)
+
+    # A pause would be longer than the test may take.
+    pause = {"retry_backoff_s": 2 * WAIT_S}
+    trajectory, world = played(tmp_path, agent, rollout=pause, choose=elsewhere([]))
+    assert (trajectory.reward, world.hosts) == (1.0, [OTHER, HOST])
+    assert "rollout/episodes_failed/host" not in world.counters
+
+
+def test_an_attempt_that_failed_is_repeated_at_another_host(tmp_path):
+    """A deadline may have been missed because the host stands still."""
+
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        await asyncio.Event().wait()
+
+    async def run():
+        limits = {"start_timeout_s": 0.2}
+        async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent, choose=elsewhere([]), episode=limits) as world:
+            with pytest.raises(EpisodeFailed, match="start: "):
+                await world.player.play(world.ticket, world.account)
+            return await world.player.play(world.ticket, world.account), world.hosts
+
+    trajectory, hosts = asyncio.run(run())
+    assert (trajectory.reward, hosts) == (1.0, [OTHER, HOST])

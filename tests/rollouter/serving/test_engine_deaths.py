@@ -1,0 +1,364 @@
+"""Engines that die under their requests: no token is lost, the guilty prompt is found, the innocent are left alone."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from harness import replace
+from inprocess import sim_config
+from test_messages import make_group
+from virtual import LoopClock, run_virtual
+
+from asyncrl.errors import EngineDied
+from asyncrl.messages.groups import VersionSpan
+from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
+from asyncrl.rollouter.serving.group_events import SampleAccount
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.stops import Stops
+from asyncrl.telemetry.states import StateLedger
+
+STEP_S = 1.0
+RUN = run_virtual
+
+
+class Letters:
+    eos_ids: set = set()
+
+    def decode(self, ids):
+        return "".join(chr(0x100 + id) for id in ids)
+
+
+class Engine:
+    """One token a second and request; token n of a response is n, its log-prob the negative of the version.
+
+    ``poison``: it dies when a response of one of these uids has so many tokens. Under ``keep`` it goes on over loads.
+    """
+
+    def __init__(self, world):
+        self.name, self.workers, self.world = "rollouter/0", 1, world
+        self.version, self.dead = -1, ""
+        self.running = {}
+        self.going = asyncio.Event()
+        self.going.set()
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        self.die("it was closed")
+
+    def die(self, reason):
+        if not self.dead:
+            self.dead = reason
+            for request in self.running.values():
+                request.set()
+
+    def _alive(self):
+        if self.dead:
+            raise EngineDied(self.name, self.dead)
+
+    async def generate(self, request):
+        self._alive()
+        uid = request.key.partition("/")[0]
+        self.world.seeds.append((request.key, request.seed))
+        self.world.submitted.append((uid, request.held, frozenset(self.world.inside(self) | {uid})))
+        abort = self.running[request.id] = asyncio.Event()
+        spans = []
+        try:
+            for n in range(request.max_tokens):
+                while True:
+                    try:
+                        async with asyncio.timeout(STEP_S):
+                            await abort.wait()
+                    except TimeoutError:
+                        pass
+                    self._alive()
+                    if abort.is_set():
+                        yield Delta(tokens=[], logprobs=[], finish_reason="abort", spans=spans)
+                        return
+                    if self.going.is_set():
+                        break
+                held = request.held + n
+                if held == self.world.poison.get(uid):
+                    self.die(f"killed by {uid}")
+                    self._alive()
+                self.world.steps.append(frozenset(self.world.inside(self)))
+                start = spans.pop().start if spans and spans[-1].version == self.version else n
+                spans.append(VersionSpan(self.version, start, n + 1))
+                last = n + 1 == request.max_tokens
+                yield Delta(
+                    tokens=[held],
+                    logprobs=[-float(self.version)],
+                    finish_reason="length" if last else None,
+                    spans=spans if last else [],
+                )
+        finally:
+            del self.running[request.id]
+
+    async def abort(self, ids):
+        self._alive()
+        for id in ids:
+            if id in self.running:
+                self.running[id].set()
+
+    async def pause(self, mode):
+        self._alive()
+        if mode == "abort":
+            await self.abort(list(self.running))
+        self.going.clear()
+
+    async def load(self, weights, *, recompute_kv):
+        self._alive()
+        await asyncio.sleep(0.1)
+        if weights.version in self.world.unloadable:
+            self.die("killed by a load")
+        self._alive()
+        self.version = weights.version
+
+    async def resume(self):
+        self._alive()
+        self.going.set()
+
+
+class World:
+    """A host with such engines, and somebody who replaces them and brings them new weights."""
+
+    def __init__(self, *, poison=None, **rollout):
+        self.config = sim_config(rollout=rollout)
+        self.poison, self.unloadable = poison or {}, set()
+        self.submitted, self.steps, self.engines, self.seeds = [], [], [], []
+        self.reasons, self.excused = [], []
+        clock = LoopClock()
+        self.host = EngineHost(self.config, self.make, clock, StateLedger(clock.now, "engine"), Awaits(clock.now))
+        self.version = 0
+
+    def make(self):
+        self.engines.append(Engine(self))
+        return self.engines[-1]
+
+    def inside(self, engine):
+        return {id.partition("/")[0] for id in engine.running}
+
+    async def keep_alive(self):
+        await self.host.start()
+        while True:
+            await self.update()
+            await self.host.died.wait()
+            self.reasons.append(self.host.reason)
+            self.excused.append(self.host.excused)
+            await self.host.replace()
+
+    async def update(self):
+        try:
+            while not await self.host.quiesced(5.0):
+                pass
+            await self.host.pause(self.version)
+            await self.host.load(SimpleNamespace(version=self.version))
+            await self.host.commit()
+        except EngineDied as error:
+            self.host.lost(str(error))
+
+    async def response(self, uid, tokens=8, sample=0, **changes):
+        ticket = replace(
+            make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
+        )
+        account = SampleAccount(uid, sample, LoopClock().now)
+        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())
+        return await single_turn(call, ticket, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())
+
+    async def __aenter__(self):
+        self.living = asyncio.create_task(self.keep_alive())
+        while self.host.version < 0:
+            await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *_exc):
+        self.living.cancel()
+        await asyncio.wait({self.living})
+        await self.host.close()
+        assert self.host.turns.lone is None and not self.host.turns._inside
+
+
+def versions(trajectory):
+    return [span.version for span in trajectory.sequences[0].spans for _ in range(span.start, span.end)]
+
+
+def whole(trajectory, tokens):
+    [sequence] = trajectory.sequences
+    assert sequence.tokens.tolist() == list(range(tokens))
+    assert versions(trajectory) == [-int(logprob) for logprob in sequence.logprobs], "I3"
+    return True
+
+
+@pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
+async def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
+    async with World(on_update=mode) as world:
+        running = asyncio.create_task(world.response("0-1", 8))
+        await asyncio.sleep(3.5)
+        world.version = 4
+        world.engines[-1].die("killed")
+        trajectory = await running
+        assert whole(trajectory, 8)
+        assert versions(trajectory) == [0] * 3 + [4] * 5
+        assert [held for _, held, _ in world.submitted] == [0, 3]
+        assert trajectory.resumes == 1
+
+
+async def test_its_states_tell_of_the_update_and_an_engine_that_dies_under_it_is_down_from_then_on():
+    async with World(on_update="keep") as world:
+        entered = []
+        world.host._states.entered = lambda state, awaiting: entered.append((LoopClock().now(), state))
+        running = asyncio.create_task(world.response("0-1", 8))
+        await asyncio.sleep(2.5)
+        world.version = 4
+        updating = asyncio.create_task(world.update())
+        await asyncio.sleep(0.05)
+        killed = LoopClock().now()
+        world.engines[-1].die("killed")
+        await running
+        await updating
+    states = [state for _, state in entered]
+    assert states[:5] == ["generating", "pausing", "paused", "loading", "restarting"]
+    assert entered[4][0] == pytest.approx(killed)
+    assert states[5] == "waiting", "for its weights, in another engine"
+
+
+async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
+    """I3: of those nobody can say which version sampled them."""
+    async with World(on_update="keep") as world:
+        running = asyncio.create_task(world.response("0-1", 10))
+        await asyncio.sleep(3.5)
+        world.version = 1
+        await world.update()
+        await asyncio.sleep(3.0)
+        world.engines[-1].die("killed")
+        trajectory = await running
+        assert whole(trajectory, 10)
+        assert versions(trajectory) == [0] * 3 + [1] * 7
+        assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
+
+
+@pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
+async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(mode):
+    async with World(poison={"0-3": 2}, max_attempts=3, on_update=mode) as world:
+        async with asyncio.TaskGroup() as tasks:
+            fine = [tasks.create_task(world.response(f"0-{n}", 6 + n)) for n in range(3)]
+            bad = [tasks.create_task(caught(world.response("0-3", 8, sample))) for sample in range(2)]
+            for version in range(1, 30):
+                await asyncio.sleep(2.3)
+                world.version = version
+                if not world.host.died.is_set() and world.host.version >= 0:
+                    await world.update()
+        assert all(whole(task.result(), 6 + n) for n, task in enumerate(fine))
+        for task in bad:
+            assert isinstance(task.result(), TrajectoryFailed)
+            assert "died 3 times (rollout.max_attempts)" in str(task.result())
+            assert "killed by 0-3" in str(task.result())
+        assert len(world.reasons) == 2 + 3
+        alone = [inside for uid, _, inside in world.submitted if uid == "0-3"][4:]
+        assert alone and all(inside == {"0-3"} for inside in alone)
+        assert world.excused == [False] * 2 + [True] * 3, "what one prompt does is not the engine's fault"
+        assert (world.host.suspects.own_deaths, world.host.suspects.failed) == (3, 1)
+
+
+async def caught(work):
+    try:
+        return await work
+    except TrajectoryFailed as error:
+        return error
+
+
+async def test_the_innocent_survive_any_number_of_deaths_and_finish_alone():
+    async with World(max_attempts=1) as world:
+        long = [asyncio.create_task(world.response(f"0-{n}", 40)) for n in range(3)]
+        for _ in range(8):
+            # Only ever in company.
+            await asyncio.sleep(2.5)
+            if len(world.inside(world.engines[-1])) > 1:
+                world.engines[-1].die("of something else")
+        trajectories = await asyncio.gather(*long)
+        assert all(whole(t, 40) for t in trajectories)
+        assert len(world.reasons) == 2
+        assert all(len(inside) == 1 for inside in world.steps[-80:])
+        assert world.host.suspects.failed == 0
+
+
+async def test_a_ticket_that_is_to_run_alone_does_so_from_its_first_submission():
+    async with World() as world:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.response("0-1", 5))
+            await asyncio.sleep(1.5)
+            for sample in range(2):
+                tasks.create_task(world.response("0-2", 5, sample, alone=True))
+            await asyncio.sleep(0.1)
+            tasks.create_task(world.response("0-3", 5))
+        assert [uid for uid, _, _ in world.submitted] == ["0-1", "0-2", "0-2", "0-3"]
+        assert all(len(inside) == 1 for inside in world.steps)
+        assert world.host.turns.lone_turns == 1
+
+
+@pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
+async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode):
+    async with World(on_update=mode) as world:
+        async with asyncio.TaskGroup() as tasks:
+            work = [tasks.create_task(world.response(f"0-{n}", 5 + n % 4, alone=n % 3 == 0)) for n in range(12)]
+            for version in range(1, 10):
+                await asyncio.sleep(1.7)
+                world.version = version
+                await world.update()
+        assert all(whole(task.result(), 5 + n % 4) for n, task in enumerate(work))
+        assert all(len(inside) == 1 for inside in world.steps if inside & {f"0-{n}" for n in range(0, 12, 3)})
+
+
+async def test_what_dies_of_a_load_is_no_fault_of_what_is_frozen_in_it():
+    async with World(on_update="keep", max_attempts=1) as world:
+        running = asyncio.create_task(world.response("0-1", 8, alone=True))
+        await asyncio.sleep(2.5)
+        world.version = 1
+        world.unloadable = {1}
+        await world.update()
+        await asyncio.sleep(0)
+        world.unloadable = set()
+        assert whole(await running, 8)
+        assert world.reasons and "load" in world.reasons[0]
+        assert world.host.suspects.own_deaths == 0
+        assert not any(world.excused)
+
+
+async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused():
+    """Restarts of an engine that is broken are used up before its prompts are given up."""
+    async with World(poison={"0-1": 0, "0-2": 0, "0-3": 0}, max_attempts=2) as world:
+        results = await asyncio.gather(*[caught(world.response(f"0-{n}")) for n in (1, 2, 3)])
+        assert all(isinstance(result, TrajectoryFailed) for result in results)
+        await asyncio.sleep(1.0)
+        assert world.excused == [False] * 2 + [True, False, False] * 2
+
+
+async def test_a_prompt_that_kills_is_excused_though_there_is_nothing_else_to_do():
+    async with World(poison={"0-1": 0}, max_attempts=3) as world:
+        assert isinstance(await caught(world.response("0-1")), TrajectoryFailed)
+        await asyncio.sleep(1.0)
+        assert world.excused == [False] * 2 + [True] * 3
+
+
+async def test_an_engine_that_dies_of_an_abort_is_replaced():
+    """The stop string was found; what was handed over stands."""
+    async with World(stop=[chr(0x100 + 3)]) as world:
+        real = Engine.abort
+
+        async def abort(self, ids):
+            self.die("of an abort")
+            self._alive()
+
+        Engine.abort = abort
+        try:
+            trajectory = await world.response("0-1", 8)
+        finally:
+            Engine.abort = real
+        assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
+        while not world.reasons:
+            await asyncio.sleep(0.01)
+        assert "abort" in world.reasons[0]

@@ -1,0 +1,453 @@
+"""Fetching a version: exact by either way, with and without deltas, whatever breaks meanwhile; nothing is leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from cuts import way_to
+from fetch_cases import Server, calling
+from harness import Net, replace
+from probes import make_probe
+from published_weights import (
+    comes_to,
+    contents_of,
+    held,
+    only_new_objects_collected,
+    open_memory,
+    random_bytes,
+    stage,
+    stepped,
+)
+from structlog.testing import capture_logs
+from virtual import run_virtual
+
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
+from asyncrl.messages import Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.weights import Chunk, FetchChunk, Offer
+from asyncrl.parameter_server.held import encode_deltas
+from asyncrl.rollouter.updating import fetch as module
+from asyncrl.rollouter.updating.fetch import Fetched, fetch
+from asyncrl.weights.segments import Segment
+from asyncrl.weights.staging import Staged
+
+CHUNK = 4096
+SIZES = (3 * CHUNK + 101, 1, 2 * CHUNK, 50)
+"""Bucket sizes: one that chunks do not divide, one of next to nothing, one that they divide, one below a chunk."""
+CHUNKS = 4 + 1 + 2 + 1
+WEIGHTS = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=3, deadline_s=20.0)
+OLD = [random_bytes(size, seed) for seed, size in enumerate(SIZES)]
+NEW = [stepped(OLD[0]), b"!", stepped(OLD[2]), random_bytes(50, 9)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap():
+    with only_new_objects_collected():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_leak():
+    before = open_memory()
+    yield
+    assert comes_to(before)
+
+
+async def take(
+    offer: Offer, server: Server | None, base: Staged | None = None, weights: WeightsConfig = WEIGHTS
+) -> Fetched:
+    """Without a network in between."""
+
+    async def call(name: str, request: Request, timeout: float | None) -> Any:
+        assert server is not None, "nothing is to be asked for"
+        assert isinstance(request, FetchChunk)
+        try:
+            return await server.fetch_chunk(request)
+        except VersionGone as error:
+            raise RemoteError("parameter_server/0", "version_gone", str(error)) from None
+
+    return await fetch(offer, base, call=call, weights=weights, who="rollouter/4")
+
+
+def flipped(chunk: Chunk) -> Chunk:
+    data = chunk.data.copy()
+    data[len(data) // 2] ^= 4
+    return replace(chunk, data=data)
+
+
+def with_checksum(offer: Offer, bucket: int, checksum: int) -> Offer:
+    assert offer.manifest is not None
+    buckets = list(offer.manifest.buckets)
+    buckets[bucket] = replace(buckets[bucket], checksum=checksum)
+    return replace(offer, manifest=replace(offer.manifest, buckets=buckets))
+
+
+@pytest.fixture
+def server():
+    """Version 3, and version 4 with deltas against it."""
+    base = held(3, OLD)
+    made = Server(base, encode_deltas(base, held(4, NEW)))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def base(server):
+    """Version 3 as a replica holds it."""
+    staged = stage(server.snapshots[3].manifest)
+    yield staged
+    staged.close()
+
+
+# --- both ways ---
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_every_bit_arrives(transport, delta, server, base):
+    found = asyncio.run(take(server.offer(4, transport), server, base if delta else None))
+    staged, published = found.staged, server.snapshots[4].manifest
+    server.close()
+    assert contents_of(staged.manifest) == NEW
+    assert staged.version == 4
+    for ours, theirs in zip(staged.manifest.buckets, published.buckets, strict=True):
+        assert ours.path.startswith(f"/proc/{os.getpid()}/fd/")
+        assert ours == replace(theirs, path=ours.path, delta=None)
+    # What was taken can be given on, or taken as the next base.
+    stage(staged.manifest).close()
+    assert set(staged.layout) == {"t0", "t1", "t2", "t3"}
+    deltas = {index: bucket.delta.size for index, bucket in enumerate(published.buckets) if bucket.delta}
+    assert set(deltas) == {0, 2}
+    whole = sum(size for index, size in enumerate(SIZES) if index not in deltas)
+    assert found.encoded_bytes == (whole + sum(deltas.values()) if delta else sum(SIZES))
+    if transport == "stream":
+        assert {(bucket, at) for bucket, _, at in server.served} == (
+            {(0, 3), (1, -1), (2, 3), (3, -1)} if delta else {(index, -1) for index in range(4)}
+        )
+    staged.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_the_probe_stays_with_the_weights(transport, server):
+    probe = make_probe()
+    offer = server.offer(4, transport)
+    offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
+    staged = asyncio.run(take(offer, server)).staged
+    assert staged.manifest.probe is probe
+    staged.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("what", ["version", "layout", "nothing"])
+def test_a_base_that_does_not_fit_is_not_used(what, transport, server):
+    other = held(3 if what == "layout" else 2, [] if what == "nothing" else [content + b"ab" for content in OLD])
+    base = stage(other.manifest)
+    found = asyncio.run(take(server.offer(4, transport), server, base))
+    assert contents_of(found.staged.manifest) == NEW
+    assert found.encoded_bytes == sum(SIZES)
+    for each in (found.staged, base):
+        each.close()
+    other.release()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport, server):
+    # It says that it is version 3, and is not.
+    other = held(3, [random_bytes(size, 77) for size in SIZES])
+    base = stage(other.manifest)
+    with capture_logs() as logs:
+        found = asyncio.run(take(server.offer(4, transport), server, base))
+    assert contents_of(found.staged.manifest) == NEW
+    said = [line for line in logs if line["event"] == "delta failed; the whole bucket is taken"]
+    assert sorted((line["version"], line["bucket"], line["base"]) for line in said) == [(4, 0, 3), (4, 2, 3)]
+    assert all("checksum" in line["error"] for line in said)
+    assert found.encoded_bytes > sum(SIZES)
+    for each in (found.staged, base):
+        each.close()
+    other.release()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_bit_flipped_in_a_segment_is_found(transport, server):
+    offer = server.offer(4, transport)
+    assert offer.manifest is not None
+    wrong = with_checksum(offer, 2, offer.manifest.buckets[2].checksum ^ 1)
+    with pytest.raises(WeightsCorrupt, match="version 4, bucket 2: its") as caught:
+        asyncio.run(take(wrong, server))
+    assert (caught.value.version, caught.value.bucket) == (4, 2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_version_that_is_no_longer_held_is_gone(transport, server):
+    offer = server.offer(4, transport)
+    server.snapshots.pop(4).release()
+    with pytest.raises(VersionGone, match="version 4"):
+        asyncio.run(take(offer, server))
+
+
+# --- chunks ---
+
+
+def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch):
+    def flip(request, chunk):
+        wrong = (request.bucket, request.offset) == (0, CHUNK) and server.served[0, CHUNK, -1] == 1
+        return flipped(chunk) if wrong else chunk
+
+    class Watched(Segment):
+        def write(self, offset, data):
+            assert bytes(data) == NEW[SIZES.index(self.size)][offset : offset + len(data)]
+            super().write(offset, data)
+
+    monkeypatch.setattr(module, "Segment", Watched)
+    server = Server(held(4, NEW), on_chunk=flip)
+    with capture_logs() as logs:
+        found = asyncio.run(take(server.offer(4, "stream"), server))
+    assert contents_of(found.staged.manifest) == NEW
+    [line] = logs
+    assert line["log_level"] == "warning"
+    assert (line["version"], line["bucket"], line["offset"]) == (4, 0, CHUNK)
+    assert "checksum" in line["error"]
+    assert server.served.pop((0, CHUNK, -1)) == 2
+    assert set(server.served.values()) == {1}
+    assert len(server.served) == CHUNKS - 1
+    found.staged.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (flipped, "its checksum is"),
+        (lambda chunk: replace(chunk, data=chunk.data[1:]), "4095 bytes instead of 4096"),
+        (lambda chunk: replace(chunk, data=np.empty(0, np.float32)), "0 bytes instead of"),
+    ],
+)
+def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil, words):
+    def change(request, chunk):
+        return spoil(chunk) if (request.bucket, request.offset) == (2, CHUNK) else chunk
+
+    server = Server(held(4, NEW), on_chunk=change)
+    with capture_logs(), pytest.raises(WeightsCorrupt, match=f"version 4, bucket 2: its chunk at 4096.*{words}"):
+        asyncio.run(take(server.offer(4, "stream"), server))
+    assert server.served[2, CHUNK, -1] == 3
+    server.close()
+
+
+@pytest.mark.parametrize("credit", [1, 2, 5, 100])
+def test_no_more_is_asked_for_than_there_is_credit(credit):
+    server = Server(held(4, NEW))
+    weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=credit)
+    found = asyncio.run(take(server.offer(4, "stream"), server, weights=weights))
+    assert server.most_running == min(credit, CHUNKS)
+    assert set(server.served.values()) == {1}
+    found.staged.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (DeadlineExceeded("rollouter/4", "parameter_server/0", "FetchChunk", 30.0), True),
+        (PeerRestarted("parameter_server/0", "FetchChunk"), True),
+        (RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True), True),
+        (RemoteError("parameter_server/0", "deadline", "too slow"), True),
+        (ProtocolError("body of Chunk"), True),
+        (RemoteError("parameter_server/0", "KeyError", "a defect"), False),
+        (RemoteError("parameter_server/0", "too_large", "raise it"), False),
+    ],
+)
+def test_calls_that_fail_are_repeated_where_that_can_help(error, again):
+    failed = []
+
+    def fail(request, chunk):
+        if (request.bucket, request.offset) == (0, CHUNK) and len(failed) < 2:
+            failed.append(request)
+            # A new one each time: with its traceback it would keep what was mapped.
+            raise copy.copy(error)
+        return chunk
+
+    server = Server(held(4, NEW), on_chunk=fail)
+    with capture_logs() as logs:
+        if again:
+            found = run_virtual(take(server.offer(4, "stream"), server))
+            assert contents_of(found.staged.manifest) == NEW
+            assert server.served[0, CHUNK, -1] == 3
+            assert logs
+            found.staged.close()
+        else:
+            with pytest.raises(type(error), match=str(error)):
+                run_virtual(take(server.offer(4, "stream"), server))
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("whole_s", "waits_s", "ended", "what"),
+    [
+        # Silence ends it, and not before: each chunk that comes is a sign of life.
+        (None, 1000.0, 5 * 15.0 + 20.0, f"chunks of version 4 ({SIZES[0] + SIZES[1]} of {sum(SIZES)} bytes are here)"),
+        (50.0, 15.0, 50.0, f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes"),
+    ],
+)
+def test_a_fetch_ends_by_silence_or_by_the_deadline_of_all_of_it(whole_s, waits_s, ended, what):
+    async def slow(request, chunk):
+        await asyncio.sleep(15.0 if request.bucket < 2 else waits_s)
+        return chunk
+
+    async def main():
+        more = {} if whole_s is None else {"stage_deadline_s": whole_s}
+        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, **more)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await take(server.offer(4, "stream"), server, weights=weights)
+        assert asyncio.get_running_loop().time() == ended
+        return caught.value
+
+    server = Server(held(4, NEW), on_chunk=slow)
+    error = run_virtual(main())
+    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", whole_s or 20.0)
+    assert what in str(error)
+    server.close()
+
+
+def test_the_error_of_a_silent_fetch_says_what_was_tried_last():
+    def away(request, chunk):
+        raise RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True)
+
+    server = Server(held(4, NEW), on_chunk=away)
+    with capture_logs() as logs, pytest.raises(DeadlineExceeded, match="cancelled: it ends"):
+        run_virtual(take(server.offer(4, "stream"), server))
+    assert len(logs) == 1, "once, not for every attempt"
+    server.close()
+
+
+# --- the end before the end ---
+
+
+@pytest.mark.parametrize("chunks", range(CHUNKS))
+async def test_a_cancelled_stream_leaves_nothing(chunks):
+    arrived = asyncio.Event()
+
+    async def stop(request, chunk):
+        if server.served.total() > chunks:
+            arrived.set()
+            await asyncio.sleep(3600)
+        return chunk
+
+    server = Server(held(4, NEW), on_chunk=stop)
+    before = open_memory()
+    fetching = asyncio.create_task(take(server.offer(4, "stream"), server))
+    await arrived.wait()
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    # What the server has mapped to serve from is its own.
+    server.close()
+    assert open_memory() <= before
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkeypatch):
+    entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
+    name = "verify_segment" if transport == "shm" else "_write"
+    real = getattr(module, name)
+
+    def slow(*arguments, **named):
+        entered.set()
+        go_on.wait(10)
+        try:
+            return real(*arguments, **named)
+        finally:
+            left.set()
+
+    monkeypatch.setattr(module, name, slow)
+    fetching = asyncio.create_task(take(server.offer(4, transport), server))
+    await asyncio.to_thread(entered.wait, 10)
+    for _ in range(2):
+        fetching.cancel()
+        await asyncio.wait({fetching}, timeout=0.05)
+        assert not fetching.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert left.is_set()
+
+
+# --- over ZeroMQ ---
+
+
+BIG = [random_bytes(size, 5) for size in ((3 << 20) + 77, 2 << 20)]
+BIG_CHUNKS = 4 + 2
+BIG_WEIGHTS = WeightsConfig(chunk_bytes=1 << 20, chunks_in_flight=2, deadline_s=20.0)
+
+
+async def test_a_broken_connection_is_taken_up_at_the_missing_chunk():
+    async with Net() as net:
+
+        async def break_off(request, chunk):
+            if server.served.total() == 3:
+                # While two are in flight: what comes now is of a connection that is no more.
+                asyncio.get_running_loop().call_soon(way.cut)
+                await asyncio.sleep(0.05)
+                await way.open()
+            return chunk
+
+        server = Server(held(4, BIG), on_chunk=break_off)
+        address = net.serve(server, "parameter_server/0", register=False).address
+        async with way_to(address) as way:
+            net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=way.address))
+            peer = net.client("parameter_server/0", "rollouter/4")
+            found = await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
+        assert contents_of(found.staged.manifest) == BIG
+        assert found.encoded_bytes == sum(map(len, BIG))
+        assert len(server.served) == BIG_CHUNKS
+        again = sum(times - 1 for times in server.served.values())
+        assert 1 <= again <= 2, "no more than was in flight comes twice"
+        found.staged.close()
+        server.close()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta):
+    async with Net() as net:
+        reached = asyncio.Event()
+
+        async def die(request, chunk):
+            if first.served.total() > (1 if delta else 2):
+                reached.set()
+                await asyncio.sleep(3600)
+            return chunk
+
+        old = held(3, [stepped(content, share=0.6) for content in BIG])
+        base = stage(old.manifest) if delta else None
+        first = Server(encode_deltas(old, held(4, BIG)), on_chunk=die)
+        # Its successor has the same version from the learner, and nothing to encode it against.
+        second = Server(held(4, BIG))
+        serving = net.serve(first, "parameter_server/0")
+        peer = net.client("parameter_server/0", "rollouter/4")
+        with capture_logs() as logs:
+            weights = BIG_WEIGHTS.model_copy(update={"chunk_bytes": 1 << 16}) if delta else BIG_WEIGHTS
+            fetching = asyncio.create_task(fetch(first.offer(4, "stream"), base, call=calling(peer), weights=weights))
+            await reached.wait()
+            serving.close()
+            first.close()
+            net.serve(second, "parameter_server/0", incarnation=2)
+            found = await fetching
+        assert contents_of(found.staged.manifest) == BIG
+        if delta:
+            assert {line["bucket"] for line in logs} == {0, 1}
+            assert {base for _, _, base in second.served} == {-1}
+            assert base is not None
+            base.close()
+        else:
+            # Two of six had come.
+            assert second.served.total() == BIG_CHUNKS - 2
+            assert len(first.served | second.served) == BIG_CHUNKS
+        found.staged.close()
+        for each in (old, *second.snapshots.values()):
+            each.release()

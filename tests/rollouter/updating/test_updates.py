@@ -1,0 +1,452 @@
+"""The update follower against a scripted parameter server and engine: what is loaded, when it pauses and goes on."""
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from harness import replace
+from inprocess import sim_config
+from probes import TOKENS, make_probe, samples_of, scores_of
+from published_weights import as_streamed
+from services import services
+from virtual import LoopClock, run_virtual
+
+from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
+from asyncrl.messages import Done
+from asyncrl.messages.weights import (
+    BroadcastBegins,
+    BucketLayout,
+    Chunk,
+    Collective,
+    CollectiveGroup,
+    FetchChunk,
+    JoinBroadcast,
+    Manifest,
+    NextUpdate,
+    Offer,
+    PauseGranted,
+    ReportUpdate,
+    RequestPause,
+    Update,
+)
+from asyncrl.parameter_server.held import ChunkServer
+from asyncrl.parameter_server.snapshots import hold
+from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.serving.drift import NORMAL
+from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.updating.updates import UpdateFollower
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.telemetry.states import StateLedger
+from asyncrl.telemetry.trace import Trace
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.segments import Segment, layout
+
+PROBE = make_probe()
+
+
+class StubEngine:
+    """Writes down what happens to it; ``loads`` scripts the loads."""
+
+    def __init__(self, events: list, loads: list, offs: list | None = None) -> None:
+        self.name, self.workers = "rollouter/0", 1
+        self.events, self.loads, self.offs = events, loads, offs or []
+        self.off = 0.0
+        """By so much its log-probs are off from the probe on."""
+
+    async def start(self) -> None:
+        self.events.append("start")
+
+    async def close(self) -> None:
+        self.events.append("close")
+
+    async def pause(self, mode: str) -> None:
+        self.events.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+
+    async def accept(self, staged) -> None:
+        self.events.append(f"accept {staged.version}")
+
+    async def checksum(self) -> str:
+        return "c"
+
+    async def score(self, ids) -> list[float]:
+        index = TOKENS.index(ids)
+        if not index:
+            self.off = self.offs.pop(0) if self.offs else 0.0
+        if self.off == "hang":
+            await asyncio.sleep(10_000)
+        return scores_of(PROBE, self.off)[index]
+
+    async def generate(self, request):
+        off = 0.0 if self.off == "hang" else self.off
+        token, logprob = samples_of(PROBE, off)[int(request.id.rpartition("/")[2])]
+        yield Delta(tokens=[token], logprobs=[logprob], finish_reason="length")
+
+    async def load(self, weights, *, recompute_kv: bool) -> None:
+        way = "broadcast" if isinstance(weights, Broadcast) else "staged"
+        self.events.append(f"load {weights.version} {way}")
+        problem = self.loads.pop(0) if self.loads else None
+        if isinstance(problem, Exception):
+            raise problem
+        if problem == "hang":
+            await asyncio.sleep(10_000)
+
+
+class Server:
+    """A parameter server that offers what it is told to, and then nothing."""
+
+    def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0) -> None:
+        self.offers, self.begins, self.away = list(offers), begins, away
+        self.asked: list[NextUpdate] = []
+        self.reports: list[ReportUpdate] = []
+        self.paths: list[list[str]] = []
+        """Paths of the version held for others at each pause."""
+        self.told: list[tuple[str, str, dict]] = []
+        self.done = asyncio.Event()
+
+    def chunks(self, request: FetchChunk) -> Chunk:
+        raise AssertionError("nothing is to be fetched")
+
+    async def call(self, request):
+        await asyncio.sleep(0.001)
+        if self.away:
+            self.away -= 1
+            raise DeadlineExceeded("rollouter/0", "parameter_server/0", type(request).__name__, 1.0)
+        if isinstance(request, NextUpdate):
+            self.asked.append(request)
+            if self.offers:
+                return Update(offer=self.offers.pop(0))
+            self.done.set()
+            await asyncio.sleep(3600)
+            return Update()
+        if isinstance(request, RequestPause):
+            self.paths.append(request.paths)
+            return PauseGranted(granted=True)
+        if isinstance(request, FetchChunk):
+            return self.chunks(request)
+        if isinstance(request, JoinBroadcast):
+            return BroadcastBegins(decided=True, begins=self.begins)
+        assert isinstance(request, ReportUpdate), request
+        self.reports.append(request)
+        return Done()
+
+
+@pytest.fixture
+def publish():
+    segments = []
+
+    def make(version, probe=False, checksum_off=0):
+        specs, size = layout([("w", "uint8", (100,))])
+        segment = Segment("test", size)
+        segment.memory[:4] = version.to_bytes(4, "little")
+        bucket = segment.seal(specs)
+        segments.append(segment)
+        if checksum_off:
+            import msgspec
+
+            bucket = msgspec.structs.replace(bucket, checksum=bucket.checksum ^ checksum_off)
+        return Manifest(version=version, buckets=[bucket], probe=PROBE if probe else None)
+
+    yield make
+    import os
+
+    for segment in segments:
+        os.close(segment.fd)
+
+
+def rolling(manifest: Manifest) -> Offer:
+    return Offer(version=manifest.version, transport="shm", manifest=manifest)
+
+
+def retyped(manifest: Manifest, dtype: str) -> Manifest:
+    buckets = [
+        replace(bucket, tensors=[replace(spec, dtype=dtype, shape=(25,)) for spec in bucket.tensors])
+        for bucket in manifest.buckets
+    ]
+    return replace(manifest, buckets=buckets)
+
+
+def broadcast(version: int) -> Offer:
+    specs, size = layout([("w", "uint8", (100,))])
+    group = CollectiveGroup(backend="gloo", epoch=1, world_size=2, host="127.0.0.1", port=1)
+    collective = Collective(group=group, first_rank=1, buckets=[BucketLayout(size=size, tensors=specs)])
+    return Offer(version=version, transport="gloo", collective=collective)
+
+
+def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
+    """Follow until the server has nothing more; returns the engine's events, the server and the host."""
+    config = sim_config(**tables)
+    events: list = []
+
+    async def main():
+        server = server_of()
+        clock = LoopClock()
+        loads_left, offs_left = list(loads), list(offs)
+        committed, updated = [], []
+        awaits = Awaits(clock.now)
+        host = EngineHost(
+            config, lambda: StubEngine(events, loads_left, offs_left), clock, StateLedger(clock.now, "engine"), awaits
+        )
+        follower = UpdateFollower(
+            config,
+            services(
+                "rollouter/0",
+                clock,
+                awaits=awaits,
+                notify=lambda key, text, **more: server.told.append((key, text, more)),
+            ),
+            host=host,
+            call=lambda name, request, timeout: server.call(request),
+            committed=committed.append,
+            updated=updated.append,
+            track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
+            place="here",
+        )
+        await host.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(follower.run())
+                waiting = tasks.create_task(server.done.wait())
+                await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                for task in (running, waiting):
+                    task.cancel()
+        except* ActorFailed as failed:
+            problem = failed.exceptions[0]
+            while isinstance(problem, BaseExceptionGroup):
+                problem = problem.exceptions[0]
+            raise problem from None
+        assert committed == [r.version for r in server.reports if r.committed]
+        assert [times.version for times in updated] == committed
+        server.updated, server.drifts = updated, follower.drifts
+        return events, server, host
+
+    return run_virtual(main())
+
+
+def test_a_version_is_staged_before_the_pause_which_holds_only_the_load(publish):
+    events, server, host = follow(lambda: Server([rolling(publish(3))]))
+    assert events == ["start", "accept 3", "pause abort", "load 3 staged", "resume"]
+    assert [request.serving for request in server.asked] == [-1, 3]
+    assert host.version == 3
+    report = server.reports[0]
+    assert (report.version, report.committed, report.times.transport, report.times.bytes) == (3, True, "shm", 128)
+
+
+@pytest.mark.parametrize(("mode", "pause"), [("abort_resume", "abort"), ("keep", "keep"), ("drain", "wait")])
+def test_each_mode_pauses_in_its_own_way(publish, mode, pause):
+    events, _, _ = follow(lambda: Server([rolling(publish(0))]), rollout={"on_update": mode})
+    assert f"pause {pause}" in events
+
+
+def test_what_is_corrupt_is_never_loaded_and_asked_for_again(publish):
+    """I4: nothing is loaded before its checksum was compared."""
+    events, server, host = follow(lambda: Server([rolling(publish(1, checksum_off=1)), rolling(publish(1))]))
+    assert events == ["start", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert [report.committed for report in server.reports] == [False, True]
+    assert "checksum" in server.reports[0].error
+    assert host.version == 1
+
+
+def test_after_a_failed_load_the_engine_stays_paused_until_one_succeeds(publish):
+    corrupt = WeightsCorrupt("half of it", version=1)
+    events, server, host = follow(
+        lambda: Server([rolling(publish(0)), rolling(publish(1)), rolling(publish(1))]), loads=[None, corrupt]
+    )
+    assert events[-6:] == ["pause abort", "load 1 staged", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert [request.serving for request in server.asked] == [-1, 0, 0, 1]
+    assert host.version == 1
+
+
+def test_an_engine_that_fails_too_often_is_replaced(publish):
+    corrupt = [WeightsCorrupt("half of it", version=1)] * 2
+    events, server, host = follow(lambda: Server([rolling(publish(1))] * 3), loads=corrupt, weights={"max_attempts": 2})
+    assert events.count("load 1 staged") == 3
+    assert events[-6:] == ["close", "start", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert host.restarts == 1
+    assert [report.committed for report in server.reports] == [False, False, True]
+
+
+@pytest.mark.parametrize("problem", [EngineDied("rollouter/0", "killed"), "hang"])
+def test_an_engine_that_dies_or_hangs_in_a_load_is_replaced(publish, problem):
+    """I5: a load that does not come back within the deadline costs the engine, not the run."""
+    events, server, host = follow(lambda: Server([rolling(publish(1)), rolling(publish(1))]), loads=[problem])
+    assert events == [
+        *("start", "accept 1", "pause abort", "load 1 staged", "close"),
+        *("start", "accept 1", "pause abort", "load 1 staged", "resume"),
+    ]
+    assert [report.committed for report in server.reports] == [False, True]
+    assert host.version == 1
+
+
+def test_engines_that_die_again_and_again_end_the_actor(publish):
+    dies = [EngineDied("rollouter/0", "killed")] * 5
+    with pytest.raises(ActorFailed, match="died again after 2 restarts"):
+        follow(lambda: Server([rolling(publish(1))] * 5), loads=dies, supervision={"max_restarts": 2})
+
+
+def test_a_broadcast_is_received_while_the_engine_is_paused(publish):
+    events, server, host = follow(lambda: Server([rolling(publish(0)), broadcast(1)]))
+    assert events[-3:] == ["pause abort", "load 1 broadcast", "resume"]
+    assert [report.times.transport for report in server.reports] == ["shm", "gloo"]
+    assert host.version == 1
+
+
+def test_a_broadcast_that_is_called_off_ends_the_pause_at_once(publish):
+    events, server, host = follow(lambda: Server([rolling(publish(0)), broadcast(1)], begins=False))
+    assert events[-2:] == ["pause abort", "resume"]
+    assert host.version == 0
+    assert [request.serving for request in server.asked] == [-1, 0, 0]
+
+
+def test_a_broadcast_that_breaks_leaves_the_engine_paused_for_the_other_way(publish):
+    broken = BroadcastFailed(1, "connection closed")
+    events, server, host = follow(
+        lambda: Server([rolling(publish(0)), broadcast(1), rolling(publish(1))]), loads=[None, broken]
+    )
+    assert events[-5:] == ["load 1 broadcast", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert [report.committed for report in server.reports] == [True, False, True]
+    # It does not know whose fault it was, and says of which broadcast it speaks.
+    assert [(report.broke_off, report.epoch) for report in server.reports] == [(False, -1), (True, 1), (False, -1)]
+    assert host.restarts == 0
+
+
+def test_a_fault_of_its_own_in_a_broadcast_is_told_as_such(publish):
+    corrupt = WeightsCorrupt("half of it", version=1)
+    _, server, _ = follow(lambda: Server([rolling(publish(0)), broadcast(1)]), loads=[None, corrupt])
+    assert [(report.committed, report.broke_off) for report in server.reports] == [(True, False), (False, False)]
+
+
+def test_a_call_off_does_not_wake_an_engine_whose_load_had_failed(publish):
+    corrupt = WeightsCorrupt("half of it", version=1)
+    events, _, host = follow(
+        lambda: Server([rolling(publish(0)), rolling(publish(1)), broadcast(2)], begins=False), loads=[None, corrupt]
+    )
+    assert events[-3:] == ["pause abort", "load 1 staged", "pause abort"]
+    assert host.version == 0
+
+
+def test_a_parameter_server_that_is_away_is_asked_until_it_is_back(publish):
+    events, server, _ = follow(lambda: Server([rolling(publish(0))], away=5))
+    assert events[-1] == "resume"
+    assert server.reports[0].committed
+
+
+def test_under_full_verification_nothing_is_admitted_before_the_engine_agrees_with_the_learner(publish):
+    """I4: after a load the engine computes what the learner does, or it loads again."""
+    events, server, host = follow(
+        lambda: Server([rolling(publish(1, probe=True))] * 2), offs=[2.0], weights={"verify": "full"}
+    )
+    assert events == [
+        *("start", "accept 1", "pause abort", "load 1 staged", "resume", "pause abort"),
+        *("accept 1", "pause abort", "load 1 staged", "resume"),
+    ]
+    assert "does not compute what the learner does" in server.reports[0].error
+    assert server.updated[0].drift == pytest.approx(0.0)
+    assert host.version == 1
+
+
+LIMITS = {"warn": 0.1, "stop": 0.3}
+
+
+def test_every_update_is_measured_and_a_small_drift_is_kept_to_the_figures(publish):
+    _, server, _ = follow(
+        lambda: Server([rolling(publish(0, probe=True)), rolling(publish(1, probe=True)), rolling(publish(2))]),
+        offs=[-0.07, 0.0],
+        drift=LIMITS,
+    )
+    assert [times.drift for times in server.updated] == [pytest.approx(0.07 * NORMAL), pytest.approx(0.0), None]
+    assert server.updated[0].drift_worst == pytest.approx(0.07)
+    assert server.updated[0].probe_kl == pytest.approx(np.expm1(-0.07) + 0.07)
+    assert server.told == []
+    figures = server.drifts.figures
+    assert (figures["rollout/drift_largest"], figures["rollout/drift_warnings"]) == (pytest.approx(0.07 * NORMAL), 0)
+
+
+def test_a_larger_drift_is_told_with_its_count_and_the_run_goes_on(publish):
+    _, server, host = follow(
+        lambda: Server([rolling(publish(version, probe=True)) for version in range(3)]),
+        offs=[0.2, 0.0, 0.22],
+        drift=LIMITS,
+    )
+    assert host.version == 2
+    assert [more["count"] for _, _, more in server.told] == [1, 2]
+    for key, text, _ in server.told:
+        assert key == "drift"
+        assert all(word in text for word in ("rollouter/0", "version", "nats", "drift.warn = 0.1", "learner.dtype"))
+
+
+def test_a_drift_past_the_limit_ends_the_run_and_says_why(publish):
+    with pytest.raises(ActorFailed) as failed:
+        follow(
+            lambda: Server([rolling(publish(0, probe=True)), rolling(publish(1, probe=True))]),
+            offs=[0.0, 0.35],
+            drift=LIMITS,
+        )
+    assert failed.value.actor == "rollouter/0"
+    assert not failed.value.restartable
+    for words in ("version 1", "0.439 nats", "drift.stop = 0.3", "weights of another version", "raise drift.warn"):
+        assert words in failed.value.reason
+
+
+def test_where_all_is_in_float32_less_is_rounding(publish):
+    """The weights of this test are bytes, which are no float32."""
+    offers = lambda dtype: Server([rolling(retyped(publish(0, probe=True), dtype))])  # noqa: E731
+    _, server, _ = follow(lambda: offers("bfloat16"), offs=[0.02])
+    assert server.told == []
+    with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
+        follow(lambda: offers("float32"), offs=[0.02])
+    # As far as is known.
+    _, server, _ = follow(lambda: offers("float32"), offs=[0.02], rollout={"gpus_per_replica": 1})
+    assert server.told == []
+
+
+def test_an_engine_that_is_too_busy_to_be_measured_goes_on(publish):
+    _, server, host = follow(
+        lambda: Server([rolling(publish(0, probe=True)), rolling(publish(1, probe=True))]), offs=["hang"], drift=LIMITS
+    )
+    assert host.version == 1
+    assert [times.drift for times in server.updated] == [None, pytest.approx(0.0)]
+
+
+def inode_of(path):
+    """None where there is nothing."""
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def test_what_it_fetched_for_its_host_is_held_until_it_serves_a_newer_version(publish):
+    manifest = publish(0)
+    held, there = [], []
+
+    class Remote(Server):
+        def chunks(self, request):
+            snapshot = hold(manifest)
+            try:
+                return ChunkServer().chunk(snapshot, request)
+            finally:
+                snapshot.release()
+
+        async def call(self, request):
+            if isinstance(request, RequestPause) and request.paths:
+                held.append((request.paths[0], inode_of(request.paths[0])))
+            if isinstance(request, NextUpdate) and held:
+                path, inode = held[0]
+                there.append(inode_of(path) == inode)
+            return await super().call(request)
+
+    offer = Offer(version=0, transport="stream", manifest=as_streamed(manifest), share=True)
+    _, server, _ = follow(lambda: Remote([offer, rolling(publish(1))]))
+    assert [len(paths) for paths in server.paths] == [1, 0]
+    assert there == [True, False]
+    assert [report.committed for report in server.reports] == [True, True]
+
+
+def test_the_base_for_deltas_is_kept_and_named(publish):
+    _, server, _ = follow(lambda: Server([rolling(publish(0)), rolling(publish(1))]), weights={"delta": True})
+    assert [request.base for request in server.asked] == [-1, 0, 1]

@@ -1,0 +1,107 @@
+"""A successor that binds its predecessor's port is found there by old connections, long before it is set up."""
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+from harness import RUN_ID, SECRET, Net
+from inprocess import sim_config
+
+from asyncrl.errors import RemoteError
+from asyncrl.messages import Done, Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.senders import ANYBODY
+from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.calls import peer as peer_module
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+
+class Take(Request, frozen=True, kw_only=True):
+    reply = Done
+    senders = ANYBODY
+
+
+class Taker(Actor):
+    """Takes nothing where ``may_answer`` is not set, and is set up once ``may_be_set_up`` is."""
+
+    role = "learner"
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.taken, self.called = [], asyncio.Event()
+        self.may_be_set_up, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def setup(self):
+        await self.may_be_set_up.wait()
+        self.taken = ["restored"]
+
+    @handler
+    async def take(self, request: Take, caller: Caller) -> Done:
+        self.called.set()
+        await self.may_answer.wait()
+        self.taken.append("taken")
+        return Done()
+
+
+def a_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is_set_up(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
+    credentials, port = Credentials(RUN_ID, SECRET), a_free_port()
+    config = sim_config(network={"ports": f"{port}-{port}"})
+
+    def taker(incarnation: int) -> Taker:
+        transport = ZmqTransport(credentials, max_message_bytes=1 << 20)
+        return Taker(
+            ActorContext(
+                config=config,
+                name="learner/0",
+                incarnation=incarnation,
+                run_dir=tmp_path,
+                transport=transport,
+                credentials=credentials,
+                controller=None,
+            )
+        )
+
+    async def main():
+        async with Net() as net:
+            first = taker(10)
+            first.may_be_set_up.set()
+            life = asyncio.create_task(first.main())
+            while not first.ready:
+                await asyncio.sleep(0.01)
+            net.register(ActorRecord(name="learner/0", incarnation=10, address=first.address))
+            peer = net.client("learner/0")
+            call = peer.call(Take(), timeout=60.0)
+            await first.called.wait()
+            life.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await life
+            with pytest.raises(RemoteError, match="cancelled"):
+                await call
+            # By the old connection, for nobody knows of another address.
+            call = peer.call(Take(), timeout=60.0)
+            second = taker(20)
+            second.may_answer.set()
+            life = asyncio.create_task(second.main())
+            while second.counters.get("wire/early", 0) < 3:
+                assert not life.done()
+                assert not second.taken
+                await asyncio.sleep(0.01)
+            assert (second.address, second.taken, call.done()) == (first.address, [], False)
+            second.may_be_set_up.set()
+            await call
+            assert call.answered_by == 20
+            assert second.taken == ["restored", "taken"]
+            second.begin_drain()
+            await life
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -1,0 +1,533 @@
+"""Overload: what is queued is not sent again, what is lost is, and a saturated link carries what is wanted."""
+
+import asyncio
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import zmq
+from harness import Net
+from virtual import run_virtual
+
+from asyncrl.errors import DeadlineExceeded
+from asyncrl.messages import Done, Message, Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.senders import ANYBODY
+from asyncrl.runtime.calls import peer as peer_module
+from asyncrl.runtime.calls.handlers import Caller, handler
+from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.calls.turns import BUDGET_BYTES
+from asyncrl.wire.codec import Codec
+from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Kind, Welcome, decode_header, encode_header
+
+MB10 = 10_000_000
+NEVER_S = 10_000.0
+
+
+class Give(Request, frozen=True, kw_only=True):
+    reply = Done
+    senders = ANYBODY
+    data: np.ndarray
+
+
+class Ping(Request, frozen=True, kw_only=True):
+    reply = Done
+    senders = ANYBODY
+
+
+class Piece(Message, frozen=True, kw_only=True):
+    data: np.ndarray
+
+
+class Fetch(Request, frozen=True, kw_only=True):
+    reply = Piece
+    senders = ANYBODY
+    n: int
+
+
+class Receiver:
+    """Its handler waits until it may go on; its event loop lives."""
+
+    def __init__(self):
+        self.came, self.go_on, self.sums = asyncio.Event(), asyncio.Event(), []
+
+    @handler
+    async def give(self, request: Give, caller: Caller) -> Done:
+        self.sums.append(int(request.data.sum()))
+        self.came.set()
+        await self.go_on.wait()
+        return Done()
+
+    @handler
+    def ping(self, request: Ping, caller: Caller) -> Done:
+        return Done()
+
+
+class Seen:
+    """All that comes to a server: bytes and messages by kind. ``drop`` says of a message whether it is lost."""
+
+    def __init__(self, server, drop=lambda header: False):
+        self.bytes, self.kinds = 0, Counter()
+        receive = server._bound._on_message
+
+        def count(routing_id, frames, owner):
+            header = decode_header(frames[0])
+            self.bytes += sum(len(frame) for frame in frames)
+            self.kinds[Kind(header.kind).name] += 1
+            if not drop(header):
+                receive(routing_id, frames, owner)
+
+        server._bound._on_message = count
+
+    async def asked(self, times):
+        while self.kinds["ASK"] < times:
+            await asyncio.sleep(0.01)
+
+
+def ones(size):
+    return Give(data=np.ones(size, np.uint8))
+
+
+def run(main):
+    asyncio.run(asyncio.wait_for(main, 60))
+
+
+@pytest.fixture
+def often(monkeypatch):
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.02)
+
+
+@pytest.fixture
+def seldom(monkeypatch):
+    monkeypatch.setattr(peer_module, "REPEAT_S", NEVER_S)
+
+
+def test_a_receiver_whose_handler_stands_still_gets_a_large_payload_once(often):
+    async def main():
+        async with Net() as net:
+            receiver = Receiver()
+            seen = Seen(net.serve(receiver, "server/0"))
+            call = net.client("server/0").call(ones(MB10), timeout=50.0)
+            await seen.asked(30)
+            assert seen.kinds["CALL"] == 1
+            assert MB10 < seen.bytes < MB10 + 30_000
+            receiver.go_on.set()
+            await call
+            assert receiver.sums == [MB10]
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [10, MB10])
+def test_a_call_that_is_lost_on_a_living_connection_is_sent_again(often, size):
+    lost = []
+
+    def drop(header):
+        if header.kind == Kind.CALL and len(lost) < 2:
+            lost.append(header.id)
+            return True
+        return False
+
+    async def main():
+        async with Net() as net:
+            receiver = Receiver()
+            receiver.go_on.set()
+            seen = Seen(net.serve(receiver, "server/0"), drop)
+            await net.client("server/0").call(ones(size))
+            assert lost == [lost[0]] * 2
+            assert (seen.kinds["CALL"], receiver.sums) == (3, [size])
+
+    run(main())
+
+
+def test_many_questions_about_a_lost_call_send_it_again_once():
+    """They queue while the receiver stands still, and each is answered that it is not there."""
+
+    async def main():
+        async with Net(memory=True) as net:
+            receiver, late, calls = Receiver(), [], []
+            bound, peer = net.serve(receiver, "server/0")._bound, net.client("server/0")
+            await peer.call(Ping())
+            deliver, bound.deliver = bound.deliver, lambda client, frames: late.append((client, frames))
+            call = peer.call(ones(MB10), 1000.0)
+            await asyncio.sleep(200.0)
+            questions = [item for item in late if decode_header(item[1][0]).kind == Kind.ASK]
+            assert len(questions) > 3
+
+            def count(client, frames):
+                calls.extend([frames] * (decode_header(frames[0]).kind == Kind.CALL))
+                deliver(client, frames)
+
+            bound.deliver = count
+            for item in questions:
+                count(*item)
+            await asyncio.sleep(10.0)
+            assert len(calls) == 1
+            receiver.go_on.set()
+            await call
+
+    run_virtual(main())
+
+
+async def bind_again(server):
+    """Once ZeroMQ's thread has let go of the port."""
+    while True:
+        try:
+            server.bind(server.address)
+        except OSError:
+            await asyncio.sleep(0.01)
+        else:
+            return
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_connection_that_comes_back_costs_a_payload_only_where_it_is_lost(seldom, forgets):
+    """No timer helps: the HELLO after the break finds out."""
+
+    async def main():
+        async with Net() as net:
+            receiver = Receiver()
+            server = net.serve(receiver, "server/0")
+            call = net.client("server/0").call(ones(MB10), timeout=50.0)
+            await receiver.came.wait()
+            server._bound.close()
+            if forgets:
+                for session in list(server._sessions.values()):
+                    server._drop(session)
+            await bind_again(server)
+            again = Seen(server)
+            await again.asked(1)
+            while forgets and len(receiver.sums) < 2:
+                await asyncio.sleep(0.01)
+            receiver.go_on.set()
+            await call
+            assert again.kinds["CALL"] == forgets
+            assert receiver.sums == [MB10] * (1 + forgets)
+
+    run(main())
+
+
+def test_a_new_incarnation_gets_everything_that_is_unanswered_at_once(seldom):
+    """What the old one said that it has died with it."""
+
+    async def main():
+        async with Net() as net:
+            old, new = Receiver(), Receiver()
+            bound = net.serve(old, "server/0", 1)
+            peer = net.client("server/0")
+            calls = [peer.call(ones(size), timeout=50.0) for size in (MB10, 10, MB10)]
+            while len(old.sums) < 3:
+                await asyncio.sleep(0.01)
+            bound.close()
+            new.go_on.set()
+            seen = Seen(net.serve(new, "server/0", 2))
+            await asyncio.gather(*calls)
+            assert seen.kinds["CALL"] == 3
+            assert sorted(new.sums) == [10, MB10, MB10]
+
+    run(main())
+
+
+class Frozen:
+    """A bare ROUTER that says WELCOME and then reads nothing until it is asked what has come."""
+
+    def __init__(self, **welcome):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.record = ActorRecord(name="server/0", incarnation=1, address=f"tcp://127.0.0.1:{port}")
+        self._welcome = welcome
+
+    async def welcome(self):
+        while not self.socket.poll(0):
+            await asyncio.sleep(0.01)
+        routing_id, head, _ = self.socket.recv_multipart()
+        hello = decode_header(head)
+        body = Welcome(
+            run_id="run-1", name="server/0", incarnation=1, max_message_bytes=1 << 30, credit=4096, **self._welcome
+        )
+        header = Header(PROTOCOL_VERSION, int(Kind.WELCOME), 0, hello.id, "server/0", 1, -1, 0, "Welcome")
+        self.socket.send_multipart([routing_id, encode_header(header), *Codec().encode(body)])
+
+    async def take(self):
+        """Bytes of each call by its id, and how many ASKs."""
+        calls, asks = [], 0
+        while self.socket.poll(200):
+            _, head, *frames = self.socket.recv_multipart()
+            header = decode_header(head)
+            if header.kind == Kind.CALL:
+                calls.append((header.id, sum(map(len, frames))))
+            asks += header.kind == Kind.ASK
+        return calls, asks
+
+
+def with_frozen(main, **welcome):
+    async def live():
+        frozen = Frozen(**welcome)
+        try:
+            async with Net() as net:
+                peer = Peer(net.endpoint("client/0"), "server/0", frozen.record)
+                net.peers.append(peer)
+                await main(frozen, peer)
+        finally:
+            frozen.context.destroy(linger=0)
+
+    run(live())
+
+
+def test_a_receiver_that_is_frozen_is_sent_one_copy(often):
+    async def main(frozen, peer):
+        call = peer.call(ones(MB10), timeout=1.5)
+        await frozen.welcome()
+        with pytest.raises(DeadlineExceeded, match="server/0 for Give: .* which has not said that it has the call"):
+            await call
+        calls, asks = await frozen.take()
+        assert [size > MB10 for _, size in calls] == [True]
+        assert asks > 5
+
+    with_frozen(main, answers_ask=True)
+
+
+def test_where_nobody_answers_asks_calls_are_repeated_whole(often):
+    """An older implementation of the protocol."""
+
+    async def main(frozen, peer):
+        call = peer.call(ones(10), timeout=1.5)
+        await frozen.welcome()
+        with pytest.raises(DeadlineExceeded):
+            await call
+        calls, asks = await frozen.take()
+        assert (len(calls) > 5, len(set(calls)), asks) == (True, 1, 0)
+
+    with_frozen(main)
+
+
+def test_large_payloads_on_their_way_keep_within_the_budget_and_small_ones_pass(seldom):
+    async def main(frozen, peer):
+        calls = [peer.call(ones(MB10), timeout=1.5) for _ in range(4)] + [peer.call(Ping(), timeout=1.5)]
+        await frozen.welcome()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for error in found[1:4]:
+            assert str(error).startswith("client/0 waited ") and " on server/0 for Give: " in str(error)
+            assert "its turn has not come" in str(error)
+        taken, _ = await frozen.take()
+        assert [id for id, _ in taken] == [calls[4].id, calls[0].id], "nor when nobody waits for the first any more"
+
+    with_frozen(main, answers_ask=True)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_arrives_after_its_caller_has_given_up_or_is_lost_makes_room(is_lost):
+    async def main():
+        async with Net(memory=True) as net:
+            receiver, late = Receiver(), []
+            receiver.go_on.set()
+            bound, peer = net.serve(receiver, "server/0")._bound, net.client("server/0")
+            await peer.call(Ping())
+            deliver, bound.deliver = bound.deliver, lambda client, frames: late.append((client, frames))
+            given_up, waits = peer.call(ones(BUDGET_BYTES), 1.0), peer.call(ones(BUDGET_BYTES), 200.0)
+            with pytest.raises(DeadlineExceeded):
+                await given_up
+            assert not waits.done()
+            bound.deliver = deliver
+            for client, frames in () if is_lost else late:
+                deliver(client, frames)
+            await waits
+            assert not peer._turns.under_way
+
+    run_virtual(main())
+
+
+def test_a_receiver_that_takes_large_payloads_in_gets_them_all_though_it_answers_none(seldom):
+    """It says that it has them, which makes room for the next."""
+
+    async def main():
+        async with Net() as net:
+            receiver, peer = Receiver(), net.client("server/0")
+            seen = Seen(net.serve(receiver, "server/0"))
+            calls = [peer.call(ones(MB10), timeout=50.0) for _ in range(5)]
+            while len(receiver.sums) < 5:
+                assert peer._turns.under_way <= BUDGET_BYTES
+                await asyncio.sleep(0.01)
+            receiver.go_on.set()
+            await asyncio.gather(*calls)
+            assert seen.kinds["CALL"] == 5
+
+    run(main())
+
+
+def test_more_calls_than_may_wait_fail_at_once_and_say_on_whom(monkeypatch):
+    monkeypatch.setattr(peer_module, "MOST_CALLS", 3)
+
+    async def main():
+        async with Net(memory=True) as net:
+            peer = net.client("server/0")
+            calls = [peer.call(Ping()) for _ in range(4)]
+            with pytest.raises(DeadlineExceeded, match="client/0 waited 0.0 s on server/0 for Ping"):
+                await calls[3]
+            net.serve(Receiver(), "server/0")
+            await asyncio.gather(*calls[:3])
+
+    run(main())
+
+
+def test_silence_ends_a_call_and_the_word_that_it_is_held_does_not():
+    """On virtual time: for an hour, though half of the questions are lost; or as long as the peer says nothing."""
+
+    async def main():
+        async with Net(memory=True) as net:
+            receiver, loop = Receiver(), asyncio.get_running_loop()
+            server = net.serve(receiver, "server/0")
+            peer = net.client("server/0")
+            deliver, asks = server._bound.deliver, []
+
+            def lose_half(client, frames):
+                if decode_header(frames[0]).kind == Kind.ASK:
+                    asks.append(frames)
+                if len(asks) % 2 == 0:
+                    deliver(client, frames)
+
+            server._bound.deliver = lose_half
+            call = peer.call(ones(10), timeout=2 * 3600.0, silence=30.0)
+            await asyncio.sleep(3600.0)
+            assert not call.done()
+            server._bound.deliver = lambda client, frames: None
+            began = loop.time()
+            with pytest.raises(DeadlineExceeded, match=r"which said \d+\.\d s ago that it has the call"):
+                await call
+            assert loop.time() - began <= 30.0
+            receiver.go_on.set()
+
+    run_virtual(main())
+
+
+# --- a saturated link ---
+
+CHUNK = 16384
+RATE = 120 * CHUNK
+"""Bytes a second, as a link of 0.5 GB/s has for chunks of 4 MiB."""
+IN_FLIGHT = 8
+SATURATING = 64
+"""Replicas whose chunks in flight are on the link for nearly REPEAT_S."""
+
+
+class Link:
+    """So many bytes a second, in turn for all that have something queued."""
+
+    def __init__(self, rate):
+        self._rate, self._queues, self._busy = rate, OrderedDict(), False
+        self.carried = 0
+
+    def send(self, key, frames, arrive):
+        self._queues.setdefault(key, []).append((sum(map(memory_size, frames)), arrive))
+        if not self._busy:
+            self._next()
+
+    def _next(self):
+        self._busy = bool(self._queues)
+        if not self._busy:
+            return
+        key, queue = self._queues.popitem(last=False)
+        size, arrive = queue.pop(0)
+        if queue:
+            self._queues[key] = queue
+
+        def over():
+            self.carried += size
+            arrive()
+            self._next()
+
+        asyncio.get_running_loop().call_later(size / self._rate, over)
+
+
+def memory_size(frame):
+    return memoryview(frame).nbytes
+
+
+class Weights:
+    def __init__(self):
+        self.served = 0
+
+    @handler
+    def fetch(self, request: Fetch, caller: Caller) -> Piece:
+        self.served += 1
+        return Piece(data=np.zeros(CHUNK, np.uint8))
+
+
+def test_four_times_the_replicas_that_saturate_a_link_get_what_it_carries():
+    """Of chunks: none is served again while it is queued, however long."""
+    horizon_s, got = 60.0, Counter()
+
+    async def replica(peer, name):
+        async def ask():
+            while True:
+                await peer.call(Fetch(n=got[name]), 120.0)
+                got[name] += 1
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(IN_FLIGHT):
+                tasks.create_task(ask())
+
+    async def main():
+        async with Net(memory=True) as net:
+            weights, link = Weights(), Link(RATE)
+            bound = net.serve(weights, "server/0")._bound
+            send = bound.send
+            bound.send = lambda id, frames: link.send(id, frames, lambda: send(id, frames)) or True
+            fetching = [
+                asyncio.create_task(replica(net.client("server/0", f"rollouter/{n}"), f"rollouter/{n}"))
+                for n in range(4 * SATURATING)
+            ]
+            await asyncio.sleep(horizon_s)
+            for task in fetching:
+                task.cancel()
+            await asyncio.gather(*fetching, return_exceptions=True)
+            assert got.total() * CHUNK >= 0.9 * RATE * horizon_s
+            assert weights.served == got.total() + 4 * SATURATING * IN_FLIGHT, "none twice"
+
+    run_virtual(main())
+
+
+def test_groups_for_a_learner_that_stands_still_are_on_the_link_once():
+    """The learner takes nothing for 100 s, then all that is there; four times what saturates its link is waiting."""
+    stalled_s, groups = 100.0, 20
+    senders = 4 * SATURATING
+
+    class Learner:
+        def __init__(self):
+            self.taken = Counter()
+
+        @handler
+        def give(self, request: Give, caller: Caller) -> Done:
+            self.taken[caller.name] += 1
+            return Done()
+
+    async def rollouter(peer):
+        for _ in range(groups):
+            await peer.call(ones(CHUNK), 300.0)
+
+    async def main():
+        async with Net(memory=True) as net:
+            learner, link, queued = Learner(), Link(RATE), []
+            bound = net.serve(learner, "learner/0")._bound
+            deliver, loop = bound.deliver, asyncio.get_running_loop()
+
+            def arrive(client, frames):
+                if decode_header(frames[0]).kind == Kind.HELLO or loop.time() >= stalled_s:
+                    deliver(client, frames)
+                else:
+                    queued.append((client, frames))
+
+            def go_on():
+                for client, frames in queued:
+                    deliver(client, frames)
+
+            bound.deliver = lambda client, frames: link.send(client.routing_id, frames, lambda: arrive(client, frames))
+            loop.call_at(stalled_s, go_on)
+            async with asyncio.timeout(400.0):
+                await asyncio.gather(*(rollouter(net.client("learner/0", f"rollouter/{n}")) for n in range(senders)))
+            assert set(learner.taken.values()) == {groups}
+            assert learner.taken.total() * CHUNK >= 0.9 * link.carried
+
+    run_virtual(main())

@@ -1,0 +1,154 @@
+"""What of heartbeats is taken in, whatever they say."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import AwaitRecord, EventRecord, Heartbeat, ResourceRecord
+from asyncrl.runtime.lifecycle import heartbeat_limits
+from asyncrl.runtime.lifecycle.registry import Registry
+from asyncrl.snapshot import Gpu, Histogram
+
+NAN, INF = math.nan, math.inf
+
+
+def beat(number=1, **facts):
+    return Heartbeat(beat=number, progress=number, state=facts.pop("state", "ready"), **facts)
+
+
+def heard(*beats):
+    """What a registry keeps of an actor that sends these, and what it has left out."""
+    registry = Registry()
+    registry.register(ActorRecord(name="reward/0", incarnation=1, address="x"), 0.0)
+    for number, one in enumerate(beats, 1):
+        assert registry.heartbeat("reward/0", 1, msgspec.structs.replace(one, beat=number), float(number))
+    return registry.entries["reward/0"], registry.left_out
+
+
+def resource(name="worker/0", state="idle", state_s=1.0, **seconds):
+    return ResourceRecord(name, state, "", state_s, seconds or {"idle": 1.0})
+
+
+SOUND = beat(
+    counters={"a": 1.0, "b": -0.5},
+    histograms={"h": Histogram([1, 2], 3.0)},
+    resources=[resource()],
+    awaits=[AwaitRecord("x", "y", 1.0)],
+    gpus=[Gpu(index=0, utilisation=None, memory_bytes=1, memory_total_bytes=2)],
+    events=[EventRecord(1, 5.0, "error", "text")],
+    cpu=1.5,
+    state_s=2.0,
+)
+
+
+def test_what_is_sound_is_taken_as_it_is():
+    entry, left_out = heard(SOUND)
+    assert entry.heartbeat == SOUND and left_out == 0
+    assert (entry.figures, list(entry.resources)) == (SOUND.counters, ["worker/0"])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"counters": {"learner/step": NAN}},
+        {"counters": {"learner/step": INF}},
+        {"counters": {"learner/step": -1e300}},
+        {"counters": {"x" * 201: 1.0}},
+        {"histograms": {"h": Histogram([1], NAN)}},
+        {"histograms": {"h": Histogram([1] * 10_000, 1.0)}},
+        {"resources": [resource(state_s=NAN)]},
+        {"resources": [resource(idle=INF)]},
+        {"resources": [resource(idle=-1.0)]},
+        {"resources": [resource(state="x" * 10_000)]},
+        {"resources": [resource(**{str(number): 1.0 for number in range(1000)})]},
+        {"awaits": [AwaitRecord("x", "y", NAN)]},
+        {"awaits": [AwaitRecord("x", "y" * 10_000, 1.0)]},
+        {"gpus": [Gpu(index=0, utilisation=NAN, memory_bytes=1, memory_total_bytes=2)]},
+        {"loop_lag_s": NAN},
+        {"cpu": INF},
+    ],
+    ids=str,
+)
+def test_what_is_not_is_left_out_and_the_rest_counts(facts):
+    more = {name: SOUND.counters for name in ("counters",) if name not in facts}
+    entry, left_out = heard(beat(**facts, **more, rss_bytes=7))
+    assert left_out == 1
+    assert entry.heartbeat == beat(**more, rss_bytes=7)
+    assert entry.figures == more.get("counters", {}) and not entry.resources and not entry.histograms
+
+
+def test_texts_are_cut_and_of_too_many_events_the_newest_taken():
+    long = "x" * 10_000
+    events = [EventRecord(number, 5.0, long, long) for number in range(1, 1001)]
+    entry, left_out = heard(beat(state=long, awaiting=long, oldest_await=long, events=events))
+    said = entry.heartbeat
+    assert max(map(len, (said.state, said.awaiting, said.oldest_await, *(e.text for e in said.events)))) == 500
+    assert [event.number for event in said.events] == list(range(1001 - heartbeat_limits.MOST_EVENTS, 1001))
+    assert left_out == 1000 - heartbeat_limits.MOST_EVENTS
+
+
+def test_of_an_actor_no_more_is_kept_than_there_are_limits_for():
+    """However it spreads it over its heartbeats; what is known already goes on being heard."""
+    beats = [
+        beat(
+            counters={f"{number}/{index}": 1.0 for index in range(1500)} | {"0/0": float(number)},
+            histograms={f"{number}/{index}": Histogram([1], 1.0) for index in range(100)},
+            resources=[resource(f"{number}/{index}") for index in range(3000)],
+        )
+        for number in range(4)
+    ]
+    entry, left_out = heard(*beats)
+    kept = len(entry.figures), len(entry.histograms), len(entry.resources)
+    assert kept == (heartbeat_limits.MOST_FIGURES, heartbeat_limits.MOST_HISTOGRAMS, heartbeat_limits.MOST_RESOURCES)
+    assert entry.figures["0/0"] == 3.0
+    assert left_out == 4 * 4600 - sum(kept)
+    # Nor is what came last kept beside.
+    assert len(entry.heartbeat.counters) == 1 and not entry.heartbeat.histograms and not entry.heartbeat.resources
+
+
+numbers = st.floats() | st.sampled_from([NAN, INF, -INF, 1e300, 0.0])
+texts = st.text(max_size=5) | st.just("x" * 1000)
+
+
+@given(
+    st.builds(
+        Heartbeat,
+        beat=st.just(1),
+        progress=st.just(1),
+        state=texts,
+        counters=st.dictionaries(texts, numbers, max_size=5),
+        histograms=st.dictionaries(
+            texts, st.builds(Histogram, st.lists(st.integers(0, 2**64 - 1), max_size=3), numbers), max_size=3
+        ),
+        resources=st.lists(
+            st.builds(ResourceRecord, texts, texts, texts, numbers, st.dictionaries(texts, numbers, max_size=3)),
+            max_size=3,
+        ),
+        loop_lag_s=numbers,
+        state_s=numbers,
+        loop_busy=numbers,
+        cpu=numbers,
+        awaits=st.lists(st.builds(AwaitRecord, texts, texts, numbers), max_size=3),
+    )
+)
+def test_no_number_that_is_none_is_taken_in(said):
+    taken, left_out = heartbeat_limits.take_in(said, (), (), ())
+    assert left_out >= 0
+    assert heartbeat_limits.take_in(taken, (), (), ()) == (taken, 0)
+
+    def check(value):
+        if isinstance(value, float):
+            assert math.isfinite(value)
+        elif isinstance(value, str):
+            assert len(value) <= 500
+        elif isinstance(value, dict):
+            check([*value, *value.values()])
+        elif isinstance(value, list | tuple):
+            for each in value:
+                check(each)
+
+    check(msgspec.to_builtins(taken))

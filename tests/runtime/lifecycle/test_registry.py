@@ -1,0 +1,418 @@
+"""Records, incarnations and fencing."""
+
+import contextlib
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import Refused
+from asyncrl.messages.actors import ActorRecord, Condemned
+from asyncrl.messages.monitor import Heartbeat
+from asyncrl.runtime.lifecycle.registry import LONGEST_GAP, Registry
+
+
+def record(incarnation, address="tcp://127.0.0.1:1", name="rollouter/0", **changes):
+    return ActorRecord(name=name, incarnation=incarnation, address=address, **changes)
+
+
+def beat(number, progress=0):
+    return Heartbeat(beat=number, progress=progress, state="ready")
+
+
+def test_an_actor_is_ready_once_it_has_an_address():
+    registry = Registry()
+    registry.register(record(5, address=""), 0.0)
+    assert registry.resolve("rollouter/0") is None
+    assert registry.ready() == set()
+    registry.register(record(5), 1.0)
+    assert registry.resolve("rollouter/0") == record(5)
+    assert registry.ready() == {"rollouter/0"}
+    assert registry.resolve("rollouter/0", above=5) is None
+
+
+def test_facts_can_be_asked_for_before_that():
+    registry = Registry()
+    registry.register(record(5, address=""), 0.0)
+    assert registry.resolve("rollouter/0", unready=True) is None
+    registry.register(record(5, address="", facts={"port": 7}), 0.0)
+    assert registry.resolve("rollouter/0", unready=True).facts == {"port": 7}
+
+
+def test_an_older_incarnation_is_refused():
+    registry = Registry()
+    registry.register(record(9), 0.0)
+    with pytest.raises(Refused, match=r"incarnation 8.*theirs 9"):
+        registry.register(record(8), 1.0)
+    assert registry.resolve("rollouter/0") == record(9)
+    assert not registry.heartbeat("rollouter/0", 8, beat(1), 1.0)
+    assert not registry.ended("rollouter/0", 8, 2.0)
+    assert registry.ready() == {"rollouter/0"}
+
+
+def test_after_its_end_it_resolves_to_its_successor_only():
+    registry = Registry()
+    registry.register(record(9), 0.0)
+    assert registry.ended("rollouter/0", 9, 1.0)
+    assert registry.resolve("rollouter/0") is None
+    with pytest.raises(Refused, match="has ended"):
+        registry.register(record(9), 2.0)
+    assert not registry.heartbeat("rollouter/0", 9, beat(1), 2.0)
+    registry.register(record(10), 3.0)
+    assert registry.resolve("rollouter/0") == record(10)
+
+
+def test_an_end_that_is_heard_of_first_counts_too():
+    registry = Registry()
+    assert registry.ended("reward/0", 4, 0.0)
+    with pytest.raises(Refused):
+        registry.register(record(4, name="reward/0"), 1.0)
+    registry.register(record(5, name="reward/0"), 1.0)
+
+
+def test_heartbeats_tell_progress_from_life():
+    registry = Registry()
+    assert not registry.heartbeat("rollouter/0", 9, beat(1), 0.0)
+    registry.register(record(9), 0.0)
+    entry = registry.entries["rollouter/0"]
+    assert registry.heartbeat("rollouter/0", 9, beat(1, progress=3), 1.0)
+    assert registry.heartbeat("rollouter/0", 9, beat(2, progress=3), 2.0)
+    assert (entry.heard, entry.progressed) == (2.0, 1.0)
+    assert not registry.heartbeat("rollouter/0", 9, beat(2, progress=9), 3.0)
+    assert registry.heartbeat("rollouter/0", 9, beat(3, progress=4), 4.0)
+    assert (entry.heard, entry.progressed) == (4.0, 4.0)
+
+
+def test_silence_is_no_death():
+    registry = Registry()
+    registry.register(record(9), 0.0)
+    registry.heartbeat("rollouter/0", 9, beat(1), 0.0)
+    registry.register(record(1, name="reward/0"), 1e9)
+    assert registry.ready() == {"rollouter/0", "reward/0"}
+
+
+STALL_S = 40.0
+
+
+def beaten(*, at):
+    """An actor of incarnation 9 that beat last ``at`` this time, in a registry that has listened from 0 on."""
+    registry = Registry()
+    registry.silent(0.0, STALL_S)
+    registry.register(record(9), 0.0)
+    registry.heartbeat("rollouter/0", 9, beat(1), at)
+    return registry
+
+
+def test_who_is_known_to_live_and_says_nothing_is_silent():
+    registry = Registry()
+    registry.started("rollouter/0", 7, 100.0)
+    assert registry.resolve("rollouter/0") is None
+    assert look(registry, start=100.0, until=139.0) == []
+    silent = look(registry, start=139.0, until=141.0)
+    assert [(actor.name, actor.incarnation) for actor in silent] == [("rollouter/0", 7)]
+    registry.register(record(7, facts={"port": 1}), 142.0)
+    registry.started("rollouter/0", 7, 143.0)
+    assert registry.resolve("rollouter/0").facts == {"port": 1}
+    assert registry.heartbeat("rollouter/0", 7, beat(1), 144.0)
+
+
+def test_who_has_never_said_a_word_has_the_time_to_load_its_code():
+    registry = Registry()
+    registry.started("rollouter/0", 7, 0.0)
+    registry.register(record(7, name="rollouter/1"), 0.0)
+    for now in range(1, 30):
+        registry.listen(now, 3.0)
+    assert [actor.name for actor in registry.silent(29.9, 3.0)] == ["rollouter/1"]
+    assert [actor.name for actor in registry.silent(30.1, 3.0)] == ["rollouter/0", "rollouter/1"]
+
+
+def look(registry, *, start=0.0, until):
+    """Ask as often as one has to; what the last answer says."""
+    now = start
+    while now < until:
+        registry.silent(now, STALL_S)
+        now += LONGEST_GAP * STALL_S
+    return registry.silent(until, STALL_S)
+
+
+def test_who_does_not_beat_any_more_is_silent():
+    assert look(beaten(at=5.0), until=44.9) == []
+    assert look(beaten(at=5.0), until=45.0) == [Condemned("rollouter/0", 9, "it did not beat for 40 s")]
+
+
+def test_the_shortest_silence_that_may_be_configured_is_noticed():
+    registry = Registry()
+    registry.register(record(9), 0.0)
+    # Three heartbeats long, asked once in a heartbeat.
+    found = [registry.silent(float(now), 3.0) for now in range(8)]
+    assert [actor.name for actor in found[-1]] == ["rollouter/0"]
+
+
+def test_any_word_of_it_ends_the_silence():
+    registry = beaten(at=5.0)
+    registry.heartbeat("rollouter/0", 9, beat(2), 44.0)
+    assert look(registry, until=60.0) == []
+    registry = beaten(at=5.0)
+    registry.register(record(9, address="tcp://127.0.0.1:2"), 44.0)
+    assert look(registry, until=60.0) == []
+
+
+def test_who_has_ended_is_not_silent_and_its_successor_has_its_own_time():
+    registry = beaten(at=5.0)
+    registry.ended("rollouter/0", 9, 6.0)
+    assert look(registry, until=100.0) == []
+    registry.register(record(10), 100.0)
+    assert look(registry, start=100.0, until=139.9) == []
+    # It has never beaten at all.
+    assert look(registry, start=139.9, until=140.0) == [Condemned("rollouter/0", 10, "it did not beat for 40 s")]
+
+
+def test_silence_counts_only_while_somebody_listens():
+    """A controller that was stopped itself, with everything else on its host, must not have everybody killed."""
+    registry = beaten(at=5.0)
+    assert look(registry, until=30.0) == []
+    assert registry.silent(1000.0, STALL_S) == []
+    assert look(registry, start=1000.0, until=1039.9) == []
+    assert look(registry, start=1039.9, until=1040.0) == [Condemned("rollouter/0", 9, "it did not beat for 1035 s")]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["register", "heartbeat", "ended"]), st.integers(1, 6), st.booleans()),
+        max_size=60,
+    )
+)
+def test_only_the_newest_incarnation_is_ever_heard(events):
+    registry = Registry()
+    newest, dead = 0, set()
+    for now, (kind, incarnation, ready) in enumerate(events):
+        fresh = incarnation >= newest and incarnation not in dead
+        if kind == "register":
+            if fresh:
+                registry.register(record(incarnation, "tcp://x:1" if ready else ""), now)
+                newest = incarnation
+            else:
+                with pytest.raises(Refused):
+                    registry.register(record(incarnation), now)
+        elif kind == "heartbeat":
+            known = incarnation == newest and incarnation not in dead
+            assert registry.heartbeat("rollouter/0", incarnation, beat(now), now) == known
+        else:
+            registry.ended("rollouter/0", incarnation, now)
+            dead.add(incarnation)
+            newest = max(newest, incarnation)
+        found = registry.resolve("rollouter/0")
+        assert found is None or (found.incarnation == newest and newest not in dead)
+
+
+# --- condemned actors and gangs ---
+
+RANKS = ("learner/0", "learner/1", "learner/2")
+FROZEN = "it did not beat for 61 s"
+
+
+def gang(**incarnations):
+    """A registry with these ranks ready, by their number, and a rollouter."""
+    registry = Registry()
+    registry.register(record(5), 0.0)
+    for rank, incarnation in incarnations.items():
+        registry.register(record(incarnation, name=f"learner/{rank[1:]}"), 0.0)
+    return registry
+
+
+def killed(registry):
+    return {actor.name: actor.incarnation for actor in registry.condemned}
+
+
+def test_the_condemned_are_dead_to_the_others_at_once():
+    registry = beaten(at=5.0)
+    assert registry.condemned == []
+    registry.condemn([Condemned("rollouter/0", 9, FROZEN), Condemned("rollouter/7", 1, FROZEN)])
+    assert registry.condemned == [Condemned("rollouter/0", 9, FROZEN)]
+    assert registry.resolve("rollouter/0") is None
+    assert registry.ready() == set()
+    assert not registry.heartbeat("rollouter/0", 9, beat(7), 6.0)
+    with pytest.raises(Refused, match="to be killed"):
+        registry.register(record(9), 6.0)
+    assert look(registry, until=200.0) == []
+    assert registry.ended("rollouter/0", 9, 200.0)
+    assert registry.condemned == []
+    registry.register(record(10), 201.0)
+    assert registry.ready() == {"rollouter/0"}
+    # What is said of its predecessor does not touch it.
+    registry.condemn([Condemned("rollouter/0", 9, FROZEN)])
+    assert registry.condemned == []
+
+
+def test_a_successor_that_registers_first_leaves_nothing_to_kill():
+    registry = gang()
+    registry.condemn([Condemned("rollouter/0", 5, FROZEN)])
+    registry.register(record(6), 1.0)
+    assert registry.condemned == []
+    assert registry.ready() == {"rollouter/0"}
+
+
+@pytest.mark.parametrize("first", ["report", "registration"])
+def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
+    """Whether the agent's word of it comes first or its own successor."""
+    registry = gang(r0=7, r1=7, r2=7)
+    events = [
+        lambda: registry.ended("learner/1", 7, 1.0),
+        lambda: registry.register(record(8, name="learner/1"), 1.0),
+    ]
+    for event in events if first == "report" else reversed(events):
+        event()
+        assert killed(registry) == {"learner/0": 7, "learner/2": 7}
+    assert "learner/1 died" in registry.condemned[0].reason
+    assert registry.generations == {"learner": 8}
+    assert registry.resolve("learner/0", unready=True) is None
+    assert registry.ready() == {"rollouter/0", "learner/1"}
+    for now, name in ((2.0, "learner/0"), (2.1, "learner/2")):
+        assert registry.ended(name, 7, now)
+        registry.register(record(8, name=name), now)
+    assert killed(registry) == {}
+    assert registry.ready() == {"rollouter/0", *RANKS}
+
+
+def test_a_rank_that_dies_while_its_gang_is_killed_begins_no_new_cycle():
+    """Its peers lost it and end by themselves, before their agent has heard that they are condemned."""
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    registry.register(record(8, name="learner/1"), 1.5)
+    assert registry.ended("learner/0", 7, 2.0)
+    assert killed(registry) == {}
+    registry.register(record(8, name="learner/0"), 2.0)
+    assert registry.ready() == {"rollouter/0", "learner/0", "learner/1"}
+
+
+def test_a_rank_that_dies_again_during_the_restart_begins_the_cycle_anew():
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    registry.ended("learner/0", 7, 1.1)
+    registry.register(record(8, name="learner/0", address=""), 2.0)
+    registry.register(record(8, name="learner/1", address=""), 2.0)
+    registry.ended("learner/1", 8, 3.0)
+    assert killed(registry) == {"learner/0": 8}
+    registry.ended("learner/0", 8, 3.1)
+    # One of the generation that is over comes too late.
+    with pytest.raises(Refused, match="to be killed"):
+        registry.register(record(8, name="learner/2"), 3.2)
+    assert killed(registry) == {"learner/2": 8}
+
+
+def test_a_death_that_is_told_again_begins_no_new_cycle():
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    registry.ended("learner/0", 7, 1.5)
+    registry.register(record(8, name="learner/0"), 2.0)
+    registry.ended("learner/1", 7, 2.5)
+    assert killed(registry) == {}
+
+
+def test_a_frozen_rank_takes_its_gang_along():
+    registry = gang(r0=7, r1=7, r2=7)
+    registry.condemn([Condemned("learner/1", 7, FROZEN)])
+    assert killed(registry) == {"learner/0": 7, "learner/1": 7, "learner/2": 7}
+    assert {actor.reason for actor in registry.condemned if actor.name == "learner/1"} == {FROZEN}
+    for name in RANKS:
+        registry.ended(name, 7, 1.0)
+        registry.register(record(8, name=name), 2.0)
+    assert registry.ready() == {"rollouter/0", *RANKS}
+
+
+def test_the_end_of_a_rank_that_was_told_to_leaves_the_others_alone():
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0, asked=True)
+    assert killed(registry) == {}
+
+
+def test_a_death_beside_the_gang_leaves_it_alone():
+    registry = gang(r0=7, r1=7)
+    registry.ended("rollouter/0", 5, 1.0)
+    registry.register(record(6), 2.0)
+    assert killed(registry) == {}
+    assert registry.generations == {"learner": 7}
+
+
+def test_a_registry_that_is_new_keeps_old_ranks_from_new_ones():
+    """It has not seen the death, and is told of it before, between or after the ranks that come back."""
+    events = {
+        "death": lambda registry: registry.ended("learner/1", 7, 9.0),
+        "new": lambda registry: registry.register(record(8, name="learner/1"), 9.0),
+        "old": lambda registry: registry.register(record(7, name="learner/0"), 9.0),
+    }
+    for order in itertools.permutations(events):
+        registry = Registry()
+        for event in order:
+            with contextlib.suppress(Refused):
+                events[event](registry)
+        assert killed(registry) == {"learner/0": 7}
+        assert registry.ready() == {"learner/1"}
+
+
+def test_a_registry_that_is_new_takes_a_gang_that_is_whole_as_it_is():
+    """Old deaths that its agent tells again are those of older generations."""
+    registry = Registry()
+    registry.register(record(8, name="learner/0"), 9.0)
+    registry.ended("learner/1", 7, 9.0)
+    registry.ended("learner/0", 7, 9.0)
+    registry.register(record(8, name="learner/1"), 9.0)
+    assert killed(registry) == {}
+    assert registry.ready() == {"learner/0", "learner/1"}
+
+
+# --- what outlives a registry ---
+
+
+def successor_of(registry):
+    found = Registry()
+    found.recall(registry.newest, registry.generations)
+    return found
+
+
+def test_who_was_replaced_is_refused_by_the_next_registry_too():
+    registry = Registry()
+    for incarnation in (4, 5):
+        registry.register(record(incarnation), 0.0)
+    found = successor_of(registry)
+    found.started("rollouter/0", 4, 1.0)
+    with pytest.raises(Refused, match="incarnation 4.*theirs 5"):
+        found.register(record(4), 1.0)
+    assert not found.ended("rollouter/0", 4, 1.0)
+    assert (found.entries, found.ready()) == ({}, set())
+    # Whether the newest lives, it says itself.
+    found.register(record(5), 2.0)
+    assert found.ready() == {"rollouter/0"}
+
+
+def test_a_generation_that_is_over_is_so_for_the_next_registry_too():
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    found = successor_of(registry)
+    assert found.generations == {"learner": 8}
+    with pytest.raises(Refused, match="to be killed"):
+        found.register(record(7, name="learner/0"), 2.0)
+    assert killed(found) == {"learner/0": 7}
+
+
+def test_what_was_lost_with_its_host_is_dead_though_only_an_earlier_registry_heard_of_it():
+    registry = gang(r0=7, r1=7)
+    found = successor_of(registry)
+    found.register(record(7, name="learner/0"), 1.0)
+    found.lose(["learner/1", "rollouter/0", "rollouter/9"], "its host was lost", 2.0)
+    assert {actor.name: actor.incarnation for actor in found.dead} == {"learner/1": 7, "rollouter/0": 5}
+    assert killed(found) == {"learner/0": 7, "learner/1": 7, "rollouter/0": 5}
+    with pytest.raises(Refused):
+        found.register(record(5), 3.0)
+
+
+def test_changes_count_what_is_to_be_kept():
+    registry = Registry()
+    registry.register(record(5), 0.0)
+    before = registry.changes
+    registry.register(record(5, address="tcp://127.0.0.1:2"), 0.0)
+    registry.ended("rollouter/0", 5, 1.0)
+    assert registry.changes == before
+    registry.ended("learner/0", 7, 1.0)
+    assert registry.changes == before + 2

@@ -1,0 +1,134 @@
+"""The restart policy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import (
+    ActorFailed,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    NonFiniteStep,
+    RunChanged,
+    UsageError,
+)
+from asyncrl.roles import ROLES, drain_rank, is_gang
+from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.lifecycle.supervision import LONGEST_BACKOFF_S, GiveUp, Restart, Supervisor, describe_exit
+
+
+def supervisor(**changes):
+    return Supervisor(**{"max_restarts": 3, "window_s": 100.0, "backoff_s": 0.5} | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code", "restarted"),
+    [
+        ("rollouter/3", -9, True),
+        ("rollouter/3", 1, True),
+        ("rollouter/3", 0, True),
+        ("reward/0", -11, True),
+        ("rollouter/0", 78, False),
+        ("reward/0", 2, False),
+        ("learner/1", -9, True),
+        ("learner/0", 78, False),
+        ("dataloader/0", 1, True),
+        ("parameter_server/0", -9, True),
+        ("controller/0", -9, True),
+        ("controller/0", 2, False),
+    ],
+)
+def test_who_is_restarted(name, exit_code, restarted):
+    decision = supervisor().ended(name, exit_code, now=0.0)
+    assert isinstance(decision, Restart if restarted else GiveUp)
+
+
+def test_pauses_double_and_the_limit_holds_within_the_window():
+    policy = supervisor()
+    assert [policy.ended("rollouter/0", 1, t) for t in (0.0, 1.0, 2.0)] == [
+        Restart(0.5, 1),
+        Restart(1.0, 2),
+        Restart(2.0, 3),
+    ]
+    given_up = policy.ended("rollouter/0", -9, 3.0)
+    assert given_up == GiveUp("killed by SIGKILL, after 3 restarts within 100 s")
+    # Another actor has an account of its own.
+    assert policy.ended("rollouter/1", 1, 3.0) == Restart(0.5, 1)
+
+
+def test_what_left_the_window_counts_no_more():
+    policy = supervisor()
+    for t in (0.0, 1.0, 2.0):
+        policy.ended("reward/0", 1, t)
+    assert policy.ended("reward/0", 1, 100.0) == Restart(2.0, 4)
+    assert isinstance(policy.ended("reward/0", 1, 100.5), GiveUp)
+
+
+@given(
+    deaths=st.lists(st.floats(0, 50), min_size=1, max_size=60),
+    max_restarts=st.integers(0, 5),
+    window=st.floats(1, 100),
+    backoff=st.floats(0.01, 10),
+)
+def test_never_more_restarts_than_allowed_in_any_window(deaths, max_restarts, window, backoff):
+    policy = Supervisor(max_restarts, window, backoff)
+    now, restarts = 0.0, []
+    for gap in deaths:
+        now += gap
+        decision = policy.ended("rollouter/0", 1, now)
+        if isinstance(decision, Restart):
+            restarts.append(now)
+            assert backoff <= decision.after_s <= max(backoff, LONGEST_BACKOFF_S)
+            assert decision.number == len(restarts)
+    for start in restarts:
+        assert sum(start <= t < start + window for t in restarts) <= max_restarts
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"), [(0, "exit code 0"), (-15, "killed by SIGTERM"), (-200, "killed by signal 200")]
+)
+def test_exit_codes_in_words(exit_code, words):
+    assert describe_exit(exit_code) == words
+
+
+def test_roles_end_before_those_that_they_need():
+    order = [{"rollouter", "reward"}, {"parameter_server", "dataloader", "episodes"}, {"learner"}, {"controller"}]
+    by_rank = [{role for role in ROLES if drain_rank(f"{role}/0") == rank} for rank in (1, 2, 3, 4)]
+    assert by_rank == order
+
+
+@pytest.mark.parametrize(
+    ("error", "restarted"),
+    [
+        (RuntimeError("a lost peer"), True),
+        (CheckpointError("v1", "torn"), True),
+        (DeadlineExceeded("learner/0", "dataloader/0", "Restored", 30.0), True),
+        (ConfigError(["no model"]), False),
+        (DataError("no column", path="x.jsonl"), False),
+        (UsageError("what?"), False),
+        (ActorFailed("learner/0", "no signal"), False),
+        (NonFiniteStep("loss", step=3, uids=[]), False),
+        (RunChanged("seed", "run.seed", was="1", now="2"), False),
+    ],
+)
+def test_an_error_says_whether_a_restart_may_mend_it(error, restarted):
+    class Doomed(Actor):
+        role = "learner"
+
+    doomed = Doomed.__new__(Doomed)
+    assert doomed._will_be_restarted(error) == restarted
+    assert getattr(error, "restartable", True) == restarted
+
+
+def test_what_is_particular_to_a_role():
+    assert {role for role, policy in ROLES.items() if policy.gang} == {"learner"}
+    assert {role for role, policy in ROLES.items() if policy.fixed} == {"controller"}
+    assert is_gang("learner/3")
+    assert not is_gang("agent/0")
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_the_class_of_a_role_is_where_the_table_says(name):
+    assert ROLES[name].load().role == name

@@ -1,0 +1,102 @@
+"""What goes into heartbeats: what has changed, bounded, and all of it in the end whatever is lost."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.runtime.heartbeat_delta import (
+    EVENT_TOLD,
+    EVENTS_IN_BEAT,
+    EVENTS_KEPT,
+    FULL_BEATS,
+    LONGEST_EVENT,
+    MOST_FIGURES,
+    MOST_RESOURCES,
+    Events,
+    Telling,
+)
+from asyncrl.runtime.lifecycle.registry import Entry
+from asyncrl.snapshot import Histogram
+
+
+def entry():
+    return Entry(ActorRecord(name="reward/0", incarnation=1, address=""), since=0.0, heard=0.0)
+
+
+def beat(number=1, **facts):
+    return Heartbeat(beat=number, progress=0, state="ready", **facts)
+
+
+def test_only_what_has_changed_is_told():
+    telling = Telling()
+    first = telling.trim(beat(counters={"a": 1.0, "b": 2.0}, histograms={"h": Histogram([1, 0], 0.5)}))
+    assert first.counters == {"a": 1.0, "b": 2.0} and list(first.histograms) == ["h"]
+    second = telling.trim(beat(counters={"a": 1.0, "b": 3.0}, histograms={"h": Histogram([1, 0], 0.5)}))
+    assert second.counters == {"b": 3.0} and second.histograms == {}
+
+
+def test_all_is_told_anew_to_a_controller_that_may_know_nothing():
+    telling = Telling()
+    counters = {"a": 1.0}
+    told = [telling.trim(beat(counters=counters)).counters for _ in range(FULL_BEATS + 1)]
+    assert told == [counters, *[{}] * (FULL_BEATS - 1), counters]
+    telling.forget()
+    assert telling.trim(beat(counters=counters)).counters == counters
+
+
+def test_a_resource_that_stays_where_it_is_needs_no_word():
+    telling = Telling()
+
+    def worker(state, seconds):
+        return [ResourceRecord("worker/0", state, "", seconds[state] - 1.0, seconds)]
+
+    assert telling.trim(beat(resources=worker("idle", {"idle": 4.0}))).resources
+    assert not telling.trim(beat(resources=[ResourceRecord("worker/0", "idle", "", 4.0, {"idle": 5.0})])).resources
+    # It has worked in between and is idle again.
+    moved = telling.trim(beat(resources=[ResourceRecord("worker/0", "idle", "", 0.5, {"idle": 5.5, "scoring": 0.5})]))
+    assert moved.resources
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.integers(0, 400), st.floats(0, 9), max_size=400), st.booleans())))
+def test_a_heartbeat_is_bounded_and_nothing_is_left_out_in_the_end(beats):
+    telling, heard, now = Telling(), entry(), {}
+    for number, (changes, lost) in enumerate(beats):
+        now |= {f"figure/{name}": value for name, value in changes.items()}
+        said = telling.trim(beat(number, counters=dict(now)))
+        assert len(said.counters) <= MOST_FIGURES
+        if not lost:
+            heard.merge(said, float(number))
+    for number in range(2 * FULL_BEATS):
+        heard.merge(telling.trim(beat(number, counters=dict(now))), 0.0)
+    assert heard.figures == now
+
+
+def test_many_resources_take_turns():
+    telling, heard = Telling(), set()
+    resources = [ResourceRecord(f"worker/{i}", "scoring", "", 0.0, {"scoring": 0.0}) for i in range(200)]
+    for number in range(4):
+        moved = [msgspec.structs.replace(one, seconds={"scoring": float(number), "idle": 1.0}) for one in resources]
+        said = telling.trim(beat(number, resources=moved)).resources
+        assert len(said) == MOST_RESOURCES
+        heard |= {one.name for one in said}
+    assert len(heard) == 200
+    assert telling.late == 4 * (200 - MOST_RESOURCES)
+
+
+def test_events_are_bounded_told_twice_and_counted_when_dropped():
+    events = Events(lambda: 7.0)
+    events.add("warning", "x" * 1000)
+    first = events.take()
+    assert [(e.number, e.wall, len(e.text)) for e in first] == [(1, 7.0, LONGEST_EVENT)]
+    assert events.take() == first and EVENT_TOLD == 2
+    assert events.take() == []
+    for number in range(EVENTS_KEPT + 5):
+        events.add("error", str(number))
+    assert events.dropped == 5
+    told = []
+    while taken := events.take():
+        assert len(taken) <= EVENTS_IN_BEAT
+        told += [event.number for event in taken]
+    assert sorted(set(told)) == list(range(7, 7 + EVENTS_KEPT))

@@ -1,0 +1,150 @@
+"""The recording of a run: bounded, whole, and readable whatever became of its writer."""
+
+import msgspec
+import pytest
+from disks import room_for
+from recordings import read_recording
+
+from asyncrl.snapshot import SCHEMA, ActorView, RunView, Snapshot
+from asyncrl.telemetry.snapshots import recording
+from asyncrl.telemetry.snapshots.recording import Recorder, read_bodies, read_latest, segments
+from asyncrl.top.source.replay import recent_history
+
+
+def picture(number, size=0):
+    run = RunView(
+        name="r", run_id="1", phase="running", attempt=1, age_s=float(number), step=number, steps=9, version=number
+    )
+    actors = [ActorView(name=f"rollouter/{i}", host="h", condition="ready") for i in range(size)]
+    return Snapshot(wall=1000.0 + number, run=run, actors=actors)
+
+
+def put(recorder, number, size=0):
+    snapshot = picture(number, size)
+    recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
+
+
+def steps(run_dir):
+    return [snapshot.run.step for snapshot in read_recording(run_dir)]
+
+
+def test_what_was_recorded_is_read(tmp_path):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    for number in range(5):
+        put(recorder, number, size=3)
+    assert read_recording(tmp_path)[2] == picture(2, 3)
+    assert steps(tmp_path) == [0, 1, 2, 3, 4]
+
+
+def test_attempts_and_successors_follow_one_another(tmp_path):
+    for attempt, number in ((1, 0), (1, 1), (2, 2), (10, 3)):
+        put(Recorder(tmp_path, attempt, 1 << 20), number)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert [segment.number for segment in segments(tmp_path)] == [0, 1, 0, 0]
+
+
+def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path):
+    most = 40_000
+    recorder = Recorder(tmp_path, 1, most)
+    for number in range(1500):
+        put(recorder, number, size=2)
+    kept = steps(tmp_path)
+    size = sum(segment.path.stat().st_size for segment in segments(tmp_path))
+    # The segment that is being written comes on top.
+    assert size <= most + 2 * most // recording.SEGMENTS
+    assert recorder.size == size
+    assert kept == sorted(set(kept)) and kept[0] == 0 and kept[-1] == 1499
+    gaps = [later - earlier for earlier, later in zip(kept, kept[1:], strict=False)]
+    assert gaps[-1] == 1, "the newest is kept as it was recorded"
+    assert max(gaps) <= 1500 / 4, "no stretch of the run is gone"
+
+
+def test_the_latest_are_read_without_what_lies_before_them(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, 1, 1 << 16)
+    for number in range(300):
+        put(recorder, number, size=9)
+    paths = [segment.path for segment in segments(tmp_path)]
+    # A writer that died while it thinned has left some twice.
+    both = [entry for path in paths[-3:-1] for entry in recording._entries(path)]
+    paths[-3].write_bytes(b"".join(msgspec.msgpack.encode(entry) for entry in both[::2]))
+    opened = []
+    entries = recording._entries
+    monkeypatch.setattr(recording, "_entries", lambda path, *rest: opened.append(path) or entries(path, *rest))
+    every = list(read_bodies(tmp_path))
+    for seconds in (0.0, 2.0, 40.0, 1e9):
+        opened.clear()
+        found = read_latest(tmp_path, seconds)
+        assert found == sorted(every)[-len(found) :]
+        assert found[0][0] < 1299.0 - seconds or len(opened) == len(paths)
+        assert (len(opened) < len(paths) / 2) == (seconds < 1e9)
+    assert read_latest(tmp_path / "nowhere", 5.0) == []
+
+
+@pytest.mark.parametrize("cut", [1, 7, 30])
+def test_a_torn_end_takes_only_itself(tmp_path, cut):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    for number in range(4):
+        put(recorder, number)
+    path = segments(tmp_path)[0].path
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert steps(tmp_path) == [0, 1, 2]
+    # Its successor begins a segment of its own.
+    put(Recorder(tmp_path, 1, 1 << 20), 9)
+    assert steps(tmp_path) == [0, 1, 2, 9]
+
+
+def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    put(recorder, 0)
+    recorder.record(1.0, msgspec.msgpack.encode({"schema": 2, "planets": 8}))
+    # It may look like one of ours and mean something else.
+    recorder.record(2.0, msgspec.msgpack.encode(msgspec.structs.replace(picture(7), schema=SCHEMA + 1)))
+    put(recorder, 1)
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_a_segment_that_is_thinned_away_while_it_is_read_is_not_damaged(tmp_path):
+    """As by the run that goes on."""
+    for attempt in (1, 2, 3):
+        put(Recorder(tmp_path, attempt, 1 << 20), attempt)
+    damaged, second = [], segments(tmp_path)[1].path
+    bodies = recording.read_bodies(tmp_path, damaged)
+    read = [next(bodies)[0]]
+    # What is read next was listed before.
+    second.unlink()
+    read += [wall for wall, _ in bodies]
+    assert (read, damaged) == ([1001.0, 1003.0], [])
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_full_disk_loses_one_snapshot_and_tears_none(tmp_path, size):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    put(recorder, 0)
+    (segment,) = segments(tmp_path)
+    before = segment.path.stat().st_size
+    with room_for(before + 100), pytest.raises(OSError, match="too large"):
+        put(recorder, 1, size)
+    assert segment.path.stat().st_size == before
+    put(recorder, 2)
+    assert steps(tmp_path) == [0, 2]
+
+
+def test_a_full_disk_on_which_nothing_can_be_thinned_keeps_no_half_a_segment(tmp_path):
+    recorder = Recorder(tmp_path, 1, 16_000)
+    number = 0
+    while len(segments(tmp_path)) < 6:
+        put(recorder, number)
+        number += 1
+    recorder._most_bytes = 1000
+    with room_for(100), pytest.raises(OSError, match="too large"):
+        recorder._thin()
+    assert steps(tmp_path) == list(range(number))
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(tmp_path, forbid):
+    put(Recorder(tmp_path, 1, 1 << 20), 0)
+    forbid(tmp_path / "monitor")
+    with pytest.raises(PermissionError, match="monitor"):
+        segments(tmp_path)
+    assert recent_history(tmp_path).newest is None, "a viewer of a living run does without"

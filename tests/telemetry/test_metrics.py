@@ -1,0 +1,92 @@
+"""Figures, their histograms, and the catalogue that declares them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.telemetry import metrics
+from asyncrl.telemetry.catalogue import EDGES, document, find, quantile
+from asyncrl.telemetry.catalogue_table import METRICS
+from asyncrl.telemetry.metrics import Figures, Histograms
+
+ROOT = Path(__file__).parents[2]
+GROUPS = {metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name}
+NAME = re.compile(rf"(?:{'|'.join(sorted(GROUPS))})/[a-z][a-z0-9_]*")
+
+
+def test_the_page_is_what_the_catalogue_says():
+    assert (ROOT / "docs" / "metrics.md").read_text() == document(), (
+        "python -m asyncrl.telemetry.catalogue > docs/metrics.md"
+    )
+
+
+def test_every_name_is_declared_once_for_a_kind():
+    seen = set()
+    for metric in METRICS:
+        for kind in metric.kinds:
+            for role in re.split(r"[;,] ?", metric.where):
+                assert (metric.name, kind, role) not in seen
+                seen.add((metric.name, kind, role))
+        assert metric.text
+        assert bool(metric.edges) == ("histogram" in metric.kinds)
+        assert list(metric.edges) == sorted(set(metric.edges))
+
+
+def test_every_name_in_the_code_is_declared():
+    """Strict figures catch what is counted in a test; this what is counted only where something goes wrong."""
+    for path in (ROOT / "asyncrl").rglob("*.py"):
+        if "asyncrl/sinks" in str(path):
+            # Names of its own, for what it derives from snapshots.
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.fullmatch(node.value):
+                assert find(node.value) is not None or node.value in NOT_METRICS, f"{path}:{node.lineno}: {node.value}"
+
+
+NOT_METRICS = {"reward/component"}
+"""What a name begins with."""
+
+
+def test_an_undeclared_name_is_an_error(monkeypatch):
+    figures, histograms = Figures(), Histograms()
+    assert metrics.strict
+    with pytest.raises(AssertionError, match="wire/surprises"):
+        figures["wire/surprises"] = 1
+    with pytest.raises(AssertionError, match="not histogram"):
+        histograms.observe("wire/refused", 1)
+    with pytest.raises(AssertionError):
+        figures.update({"no/such": 1})
+    with pytest.raises(AssertionError):
+        figures.setdefault("no/such", 1)
+    monkeypatch.setattr(metrics, "strict", False)
+    figures["wire/surprises"] = 1
+    assert figures == {"wire/surprises": 1}
+
+
+@given(st.lists(st.floats(0, 1000), max_size=50))
+def test_a_histogram_counts_each_value_in_its_bucket(values):
+    histograms, name = Histograms(), "tickets/age_s"
+    histograms.observe_all(name, values)
+    taken = histograms.taken()
+    if not values:
+        assert taken == {}
+        return
+    edges = [float("-inf"), *EDGES[name], float("inf")]
+    expected = [sum(low < value <= high for value in values) for low, high in zip(edges, edges[1:], strict=False)]
+    assert taken[name].counts == expected
+    assert taken[name].sum == pytest.approx(sum(values))
+    ordered = sorted(values)
+    for share in (0.5, 0.99):
+        edge = quantile(taken[name].counts, EDGES[name], share)
+        assert edge is not None
+        assert sum(value <= edge for value in ordered) >= share * len(ordered)
+
+
+def test_instances_of_a_pattern_are_declared():
+    assert find("eval/held-out/pass_at_k").name == "eval/*/pass_at_k"
+    assert find("reward/component/length").name == "reward/component/*"
+    assert find("eval/held-out/guess") is None

@@ -1,0 +1,37 @@
+"""Numbers for people stay short, whatever they are."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.launcher.terminal.progress import describe_eval, describe_step
+from asyncrl.text.numbers import LONGEST, count, duration, exact, fixed, percent, rate, size
+
+
+@pytest.mark.parametrize("words", [count, duration, exact, fixed, percent, rate, size])
+@given(value=st.floats())
+def test_none_takes_more_than_ten_characters(words, value):
+    assert len(words(value)) <= LONGEST
+
+
+@given(value=st.floats(), digits=st.integers(0, 3))
+def test_nor_does_any_choice_of_decimals(value, digits):
+    assert len(fixed(value, digits)) <= LONGEST
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        *((None, "–"), (0.0, "0.000"), (0.5, "0.500"), (-1.25, "-1.250"), (99999.4, "99999.400"), (1e5, "1e+05")),
+        *((1.2345e-05, "1.23e-05"), (0.00042, "0.00042"), (-1e300, "-1e+300"), (1.5e300, "1.5e+300")),
+        *((float("nan"), "nan"), (float("-inf"), "-inf"), (10**18, "1e+18")),
+    ],
+)
+def test_what_three_decimals_do_not_show_has_an_exponent(value, said):
+    assert fixed(value, 3) == said
+
+
+def test_a_mad_reward_leaves_the_lines_of_the_terminal_short():
+    line = {"kind": "train", "step": 1, "reward/mean": -1e300, "time/step_s": 1e-9, "rollout/tokens_per_s": 1e300}
+    assert describe_step(line, 2) == "step 1/2  reward -1e+300  1e+300 tokens/s  0 µs"
+    assert describe_eval({"kind": "eval", "step": 1, "eval/gsm/mean": 1e300}) == "step 1  eval/gsm 1e+300"

@@ -1,0 +1,367 @@
+"""Viewers on real sockets, with and without CURVE: what they may, that none disturbs another, re-attachment."""
+
+import asyncio
+import dataclasses
+import fcntl
+import json
+import math
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+from every_message import EVERY_MESSAGE
+from wire.knocking import Guise, Knocker
+
+from asyncrl.config.load import validate_config
+from asyncrl.controller.actor import Controller
+from asyncrl.controller.observation.snapshots import SNAPSHOT_S
+from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
+from asyncrl.launcher.run_folder.folders import is_living, make_run_keyring
+from asyncrl.messages.actors import StopRun, WatchRun
+from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
+from asyncrl.runtime.actor import CONTROLLER, ActorContext
+from asyncrl.runtime.calls import server
+from asyncrl.snapshot import Snapshot
+from asyncrl.top.source.client import Away, Target, Viewer, find_target, watch
+from asyncrl.top.source.reach import why_unreachable
+from asyncrl.wire.keys import VIEWER, load_credentials, write_credentials
+from asyncrl.wire.zeromq import ZmqServer, ZmqTransport
+
+
+def config_with(curve):
+    return validate_config(
+        {
+            "data": {"source": "synthetic"},
+            "rollout": {"engine": "sim"},
+            "learner": {"backend": "sim"},
+            "supervision": {"drain_s": 0.4},
+            "security": {"curve": "required" if curve else "off"},
+        }
+    )
+
+
+@asynccontextmanager
+async def controller(tmp_path, config, incarnation=7):
+    """A controller in a run folder as the launcher leaves it."""
+    private = tmp_path / "private"
+    if not private.exists():
+        write_credentials(private, make_run_keyring(config, "run-1").files_of([*config.actors, "agent/0", VIEWER]))
+    credentials = load_credentials(private, CONTROLLER, 0)
+    actor = Controller(
+        ActorContext(
+            config=config,
+            name=CONTROLLER,
+            incarnation=incarnation,
+            run_dir=tmp_path,
+            transport=ZmqTransport(credentials, max_message_bytes=1 << 26),
+            credentials=credentials,
+            controller=None,
+        )
+    )
+    life = asyncio.create_task(actor.main())
+    try:
+        while not actor.ready:
+            assert not life.done(), life
+            await asyncio.sleep(0.005)
+        yield actor
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
+    """I6: no request but those for viewers is served to one, whatever it is."""
+
+    async def scenario():
+        async with controller(tmp_path, config_with(curve)) as actor:
+            with Viewer(find_target(str(tmp_path))) as viewer:
+                async for snapshot in viewer.snapshots():
+                    assert isinstance(snapshot, Snapshot)
+                    break
+                for request in (StopRun(reason="no"), WatchRun()):
+                    with pytest.raises(RemoteError) as caught:
+                        await viewer.controller.call(request)
+                    assert caught.value.code == "forbidden"
+                refused = actor.counters["wire/refused"]
+                assert viewer.controller.cast(MetricsLine(line={"kind": "train", "step": 99}))
+                await viewer.controller.call(WatchSnapshot())
+                assert actor.counters["wire/refused"] == refused + 1
+            assert actor._run.phase == "starting" and actor._lines.last == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_path, curve, monkeypatch):
+    """I6. Whatever it says of what it has read: every answer to it stays with ZeroMQ."""
+    sent = {}
+    send = ZmqServer.send
+
+    def counting(self, routing_id, frames):
+        sent.setdefault(routing_id, []).append(sum(map(len, frames)))
+        return send(self, routing_id, frames)
+
+    monkeypatch.setattr(ZmqServer, "send", counting)
+    asked, context = 4000, zmq.Context()
+
+    async def scenario():
+        async with controller(tmp_path, config_with(curve)) as actor:
+            credentials = load_credentials(tmp_path / "private", VIEWER, 0)
+            server_key = load_credentials(tmp_path / "private", CONTROLLER, 0).public_key
+            guise = Guise(
+                name=VIEWER,
+                incarnation=1,
+                run_id=credentials.run_id,
+                secret=credentials.secret,
+                keys=(credentials.public_key, credentials.secret_key, server_key) if curve else None,
+            )
+            silent = Knocker(context, actor.address, guise, b"silent")
+            silent.send(guise.hello())
+            with Viewer(find_target(str(tmp_path))) as honest:
+                news = honest.snapshots()
+                sizes, seen, began = [], 0, time.monotonic()
+                for id in range(2, asked + 2):
+                    # It lies: of what it has read, and that it has read something.
+                    body = {"seen": (-1, 7, 1 << 40)[id % 3]}
+                    call = guise.call("WatchSnapshot", body, id, deadline_ms=1000, answered_below=id)
+                    while not silent.send(call):
+                        await asyncio.sleep(0.001)
+                    if id % (asked // 5) == 0:
+                        assert isinstance(await anext(news), Snapshot)
+                        seen += 1
+                    sizes.append(actor._watching.snapshots.bytes)
+                while len(sent.get(b"silent", ())) < asked:
+                    await asyncio.sleep(0.01)
+                given = [size for size in sent[b"silent"] if size > min(filter(None, sizes)) / 2]
+                most = 2 + math.log2(max(1.0, (time.monotonic() - began) / SNAPSHOT_S))
+                assert 1 <= len(given) <= most and seen == 5
+                assert sum(sent[b"silent"]) <= most * max(sizes) + 500 * asked
+            silent.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        context.destroy(linger=0)
+
+
+def test_the_rights_of_viewers_are_those_two():
+    assert {kind.__name__ for kind in EVERY_MESSAGE.values() if "viewer" in kind.senders} == {
+        "WatchSnapshot",
+        "RequestTrace",
+    }
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_viewers_do_not_fence_one_another(tmp_path, curve):
+    async def scenario():
+        async with controller(tmp_path, config_with(curve)):
+            target = find_target(str(tmp_path))
+            viewers = [Viewer(target) for _ in range(6)]
+            try:
+                for _ in range(2):
+                    taken = await asyncio.gather(*(viewer.controller.call(WatchSnapshot()) for viewer in viewers))
+                    assert all(one.snapshot for one in taken)
+            finally:
+                for viewer in viewers:
+                    viewer.close()
+
+    asyncio.run(scenario())
+
+
+def test_no_viewer_can_claim_a_larger_incarnation(tmp_path, monkeypatch):
+    """It would fence all others."""
+
+    async def scenario():
+        async with controller(tmp_path, config_with(True)):
+            target = find_target(str(tmp_path))
+            with Viewer(target) as honest:
+                await honest.controller.call(WatchSnapshot())
+                monkeypatch.setattr("asyncrl.top.source.client.VIEWER_INCARNATION", 2)
+                with Viewer(target) as greedy, pytest.raises(Refused):
+                    await greedy.controller.call(WatchSnapshot())
+                await honest.controller.call(WatchSnapshot())
+
+    asyncio.run(scenario())
+
+
+def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
+    monkeypatch.setitem(server.SHARED, VIEWER, 2)
+
+    async def scenario():
+        async with controller(tmp_path, config_with(False)) as actor:
+            target = find_target(str(tmp_path))
+            with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
+                for viewer in (one, other):
+                    await viewer.controller.call(WatchSnapshot())
+                with pytest.raises(Refused, match="at most 2 at once"):
+                    await third.controller.call(WatchSnapshot())
+                with pytest.raises(ActorFailed, match="at most 2 at once, and as many do: detach one"):
+                    await anext(watch(target))
+                assert len(actor._server._sessions) == 2
+            monkeypatch.setattr(server, "UNUSED_S", 0.0)
+            with Viewer(target) as fourth:
+                await fourth.controller.call(WatchSnapshot())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_watch_goes_on_with_the_successor(tmp_path, curve, monkeypatch):
+    monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 2.0)
+    config = config_with(curve)
+
+    async def scenario():
+        seen = []
+        async with controller(tmp_path, config):
+            news = watch(find_target(str(tmp_path)))
+            seen.append(await anext(news))
+        while not isinstance(seen[-1], Away):
+            seen.append(await anext(news))
+        async with controller(tmp_path, config, incarnation=8) as successor:
+            while not isinstance(seen[-1], Snapshot):
+                seen.append(await anext(news))
+            successor._run.stop("enough", successor.clock.now())
+            successor._tell()
+            seen += [one async for one in news]
+        assert seen[-1].run.phase == "done"
+        assert seen[-1].actors[0].incarnation == 8
+        assert seen[0].run.age_s < seen[-1].run.age_s
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_speed(tmp_path, monkeypatch):
+    pause_s = 0.3
+    monkeypatch.setattr("asyncrl.top.source.client.AGAIN_S", pause_s)
+
+    async def scenario():
+        async with controller(tmp_path, config_with(False)) as actor:
+
+            async def fail(request, caller):
+                raise ValueError("no snapshot")
+
+            actor._watching.snapshots.watch = fail
+            began = time.monotonic()
+            news = watch(find_target(str(tmp_path)))
+            seen = [await anext(news) for _ in range(4)]
+            await news.aclose()
+        assert all(isinstance(one, Away) for one in seen)
+        assert time.monotonic() - began >= 3 * pause_s
+
+    asyncio.run(scenario())
+
+
+def test_a_watch_ends_with_the_folder_of_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 1.5)
+
+    async def scenario():
+        async with controller(tmp_path, config_with(False)):
+            news = watch(find_target(str(tmp_path)))
+            await anext(news)
+        (tmp_path / "private").rename(tmp_path / "gone")
+        async for one in news:
+            assert isinstance(one, Snapshot)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_watch_ends_with_a_run_that_was_killed_as_a_whole(tmp_path, monkeypatch):
+    """Its folder is left behind, and nobody holds the lock of it."""
+    monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 1.5)
+
+    async def scenario():
+        private = tmp_path / "private"
+        async with controller(tmp_path, config_with(False)):
+            with (private / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                news = watch(dataclasses.replace(find_target(str(tmp_path)), lives=is_living))
+                assert isinstance(await anext(news), Snapshot)
+        left = [one async for one in news]
+        assert all(isinstance(one, Snapshot | Away) for one in left)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_path):
+    def refuse(_path):
+        raise PermissionError
+
+    (tmp_path / "private").mkdir()
+    target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, lives=refuse)
+    assert not target.is_over
+
+
+def test_by_address_with_keys_from_elsewhere(tmp_path):
+    async def scenario():
+        async with controller(tmp_path, config_with(True)) as actor:
+            target = find_target(actor.address.removeprefix("tcp://"), tmp_path / "private")
+            assert target.run_dir is None and not target.is_over
+            assert isinstance(await anext(watch(target)), Snapshot)
+
+    asyncio.run(scenario())
+
+
+def test_what_there_is_nothing_to_attach_to(tmp_path):
+    with pytest.raises(UsageError, match="no run lives in this folder"):
+        find_target(str(tmp_path))
+    with pytest.raises(UsageError, match="neither the folder of a run nor HOST:PORT"):
+        find_target("runs/nowhere")
+    with pytest.raises(UsageError, match="name the folder that holds the keys"):
+        find_target("head:5000")
+    private = tmp_path / "private"
+    private.mkdir()
+    with pytest.raises(UsageError, match="has not come up"):
+        find_target(str(tmp_path))
+    (private / "controller.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
+    with pytest.raises(UsageError, match="no keys of a viewer"):
+        find_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70, "\x1b]0;x\x07", "\udc9b"])
+def test_what_can_be_no_host_is_said(host):
+    assert why_unreachable(f"{host}:80")
+
+
+KEY = "a" * 40
+SOUND = {
+    "controller.json": {"address": "tcp://127.0.0.1:9"},
+    "run.json": {"run_id": "1", "curve": True},
+    "secret.json": {"secret": "s"},
+    "viewer-0.0.json": {"public": KEY, "secret": KEY},
+    "peers.json": {"controller/0": [KEY]},
+}
+BROKEN = [b"", b"[]", b"{}", b"null", b"5", b"\xff\x00", b"{", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
+
+
+def damaged_files():
+    for name in SOUND:
+        for content in BROKEN:
+            # Nobody is an owner of keys there, which only a controller would mind.
+            if (name, content) != ("peers.json", b"{}"):
+                yield name, content
+    for address in (5, "5", "nowhere", "tcp://:80", "tcp://h:0", "h: 80", "h:\u0663", ["h:80"], {}):
+        yield "controller.json", json.dumps({"address": address}).encode()
+    for run in ({"run_id": 5, "curve": False}, {"run_id": "1", "curve": "no"}, {"run_id": [], "curve": []}):
+        yield "run.json", json.dumps(run).encode()
+    for secret in (5, None, ["s"], "\ud800"):
+        yield "secret.json", json.dumps({"secret": secret}).encode()
+    for key in (5, "", "short", "\u00e9" * 40, "'" * 40, "a" * 41, "a" * 40 + "\n"):
+        yield "viewer-0.0.json", json.dumps({"public": KEY, "secret": key}).encode()
+        yield "viewer-0.0.json", json.dumps({"public": key, "secret": KEY}).encode()
+        yield "peers.json", json.dumps({"controller/0": [key]}).encode()
+
+
+@pytest.mark.parametrize(("name", "content"), [*damaged_files()], ids=lambda value: repr(value)[:40])
+def test_a_file_of_a_private_folder_that_is_damaged_is_named(tmp_path, name, content):
+    private = tmp_path / "private"
+    private.mkdir()
+    curve = name != "secret.json"
+    for each, sound in {**SOUND, "run.json": {"run_id": "1", "curve": curve}}.items():
+        (private / each).write_text(json.dumps(sound))
+    find_target(str(tmp_path))
+    (private / name).write_bytes(content)
+    with pytest.raises(UsageError, match=name) as caught:
+        find_target(str(tmp_path))
+    assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)

@@ -1,0 +1,59 @@
+"""The end of a log, now and at an earlier moment."""
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from asyncrl.top.source import log_tail
+from asyncrl.top.source.log_tail import last_lines
+
+BEGAN = 1_790_000_000.0
+
+
+def line(second):
+    stamp = datetime.fromtimestamp(BEGAN + second, UTC).isoformat().replace("+00:00", "Z")
+    return json.dumps({"event": f"at {second}", "level": "info", "timestamp": stamp})
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(lines):
+        path = tmp_path / "logs" / "attempt_1" / "learner-0.log"
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(f"{each}\n" for each in lines))
+        return lambda until=None: last_lines(tmp_path, 1, "learner/0", until)
+
+    return write
+
+
+@pytest.mark.parametrize("seconds", [3, 500, 40_000])
+def test_lines_up_to_a_moment_are_those_that_stood_there_then(written, seconds):
+    lines = [line(second) for second in range(seconds)]
+    read = written(lines)
+    for until in {-1, 0, 1, seconds // 3, seconds // 2, seconds - 2, seconds - 1, seconds + 9}:
+        assert read(BEGAN + until + 0.5) == lines[: until + 1][-log_tail.LINES :], until
+    assert read() == lines[-log_tail.LINES :]
+
+
+def test_what_was_printed_without_a_timestamp_belongs_to_the_line_before(written):
+    printed = ["Traceback (most recent call last):", *[f"  frame {n}" * 40 for n in range(2000)]]
+    read = written([line(1), line(2), *printed, "{}", '{"timestamp": 3}', line(9), line(10)])
+    assert read(BEGAN + 5) == [*printed, "{}", '{"timestamp": 3}'][-log_tail.LINES :]
+    assert read(BEGAN + 1) == [line(1)]
+    assert read(BEGAN + 9)[-1] == line(9)
+
+
+def test_of_a_long_log_little_is_read(written, monkeypatch):
+    lines = [line(second) for second in range(100_000)]
+    read, looked_at = written(lines), []
+    stamp = log_tail._stamp
+    monkeypatch.setattr(log_tail, "_stamp", lambda text: looked_at.append(text) or stamp(text))
+    assert read(BEGAN + 12_345)[-1] == lines[12_345]
+    assert sum(map(len, looked_at)) < 3 * log_tail.BYTES
+
+
+def test_a_log_that_is_not_there_or_holds_nothing(written, tmp_path):
+    assert last_lines(tmp_path, 1, "learner/1", 0.0) is None
+    read = written([])
+    assert read() == [] and read(BEGAN) == []

@@ -1,0 +1,363 @@
+"""The terminal of asyncrl-top, driven by keys and by what comes in."""
+
+import asyncio
+import itertools
+import time
+
+import msgspec
+import pytest
+from driven import known, recording, settled, shown, text_of, until, within_a_loop
+from top.pictures import WALL, Run
+
+from asyncrl.errors import ActorFailed
+from asyncrl.snapshot import Event
+from asyncrl.telemetry.snapshots import recording as recorded
+from asyncrl.telemetry.snapshots.recording import Recorder, segments
+from asyncrl.top import app as terminal
+from asyncrl.top.model import build
+from asyncrl.top.source import replay as sources
+from asyncrl.top.source.client import Away, Target
+from asyncrl.top.source.history import SHORTEST_S
+from asyncrl.top.source.replay import Replay, Source, open_replay, recent_history
+from asyncrl.top.widgets import Rows
+
+pytestmark = pytest.mark.usefixtures("utc")
+
+
+@within_a_loop
+async def test_tokens_beyond_the_limit_are_shown_as_late():
+    async with shown(Source(history=known(Run(staleness_max=2).between()))) as (app, pilot):
+        await pilot.press("4")
+        await settled(pilot)
+        text = text_of(app)
+    assert "late 3" in text and "late 4" in text and "late 2" not in text and "late 1 of 64 groups" in text
+
+
+@pytest.mark.parametrize(
+    ("pane", "actor"), [("4", "learner/0"), ("5", "reward/0"), ("6", "dataloader/0"), ("7", "rollouter/1")]
+)
+@within_a_loop
+async def test_a_pane_leads_to_the_actor_that_it_is_about(pane, actor):
+    async with shown(Source(history=known(Run().between()))) as (_, pilot):
+        await pilot.press(pane, "enter")
+        await until(pilot, f"{actor}   esc back")
+
+
+@within_a_loop
+async def test_what_happened_to_the_run_as_a_whole_is_told_in_detail_by_the_controller():
+    events = [Event(number=1, wall=WALL, level="info", actor="", text="the run is running")]
+    async with shown(Source(history=known(Run(events=events).between()))) as (app, pilot):
+        await pilot.press("7", "enter")
+        await until(pilot, "controller/0   esc back")
+        await settled(pilot)
+        assert "the run is running" in text_of(app)
+
+
+@within_a_loop
+async def test_a_terminal_that_is_too_small_says_so_and_recovers():
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        for columns, rows in ((40, 10), (80, 24), (200, 50), (20, 5), (59, 24), (80, 15)):
+            await pilot.resize_terminal(columns, rows)
+            await settled(pilot)
+            text = text_of(app)
+            small = columns < 60 or rows < 16
+            assert ("needs 60×16" in text) == small and ("step 50/100" in text) != small
+            assert not small or f"{columns}×{rows}" in text or columns == 20
+
+
+@within_a_loop
+async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen():
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        await pilot.resize_terminal(60, 16)
+        await pilot.press("7")
+        await until(pilot, "7 events")
+        await pilot.press("question_mark")
+        await until(pilot, "who waits on whom")
+        seen = text_of(app)
+        assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
+        assert "age of a trajectory" not in seen
+        for _ in range(40):
+            await pilot.press("down")
+        await until(pilot, "age of a trajectory")
+        assert "who waits on whom" not in text_of(app)
+
+
+@within_a_loop
+async def test_sort_filter_and_level_keys():
+    async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
+        await pilot.press("s")
+        await settled(pilot)
+        assert "state▴" in text_of(app)
+        await pilot.press("r")
+        await settled(pilot)
+        assert "state▾" in text_of(app)
+        await pilot.press("slash", *"r/77")
+        await settled(pilot)
+        assert "no rollouter matches r/77" in text_of(app)
+        await pilot.press("escape", "slash", *"rollouter/11", "enter")
+        await settled(pilot)
+        text = text_of(app)
+        assert "r/11" in text and "r/10" not in text and "filter: rollouter/11" in text
+        await pilot.press("escape", "7", "l")
+        await settled(pilot)
+        text = text_of(app)
+        assert "the run has begun" not in text and "engine died" in text and "events: warning" in text
+
+
+@within_a_loop
+async def test_it_follows_freezes_and_goes_on():
+    run = Run(steps=1000)
+    gate = asyncio.Queue()
+
+    async def feed():
+        while True:
+            yield run.at(await gate.get())
+            gate.task_done()
+
+    async with shown(Source(feed=feed)) as (app, pilot):
+        assert "waiting for the run" in text_of(app) and "attaching" in text_of(app)
+        await gate.put(100.0)
+        await until(pilot, "step 50/1000")
+        assert "live" in text_of(app)
+        await pilot.press("space")
+        await until(pilot, "frozen")
+        await gate.put(200.0)
+        async with asyncio.timeout(10.0):
+            await gate.join()
+        await pilot.press("s")
+        await until(pilot, "state▴")
+        assert "step 50/1000" in text_of(app) and "frozen" in text_of(app), "what is drawn anew is what was seen"
+        await pilot.press("space")
+        await until(pilot, "step 100/1000")
+
+
+@within_a_loop
+async def test_it_reads_no_more_than_it_draws():
+    run, read_at = Run(steps=1000), []
+
+    async def feed():
+        while True:
+            read_at.append(time.monotonic())
+            yield run.at(100.0 + len(read_at))
+
+    async with shown(Source(feed=feed)) as (_, pilot):
+        await until(pilot, "step 51/1000")
+    assert len(read_at) >= 2
+    assert all(later - earlier >= terminal.DRAW_S - 0.01 for earlier, later in itertools.pairwise(read_at))
+
+
+@within_a_loop
+async def test_what_a_picture_takes_is_part_of_the_pace(monkeypatch):
+    run, read_at, drawn_at, draw = Run(steps=1000), [], {}, terminal.Top._draw
+
+    def slow(app):
+        draw(app)
+        time.sleep(terminal.DRAW_S / 2)
+        drawn_at.setdefault(len(read_at), time.monotonic())
+
+    async def feed():
+        while True:
+            read_at.append(time.monotonic())
+            yield run.at(100.0 + len(read_at))
+
+    monkeypatch.setattr(terminal.Top, "_draw", slow)
+    async with shown(Source(feed=feed)) as (_, pilot):
+        await until(pilot, "step 52/1000")
+    pauses = [read - drawn_at[number] for number, read in enumerate(read_at) if number]
+    assert min(pauses) < 0.75 * terminal.DRAW_S
+
+
+@within_a_loop
+async def test_a_controller_that_is_away_is_shown_and_what_was_seen_stays():
+    async def feed():
+        yield Run().at(100.0)
+        yield Away("no answer", 12.0)
+        await asyncio.sleep(60)
+
+    async with shown(Source(feed=feed)) as (app, pilot):
+        await until(pilot, "no answer for 12 s, asked on")
+        text = text_of(app)
+        assert "step 50/100" in text and "? help  q quit  s sort" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("recorded_s", [None, 103.0])
+@within_a_loop
+async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch, recorded_s):
+    run = Run(steps=1000)
+    if recorded_s is not None:
+        last = run.at(recorded_s)
+        Recorder(tmp_path, 1, 1 << 20).record(last.wall, msgspec.msgpack.encode(last))
+
+    async def watched(_target):
+        yield run.at(99.0)
+        yield run.at(100.0)
+        yield Away("", 8.0)
+
+    monkeypatch.setattr(sources, "watch", watched)
+    target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
+    async with shown(Source(feed=lambda: sources.follow(target))) as (app, pilot):
+        await until(pilot, "the run has ended")
+        await until(pilot, "failed: nothing is known after this, when it was running")
+        head = text_of(app).splitlines()[0]
+        assert "failed" in head and "running" not in head and "ETA –" in head
+        assert ("step 50/1000" if recorded_s is None else "step 51/1000") in head
+
+
+@within_a_loop
+async def test_the_end_of_a_run_and_a_refusal_are_told():
+    async def ends():
+        yield Run(phase="done").at(100.0)
+
+    async with shown(Source(feed=ends)) as (_, pilot):
+        await until(pilot, "the run has ended")
+
+    async def refuses():
+        raise ActorFailed("controller/0", "the keys are of another run")
+        yield
+
+    # Nothing was seen: the command says why, on a terminal that is as it was.
+    async with shown(Source(feed=refuses)) as (app, _):
+        pass
+    assert app.return_code == 1 and "of another run" in str(app.failure)
+
+    async def ends_so():
+        yield Run().at(100.0)
+        raise ActorFailed("controller/0", "the keys are of another run")
+
+    async with shown(Source(feed=ends_so)) as (app, pilot):
+        await until(pilot, "of another run")
+        assert "step 50/100" in text_of(app)
+
+
+@pytest.mark.parametrize(("key", "code"), [("q", 0), ("ctrl+c", 130)])
+@within_a_loop
+async def test_whoever_interrupts_gets_the_exit_code_of_that(key, code):
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        await pilot.press("7", "enter")
+        await settled(pilot)
+        if key == "q":
+            await pilot.press("escape")
+        await pilot.press(key)
+    assert app.return_code == code
+
+
+@within_a_loop
+async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
+    asked = []
+
+    async def trace():
+        asked.append(1)
+        return "trace: runs/x/trace/1.json"
+
+    async with shown(Source(history=known(Run().between()), trace=trace)) as (_, pilot):
+        await pilot.press("t")
+        await until(pilot, "trace: runs/x/trace/1.json")
+        await pilot.press("space")
+        await until(pilot, "frozen  trace: runs/x/trace/1.json")
+    assert asked == [1]
+
+
+@within_a_loop
+async def test_what_is_said_of_a_trace_is_not_taken_away_with_what_was_said_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(terminal, "NOTE_S", 1.0)
+    written, later = asyncio.Queue(), asyncio.Event()
+    async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):
+        await pilot.press("t")
+        await written.put("trace: 1.json")
+        await until(pilot, "trace: 1.json")
+        await pilot.press("t")
+        await until(pilot, "the trace is being written")
+        # It is over after whatever was to be over by now.
+        app.set_timer(2 * terminal.NOTE_S, later.set)
+        async with asyncio.timeout(10.0):
+            await later.wait()
+        await settled(pilot)
+        assert "the trace is being written" in text_of(app)
+        await written.put("trace: 2.json")
+        await until(pilot, "trace: 2.json")
+        await until(pilot, "live")
+
+
+@within_a_loop
+async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monkeypatch):
+    monkeypatch.setattr(terminal, "LOOK_S", 0.05)
+    run, found = Run(steps=1000), []
+    entries = recording(run, 20)
+    replay = Replay(entries[:10], lives=True)
+    replay.jump(replay.end)
+    # It plays until it has been at the end for a tick.
+    replay.advance(0.0)
+
+    async with shown(Source(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
+        await until(pilot, "up to here; the run goes on")
+        found.append(Replay(entries))
+        # It stays where it was.
+        await until(pilot, "9.0 s of 19 s")
+        assert "running" in text_of(app) and "the run goes on" not in text_of(app)
+        replay.jump(replay.end)
+        app._draw()
+        await until(pilot, "failed: nothing is known after this")
+
+
+def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
+    entries = recording(Run(), 100)
+    jumped, played = Replay(entries), Replay(entries)
+    jumped.jump(WALL + 100.0)
+    while played.position < WALL + 100.0:
+        played.speed = 1.0
+        played.advance(0.5)
+        played.history()
+    for each in (jumped, played):
+        newest = each.history().newest
+        assert newest is not None and newest.wall == WALL + 100.0
+        steps = each.history().steps()
+        assert steps is not None and steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
+
+
+def test_a_viewer_that_comes_knows_the_last_minutes_and_reads_no_more(tmp_path, monkeypatch):
+    recorder, run = Recorder(tmp_path, 1, 1 << 20), Run(rollouters=32, steps=100_000)
+    for second in range(0, 6000, 10):
+        snapshot = run.at(float(second))
+        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
+    whole = open_replay(tmp_path, lives=True)
+    whole.jump(whole.end)
+    oldest = segments(tmp_path)[0].path
+    read = []
+    entries = recorded._entries
+    monkeypatch.setattr(recorded, "_entries", lambda path, *rest: read.append(path) or entries(path, *rest))
+    assert build(recent_history(tmp_path)) == build(whole.history())
+    assert read and oldest not in read
+    assert recent_history(tmp_path / "nowhere").newest is None
+
+
+@within_a_loop
+async def test_cells_that_changed_are_drawn_again_and_no_others():
+    history = known(Run(rollouters=40, hosts=1, steps=100_000).between())
+    async with shown(Source(history=history), "200x50") as (app, pilot):
+        rows, drawn = app.panes["rollouters"].query_one(Rows), []
+        update = rows.update_cell_at
+        rows.update_cell_at = lambda at, cell: (drawn.append((at[0], cell.plain.strip())), update(at, cell))
+        app._draw()
+        assert drawn == []
+        newest = history.newest
+        actors = [
+            msgspec.structs.replace(actor, figures=actor.figures | {"rollout/in_flight": 999.0})
+            if actor.name == "rollouter/7"
+            else actor
+            for actor in newest.actors
+        ]
+        history.add(msgspec.structs.replace(newest, wall=newest.wall + 0.001, actors=actors))
+        app._draw()
+        await settled(pilot)
+        assert drawn == [(7, "999")] and "999" in text_of(app)
+
+
+@within_a_loop
+async def test_the_cursor_stays_with_its_actor_wherever_that_is_sorted_to():
+    async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
+        rows = app.panes["rollouters"].query_one(Rows)
+        await pilot.press("down", "down", "r")
+        await until(pilot, "host▾")
+        assert rows.chosen == "rollouter/2"
+        await pilot.press("s", "s", "s", "enter")
+        await until(pilot, "rollouter/2   esc back")

@@ -1,0 +1,452 @@
+"""The command asyncrl-top over recordings: printed, in a real terminal, and with nothing to see."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import pytest
+from recordings import record
+from terminals import Terminal
+from top.pictures import WALL, Run, starting
+
+from asyncrl.cli import top as command
+from asyncrl.top.figures.document import json_schema
+from asyncrl.wire.keys import VIEWER, create_credentials
+
+ROOT = Path(__file__).parents[2]
+SSHD = "/usr/sbin/sshd"
+TOP = (sys.executable, "-m", "asyncrl.cli.top")
+
+
+def top(*words, cwd, **environment):
+    """The command in a process of its own."""
+    return subprocess.run(
+        [*TOP, *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        env={**os.environ, "TZ": "UTC", **environment},
+        check=False,
+    )
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """The folder of a run that has ended, with a recording of 60 s."""
+    run_dir = tmp_path / "runs" / "trial"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.json").write_text("{}")
+    record(
+        run_dir, *(Run(phase="done" if second == 100 else "running", **WIDE).at(second) for second in range(40, 101))
+    )
+    return run_dir
+
+
+WIDE = {"rollouters": 64, "hosts": 4}
+
+
+def test_help_and_printing_load_no_terminal_and_help_loads_nothing():
+    def loaded(words):
+        code = f"""
+import sys
+from asyncrl.cli import top
+try:
+    top.main({words!r})
+except SystemExit:
+    pass
+print([name for name in ("textual", "rich", "torch", "zmq", "msgspec", "numpy") if name in sys.modules])
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout.splitlines()[-1]
+
+    assert loaded(["--help"]) == "[]"
+    assert "textual" not in loaded(["nowhere", "--once"])
+
+
+def test_a_recording_is_printed_as_text_and_as_json(ended, tmp_path):
+    done = top("trial", "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 50/100" in done.stdout and "done: all steps are trained" in done.stdout
+    assert "r/63" in done.stdout
+    done = top(ended, "--replay", "--json", cwd="/")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(json_schema()).validate(document)
+    assert document["run"]["phase"] == "done" and len(document["rollouters"]) == 64
+    assert document["wall"] == WALL + 100
+
+
+def test_without_a_terminal_it_prints(ended, tmp_path):
+    done = top("--replay", cwd=tmp_path)
+    assert done.returncode == 0 and "ROLLOUTERS 64/64" in done.stdout and "\x1b" not in done.stdout
+    done = top("--replay", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stdout.isascii()
+
+
+def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path, complains):
+    cases = [
+        ((), tmp_path, 2, "no run lives under runs; to see the last one again: asyncrl-top runs/trial --replay"),
+        (("trial",), tmp_path, 2, "the run has ended; to see it again: asyncrl-top runs/trial --replay"),
+        ((), ended, 2, "no run lives under"),
+        (("nowhere",), tmp_path, 2, "nowhere: no such run folder"),
+        ((ended.parent,), "/", 2, "this is not the folder of a run"),
+        (("localhost:1",), "/", 2, "to attach by address, name the folder that holds the keys"),
+        (("nowhere", "--replay"), tmp_path, 2, "no such folder"),
+        (("trial", "--once", "--json"), tmp_path, 2, "exclude each other"),
+        (("trial", "--replay", "--report", "x.html"), tmp_path, 2, "not allowed with"),
+        *(
+            (("trial", *words, *flag), tmp_path, 2, f"{words[0]} and {flag[0]} exclude each other")
+            for words in (("--report", "x.html"), ("--explain", "p-1"))
+            for flag in (("--once",), ("--json",), ("--keys", "keys"))
+        ),
+        (("trial", "--replay", "--keys", "keys"), tmp_path, 2, "--replay and --keys exclude each other"),
+        (("trial", "--fast"), tmp_path, 2, "unrecognized arguments: --fast"),
+    ]
+    for words, cwd, code, text in cases:
+        complains(words, cwd, code, text)
+    shutil.rmtree(ended / "monitor")
+    complains(
+        ("trial", "--replay"), tmp_path, 2, "nothing is recorded there that can be read; monitor.record_bytes was 0"
+    )
+
+
+@pytest.fixture
+def complains(monkeypatch, capsys):
+    """The command says that on standard error, and nothing else, and ends with that code."""
+
+    def check(words, cwd, code, text):
+        monkeypatch.chdir(cwd)
+        try:
+            found = command.main(list(map(str, words)))
+        except SystemExit as ended:
+            found = ended.code
+        out, err = capsys.readouterr()
+        assert (found, text in " ".join(err.split())) == (code, True), (words, err)
+        assert not out
+
+    return check
+
+
+def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, complains, monkeypatch):
+    def lookup(host, *words):
+        if host.endswith(".invalid"):
+            raise socket.gaierror(-2, "Name or service not known")
+        return real(host, *words)
+
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    keys = tmp_path / "keys"
+    create_credentials(keys, "a1b2c3", [VIEWER], attempts=1, curve=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        where = "it is at another address, which RUN/private/controller.json on its head tells"
+        cases = [
+            (
+                (nobody, "--keys", keys),
+                1,
+                f"{nobody}: nobody listens there (Connection refused); that run has ended, or",
+            ),
+            ((nobody, "--keys", keys), 1, where),
+            (("no-such-host.invalid:80", "--keys", keys), 1, "the host no-such-host.invalid is not known here"),
+            (("localhost:99999", "--keys", keys), 2, "neither the folder of a run nor HOST:PORT"),
+            ((nobody, "--keys", tmp_path), 2, "no keys of a viewer there"),
+            ((nobody, "--keys", tmp_path), 2, "a copy of RUN/private on the head has them"),
+        ]
+        for words, code, text in cases:
+            complains((*words, "--once"), "/", code, text)
+
+
+def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read_and_says_so(ended, tmp_path, complains):
+    path = next((ended / "monitor").iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    done = top("trial", "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, "the end that a writer which died left behind is no damage"
+    path.write_bytes(whole + b"\xc1" * 40)
+    done = top("trial", "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and "step " in done.stdout
+    assert f"damaged, and shown as far as it can be read: {path.name}" in done.stderr
+    path.write_bytes(b"\xc1" * 400)
+    complains(
+        ("trial", "--replay"), tmp_path, 2, f"nothing is recorded there that can be read; it is damaged: {path.name}"
+    )
+    path.write_bytes(msgspec.msgpack.encode([WALL, b"no snapshot"]))
+    complains(
+        ("trial", "--replay"), tmp_path, 2, "no snapshot there can be read, damaged or of another version of asyncrl"
+    )
+
+
+ENDINGS = {
+    "stopped": ({"phase": "done", "exit_code": 130, "reason": "stopped by the launcher"}, "stopped: by the launcher"),
+    "preempted": (
+        {"phase": "done", "exit_code": 75, "reason": "preempted with a checkpoint of version 40"},
+        "preempted: with a checkpoint of version 40",
+    ),
+    "failed": (
+        {"phase": "failed", "exit_code": 1, "reason": "learner/0: out of memory"},
+        "failed: learner/0: out of memory",
+    ),
+    "cut short": ({}, "failed: nothing is known after this, when it was running: it was killed, or told to end"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_a_replay_says_how_the_run_ended(tmp_path, ending):
+    run_dir = tmp_path / "runs" / "trial"
+    run_dir.mkdir(parents=True)
+    facts, said = ENDINGS[ending]
+    record(run_dir, Run().at(40.0), Run(**facts).at(41.0))
+    done = top(run_dir, "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and said in " ".join(done.stdout.split()), done
+    head = done.stdout.splitlines()[0]
+    assert ("failed" if ending == "cut short" else ending) in head and "done" not in head and "running" not in head
+
+
+def test_a_replay_of_a_run_that_lives_does_not_say_that_it_has_ended(tmp_path):
+    run_dir = tmp_path / "runs" / "trial"
+    (run_dir / "private").mkdir(parents=True)
+    record(run_dir, Run().at(40.0), Run().at(41.0))
+    with (run_dir / "private" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = top(run_dir, "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and "running" in done.stdout.splitlines()[0]
+
+
+def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch, capsys):
+    def refuse(_run):
+        raise PermissionError(13, "Permission denied", str(ended / "private"))
+
+    monkeypatch.setattr(command, "living_run", refuse)
+    assert command.main(["trial"]) == 1
+    assert "permission denied; a run is watched by the user who started it" in capsys.readouterr().err
+
+
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is missing")
+
+
+def at_rest(terminal):
+    """What stands on it once it changes no more."""
+    before, text = "", terminal.text()
+    while text != before:
+        time.sleep(1.0)
+        before, text = text, terminal.text()
+    return text
+
+
+@needs_tmux
+def test_no_pane_stays_at_another_moment_on_a_real_terminal(tmp_path):
+    run_dir = tmp_path / "runs" / "trial"
+    run_dir.mkdir(parents=True)
+    record(run_dir, starting(), *(Run(rollouters=64, hosts=1).at(float(second)) for second in range(2, 61)))
+    with Terminal(200, 50, [*TOP, str(run_dir), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
+        terminal.press("Space")
+        terminal.until("no step is trained so far")
+        at_rest(terminal)
+        terminal.press(*([">"] * 10))
+        terminal.until("30 s of 59 s")
+        text = at_rest(terminal)
+        assert "no step is trained so far" not in text and "trained tokens/s" in text
+
+
+@needs_tmux
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
+def test_a_replay_in_a_real_terminal(ended, tmp_path, columns, rows):
+    with Terminal(columns, rows, [*TOP, str(ended), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
+        text = terminal.until("replay")
+        terminal.until("reward")
+        lines = text.splitlines()
+        assert len(lines) <= rows and all(len(line) <= columns for line in lines)
+        terminal.press("Space", *([">"] * 25))
+        text = terminal.until("step 50/100")
+        assert "1m00s of 1m00s" in text and "done" in text and "rollouters" in text and "r/0" in text
+        assert ("2 learner" in text) and ("╭" in text) == (columns == 200)
+        terminal.press_at_once("/", "r", "/", "6", "3", "Enter")
+        assert "r/62" not in terminal.until("filter: r/63")
+        terminal.press("?")
+        terminal.until("who waits on whom")
+        terminal.press("Escape")
+        terminal.until_gone("who waits on whom")
+        terminal.press("q")
+        terminal.ended()
+
+
+@needs_tmux
+def test_a_terminal_that_changes_its_size(ended, tmp_path):
+    with Terminal(80, 24, [*TOP, str(ended), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
+        terminal.until("1 rollouters  2 learner")
+        terminal.resize(200, 50)
+        terminal.until("╭─ 6 ledger")
+        terminal.resize(40, 10)
+        terminal.until("this terminal is 40×10")
+        terminal.resize(100, 30)
+        text = terminal.until("1 rollouters  2 learner")
+        assert "╭" not in text and all(len(line) <= 100 for line in text.splitlines())
+        terminal.press("q")
+        terminal.ended()
+
+
+COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
+
+
+@needs_tmux
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "vt100"}], ids=["NO_COLOR", "vt100"])
+def test_without_colour(ended, tmp_path, environment):
+    with Terminal(80, 24, [*TOP, str(ended), "--replay"], cwd=tmp_path, env=environment) as terminal:
+        text = terminal.until("86% generating")
+        assert not COLOUR.search(terminal.escaped())
+        assert "▓" in text and "░" in text, "states differ by their glyphs"
+        assert "\x1b[7m" in terminal.escaped(), "the cursor is seen"
+
+
+@needs_tmux
+def test_a_dumb_terminal_gets_a_page(ended, tmp_path):
+    words = shlex.join([*TOP, str(ended), "--replay"])
+    shell = ["sh", "-c", f"{words} > page; echo told; {words} | tail -1; sleep 60"]
+    with Terminal(80, 24, shell, cwd=tmp_path, env={"TERM": "dumb", "TZ": "UTC"}) as terminal:
+        terminal.until("the run has begun")
+        assert "\x1b" not in (tmp_path / "page").read_text()
+
+
+@needs_tmux
+@pytest.mark.skipif(not os.access(SSHD, os.X_OK), reason=f"{SSHD} is missing")
+def test_over_ssh(ended, tmp_path):
+    with sshd(tmp_path) as options:
+        command = shlex.join(["env", "TZ=UTC", *TOP, str(ended), "--replay"])
+        ssh = ["ssh", "-tt", *options, "127.0.0.1", f"cd {shlex.quote(str(ROOT))} && exec {command}"]
+        with Terminal(80, 24, ssh, cwd=tmp_path, env={}) as terminal:
+            terminal.until("86% generating")
+            terminal.resize(200, 50)
+            terminal.until("╭─ 6 ledger")
+            terminal.press("q")
+            terminal.ended()
+
+
+@contextlib.contextmanager
+def sshd(folder):
+    """A server for whoever runs the tests, and nobody else; gives the options of a client."""
+    for name in ("host", "user"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=60
+        )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {
+        "ListenAddress": "127.0.0.1",
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PidFile": "none",
+    }
+    words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    with (folder / "sshd.log").open("w") as log:
+        server = subprocess.Popen([SSHD, "-D", "-e", "-f", "/dev/null", "-p", str(port), *words], stderr=log)
+    try:
+        end = time.monotonic() + 30
+        while "listening" not in (said := (folder / "sshd.log").read_text()):
+            assert server.poll() is None and time.monotonic() < end, said
+            time.sleep(0.05)
+        known = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "BatchMode=yes")
+        yield ["-p", str(port), "-i", str(folder / "user"), *(word for each in known for word in ("-o", each))]
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.mark.parametrize("words", [("--replay", "--once"), ("--report", "out.html"), ("--explain", "0-7")])
+def test_what_was_recorded_by_somebody_else_is_not_taken_for_nothing(
+    ended, tmp_path, monkeypatch, capsys, forbid, words
+):
+    closed = ended / ("logs" if words[0] == "--explain" else "monitor")
+    closed.mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    forbid(closed)
+    assert command.main([str(ended), *words]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"asyncrl-top: {closed}: ") and "permission denied" in err.lower()
+    assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.parametrize("words", [("--explain", "0-7"), ("--replay", "--once"), ("--replay", "--json")])
+@pytest.mark.parametrize("buffered", ["1", ""])
+def test_a_reader_that_has_read_enough_is_no_fault(ended, words, buffered):
+    """As head, which goes while it is written: here before."""
+    log = ended / "logs" / "attempt_1" / "learner-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(STORY * 200)
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*TOP, str(ended), *words],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("words", [("--replay", "--once"), ("--replay", "--json")])
+def test_a_disk_that_is_full_is_said_once(ended, words):
+    code = """
+import io, os, sys
+from asyncrl.cli import top
+class Full(io.RawIOBase):
+    def writable(self): return True
+    def fileno(self): return 1
+    def write(self, data):
+        if os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev: return len(data)
+        raise OSError(28, "No space left on device")
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Full(), 1 << 20), encoding="utf-8")
+sys.exit(top.main(sys.argv[1:]))
+"""
+    argv = [sys.executable, "-c", code, str(ended), *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    said = "asyncrl-top: what is printed cannot be written: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+STORY = '{"actor": "learner/0", "event": "printed", "uid": "0-7", "timestamp": "2025-10-09T08:53:20Z"}\n'
+
+
+def test_where_no_report_can_be_it_is_said_in_a_line(ended, tmp_path, complains):
+    cases = {
+        "": ". is a folder; name a file in it",
+        ".": ". is a folder; name a file in it",
+        "/": "/ is a folder; name a file in it",
+        "nowhere/x.html": "nowhere/x.html: there is no folder",
+        "pipe": "pipe is no regular file, and is left alone",
+    }
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in cases.items():
+        complains(("trial", "--report", name), tmp_path, 2, said)
+
+
+def test_a_report_that_cannot_be_written_names_the_file_that_was_named(ended, tmp_path, complains, monkeypatch):
+    def refuse(*words, **more):
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".0123.new"))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    complains(("trial", "--report", "out.html"), tmp_path, 1, "asyncrl-top: out.html: Permission denied")
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]

@@ -1,0 +1,155 @@
+"""The screens of asyncrl-top over recorded states, compared as text.
+
+ASYNCRL_UPDATE_SCREENS=1 writes the screens anew, to be read before they are committed.
+"""
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from driven import SIZES, known, recording, settled, shown, text_of, until, within_a_loop
+from top.pictures import STATES, WALL, Run
+
+from asyncrl.top.source.replay import Replay, Source
+
+pytestmark = pytest.mark.usefixtures("utc")
+SCREENS = Path(__file__).parent / "screens"
+
+
+def compare(name, text):
+    path = SCREENS / f"{name}.txt"
+    if os.environ.get("ASYNCRL_UPDATE_SCREENS"):
+        path.write_text(text)
+    assert text == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("state", STATES)
+@within_a_loop
+async def test_screens(state, size):
+    async with shown(Source(history=known(STATES[state]())), size) as (app, _):
+        text = text_of(app)
+    compare(f"{state}-{size}", text)
+
+
+@within_a_loop
+async def test_screen_of_a_terminal_in_between():
+    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
+        await pilot.resize_terminal(150, 40)
+        await settled(pilot)
+        compare("between-150x40", text_of(app))
+
+
+@pytest.mark.parametrize("key", ["2", "3", "4", "5", "6", "7", "question_mark"])
+@within_a_loop
+async def test_panes_on_a_small_terminal(key):
+    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
+        await pilot.press(key)
+        await settled(pilot)
+        text = text_of(app)
+    compare(f"pane-{key}-80x24", text)
+
+
+@within_a_loop
+async def test_the_pane_of_episodes_on_a_small_terminal():
+    async with shown(Source(history=known(STATES["agents"]()))) as (app, pilot):
+        await pilot.press("8")
+        await settled(pilot)
+        compare("pane-8-80x24", text_of(app))
+        await pilot.press("down", "enter")
+        await until(pilot, "episodes/1")
+        text = text_of(app)
+        assert "worker/1" in text and "playing 90%" in text
+        await pilot.press("escape", "tab")
+        await settled(pilot)
+        assert "1 rollouters" in text_of(app)
+
+
+@within_a_loop
+async def test_there_is_no_such_pane_where_a_prompt_has_one_response():
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        before = text_of(app)
+        await pilot.press("8")
+        await settled(pilot)
+        assert text_of(app) == before
+
+
+@within_a_loop
+async def test_a_terminal_that_knows_ascii_alone():
+    async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, _):
+        text = text_of(app)
+    assert text.isascii()
+    compare("ascii-80x24", text)
+
+
+@within_a_loop
+async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
+    log = tmp_path / "logs" / "attempt_1" / "rollouter-2.log"
+    log.parent.mkdir(parents=True)
+    log.write_text('{"event": "engine is up", "level": "info", "timestamp": "2026-01-02T03:04:05Z", "gpu": 3}\nplain\n')
+    async with shown(Source(history=known(Run().between()), run_dir=tmp_path)) as (app, pilot):
+        # The rows are node0, 0, 1, node1, 2.
+        await pilot.press("down", "down", "down", "down", "enter")
+        await until(pilot, "engine is up")
+        text = text_of(app)
+        assert "rollouter/2" in text and "dataloader/0  Lease" in text and "(idle)" in text
+        assert "03:04:05  info      engine is up gpu=3" in text and "plain" in text
+        compare("detail-80x24", text)
+        await pilot.press("n")
+        await until(pilot, "rollouter/3")
+        await settled(pilot)
+        assert "engine is up" not in text_of(app), "the log of another actor"
+        for _ in range(3):
+            await pilot.press("n")
+        await until(pilot, "learner/0")
+        await pilot.press("p")
+        await until(pilot, "dataloader/0   esc")
+        await pilot.press("escape")
+        await settled(pilot)
+        assert "1 rollouters" in text_of(app)
+
+
+@within_a_loop
+async def test_in_a_replay_the_log_is_that_of_the_moment(tmp_path):
+    log = tmp_path / "logs" / "attempt_1" / "rollouter-0.log"
+    log.parent.mkdir(parents=True)
+    stamps = [datetime.fromtimestamp(WALL + 10 + second, UTC).isoformat() for second in (20, 60)]
+    log.write_text("".join(json.dumps({"event": f"event of {at}", "timestamp": at}) + "\n" for at in stamps))
+    replay = Replay(recording(Run(steps=1000), 120))
+    replay.playing = False
+    async with shown(Source(replay=replay, run_dir=tmp_path)) as (app, pilot):
+        await pilot.press("enter")
+        await until(pilot, "none up to here")
+        replay.jump(WALL + 10 + 30)
+        app._draw()
+        await until(pilot, f"event of {stamps[0][:19]}")
+        assert stamps[1][:19] not in text_of(app)
+        replay.jump(replay.end)
+        app._draw()
+        await until(pilot, f"event of {stamps[1][:19]}")
+
+
+@within_a_loop
+async def test_replay_with_a_time_bar():
+    replay = Replay(recording(Run(steps=1000), 120))
+    replay.playing = False
+    async with shown(Source(replay=replay)) as (app, pilot):
+        text = text_of(app)
+        assert "step 5/1000" in text and "0 s of 1m59s" in text and "paused" in text
+        await pilot.press("right", "right")
+        await settled(pilot)
+        assert "2.0 s of 1m59s" in text_of(app) and "step 6/1000" in text_of(app)
+        await pilot.press(*[">"] * 10)
+        await settled(pilot)
+        text = text_of(app)
+        assert "1m02s of 1m59s" in text and "step 35/1000" in text
+        assert "86% generating" in text, "shares are there right after a jump"
+        compare("replay-80x24", text)
+        await pilot.press("left")
+        await settled(pilot)
+        assert "1m00s of 1m59s" in text_of(app)
+        await pilot.press("plus", "plus", "plus", "space")
+        await until(pilot, "1m59s of 1m59s")
+        await until(pilot, "paused")

@@ -1,0 +1,34 @@
+"""The tables within written pages that follow from declarations: ``python -m tools.page_tables`` writes them anew.
+
+A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``. A page that lacks one of its tables is
+a ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.reward import arguments
+
+DOCS = Path(__file__).parent.parent / "docs"
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "arguments": ("first-run.md", arguments.document),
+}
+
+
+def renewed(page: str, text: str) -> str:
+    """The text of a page with its tables as they are declared. Raises ValueError."""
+    for name, (where, made) in TABLES.items():
+        if where == page:
+            before, begin, rest = text.partition(f"<!-- table {name} -->\n")
+            _, end, after = rest.partition("<!-- end -->")
+            if not end:
+                raise ValueError(f"{page} has no table {name}")
+            text = f"{before}{begin}\n{made()}\n\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    for each in sorted({where for where, _ in TABLES.values()}):
+        (DOCS / each).write_text(renewed(each, (DOCS / each).read_text()))
