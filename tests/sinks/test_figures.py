@@ -4,7 +4,6 @@ import math
 import re
 
 import pytest
-from asyncrl.monitor import catalogue
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -13,6 +12,7 @@ from sinks_cases import evaluation, snapshot, train, update
 from asyncrl.sinks.exposition import GAUGES, _Families, families_of, prometheus_name
 from asyncrl.sinks.figures import Steps, numbers, run_figures, update_numbers
 from asyncrl.snapshot import Histogram
+from asyncrl.telemetry import catalogue
 from asyncrl.telemetry.catalogue_table import METRICS
 
 HEARD = ("counter", "gauge", "histogram")
