@@ -20,6 +20,7 @@ from asyncrl.errors import WireError
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.calls.retry import log_away
+from asyncrl.sinks.figures import Line
 from asyncrl.sinks.lane import Lane, Sink
 from asyncrl.sinks.prometheus import PrometheusSink
 from asyncrl.sinks.tensorboard import TensorBoardSink
@@ -97,8 +98,10 @@ class Sinks(Actor):
                 await asyncio.sleep(AWAY_S)
                 continue
             seen = WatchMetrics(line=found.line, picture=found.picture)
-            records = [self._snapshots.decode(found.snapshot)] if found.snapshot else []
-            for record in (*records, *found.lines):
+            records: list[Line | Snapshot] = [*found.lines]
+            if found.snapshot:
+                records.insert(0, self._snapshots.decode(found.snapshot))
+            for record in records:
                 for lane in self._lanes:
                     lane.put(record)
             self.progress()

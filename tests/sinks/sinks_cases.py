@@ -1,12 +1,9 @@
 """What the tests of the sinks share."""
 
 import asyncio
-import contextlib
 import json
 import threading
 import time
-
-import psutil
 
 from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 
@@ -69,16 +66,6 @@ async def until(what, timeout=NET_S):
 def address_of(run_dir):
     """The address of the endpoint for Prometheus."""
     return json.loads((run_dir / "monitor" / "prometheus.json").read_text())["address"]
-
-
-@contextlib.contextmanager
-def standing_still(pid):
-    """What is done within is done while this process does nothing: who waits for it, waits for ever."""
-    process = psutil.Process(pid)
-    process.suspend()
-    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
-    yield
-    assert process.status() == psutil.STATUS_STOPPED
 
 
 def ends(what, *args):
