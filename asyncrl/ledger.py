@@ -93,7 +93,7 @@ class IndexSet:
 
 
 @dataclass(slots=True)
-class _Run:
+class _EpochRun:
     """Epochs from ``first`` to before ``end`` in which the same prompts have an outcome.
 
     Only sets of at most one byte are compared: an epoch that is over is such a set, in any size.
@@ -103,7 +103,7 @@ class _Run:
     end: int
     concluded: IndexSet
 
-    def joins(self, other: _Run) -> bool:
+    def joins(self, other: _EpochRun) -> bool:
         """Whether the other run begins where this one ends, and has the same prompts."""
         return self.end == other.first and len(self.concluded.bits) <= 1 and self.concluded == other.concluded
 
@@ -112,7 +112,7 @@ class Ledger:
     """Outcomes by (epoch, index)."""
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = []
+        self._runs: list[_EpochRun] = []
         """Ascending runs; as few as there can be."""
         self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
@@ -208,13 +208,13 @@ class Ledger:
         """Index of a run that is of this epoch alone, from here on."""
         at = self._at(epoch)
         if at < 0 or epoch >= self._runs[at].end:
-            self._runs.insert(at + 1, _Run(epoch, epoch + 1, IndexSet()))
+            self._runs.insert(at + 1, _EpochRun(epoch, epoch + 1, IndexSet()))
             return at + 1
         run = self._runs[at]
         if run.end - run.first == 1:
             return at
         parts = [(run.first, epoch), (epoch, epoch + 1), (epoch + 1, run.end)]
-        self._runs[at : at + 1] = [_Run(*part, run.concluded.copy()) for part in parts if part[0] < part[1]]
+        self._runs[at : at + 1] = [_EpochRun(*part, run.concluded.copy()) for part in parts if part[0] < part[1]]
         return at + (run.first < epoch)
 
     def _join(self, at: int) -> None:
@@ -243,7 +243,7 @@ class Ledger:
                 raise ValueError(f"prompts of epoch {epoch} have two outcomes")
             if times.any():
                 concluded = IndexSet.of(np.packbits(times > 0, bitorder="little").tobytes())
-                self._runs.append(_Run(epoch, epoch + 1, concluded))
+                self._runs.append(_EpochRun(epoch, epoch + 1, concluded))
                 self._join(len(self._runs) - 2)
 
 
@@ -257,12 +257,12 @@ def _times(intervals: Sequence[np.ndarray]) -> np.ndarray:
     return times
 
 
-def _run_of(item: ConcludedEpochs) -> _Run:
+def _run_of(item: ConcludedEpochs) -> _EpochRun:
     bits = item.bits
     ragged = bits.startswith(b"\xff") or bits.endswith(b"\0") or item.below % 8 or not (bits or item.below)
     if ragged or item.first < 0 or item.epochs < 1 or (item.epochs > 1 and len(bits) > 1):
         raise ValueError(f"not the prompts of {item.epochs} epochs from {item.first} on")
-    return _Run(item.first, item.first + item.epochs, IndexSet(item.below, bytearray(bits)))
+    return _EpochRun(item.first, item.first + item.epochs, IndexSet(item.below, bytearray(bits)))
 
 
 def position_of(uid: str) -> tuple[int, int]:

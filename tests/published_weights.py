@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from asyncrl.messages.weights import Bucket, Manifest
-from asyncrl.parameter_server.snapshots import Snapshot, hold
+from asyncrl.parameter_server.snapshots import HeldSnapshot, hold
 from asyncrl.weights.segments import Segment, layout, open_segment, verify_segment
-from asyncrl.weights.staging import Staged, layout_of
+from asyncrl.weights.staging import StagedVersion, layout_of
 
 
 def random_bytes(size: int, seed: int = 0) -> bytes:
@@ -40,7 +40,7 @@ def seal(content: bytes, name: str, dtype: str = "bfloat16") -> tuple[Bucket, in
     return segment.seal(specs), segment.fd
 
 
-def held(version: int, contents: Sequence[bytes]) -> Snapshot:
+def held(version: int, contents: Sequence[bytes]) -> HeldSnapshot:
     """A version as the parameter server holds it; its publisher is gone already."""
     made = [seal(content, f"t{index}") for index, content in enumerate(contents)]
     try:
@@ -94,7 +94,7 @@ def comes_to(memory: int) -> bool:
     return found == memory
 
 
-def stage(manifest: Manifest) -> Staged:
+def stage(manifest: Manifest) -> StagedVersion:
     """Open and verify every bucket, as a rollouter on the same host does. Raises WeightsCorrupt."""
     layout = layout_of(manifest)
     descriptors: list[int] = []
@@ -107,4 +107,4 @@ def stage(manifest: Manifest) -> Staged:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return Staged(manifest, layout, descriptors)
+    return StagedVersion(manifest, layout, descriptors)

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvloop
 
-from asyncrl.episodes.http.endpoint import Endpoint
+from asyncrl.episodes.http.endpoint import PolicyEndpoint
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, ToolCall
 from asyncrl.telemetry.logging import get_logger
@@ -97,7 +97,7 @@ class Serving:
         self.notices: dict[str, tuple[str, int]] = {}
         """Text and count of each."""
         options = {"max_request_bytes": 1 << 20, "keep_alive_s": 0.2, **options}
-        self.endpoint = Endpoint(core, notify=self._notify, log=get_logger("episodes/0"), **options)
+        self.endpoint = PolicyEndpoint(core, notify=self._notify, log=get_logger("episodes/0"), **options)
         self.url = ""
 
     def _notify(self, key: str, text: str, *, count: int = 1) -> None:

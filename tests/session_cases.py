@@ -17,7 +17,7 @@ from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.load import validate_config
 from asyncrl.messages.episodes import Chat
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
@@ -74,7 +74,7 @@ class Speaker:
                     break
                 tokens += 1
                 world.spoken += 1
-                yield Delta(tokens=[id], logprobs=[-float(version)])
+                yield TokenDelta(tokens=[id], logprobs=[-float(version)])
                 if id in world.tokenizer.eos_ids or id in request.stop_token_ids:
                     finish = "stop"
                     break
@@ -82,7 +82,7 @@ class Speaker:
                     world.pause_after = None
                     world.speaks.clear()
             spans = [VersionSpan(version, 0, tokens)] if tokens else []
-            yield Delta(tokens=[], logprobs=[], finish_reason=finish, spans=spans)
+            yield TokenDelta(tokens=[], logprobs=[], finish_reason=finish, spans=spans)
         finally:
             self.aborted.pop(request.id, None)
 

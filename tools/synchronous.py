@@ -36,7 +36,7 @@ from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.reward.scoring.frames import Setup, Task
+from asyncrl.reward.scoring.frames import RewardSetup, RewardTask
 from asyncrl.reward.scoring.worker import resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
@@ -44,7 +44,7 @@ from asyncrl.rollouter.serving.generation import request_seed
 from asyncrl.rollouter.serving.response import Response
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
-from asyncrl.weights.staging import Staged, layout_of
+from asyncrl.weights.staging import StagedVersion, layout_of
 from tools.synchronous_episodes import Ask, make_episode
 
 
@@ -58,7 +58,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     prompts.tokenize(len(dataset.rows))
     order = EpochOrder(prompts.fingerprint, config.run.seed, len(prompts), shuffle=config.data.shuffle)
     places = (place for place in map(order.at, itertools.count()) if place[1] not in prompts.oversize)
-    scorer = resolve(Setup(reward.function, reward.per, reward.options, reward.max_memory_bytes), runner)
+    scorer = resolve(RewardSetup(reward.function, reward.per, reward.options, reward.max_memory_bytes), runner)
     plan = partial(plan_step, config=config, backend=trainer)
     episode = make_episode(config, tokenizer, stops) if config.episode.function else None
     runner.run(load(engine, trainer, version=0))
@@ -70,7 +70,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
             respond_to = episode or partial(respond, tokenizer)
             responses = [runner.run(respond_to(ask, ticket, sample)) for sample in range(ticket.samples)]
             if episode is None:
-                task = Task(
+                task = RewardTask(
                     ticket.prompt, ticket.row, [r.text for r in responses], [r.finish_reason for r in responses]
                 )
                 for response, outcome in zip(responses, scorer(task), strict=True):
@@ -152,7 +152,7 @@ async def load(engine: Engine, trainer: Trainer, version: int) -> None:
     """Bring the trainer's weights to the engine."""
     await engine.pause("wait")
     with trainer.publish(version).result() as new:
-        staged = Staged(new.manifest, layout_of(new.manifest), [os.dup(descriptor) for descriptor in new.fds])
+        staged = StagedVersion(new.manifest, layout_of(new.manifest), [os.dup(descriptor) for descriptor in new.fds])
     with closing(staged):
         await engine.load(staged, recompute_kv=True)
     await engine.resume()

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.chat.answers import FIELD
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.parsers import Parsed, ParsedCall
-from asyncrl.chat.probe import CASES, TOOLS, Finding, Shape, example
+from asyncrl.chat.probe import CASES, TOOLS, Shape, TurnCheck, example
 from asyncrl.chat.report import CaseFinding, ChatReport
 from asyncrl.config.episode import ChatConfig
 from asyncrl.errors import ChatRefused, ConfigError
@@ -114,7 +114,7 @@ class PackageRenderer:
             given["thinking_retention"] = "all"
         try:
             config: Any = TypeAdapter(RendererConfig).validate_python(given)
-            return create_renderer(_Adapter(self._tokenizer), config)
+            return create_renderer(_TokenizerAdapter(self._tokenizer), config)
         except Exception as error:
             # The error is pydantic's, or that of a family whose tokens the model does not have.
             lines = " ".join(str(error).split())
@@ -151,7 +151,7 @@ class PackageRenderer:
             notes=[],
         )
 
-    def _examine(self, shape: Shape) -> Finding:
+    def _examine(self, shape: Shape) -> TurnCheck:
         before, answer, tail = example(shape)
         tools = TOOLS if shape.with_tools else ()
         try:
@@ -159,24 +159,24 @@ class PackageRenderer:
             answered = self._ids([*before, answer], tools, {}, generate=False)
             whole = self.render([*before, answer, *tail], tools, {})
             if answered[: len(asked)] != asked:
-                return Finding("fork", "an answer in the context does not begin as the generation prompt does")
+                return TurnCheck("fork", "an answer in the context does not begin as the generation prompt does")
             ends = [place for place in range(len(asked), len(answered)) if answered[place] in self._ends]
             sampled = answered[len(asked) : ends[0] + shape.ended] if ends else answered[len(asked) :]
             extended = self.extension(tail, tools, {}, last_ids=sampled, finish="stop" if shape.ended else "length")
         except ChatRefused as error:
-            return Finding("refused", error.problem)
+            return TurnCheck("refused", error.problem)
         if extended is None:
-            return Finding("fork", "the package does not extend this kind of turn")
+            return TurnCheck("fork", "the package does not extend this kind of turn")
         if [*asked, *sampled, *extended] == whole:
-            return Finding("extend")
+            return TurnCheck("extend")
         return (
-            Finding("extend", "the reasoning stays, which a single render leaves out")
+            TurnCheck("extend", "the reasoning stays, which a single render leaves out")
             if shape.reasoning
-            else Finding("fork", "the extension is not what a single render has")
+            else TurnCheck("fork", "the extension is not what a single render has")
         )
 
 
-class _Adapter:
+class _TokenizerAdapter:
     """A tokenizer as the package wants it."""
 
     name_or_path = "asyncrl"

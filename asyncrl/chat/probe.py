@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.template import ChatTemplate
-from asyncrl.chat.turns import ANSWER, NEXT, THOUGHT, Turn, learn_turn
+from asyncrl.chat.turns import ANSWER, NEXT, THOUGHT, ChatTurn, learn_turn
 from asyncrl.errors import ChatRefused
 
 Verdict = Literal["extend", "fork", "refused"]
@@ -77,7 +77,7 @@ CASES: tuple[tuple[str, Shape], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TurnCheck:
     """The result of the check of one kind of turn."""
 
     verdict: Verdict
@@ -87,10 +87,10 @@ class Finding:
     """Whether it forks because ``history = "template"`` says so."""
 
 
-def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> Finding:
+def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> TurnCheck:
     """The verdict on a kind of turn: the worst over the beginnings before the answer, and over its endings."""
     tools = TOOLS if shape.with_tools else ()
-    found: Finding | None = None
+    found: TurnCheck | None = None
     refusal = "the template refuses every beginning"
     for place, before in _beginnings(shape):
         try:
@@ -103,13 +103,13 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
             answer, tail = _answer(shape, ending), _tail(shape)
             try:
                 turn = learn_turn(template, before, answer, tail, tools, options)
-                each = Finding("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
+                each = TurnCheck("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
             except ChatRefused as error:
-                return Finding("refused", f"{error.problem}{place}")
+                return TurnCheck("refused", f"{error.problem}{place}")
             if each.verdict != "extend":
                 return replace(each, reason=f"{each.reason}{place}")
             found = each if found is None or each.reason else found
-    return found or Finding("refused", refusal)
+    return found or TurnCheck("refused", refusal)
 
 
 def _known_endings(template: ChatTemplate) -> list[str]:
@@ -122,22 +122,22 @@ def _known_endings(template: ChatTemplate) -> list[str]:
     return known
 
 
-def _judge(template: ChatTemplate, turn: Turn, shape: Shape, history: History) -> Finding:
+def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
     if shape.ended and not turn.end:
-        return Finding("fork", "the template writes no token behind an answer that ends it for the model")
+        return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
     if turn.dropped and history == "template":
-        return Finding("fork", f"a single render leaves {turn.dropped!r} out", by_policy=True)
+        return TurnCheck("fork", f"a single render leaves {turn.dropped!r} out", by_policy=True)
     asked = template.ids(turn.asked)
     answered = template.ids(turn.asked + turn.sampled)
     if answered[: len(asked)] != asked:
-        return Finding("fork", "the first token of an answer is one with the end of the generation prompt")
+        return TurnCheck("fork", "the first token of an answer is one with the end of the generation prompt")
     whole = template.ids(turn.asked + turn.sampled + turn.end + turn.after)
     if answered + extension_ids(template, turn, ended=False) != whole:
-        return Finding("fork", "the last token of an answer is one with what follows")
-    return Finding("extend", f"{turn.dropped!r} stays, which a single render leaves out" if turn.dropped else "")
+        return TurnCheck("fork", "the last token of an answer is one with what follows")
+    return TurnCheck("extend", f"{turn.dropped!r} stays, which a single render leaves out" if turn.dropped else "")
 
 
-def extension_ids(template: ChatTemplate, turn: Turn, *, ended: bool, close: str = "") -> list[int]:
+def extension_ids(template: ChatTemplate, turn: ChatTurn, *, ended: bool, close: str = "") -> list[int]:
     """The tokens behind an answer, which has its end or has not; ``close`` is put in front where it has not."""
     if ended:
         # The end goes in front, so that the tokenizer does not take the rest for the beginning of a text.

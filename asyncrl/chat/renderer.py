@@ -21,7 +21,7 @@ from asyncrl.chat.choice import EngineParsers, Parsers, choose_parsers
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.package import PackageRenderer
 from asyncrl.chat.parsers import END_THINK, THINK, Parsed
-from asyncrl.chat.probe import TOOLS, Finding, History, Shape, examine, extension_ids
+from asyncrl.chat.probe import TOOLS, History, Shape, TurnCheck, examine, extension_ids
 from asyncrl.chat.report import ChatReport, make_report
 from asyncrl.chat.template import ChatTemplate
 from asyncrl.chat.turns import ANSWER, learn_turn
@@ -78,7 +78,7 @@ class TemplateRenderer:
         self._template = template
         self._parsers = parsers
         self._history: History = chat.history
-        self._findings: OrderedDict[tuple[Shape, str], Finding] = OrderedDict()
+        self._findings: OrderedDict[tuple[Shape, str], TurnCheck] = OrderedDict()
         self._thinking: dict[tuple[bool, str], bool] = {}
         self._lock = Lock()
         keep = parsers.parser.markers
@@ -132,7 +132,7 @@ class TemplateRenderer:
         thinking = self._opens_thinking(bool(tools), options)
         return self._parsers.parser(text, tools, thinking=thinking, ids=words, options=options)
 
-    def finding(self, shape: Shape, options: Mapping[str, Any]) -> Finding:
+    def finding(self, shape: Shape, options: Mapping[str, Any]) -> TurnCheck:
         """The verdict on a kind of turn, from the check at start or made now."""
         key = (shape, _key(options))
         with self._lock:

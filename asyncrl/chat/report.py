@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from asyncrl.chat.choice import Parsers
-from asyncrl.chat.probe import CASES, Finding, Shape, Verdict, example
+from asyncrl.chat.probe import CASES, Shape, TurnCheck, Verdict, example
 from asyncrl.chat.template import ChatTemplate
 from asyncrl.chat.turns import ANSWER, learn_turn
 from asyncrl.config.episode import ChatConfig
@@ -67,7 +67,7 @@ def make_report(
     template: ChatTemplate,
     parsers: Parsers,
     chat: ChatConfig,
-    examine: Callable[[Shape], Finding],
+    examine: Callable[[Shape], TurnCheck],
 ) -> ChatReport:
     """Check every case."""
     cases = []

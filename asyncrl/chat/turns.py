@@ -25,7 +25,7 @@ NEXT = "qkznext"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """An answer in its context, in text: ``asked + sampled + end + after`` is the context of the next answer."""
 
     asked: str
@@ -47,7 +47,7 @@ def learn_turn(
     tail: Sequence[Message],
     tools: Sequence[Tool],
     options: Mapping[str, Any],
-) -> Turn | str:
+) -> ChatTurn | str:
     """The turn, or the reason that a single render does not go on from the model's answer. Raises ChatRefused.
 
     The content of ``answer`` begins with ANSWER, or it has none and ANSWER is the last word of its calls; its reasoning
@@ -84,7 +84,7 @@ def learn_turn(
     if isinstance(found, str):
         return found
     sampled, end, after = found
-    return Turn(asked, thought + sampled, end, after, dropped + thought)
+    return ChatTurn(asked, thought + sampled, end, after, dropped + thought)
 
 
 def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:

@@ -55,7 +55,7 @@ _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
 
 
-class _Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _WriterRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int
 
 
@@ -182,7 +182,7 @@ class CheckpointFolder:
         """Incarnation of the newest learner that was let write here; 0 for none. Raises CheckpointError."""
         path = self.folder / WRITER
         try:
-            return msgspec.json.decode(path.read_bytes(), type=_Writer).incarnation
+            return msgspec.json.decode(path.read_bytes(), type=_WriterRecord).incarnation
         except FileNotFoundError:
             return 0
         except (OSError, msgspec.DecodeError) as error:
@@ -200,7 +200,7 @@ class CheckpointFolder:
             sync(self.folder.parent)
         self._refuse_if_older(incarnation)
         with _telling(self.folder / WRITER):
-            replace_file(self.folder / WRITER, msgspec.json.encode(_Writer(incarnation)))
+            replace_file(self.folder / WRITER, msgspec.json.encode(_WriterRecord(incarnation)))
         self._incarnation = incarnation
         with _telling(self.folder):
             for name in sorted(os.listdir(self.folder)):

@@ -17,7 +17,7 @@ from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-    from asyncrl.doctor.examination import Target
+    from asyncrl.doctor.examination import ExaminedHost
 
 PROGRAM = "asyncrl-doctor"
 DESCRIPTION = "See whether this host, or those of a hostfile, can run what a configuration asks for. Starts nothing."
@@ -184,25 +184,25 @@ def _parser() -> argparse.ArgumentParser:
 
 def _targets(
     hostfile: str | None, include: Sequence[str], exclude: Sequence[str], ssh_args: tuple[str, ...]
-) -> list[Target]:
+) -> list[ExaminedHost]:
     """The hosts, the head first: this host, if it is among them. Raises UsageError."""
     import socket
 
-    from asyncrl.doctor.examination import REMOTE, Target
+    from asyncrl.doctor.examination import REMOTE, ExaminedHost
     from asyncrl.launcher.fleet.addresses import is_this_host
     from asyncrl.launcher.fleet.hostfile import HostLine, read_hostfile, select_hosts
     from asyncrl.launcher.fleet.start import LocalStart, SshStart
 
     here = LocalStart(words=REMOTE)
     if hostfile is None:
-        return [Target(line=HostLine(socket.gethostname()), start=here)]
+        return [ExaminedHost(line=HostLine(socket.gethostname()), start=here)]
     over_ssh = SshStart(connect_s=CONNECT_S, args=ssh_args, words=REMOTE)
     lines = select_hosts(read_hostfile(hostfile), include, exclude)
     own = next((line for line in lines if is_this_host(line.name)), None)
     if own is not None:
         lines.remove(own)
         lines.insert(0, own)
-    return [Target(line=line, start=here if line is own else over_ssh) for line in lines]
+    return [ExaminedHost(line=line, start=here if line is own else over_ssh) for line in lines]
 
 
 def _complain(text: str, exit_code: int) -> int:

@@ -19,7 +19,7 @@ from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_fo
 from asyncrl.text.printable import json_in_ascii, printable, say
 
 if TYPE_CHECKING:
-    from asyncrl.top.source.client import Target
+    from asyncrl.top.source.client import WatchedRun
     from asyncrl.top.source.history import History
     from asyncrl.top.source.replay import Replay, Source
 
@@ -221,7 +221,7 @@ def _show(source: Source) -> int:
     return app.return_code or 0
 
 
-async def _take_one(target: Target, history: History) -> None:
+async def _take_one(target: WatchedRun, history: History) -> None:
     """Add snapshots until there are rates. Raises ActorFailed when none comes."""
     import asyncio
 

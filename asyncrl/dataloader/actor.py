@@ -22,7 +22,7 @@ from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.restoring import Answer, Source, check_unchanged, rebuild
+from asyncrl.dataloader.restoring import HeldTickets, RestoreInputs, check_unchanged, rebuild
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import InvalidRequest, RestoreNeeded, WireError
@@ -68,7 +68,7 @@ class Dataloader(Actor):
         super().__init__(context)
         self._prompts: PromptSet
         self._eval_prompts: dict[str, PromptSet] = {}
-        self._source: Source
+        self._source: RestoreInputs
         self._limit: WorkingLimit
         self._tickets: Tickets | None = None
         """Tickets of the run; None while the gate is shut."""
@@ -139,7 +139,7 @@ class Dataloader(Actor):
             staleness_max=config.staleness.max,
             adapt=config.staleness.adapt,
         )
-        self._source = Source(
+        self._source = RestoreInputs(
             EpochOrder(self._prompts.fingerprint, config.run.seed, len(self._prompts), shuffle=config.data.shuffle),
             frozenset(self._prompts.oversize),
             tuple(
@@ -274,7 +274,7 @@ class Dataloader(Actor):
         )
         return tickets
 
-    async def _ask_rollouter(self, name: str) -> Answer | None:
+    async def _ask_rollouter(self, name: str) -> HeldTickets | None:
         peer = self.peer(name)
         call = peer.call(OpenTickets(learner=self._learner), timeout=self._patience_s)
         try:
@@ -284,7 +284,7 @@ class Dataloader(Actor):
             tell = self.log.warning if peer.known else self.log.info
             tell("rollouter counts as holding nothing", rollouter=name, error=str(error))
             return None
-        return Answer(call.answered_by, tickets)
+        return HeldTickets(call.answered_by, tickets)
 
     async def _ask_learner(self, uids: list[str]) -> list[str]:
         if not uids:

@@ -64,7 +64,7 @@ class Holder:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldPrompt:
     """A prompt that is out."""
 
     prompt: Prompt
@@ -83,7 +83,7 @@ class Holders:
 
     def __init__(self) -> None:
         self._rollouters: dict[str, Holder] = {}
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldPrompt] = {}
         self.outstanding = 0
         """Training prompts among those that are out."""
 
@@ -94,7 +94,7 @@ class Holders:
     def __contains__(self, uid: str) -> bool:
         return uid in self._held
 
-    def __getitem__(self, uid: str) -> Held:
+    def __getitem__(self, uid: str) -> HeldPrompt:
         return self._held[uid]
 
     @property
@@ -132,7 +132,7 @@ class Holders:
             # A lost dataloader may have granted more than is known here.
             self.skip_to(ask.rollouter, ask.seen)
 
-    def remove(self, rollouter: str) -> list[Held]:
+    def remove(self, rollouter: str) -> list[HeldPrompt]:
         """A rollouter is dead: its prompts have no holder. Suspect are those that it generated and may have received.
 
         That it received a grant is known only when it asks again, which a full one does not before it has finished
@@ -151,7 +151,7 @@ class Holders:
             found.append(held)
         return found
 
-    def keep(self, rollouter: str, uids: Collection[str]) -> list[Held]:
+    def keep(self, rollouter: str, uids: Collection[str]) -> list[HeldPrompt]:
         """A rollouter that takes no more holds at most these: all else that it was granted has no holder."""
         grants = self._rollouters[rollouter].grants
         found = []
@@ -187,12 +187,12 @@ class Holders:
     def hold(self, prompt: Prompt, rollouter: str | None = None, grant: Grant | None = None) -> None:
         """A prompt is out from here on, with the learner where no rollouter is named."""
         assert prompt.uid not in self._held, f"{prompt.uid} is granted to two"
-        held = self._held[prompt.uid] = Held(prompt, rollouter)
+        held = self._held[prompt.uid] = HeldPrompt(prompt, rollouter)
         if grant is not None:
             held.number, held.alone, held.served_version = grant.number, grant.alone, grant.served_version
         self.outstanding += isinstance(prompt, TrainingPrompt)
 
-    def release(self, uid: str) -> Held:
+    def release(self, uid: str) -> HeldPrompt:
         """A prompt is not out any more."""
         held = self._held.pop(uid)
         if held.rollouter is not None:

@@ -14,7 +14,16 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.config.training import DataConfig
-from asyncrl.dataloader.rows import MEND, BadRow, Dataset, NothingUsable, Row, fingerprint_of, nothing_usable, unpack
+from asyncrl.dataloader.rows import (
+    MEND,
+    BadRow,
+    DataRow,
+    Dataset,
+    NothingUsable,
+    fingerprint_of,
+    nothing_usable,
+    unpack,
+)
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.tokenizer import Tokenizer
 
@@ -86,7 +95,7 @@ class PromptSet:
         self._complete()
         return True
 
-    def _encode(self, row: Row) -> tuple[list[int], str]:
+    def _encode(self, row: DataRow) -> tuple[list[int], str]:
         """Token ids and text of a row's prompt. Raises BadRow, and ConfigError for what is no fault of the row."""
         try:
             ids, text = self._tokenizer.encode_prompt(row.prompt, self._config.template, self._config.system)

@@ -25,7 +25,7 @@ from asyncrl.messages.rollouter import TicketsHeld
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RestoreInputs:
     """The facts that the configuration and the data tell."""
 
     order: EpochOrder
@@ -38,14 +38,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HeldTickets:
     """The tickets that a rollouter says it holds."""
 
     incarnation: int
     tickets: TicketsHeld
 
 
-def check_unchanged(source: Source, request: Restored) -> None:
+def check_unchanged(source: RestoreInputs, request: Restored) -> None:
     """Check that prompts and seed are unchanged, or may change. Raises RunChanged."""
     order = source.order
     if _is_other_data(source, request) and "data" not in source.may_change:
@@ -60,10 +60,10 @@ def check_unchanged(source: Source, request: Restored) -> None:
 
 
 def rebuild(
-    source: Source,
+    source: RestoreInputs,
     limit: WorkingLimit,
     request: Restored,
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, HeldTickets],
     previous: Tickets | None,
     supply_number: int,
 ) -> Tickets:
@@ -116,7 +116,7 @@ def _prompts(count: int, fingerprint: str) -> str:
     return (f"{count:,} prompts with " if count else "") + f"the fingerprint {fingerprint}"
 
 
-def _is_other_data(source: Source, request: Restored) -> bool:
+def _is_other_data(source: RestoreInputs, request: Restored) -> bool:
     return request.fingerprint not in ("", source.order.fingerprint)
 
 

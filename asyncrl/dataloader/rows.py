@@ -37,7 +37,7 @@ class NothingUsable(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One usable row."""
 
     prompt: Prompt
@@ -51,7 +51,7 @@ class Row:
 class Dataset:
     """Rows in the order of their source."""
 
-    rows: list[Row]
+    rows: list[DataRow]
     fingerprint: str
     """Hex digest of the content."""
     skipped: int
@@ -69,7 +69,7 @@ def collect(
     source: str, raw_rows: Iterable[RawRow], *, prompt_key: str, on_bad_row: Literal["error", "skip"]
 ) -> Dataset:
     """Check all rows of ``source`` (its name in errors). Raises DataError."""
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     bad: list[tuple[RawRow, str]] = []
     skipped = 0
     for raw in raw_rows:
@@ -80,7 +80,7 @@ def collect(
             if len(bad) < KEPT_PROBLEMS:
                 bad.append((raw, str(error)))
             continue
-        rows.append(Row(prompt, packed, raw.path, raw.line))
+        rows.append(DataRow(prompt, packed, raw.path, raw.line))
     if bad and on_bad_row == "error":
         first, problem = bad[0]
         others = ", ".join(f"{raw.path}:{raw.line}" for raw, _ in bad[1 : 1 + LISTED_PROBLEMS])
@@ -99,7 +99,7 @@ def nothing_usable(source: str, first_bad: str) -> NothingUsable:
     return NothingUsable("holds no row", path=source, fix="put the prompts there, or set another path")
 
 
-def fingerprint_of(rows: Iterable[Row]) -> str:
+def fingerprint_of(rows: Iterable[DataRow]) -> str:
     """Hex digest of prompts, rows and their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:

@@ -20,7 +20,7 @@ ALONE_FROM = 2
 """Deaths from which on a prompt runs alone."""
 
 
-class Suspects:
+class SuspectPrompts:
     """``attempts`` are the deaths of each prompt by uid; changed here and where an outcome is recorded."""
 
     def __init__(self, attempts: dict[str, int], max_attempts: int) -> None:

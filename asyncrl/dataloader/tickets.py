@@ -25,9 +25,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, Grant, Held, Holders, Prompt
+from asyncrl.dataloader.holders import Ask, Grant, HeldPrompt, Holders, Prompt
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.dataloader.suspects import ALONE_FROM, Suspects
+from asyncrl.dataloader.suspects import ALONE_FROM, SuspectPrompts
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
@@ -51,7 +51,7 @@ class Tickets:
         self._gate = gate
         self._evals = evals
         self._holders = Holders()
-        self._suspects = Suspects(queue.ledger.attempts, max_attempts)
+        self._suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
         self._orphans: dict[str, int] = {}
         """Prompts whose holder has died and of which the learner has not said whether it holds them; the number of
         orphans before each."""
@@ -110,7 +110,7 @@ class Tickets:
         return dict(self._orphans)
 
     @property
-    def open_grants(self) -> list[Held]:
+    def open_grants(self) -> list[HeldPrompt]:
         """Training prompts that are out."""
         out = (self._holders[uid] for uid in self._holders.uids)
         return [held for held in out if isinstance(held.prompt, TrainingPrompt)]
@@ -321,7 +321,7 @@ class Tickets:
 
     # --- within ---
 
-    def _remove(self, rollouter: str, incarnation: int) -> list[Held]:
+    def _remove(self, rollouter: str, incarnation: int) -> list[HeldPrompt]:
         """Prompts that this incarnation of a rollouter, or an older one, is known to hold, and holds no more."""
         holder = self._holders.get(rollouter)
         if holder is None or holder.incarnation > incarnation:
@@ -330,7 +330,7 @@ class Tickets:
             self._suspects.set_aside = None
         return self._holders.remove(rollouter)
 
-    def _orphan(self, held: Held) -> None:
+    def _orphan(self, held: HeldPrompt) -> None:
         self._orphans[held.prompt.uid] = self.counts["orphaned"]
         self.counts["orphaned"] += 1
 

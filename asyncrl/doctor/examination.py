@@ -40,7 +40,7 @@ from asyncrl.doctor.protocol import (
     Look,
     Mark,
     Marked,
-    Peer,
+    ReachableHost,
     ReadClock,
     Seen,
     Time,
@@ -51,7 +51,7 @@ from asyncrl.launcher.fleet.contact import Contact
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import StartCommand
 from asyncrl.launcher.multi_host import passed_on
-from asyncrl.launcher.terms.placement import Host, Placed, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.terms.spec import RouteQuery, Routes
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.roles import role_of
@@ -72,7 +72,7 @@ DEFAULT_RUNS = "runs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ExaminedHost:
     """A host to be examined."""
 
     line: HostLine
@@ -88,7 +88,7 @@ class Target:
 class Examination:
     """Examination of some hosts, whose names differ, the head first; without a configuration only what needs none."""
 
-    targets: Sequence[Target]
+    targets: Sequence[ExaminedHost]
     config: Config | None
     answer_s: float
     """Longest wait for each answer of a host."""
@@ -237,7 +237,9 @@ class Examination:
                 fix = "correct slots, or see why the driver shows fewer"
                 self._found.append(fail("gpus", str(error).removeprefix(f"{name}: "), fix, name))
                 gpus = tuple(each.facts.gpus)
-            hosts.append(Host(name=name, cpus=each.facts.cpus, gpus=gpus, address=self._addresses.get(name, "")))
+            hosts.append(
+                PlacementHost(name=name, cpus=each.facts.cpus, gpus=gpus, address=self._addresses.get(name, ""))
+            )
         try:
             self.config = with_gpus(self.config, hosts)
             self.config = with_episode_hosts(self.config, hosts)
@@ -325,7 +327,9 @@ class Examination:
             lambda contact: contact.ask(Listen(address=addresses[contact.name], ports=ports, token=token), Listening),
             list(addresses),
         )
-        peers = [Peer(host=host, address=addresses[host], ports=each.ports) for host, each in listening.items()]
+        peers = [
+            ReachableHost(host=host, address=addresses[host], ports=each.ports) for host, each in listening.items()
+        ]
         connected = await self._ask_all(
             lambda contact: contact.ask(
                 Connect(peers=[peer for peer in peers if peer.host != contact.name], token=token, timeout_s=CONNECT_S),

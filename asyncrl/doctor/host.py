@@ -42,7 +42,7 @@ from asyncrl.launcher.fleet.addresses import find_routes, interface_of
 from asyncrl.launcher.fleet.checks import check_sinks
 from asyncrl.launcher.fleet.hosts import find_facts
 from asyncrl.launcher.fleet.remote import serve
-from asyncrl.launcher.terms.spec import Facts, RouteQuery
+from asyncrl.launcher.terms.spec import HostOffer, RouteQuery
 from asyncrl.preflight.findings import Finding
 from asyncrl.preflight.model import digest
 from asyncrl.preflight.needs import Need, descriptors_need, memory_need
@@ -88,7 +88,7 @@ def main() -> int:
         return serve(facts, {kind: partial(in_time, answer) for kind, answer in answers.items()}, output)
 
 
-def begin(order: Begin, facts: Facts) -> HostFacts:
+def begin(order: Begin, facts: HostOffer) -> HostFacts:
     """Go where the doctor was called, take over its variables, and tell all facts."""
     with contextlib.suppress(OSError):
         os.chdir(order.folder)
@@ -114,7 +114,7 @@ def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
     return Marked(path=str(path.absolute()))
 
 
-def examine(order: Examine, facts: Facts) -> Examined:
+def examine(order: Examine, facts: HostOffer) -> Examined:
     """All checks that need no other host."""
     config = config_from_json(order.config) if order.config else None
     runs = Path(order.runs).absolute()
@@ -137,7 +137,7 @@ def examine(order: Examine, facts: Facts) -> Examined:
     return Examined(findings=found, model=digest(Path(config.model.path)) if size and config.model.path else "")
 
 
-def _nccl(order: Examine, facts: Facts) -> Finding:
+def _nccl(order: Examine, facts: HostOffer) -> Finding:
     used = interface_of(facts, order.address) if order.several else ""
     devices = network.infiniband_devices()
     return network.judge_nccl(os.environ, facts.interfaces, devices, used=used, several=order.several)

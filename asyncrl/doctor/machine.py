@@ -18,7 +18,7 @@ import psutil
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.protocol import Card, HostFacts
 from asyncrl.launcher.fleet.hosts import NVIDIA_SMI_S
-from asyncrl.launcher.terms.spec import Facts
+from asyncrl.launcher.terms.spec import HostOffer
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.weights.segments import host_id
 
@@ -39,7 +39,7 @@ WANTED_SHM_BYTES = 1 << 30
 """Free space that is wanted: a container's 64 MiB are soon full of what NCCL and torch put there."""
 
 
-def gather_facts(facts: Facts) -> HostFacts:
+def gather_facts(facts: HostOffer) -> HostFacts:
     """Facts of this host that are compared between hosts, with those of ``find_facts``."""
     cards, problem = ({}, facts.gpu_problem) if facts.gpu_problem else find_cards()
     return HostFacts(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from asyncrl.doctor.protocol import Connect, Connected, Listen, Listening, Peer
+from asyncrl.doctor.protocol import Connect, Connected, Listen, Listening, ReachableHost
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.room import bind, ports_of
 
@@ -102,7 +102,7 @@ def connect(order: Connect) -> Connected:
     return Connected(problems=problems)
 
 
-def _try(peer: Peer, port: int, token: str, timeout_s: float) -> str:
+def _try(peer: ReachableHost, port: int, token: str, timeout_s: float) -> str:
     where = f"port {port} of {peer.address}"
     try:
         with socket.create_connection((peer.address, port), timeout=timeout_s) as connection:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.launcher.terms.spec import Facts
+from asyncrl.launcher.terms.spec import HostOffer
 from asyncrl.preflight.findings import Finding
 
 
@@ -34,7 +34,7 @@ class Card(Struct, frozen=True, kw_only=True):
 class HostFacts(Struct, frozen=True, kw_only=True, tag="host"):
     """What the doctor wants to know of a host beside what the launcher does."""
 
-    facts: Facts
+    facts: HostOffer
     """Facts as the launcher gets them."""
     identity: str = ""
     """Text that is equal for two names of one machine."""
@@ -96,7 +96,7 @@ class Listening(Struct, frozen=True, kw_only=True, tag="listening"):
     ports: dict[str, int]
 
 
-class Peer(Struct, frozen=True, kw_only=True):
+class ReachableHost(Struct, frozen=True, kw_only=True):
     """A host that listens, with its ports by the ranges that were asked for."""
 
     host: str
@@ -107,7 +107,7 @@ class Peer(Struct, frozen=True, kw_only=True):
 class Connect(Struct, frozen=True, kw_only=True, tag="connect"):
     """Try to reach all of these. The answer is Connected."""
 
-    peers: list[Peer]
+    peers: list[ReachableHost]
     token: str
     timeout_s: float
 

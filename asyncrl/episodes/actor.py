@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncrl.episodes.command import Programs
-from asyncrl.episodes.session import OnDelta, Session
+from asyncrl.episodes.session import OnDelta, PolicySession
 from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ConfigError, EpisodeHostFull, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
@@ -31,7 +31,7 @@ from asyncrl.runtime.awaits import most_telling
 from asyncrl.runtime.workers.confinement import NOTICE, confine
 
 if TYPE_CHECKING:
-    from asyncrl.episodes.http.endpoint import Endpoint
+    from asyncrl.episodes.http.endpoint import PolicyEndpoint
 
 START_SHARE = 0.8
 """Share of an actor's time for its start that the workers may take, so that the host's own error comes first."""
@@ -60,7 +60,7 @@ class EpisodesActor(Actor):
         super().__init__(context)
         self.model = context.config.run.name
         """The name under which the policy answers."""
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, PolicySession] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         """Reasons that sessions have ended, by key, the newest last."""
         self._faults: Counter[str] = Counter()
@@ -68,17 +68,17 @@ class EpisodesActor(Actor):
         self._most = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
         """Episodes that may be open at a time; None where the one rollouter sees to it."""
         self._players: Workers | Programs | None = None
-        self._http: Endpoint | None = None
+        self._http: PolicyEndpoint | None = None
 
     async def setup(self) -> None:
         """Start the endpoint and the workers, and import the user's code in each. Raises ConfigError."""
         config = self.config.episode
         try:
-            from asyncrl.episodes.http.endpoint import Endpoint
+            from asyncrl.episodes.http.endpoint import PolicyEndpoint
         except ImportError as error:
             told = f"the endpoint of episodes cannot be had ({error}); pip install 'asyncrl[episodes]' on this host"
             raise ConfigError([told]) from error
-        self._http = Endpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
+        self._http = PolicyEndpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
         confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
         self.tasks.create_task(self._http.watch(), name="watch_endpoint")
@@ -163,7 +163,7 @@ class EpisodesActor(Actor):
         assert self._players is not None
         if self._most is not None and len(self._sessions) >= self._most:
             raise EpisodeHostFull(self._most)
-        session = Session(request, self.peer(caller.name), caller.deadline)
+        session = PolicySession(request, self.peer(caller.name), caller.deadline)
         self._sessions[session.key] = session
         began = self.clock.now()
         try:
@@ -201,7 +201,7 @@ class EpisodesActor(Actor):
         """Credit a turn, as Session.turn_reward."""
         return await self._session(key).turn_reward(node, value)
 
-    def _session(self, key: str) -> Session:
+    def _session(self, key: str) -> PolicySession:
         session = self._sessions.get(key)
         if session is None:
             raise EpisodeOver(self._over.get(key, "it is not known"))

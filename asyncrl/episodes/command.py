@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from asyncrl.config.episode import EpisodeConfig
-from asyncrl.episodes.counts import Counts
+from asyncrl.episodes.counts import EpisodeCounts
 from asyncrl.episodes.playing.task import Task
-from asyncrl.episodes.session import Playing, Session
+from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
@@ -72,7 +72,7 @@ def outcome_of(line: str) -> Outcome | None:
 class Program:
     """A program that runs."""
 
-    session: Session
+    session: PolicySession
     playing: Playing
     process: WorkerProcess
     answer: dict[str, Any] | None = None
@@ -104,14 +104,14 @@ class Programs:
         self._end: asyncio.Future[None] = self._loop.create_future()
         self._all_ended = asyncio.Event()
         self._look: asyncio.TimerHandle | None = None
-        self.counts = Counts()
+        self.counts = EpisodeCounts()
         self.waiting = self.suspects = 0
 
     async def start(self) -> None:
         """Begin to look at memory; no program runs before the first episode."""
         self._look_at_memory()
 
-    def play(self, session: Session) -> Playing:
+    def play(self, session: PolicySession) -> Playing:
         """Run the program. When the future is cancelled it gets SIGTERM, and after close_timeout_s SIGKILL with all
         else."""
         playing = Playing(loop=self._loop)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Counts:
+class EpisodeCounts:
     """Counts by the names of the catalogue."""
 
     played: int = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.episode import EpisodeConfig
-from asyncrl.episodes.session import Playing, Session
+from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import WorkerProcess
 from asyncrl.telemetry.states import StateLedger
@@ -28,7 +28,7 @@ MOST = 4096
 class Open:
     """An episode that was begun or waits for a worker. Workers alone change it, and the slots."""
 
-    session: Session
+    session: PolicySession
     playing: Playing
     stopped: float = 0.0
     """Time when it was told to end; 0 where it was not."""
@@ -59,7 +59,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class EpisodeFault:
     """``reason`` has the worker as its subject; ``guilty`` is the session that is to blame, if that is known."""
 
     kind: Literal["stalled", "memory", "stopped"]
@@ -75,11 +75,11 @@ def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s:
     return 0.0 if heard >= since else silent_s + min(now - since, 2 * pause_s)
 
 
-def find_fault(slot: Slot, config: EpisodeConfig, now: float) -> Fault | None:
+def find_fault(slot: Slot, config: EpisodeConfig, now: float) -> EpisodeFault | None:
     """The first fault that there is."""
     assert slot.process is not None
     if slot.silent_s > config.stall_timeout_s:
-        return Fault(
+        return EpisodeFault(
             "stalled",
             f"stood still for {config.stall_timeout_s:g} s (episode.stall_timeout_s): code that is async computes or "
             "waits without await, or holds the interpreter; it was killed",
@@ -87,7 +87,7 @@ def find_fault(slot: Slot, config: EpisodeConfig, now: float) -> Fault | None:
     pids = family(slot.process.pid)
     # Shared pages count more than once in the first, which costs next to nothing.
     if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
-        return Fault(
+        return EpisodeFault(
             "memory",
             f"took more than {config.max_memory_bytes} bytes of memory ({MEMORY_KEY}; it and {len(pids) - 1} processes "
             f"below it held {held}); it was killed",
@@ -95,13 +95,13 @@ def find_fault(slot: Slot, config: EpisodeConfig, now: float) -> Fault | None:
     return unended(slot, config.close_timeout_s, now)
 
 
-def unended(slot: Slot, close_timeout_s: float, now: float) -> Fault | None:
+def unended(slot: Slot, close_timeout_s: float, now: float) -> EpisodeFault | None:
     """An episode that was told to end and has not. Pure."""
     for key, opened in slot.open.items():
         if opened.stopped and now - opened.stopped > close_timeout_s:
             turns = slot.heard > opened.stopped + close_timeout_s / 2
             reason = f"did not end within {close_timeout_s:g} s of being told to (episode.close_timeout_s)"
-            return Fault("stopped", f"was killed because of an episode that {reason}", key if turns else "")
+            return EpisodeFault("stopped", f"was killed because of an episode that {reason}", key if turns else "")
     return None
 
 

@@ -30,7 +30,7 @@ TELL_AGAIN_S = 0.1
 """Seconds until a cast is tried again whose rollouter was not connected."""
 
 
-class Rollouter(Protocol):
+class RolloutPeer(Protocol):
     """The Peer that is asked for the policy."""
 
     name: str
@@ -60,10 +60,10 @@ class Playing(asyncio.Future[EpisodeDone]):
             self.set_result(done)
 
 
-class Session:
+class PolicySession:
     """The policy for one episode. ``deadline`` is on the loop's clock."""
 
-    def __init__(self, request: RunEpisode, rollouter: Rollouter, deadline: float) -> None:
+    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._rollouter, self._deadline = rollouter, deadline
         self._calls: set[asyncio.Future[Any]] = set()

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from asyncrl.config.episode import EpisodeConfig
-from asyncrl.episodes.counts import Counts
+from asyncrl.episodes.counts import EpisodeCounts
 from asyncrl.episodes.faults import MEMORY_KEY, Open, Slot, Suspects, find_fault, silence
 from asyncrl.episodes.playing.frames import (
     SMALL_BYTES,
@@ -27,18 +27,18 @@ from asyncrl.episodes.playing.frames import (
     Asked,
     Denied,
     Ended,
+    EpisodeReady,
+    EpisodeSetup,
     GaveUp,
     Noted,
     Play,
     Printed,
-    Ready,
     Rewarded,
-    Setup,
-    Stop,
+    StopEpisode,
     ToHost,
     ToWorker,
 )
-from asyncrl.episodes.session import Playing, Session
+from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
@@ -77,7 +77,7 @@ class Workers:
         self._config, self._start_timeout_s, self._confined = config, start_timeout_s, confined
         self._on_output, self._on_fault = on_output, on_fault
         self._loop = loop = asyncio.get_running_loop()
-        self._setup = Setup(
+        self._setup = EpisodeSetup(
             kind=config.kind,
             code=config.tools or [config.function or config.env or ""],
             options=config.options,
@@ -101,7 +101,7 @@ class Workers:
         self._look: asyncio.TimerHandle | None = None
         self._looked = loop.time()
         self._pause_s = min(LOOK_S, self._setup.alive_s)
-        self.counts = Counts()
+        self.counts = EpisodeCounts()
 
     # --- calls from outside ---
 
@@ -121,7 +121,7 @@ class Workers:
             what = f"importing {', '.join(self._setup.code)}"
             raise DeadlineExceeded("the episode host", "its workers", what, self._start_timeout_s) from None
 
-    def play(self, session: Session) -> Playing:
+    def play(self, session: PolicySession) -> Playing:
         """Play an episode. When the future is cancelled the episode is told to end, and its worker killed if it does
         not within close_timeout_s.
         """
@@ -340,7 +340,7 @@ class Workers:
         opened.stopped = self._loop.time()
         for slot in [*self._slots, *self._lone]:
             if opened.session.key in slot.open:
-                self._send(slot, Stop(opened.session.key))
+                self._send(slot, StopEpisode(opened.session.key))
 
     def _over(self, opened: Open, done: EpisodeDone) -> None:
         if not opened.playing.done():
@@ -353,7 +353,7 @@ class Workers:
     def _take(self, slot: Slot, message: ToHost) -> None:
         slot.heard = self._loop.time()
         match message:
-            case Ready(problems):
+            case EpisodeReady(problems):
                 self._ready(slot, problems)
             case Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
                 answer = self._loop.create_task(self._answer(slot, opened.session, chat))
@@ -430,7 +430,7 @@ class Workers:
         if not answer.cancelled() and (error := answer.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 
-    async def _answer(self, slot: Slot, session: Session, chat: Chat) -> None:
+    async def _answer(self, slot: Slot, session: PolicySession, chat: Chat) -> None:
         """Ask the policy; it ends when the session does."""
         try:
             self._send(slot, Answered(session.key, chat.call, await session.chat(chat)))

@@ -27,7 +27,7 @@ _ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
 @dataclass(slots=True)
-class Line:
+class LogLine:
     """A line of an actor's log."""
 
     attempt: int
@@ -52,7 +52,7 @@ def _log_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
             yield from ((int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log")
 
 
-def lines_of(path: Path, attempt: int, uid: str) -> Iterator[Line]:
+def lines_of(path: Path, attempt: int, uid: str) -> Iterator[LogLine]:
     """Lines that speak of the group, and the starts of a learner."""
     quoted, restored = f'"{uid}"'.encode(), f'"{RESTORED}"'.encode()
     with path.open("rb") as file:
@@ -65,7 +65,7 @@ def lines_of(path: Path, attempt: int, uid: str) -> Iterator[Line]:
                     yield line
 
 
-def parse(data: bytes, attempt: int) -> Line | None:
+def parse(data: bytes, attempt: int) -> LogLine | None:
     """The line; None for text that is no such line."""
     try:
         facts = msgspec.json.decode(data, type=dict[str, Any])
@@ -77,10 +77,10 @@ def parse(data: bytes, attempt: int) -> Line | None:
         return None
     if not is_wall(wall):
         return None
-    return Line(attempt, wall, actor, event, facts)
+    return LogLine(attempt, wall, actor, event, facts)
 
 
-def aligned(lines: list[Line]) -> list[Line]:
+def aligned(lines: list[LogLine]) -> list[LogLine]:
     """The lines, those of rollouters not before the grant, those of the learner not before the last token."""
     lines = list(_newest_words(lines))
     granted = {
@@ -107,13 +107,13 @@ def aligned(lines: list[Line]) -> list[Line]:
     return lines
 
 
-def _newest_words(lines: list[Line]) -> Iterator[Line]:
+def _newest_words(lines: list[LogLine]) -> Iterator[LogLine]:
     """The lines, with only the newest word of a rollouter on each grant, which has it all."""
     newest = {_grant_of(line): line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
     yield from (line for line in lines if line.event != GENERATED or newest[_grant_of(line)] is line)
 
 
-def _grant_of(line: Line) -> tuple[int, str, Any, Any]:
+def _grant_of(line: LogLine) -> tuple[int, str, Any, Any]:
     return line.attempt, line.actor, _plain(line.facts.get("grant")), _plain(line.facts.get("since"))
 
 
@@ -129,14 +129,14 @@ def _late(cause: float | None, effect: Any) -> float:
     return cause - effect if 0 < cause - effect < CLOCK_SLACK_S else 0.0
 
 
-def _grant_numbers(line: Line) -> list[Any]:
+def _grant_numbers(line: LogLine) -> list[Any]:
     grants = line.facts.get("grants", [])
     if not isinstance(grants, list):
         return []
     return [_plain(grant[0]) for grant in grants if isinstance(grant, list) and grant]
 
 
-def _last_event(line: Line) -> float:
+def _last_event(line: LogLine) -> float:
     try:
         seconds = [event[0] for events in line.facts["samples"] for event in events]
         return float(line.facts["since"] + max(seconds, default=0.0))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UsageError
-from asyncrl.explain.lines import Line, aligned, lines_of, log_files, parse
+from asyncrl.explain.lines import LogLine, aligned, lines_of, log_files, parse
 from asyncrl.explain.words import Happening, words_of
 from asyncrl.telemetry.group_log import GRANTED
 from asyncrl.telemetry.snapshots.snapshot_codec import is_wall
@@ -97,7 +97,7 @@ def read_story(run_dir: Path, uid: str) -> list[Happening]:
     return found
 
 
-def _tell(lines: list[Line], uid: str) -> list[Happening]:
+def _tell(lines: list[LogLine], uid: str) -> list[Happening]:
     """Happenings that the lines tell, in order of time."""
     found: list[Happening] = []
     for line in lines:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.explain.episodes import EPISODE_SAYS, sampled
-from asyncrl.explain.lines import Line
+from asyncrl.explain.lines import LogLine
 from asyncrl.telemetry.group_log import (
     EVALUATED,
     GENERATED,
@@ -44,18 +44,18 @@ class Happening:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def words_of(line: Line, uid: str) -> Iterator[Happening]:
+def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
     """Happenings of the group ``uid`` by what a line says."""
     return _SAYS.get(line.event, _other)(line, uid)
 
 
-def _happening(line: Line, what: str, text: str, wall: float | None = None, **facts: Any) -> Happening:
+def _happening(line: LogLine, what: str, text: str, wall: float | None = None, **facts: Any) -> Happening:
     at = (line.wall if wall is None else wall) + line.shift
     sample = facts.pop("sample", -1)
     return Happening(wall=at, attempt=line.attempt, actor=line.actor, what=what, text=text, sample=sample, facts=facts)
 
 
-def _granted(line: Line, uid: str) -> Iterator[Happening]:
+def _granted(line: LogLine, uid: str) -> Iterator[Happening]:
     for one, (number, version, attempt, alone) in zip(line.facts["uids"], line.facts["grants"], strict=True):
         if one == uid:
             more = f", deaths {attempt}" if attempt else ""
@@ -63,7 +63,7 @@ def _granted(line: Line, uid: str) -> Iterator[Happening]:
             yield _happening(line, "granted", text + (", alone" if alone else ""), version=version)
 
 
-def _generated(line: Line, uid: str) -> Iterator[Happening]:
+def _generated(line: LogLine, uid: str) -> Iterator[Happening]:
     since = line.facts["since"]
     for sample, events in enumerate(line.facts["samples"]):
         for seconds, what, *facts in events:
@@ -125,23 +125,23 @@ _SAMPLE_SAYS: dict[str, Callable[..., str]] = {
 }
 
 
-def _orphaned(line: Line, uid: str) -> Iterator[Happening]:
+def _orphaned(line: LogLine, uid: str) -> Iterator[Happening]:
     holder = line.facts["of"]
     yield _happening(line, "orphaned", f"its holder {holder} has died" if holder else "its holder has died")
 
 
-def _settled(line: Line, uid: str) -> Iterator[Happening]:
+def _settled(line: LogLine, uid: str) -> Iterator[Happening]:
     if line.facts["held"]:
         yield _happening(line, "settled", "the learner has it: it is not granted again")
     else:
         yield _happening(line, "to be granted again", "the learner does not have it: it is granted again")
 
 
-def _returned(line: Line, uid: str) -> Iterator[Happening]:
+def _returned(line: LogLine, uid: str) -> Iterator[Happening]:
     yield _happening(line, "returned", f"returned by {line.facts['by']}")
 
 
-def _taken(line: Line, uid: str) -> Iterator[Happening]:
+def _taken(line: LogLine, uid: str) -> Iterator[Happening]:
     into = line.facts["into"]
     texts = {
         "buffered": "taken into the buffer",
@@ -153,33 +153,33 @@ def _taken(line: Line, uid: str) -> Iterator[Happening]:
     yield _happening(line, into, texts[into])
 
 
-def _trained(line: Line, uid: str) -> Iterator[Happening]:
+def _trained(line: LogLine, uid: str) -> Iterator[Happening]:
     step, version = line.facts["step"], line.facts["version"]
     yield _happening(line, "trained", f"trained at step {step}, on the weights of version {version}", step=step)
 
 
-def _not_trained(line: Line, uid: str) -> Iterator[Happening]:
+def _not_trained(line: LogLine, uid: str) -> Iterator[Happening]:
     outcome = line.facts.get("outcome", "quarantined")
     yield _happening(line, outcome, f"{outcome}: {line.facts['reason']}")
 
 
-def _evaluated(line: Line, uid: str) -> Iterator[Happening]:
+def _evaluated(line: LogLine, uid: str) -> Iterator[Happening]:
     yield _happening(line, "evaluated", f"evaluated, after step {line.facts['step']}", step=line.facts["step"])
 
 
-def _restored(line: Line, uid: str) -> Iterator[Happening]:
+def _restored(line: LogLine, uid: str) -> Iterator[Happening]:
     step = line.facts["step"]
     text = f"starts from the checkpoint of step {step}" if "version" in line.facts else "starts from the beginning"
     yield _happening(line, "undone", text, step=step, held=uid in line.facts["uids"])
 
 
-def _other(line: Line, uid: str) -> Iterator[Happening]:
+def _other(line: LogLine, uid: str) -> Iterator[Happening]:
     """A line of the log that is not written for stories."""
     words = [str(line.facts[key]) for key in ("reason", "error", "text") if line.facts.get(key)]
     yield _happening(line, "note", ": ".join([line.event, *words]))
 
 
-_SAYS: dict[str, Callable[[Line, str], Iterator[Happening]]] = {
+_SAYS: dict[str, Callable[[LogLine, str], Iterator[Happening]]] = {
     GRANTED: _granted,
     GENERATED: _generated,
     ORPHANED: _orphaned,

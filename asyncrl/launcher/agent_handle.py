@@ -26,7 +26,7 @@ SLACK_S = 1.5
 
 
 @dataclass(eq=False)
-class Member:
+class AgentHandle:
     """A host of the run with its living agent. ``contact`` is None for one that is this process's own child."""
 
     index: int
@@ -100,7 +100,7 @@ class Member:
         self.exit_code = code
 
 
-async def end_in_steps(members: Sequence[Member], drain_s: float) -> None:
+async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
     """Tell those who have not heard that the run is over to end, each step with the next one's deadline."""
     for command, timeout in ((STOP, drain_s + SLACK_S), (KILL, SLACK_S)):
         for member in members:
@@ -109,7 +109,7 @@ async def end_in_steps(members: Sequence[Member], drain_s: float) -> None:
     hang_up(members)
 
 
-def hang_up(members: Sequence[Member]) -> None:
+def hang_up(members: Sequence[AgentHandle]) -> None:
     """Cut the connections that are left."""
     for member in members:
         if not member.over and member.contact is not None:

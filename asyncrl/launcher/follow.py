@@ -27,7 +27,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import HostFailed
-from asyncrl.launcher.agent_handle import SLACK_S, Member, end_in_steps, hang_up
+from asyncrl.launcher.agent_handle import SLACK_S, AgentHandle, end_in_steps, hang_up
 from asyncrl.launcher.fleet.contact import Contact
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.interrupts import Interrupts
@@ -40,9 +40,9 @@ from asyncrl.launcher.terms.spec import (
     PREEMPT,
     STOP,
     ControllerEvent,
-    Ended,
     EndedEvent,
     EndOrder,
+    HostEnded,
     StateEvent,
 )
 from asyncrl.runtime.processes import children_of
@@ -59,7 +59,7 @@ class Follower:
 
     config: Config
     folder: RunFolder
-    members: Sequence[Member]
+    members: Sequence[AgentHandle]
     progress: Progress
     interrupts: Interrupts = field(default_factory=Interrupts)
     on_running: Callable[[], None] = lambda: None
@@ -74,7 +74,7 @@ class Follower:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def _head(self) -> Member:
+    def _head(self) -> AgentHandle:
         return self.members[0]
 
     async def main(self) -> EndedEvent:
@@ -97,12 +97,12 @@ class Follower:
 
     # --- events ---
 
-    async def _follow(self, member: Member) -> None:
+    async def _follow(self, member: AgentHandle) -> None:
         await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
         self._take_end(member)
         self._news.set()
 
-    def _take(self, member: Member, event: Any) -> None:
+    def _take(self, member: AgentHandle, event: Any) -> None:
         match event:
             case EndedEvent():
                 if event.result == "failed" and member is not self._head:
@@ -122,7 +122,7 @@ class Follower:
             case _:
                 self.progress.show(event)
 
-    def _take_end(self, member: Member) -> None:
+    def _take_end(self, member: AgentHandle) -> None:
         if member.lost and not self._killing:
             self.progress.warn([f"{member.loss_words}; what runs there goes on"])
             if member is self._head:
@@ -143,7 +143,7 @@ class Follower:
             # A second word would hurry a run that is ending already.
             self._head.send(STOP)
 
-    def _voice(self) -> Member | None:
+    def _voice(self) -> AgentHandle | None:
         """The member that tells the state of the run: the head, or the first that is still heard."""
         return next((member for member in self.members if not member.lost), None)
 
@@ -228,7 +228,7 @@ class Follower:
                     await again.reach()
                 while not self.interrupts.signal:
                     async with asyncio.timeout(CONFIRM_S):
-                        if not (await again.ask(order, Ended)).living:
+                        if not (await again.ask(order, HostEnded)).living:
                             return
                     until = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
@@ -237,12 +237,12 @@ class Follower:
             finally:
                 await again.close()
 
-    def _is_gone(self, member: Member) -> bool:
+    def _is_gone(self, member: AgentHandle) -> bool:
         """Whether the member's guard has told its own end, which is that of all."""
         assert member.contact is not None
         return member.exit_code is not None and not member.contact.start.is_lost(member.exit_code)
 
-    async def _confirm(self, member: Member) -> None:
+    async def _confirm(self, member: AgentHandle) -> None:
         """Make sure that nothing is left on a host whose end was not heard."""
         assert member.contact is not None
         member.contact.kill()
@@ -257,7 +257,7 @@ class Follower:
         try:
             async with asyncio.timeout(min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience):
                 await again.reach()
-                found = await again.ask(order, Ended)
+                found = await again.ask(order, HostEnded)
         except (HostFailed, TimeoutError) as error:
             again.kill()
             why = error.reason if isinstance(error, HostFailed) else "no answer"

@@ -34,7 +34,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
-from asyncrl.launcher.agent_handle import Member
+from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.fleet import addresses
 from asyncrl.launcher.fleet.checks import check_head, check_sinks, errors_of, warnings_of
 from asyncrl.launcher.fleet.contact import Contact
@@ -60,11 +60,11 @@ from asyncrl.launcher.terminal.detach import Detached
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.link import agent_name
-from asyncrl.launcher.terms.placement import Host, Placed, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.terms.spec import (
     KILL,
     AgentSpec,
-    Facts,
+    HostOffer,
     HostSpec,
     ModelFound,
     ModelQuery,
@@ -124,9 +124,9 @@ class Launch:
     head: str = ""
     head_is_here: bool = False
     resumption: Resumption | None = None
-    facts: dict[str, Facts] = field(default_factory=dict)
+    facts: dict[str, HostOffer] = field(default_factory=dict)
     """Facts by host, the head first."""
-    hosts: list[Host] = field(default_factory=list)
+    hosts: list[PlacementHost] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     """Findings of the checks before the start."""
@@ -250,7 +250,7 @@ class Launch:
             self.progress.say(f"removed {path}, left behind by a run that was killed")
         with contextlib.ExitStack() as held:
             folder = self.resumption.folder if self.resumption is not None else create_run_folder(self.config)
-            members: list[Member] = []
+            members: list[AgentHandle] = []
             # From before there is anything to be ended: asyncio swallows what a handler of ours raises.
             interrupts = Interrupts()
             try:
@@ -265,7 +265,7 @@ class Launch:
         return show_end(self.config, folder, ended, self.progress)
 
     async def _begin(
-        self, folder: RunFolder, held: contextlib.ExitStack, members: list[Member], interrupts: Interrupts
+        self, folder: RunFolder, held: contextlib.ExitStack, members: list[AgentHandle], interrupts: Interrupts
     ) -> None:
         """Do everything up to living agents, which ``members`` has as they are started."""
         keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
@@ -298,11 +298,11 @@ class Launch:
             )
             contact = self.reached.contacts.get(host.name)
             if contact is None:
-                members.append(Member(number, called, await start_guard(folder, lock, spec)))
+                members.append(AgentHandle(number, called, await start_guard(folder, lock, spec)))
             else:
                 members.append(start_agent(contact, folder, spec))
 
-    async def _undo(self, folder: RunFolder, members: Sequence[Member]) -> None:
+    async def _undo(self, folder: RunFolder, members: Sequence[AgentHandle]) -> None:
         """Nothing of a launch that came to nothing is left."""
         for member in members:
             member.send(KILL)
@@ -344,9 +344,9 @@ class Launch:
         return rows
 
 
-def host_of(line: HostLine, facts: Facts, address: str) -> Host:
+def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
     """The host of a line, by what it offers. Raises UsageError where it has fewer GPUs than the line says."""
-    return Host(
+    return PlacementHost(
         name=line.name,
         cpus=facts.cpus,
         gpus=line.usable(facts.gpus),
@@ -370,11 +370,11 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
     )
 
 
-def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> Member:
+def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:
     """Start the agent of a host that is prepared."""
     contact.keep_errors(folder.logs / f"start-{contact.name}.log")
     contact.send(msgspec.json.encode(spec) + b"\n")
-    return Member(spec.index, contact.name, contact.process, contact)
+    return AgentHandle(spec.index, contact.name, contact.process, contact)
 
 
 def passed_on() -> dict[str, str]:

@@ -23,7 +23,7 @@ from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import SlurmStart
 from asyncrl.launcher.run_folder.choice import find_candidates
 from asyncrl.launcher.run_folder.resume import AUTO
-from asyncrl.launcher.terms.placement import Host, place, with_episode_hosts
+from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts
 from asyncrl.roles import role_of
 
 ANSWER_S = 60.0
@@ -135,7 +135,7 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
 
 def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
     """The processes of each of so many nodes with so many GPUs each; None if the run has no place there."""
-    hosts = [Host(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
+    hosts = [PlacementHost(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
     try:
         placed = place(with_episode_hosts(config, hosts), hosts)
     except ConfigError:

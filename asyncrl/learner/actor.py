@@ -26,11 +26,11 @@ from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted
 from asyncrl.learner.algorithm.advantage.group_metrics import rewards_of
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend, create
-from asyncrl.learner.checkpoint.failed_writes import Failed, checkpoint_complete_again, checkpoint_failed
+from asyncrl.learner.checkpoint.failed_writes import FailedWrite, checkpoint_complete_again, checkpoint_failed
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
-from asyncrl.learner.groups.intake import Intake, Snapshot
+from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.learner.groups.served_teacher import ServedTeacher, begin_all
 from asyncrl.learner.last_writes import LastWrites
 from asyncrl.learner.loop import Training
@@ -189,7 +189,7 @@ class Learner(Actor):
             self._tell_of_checkpoint(state.version, state.step, contents.path)
         self._intake = Intake(
             self.config.learner,
-            Snapshot(
+            IntakeState(
                 state.ledger, contents.buffered, contents.filtered, state.quarantined, list(state.delivered_lengths)
             ),
         )
@@ -524,7 +524,7 @@ class Learner(Actor):
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
-    def _checkpoint_failed(self, failed: Failed) -> None:
+    def _checkpoint_failed(self, failed: FailedWrite) -> None:
         self.counters.add("checkpoint/failed")
         self._checkpoints_failed += 1
         self.log.error("no checkpoint; the last complete one stays", version=failed.version, error=failed.reason)

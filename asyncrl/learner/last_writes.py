@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.disk import free_bytes, full_errno, in_words, no_room
 from asyncrl.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint.failed_writes import Failed, end_of_run, room, waits_for_room
+from asyncrl.learner.checkpoint.failed_writes import FailedWrite, end_of_run, room, waits_for_room
 from asyncrl.learner.checkpoint.writer import Checkpoints
 from asyncrl.learner.loop import Training
 from asyncrl.runtime.services import ActorServices
@@ -83,19 +83,19 @@ class LastWrites:
         kept = self._checkpoints.newest
         return end_of_run(checkpoint, export, kept, self._run_dir, exported=exports and export is None)
 
-    async def _last_checkpoint(self) -> Failed | None:
-        async def look() -> Failed | None:
+    async def _last_checkpoint(self) -> FailedWrite | None:
+        async def look() -> FailedWrite | None:
             await self._checkpoints.settle()
             # An earlier checkpoint may hold all that was trained.
             return None if self._is_kept else self._checkpoints.failed
 
-        async def write() -> Failed | None:
+        async def write() -> FailedWrite | None:
             await self._checkpoint()
             return await look()
 
         return await self._persist("the last checkpoint", await look(), write)
 
-    async def _last_export(self) -> Failed | None:
+    async def _last_export(self) -> FailedWrite | None:
         failed = await self._persist("the model", await self._export(), self._export)
         if failed is not None:
             try:
@@ -107,8 +107,8 @@ class LastWrites:
         return failed
 
     async def _persist(
-        self, what: str, failed: Failed | None, write: Callable[[], Awaitable[Failed | None]]
-    ) -> Failed | None:
+        self, what: str, failed: FailedWrite | None, write: Callable[[], Awaitable[FailedWrite | None]]
+    ) -> FailedWrite | None:
         """Try again after an attempt that ended in ``failed``, as long as there is room in time."""
         waited = False
         while failed is not None and failed.full and (left := self._room_until - self._clock.now()) > 0:
@@ -129,7 +129,7 @@ class LastWrites:
         kept = self._checkpoints.newest
         return kept is not None and kept.step == self._training.step
 
-    async def _export(self) -> Failed | None:
+    async def _export(self) -> FailedWrite | None:
         folder = self._run_dir / "export"
         needed = self._backend.export_bytes()
         free = await asyncio.to_thread(free_bytes, folder)
@@ -148,12 +148,12 @@ class LastWrites:
             raise ActorFailed(self._name, reason) from error
         return None
 
-    async def _failed(self, folder: Path, needed: int, full: int, reason: str = "") -> Failed:
+    async def _failed(self, folder: Path, needed: int, full: int, reason: str = "") -> FailedWrite:
         free = await asyncio.to_thread(free_bytes, folder) if full else None
         if full:
             reason = await asyncio.to_thread(lambda: no_room(folder.parent, full, needed=needed))
         training = self._training
-        return Failed(
+        return FailedWrite(
             version=training.version,
             step=training.step,
             folder=folder,

@@ -29,7 +29,7 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.weights import Announce, Announced, Collective, CollectiveGroup
 from asyncrl.parameter_server.fleet import Fleet
 from asyncrl.parameter_server.offers import may_broadcast
-from asyncrl.parameter_server.replicas import ELIGIBLE_PHASES, GATHERING_PHASES, Event, Phase, Replica
+from asyncrl.parameter_server.replicas import ELIGIBLE_PHASES, GATHERING_PHASES, Phase, Replica, ReplicaEvent
 
 AWAY_S = 5.0
 """Seconds for which a replica with no question open is counted on; one that is there comes back at once."""
@@ -162,7 +162,7 @@ class Broadcasts:
         for replica in members:
             first_ranks[replica.name] = rank
             rank += replica.workers
-            self._fleet.move(replica, Event.INVITED)
+            self._fleet.move(replica, ReplicaEvent.INVITED)
             replica.target = announcement.version
         place = (announcement.backend, announcement.host, announcement.port, announcement.token)
         engines = tuple((replica.name, replica.incarnation, replica.engine, replica.workers) for replica in members)
@@ -249,7 +249,7 @@ class Broadcasts:
         # A learner that does not wait just now would leave them paused.
         if self._fleet.asks(current.learner[0]) and not self._fleet.count(Phase.ANNOUNCED):
             for replica in list(self._fleet.of(Phase.PAUSED)):
-                self._fleet.move(replica, Event.BEGUN)
+                self._fleet.move(replica, ReplicaEvent.BEGUN)
             current.stage, current.since = Stage.BEGUN, now
             self._fleet.wake(current.learner[0])
             self._fleet.counts["broadcasts_begun"] += 1
@@ -326,7 +326,7 @@ class Broadcasts:
             return
         missing = list(self._fleet.of(Phase.ANNOUNCED))
         for replica in missing:
-            self._fleet.move(replica, Event.OVERDUE)
+            self._fleet.move(replica, ReplicaEvent.OVERDUE)
         names = ", ".join(replica.name for replica in missing) or current.learner[0]
         within = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
         self._end(f"{names} did not come {within}", now)
@@ -338,9 +338,9 @@ class Broadcasts:
         if current.stage not in (Stage.ANNOUNCED, Stage.BEGUN):
             return
         if current.stage is Stage.ANNOUNCED:
-            current.stage, word, event = Stage.CALLED_OFF, "called_off", Event.CALLED_OFF
+            current.stage, word, event = Stage.CALLED_OFF, "called_off", ReplicaEvent.CALLED_OFF
         else:
-            current.stage, current.since, word, event = Stage.BROKEN, now, "broken", Event.BROKEN
+            current.stage, current.since, word, event = Stage.BROKEN, now, "broken", ReplicaEvent.BROKEN
             self._epochs.broke(current.group.epoch)
         for replica in list(self._fleet.of(*GATHERING_PHASES, Phase.RECEIVING)):
             self._fleet.move(replica, event)

@@ -24,7 +24,7 @@ from asyncrl.parameter_server.broadcasts import Broadcasts
 from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Effects, Fleet
 from asyncrl.parameter_server.offers import rolling_transport
 from asyncrl.parameter_server.publications import Publications
-from asyncrl.parameter_server.replicas import BROADCAST_PHASES, FAILED_PHASES, IDLE_PHASES, Event, Phase, Replica
+from asyncrl.parameter_server.replicas import BROADCAST_PHASES, FAILED_PHASES, IDLE_PHASES, Phase, Replica, ReplicaEvent
 from asyncrl.parameter_server.sharing import Sharing
 
 
@@ -70,13 +70,13 @@ class Conductor:
             replica.engine += 1
         if replica.phase is Phase.ANNOUNCED and (changed or workers != replica.workers):
             # This is not the engine that was made a member.
-            self._word(replica, Event.FAILED, "has another engine", now)
+            self._word(replica, ReplicaEvent.FAILED, "has another engine", now)
         elif replica.phase is Phase.REGROUPING and replaced:
-            self._word(replica, Event.FAILED, "has another engine", now)
+            self._word(replica, ReplicaEvent.FAILED, "has another engine", now)
         else:
             if replica.phase is Phase.STAGING:
                 self._sharing.found_nothing(replica)
-            self._word(replica, Event.IDLE, "asked for the next update instead", now)
+            self._word(replica, ReplicaEvent.IDLE, "asked for the next update instead", now)
         replica.workers = workers
         self._settle(now)
         return number
@@ -110,7 +110,7 @@ class Conductor:
         return msgspec.structs.replace(offer, share=True, sources=sources, more_sources=more_sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
-        self._fleet.move(replica, Event.OFFERED)
+        self._fleet.move(replica, ReplicaEvent.OFFERED)
         replica.target, replica.staging_since = version, now
         replica.outrun, replica.fetches = False, False
         self._fleet.await_other(replica, "")
@@ -132,7 +132,7 @@ class Conductor:
         if replica is None:
             return STALE
         number = self._fleet.ask(name)
-        if version > replica.serving and self._word(replica, Event.ASKED, "", now):
+        if version > replica.serving and self._word(replica, ReplicaEvent.ASKED, "", now):
             replica.target = version
             if paths or version != replica.held_version:
                 replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
@@ -154,7 +154,7 @@ class Conductor:
             return STALE
         number = self._fleet.ask(name)
         if self._broadcasts.is_current(version, epoch):
-            self._word(replica, Event.JOINED, "", now)
+            self._word(replica, ReplicaEvent.JOINED, "", now)
         self._settle(now)
         return number
 
@@ -191,7 +191,9 @@ class Conductor:
         replica.target = version
         if not committed:
             lost = broke_off and replica.phase in (Phase.RECEIVING, Phase.REGROUPING)
-            counted = self._word(replica, Event.LOST if lost else Event.FAILED, f"has failed: {error}", now)
+            counted = self._word(
+                replica, ReplicaEvent.LOST if lost else ReplicaEvent.FAILED, f"has failed: {error}", now
+            )
         elif counted := self._commit(replica, now):
             replica.serving = version
             if version > replica.held_version:
@@ -241,7 +243,7 @@ class Conductor:
             return
         replica.heard = SILENT
         if replica.phase not in IDLE_PHASES:
-            self._word(replica, Event.FAILED, "has given up", now)
+            self._word(replica, ReplicaEvent.FAILED, "has given up", now)
         self._settle(now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
@@ -279,12 +281,12 @@ class Conductor:
                     version=replica.target,
                     waited_s=now - replica.staging_since,
                 )
-                self._fleet.move(replica, Event.OVERDUE)
+                self._fleet.move(replica, ReplicaEvent.OVERDUE)
         for replica in list(self._fleet.of(Phase.LOADING)):
             if now >= replica.paused_since + self._weights.deadline_s:
                 self._fleet.counts["pauses_taken_back"] += 1
                 self._fleet.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
-                self._fleet.move(replica, Event.OVERDUE)
+                self._fleet.move(replica, ReplicaEvent.OVERDUE)
         self._broadcasts.pass_time(now)
         self._settle(now)
 
@@ -330,12 +332,12 @@ class Conductor:
         return replica
 
     def _commit(self, replica: Replica, now: float) -> bool:
-        if not self._fleet.move(replica, Event.COMMITTED):
+        if not self._fleet.move(replica, ReplicaEvent.COMMITTED):
             return False
         self._broadcasts.advance(now)
         return True
 
-    def _word(self, replica: Replica, event: Event, why: str, now: float) -> bool:
+    def _word(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
         """Take a replica's own word; a broadcast that the replica leaves with it is over for all."""
         before = replica.phase
         if not self._fleet.move(replica, event):
@@ -357,5 +359,5 @@ class Conductor:
         # A replica between two questions keeps its place, but nobody waits for it.
         asking = (replica for replica in self._fleet.of(Phase.WAITING) if self._fleet.asks(replica.name))
         for replica in list(islice(asking, free)):
-            self._fleet.move(replica, Event.GRANTED)
+            self._fleet.move(replica, ReplicaEvent.GRANTED)
             replica.paused_since = now

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from asyncrl.parameter_server.replicas import FAILED_PHASES, WORDS, Event, Phase, Replica
+from asyncrl.parameter_server.replicas import FAILED_PHASES, WORDS, Phase, Replica, ReplicaEvent
 
 STALE = 0
 """The number of a question whose asker has been replaced; it is never open."""
@@ -167,7 +167,7 @@ class Fleet:
         """Largest number of failed attempts of any replica."""
         return max((replica.failed_attempts for replica in self._failing.values()), default=0)
 
-    def move(self, replica: Replica, event: Event) -> bool:
+    def move(self, replica: Replica, event: ReplicaEvent) -> bool:
         """Let a replica go where the event leads; False if it leads nowhere."""
         before = replica.phase
         if not replica.follow(event):
@@ -177,9 +177,9 @@ class Fleet:
             self._in_phase[replica.phase][replica.name] = replica
         if replica.failed_attempts:
             self._failing[replica.name] = replica
-        if event in (Event.COMMITTED, Event.FAILED, Event.OVERDUE):
+        if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE):
             replica.seniority = 0
-        if event is Event.COMMITTED:
+        if event is ReplicaEvent.COMMITTED:
             self.counts["updates_committed"] += 1
             replica.failed_attempts, replica.failed_version = 0, -1
             self._failing.pop(replica.name, None)

@@ -19,7 +19,7 @@ import xxhash
 
 from asyncrl.errors import InvalidRequest, VersionGone
 from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest
-from asyncrl.parameter_server.snapshots import Snapshot
+from asyncrl.parameter_server.snapshots import HeldSnapshot
 from asyncrl.weights.delta import encode
 from asyncrl.weights.segments import ITEM_BYTES, Segment, size_of
 
@@ -33,12 +33,12 @@ class HeldVersions:
     """The held versions. Used from the event loop."""
 
     def __init__(self) -> None:
-        self._snapshots: dict[int, Snapshot] = {}
+        self._snapshots: dict[int, HeldSnapshot] = {}
         self._chunks = ChunkServer()
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="snapshots")
-        self._encoding: tuple[int, Future[Snapshot]] | None = None
+        self._encoding: tuple[int, Future[HeldSnapshot]] | None = None
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: HeldSnapshot) -> None:
         """Take a snapshot over."""
         self._snapshots[snapshot.manifest.version] = snapshot
 
@@ -88,7 +88,7 @@ class HeldVersions:
         if encoding is not None and not encoding[1].cancelled() and encoding[1].exception() is None:
             encoding[1].result().release()
 
-    def _find(self, version: int) -> Snapshot:
+    def _find(self, version: int) -> HeldSnapshot:
         if version not in self._snapshots:
             raise VersionGone(version)
         return self._snapshots[version]
@@ -105,7 +105,7 @@ class ChunkServer:
         self._checksums: dict[tuple[int, int, int, int, int], int] = {}
         """(version, bucket, base, offset, size): xxh3_64."""
 
-    def chunk(self, snapshot: Snapshot, request: FetchChunk) -> Chunk:
+    def chunk(self, snapshot: HeldSnapshot, request: FetchChunk) -> Chunk:
         """Bytes of a chunk. Takes as long as a checksum of them (a millisecond for 8 MiB), once.
 
         Raises InvalidRequest for bytes past the end, and VersionGone for a version that was released.
@@ -132,7 +132,7 @@ class ChunkServer:
         self._checksums = {key: checksum for key, checksum in self._checksums.items() if key[0] != version}
 
 
-def encode_deltas(base: Snapshot, snapshot: Snapshot) -> Snapshot:
+def encode_deltas(base: HeldSnapshot, snapshot: HeldSnapshot) -> HeldSnapshot:
     """``snapshot`` with deltas against ``base``: of each bucket whose layout is the base's and whose encoding pays.
 
     All of its descriptors go over to the result, which is to be released instead of it. ``base`` may be released

@@ -34,7 +34,7 @@ class Phase(StrEnum):
     """The broadcast broke by no fault of the replica, a member of the next one. Its engine stays paused meanwhile."""
 
 
-class Event(StrEnum):
+class ReplicaEvent(StrEnum):
     """Events that move a replica from phase to phase."""
 
     IDLE = "idle"
@@ -65,11 +65,20 @@ class Event(StrEnum):
     """The replica did not come to the others, or staged or held its pause for too long."""
 
 
-WORDS = frozenset({Event.IDLE, Event.ASKED, Event.JOINED, Event.COMMITTED, Event.FAILED, Event.LOST})
+WORDS = frozenset(
+    {
+        ReplicaEvent.IDLE,
+        ReplicaEvent.ASKED,
+        ReplicaEvent.JOINED,
+        ReplicaEvent.COMMITTED,
+        ReplicaEvent.FAILED,
+        ReplicaEvent.LOST,
+    }
+)
 """Events that are a replica's own words."""
 
-_P, _E = Phase, Event
-TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
+_P, _E = Phase, ReplicaEvent
+TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.SERVING, _E.IDLE): _P.SERVING,
     (_P.SERVING, _E.OFFERED): _P.STAGING,
     (_P.SERVING, _E.INVITED): _P.ANNOUNCED,
@@ -179,7 +188,7 @@ class Replica:
     failed_attempts: int = 0
     """Failed attempts at ``failed_version``, without a commit since."""
 
-    def follow(self, event: Event) -> bool:
+    def follow(self, event: ReplicaEvent) -> bool:
         """Go to the phase that the table gives; False for a word that has no place in this phase."""
         phase = TRANSITIONS.get((self.phase, event))
         if phase is None:

@@ -26,7 +26,7 @@ WHOLE = -1
 """Base that stands for no delta: the bucket itself."""
 
 
-class Snapshot:
+class HeldSnapshot:
     """One held version; ``manifest`` leads to the segments through this process. May be used from several threads."""
 
     def __init__(self, manifest: Manifest, descriptors: Mapping[tuple[int, int], int]) -> None:
@@ -64,7 +64,7 @@ class Snapshot:
             for _ in verify_bytes(view, bucket, version=self.manifest.version, index=index):
                 pass
 
-    def with_deltas(self, deltas: Mapping[int, tuple[Delta, int]]) -> Snapshot:
+    def with_deltas(self, deltas: Mapping[int, tuple[Delta, int]]) -> HeldSnapshot:
         """This version with a delta (and the descriptor of its segment) for these buckets.
 
         The descriptors of both go over to the result; this object is as released. Raises VersionGone if it was before.
@@ -80,7 +80,7 @@ class Snapshot:
                 raise VersionGone(self.manifest.version)
             self._released = True
             self._views.clear()
-            return Snapshot(msgspec.structs.replace(self.manifest, buckets=buckets), self._descriptors | encoded)
+            return HeldSnapshot(msgspec.structs.replace(self.manifest, buckets=buckets), self._descriptors | encoded)
 
     def release(self) -> None:
         """Let go of the segments. May be repeated. A GiB that nobody else holds takes some 0.1 s."""
@@ -92,7 +92,7 @@ class Snapshot:
                     os.close(descriptor)
 
 
-def hold(manifest: Manifest) -> Snapshot:
+def hold(manifest: Manifest) -> HeldSnapshot:
     """Open every segment of a publication. Raises WeightsCorrupt."""
     descriptors: dict[tuple[int, int], int] = {}
     try:
@@ -106,4 +106,4 @@ def hold(manifest: Manifest) -> Snapshot:
         msgspec.structs.replace(bucket, path=f"/proc/{os.getpid()}/fd/{descriptors[index, WHOLE]}", delta=None)
         for index, bucket in enumerate(manifest.buckets)
     ]
-    return Snapshot(msgspec.structs.replace(manifest, buckets=buckets), descriptors)
+    return HeldSnapshot(msgspec.structs.replace(manifest, buckets=buckets), descriptors)

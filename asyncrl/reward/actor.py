@@ -20,7 +20,7 @@ from asyncrl.messages.reward import Score, Scores
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.pool import JudgePool
 from asyncrl.reward.scoring.failure_rate import FailureRate
-from asyncrl.reward.scoring.faults import Fault, Faults
+from asyncrl.reward.scoring.faults import Faults, RewardFault
 from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
@@ -121,7 +121,7 @@ class RewardActor(Actor):
         else:
             track.add("score", began, uid=uid)
 
-    def _note(self, uid: str, fault: Fault | None) -> None:
+    def _note(self, uid: str, fault: RewardFault | None) -> None:
         """Note the outcome of a task."""
         self._calls += 1
         if fault is None:

@@ -11,31 +11,31 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.reward.scoring.frames import Task
+from asyncrl.reward.scoring.frames import RewardTask
 
-TRAJECTORY: dict[str, Callable[[Task, int], Any]] = {}
+TRAJECTORY: dict[str, Callable[[RewardTask, int], Any]] = {}
 """Arguments under reward.per = "trajectory", from the task and the place of the completion in it."""
-GROUP: dict[str, Callable[[Task], Any]] = {}
+GROUP: dict[str, Callable[[RewardTask], Any]] = {}
 """Arguments under reward.per = "group", from the task."""
 
 
-def trajectory(function: Callable[[Task, int], Any]) -> Callable[[Task, int], Any]:
+def trajectory(function: Callable[[RewardTask, int], Any]) -> Callable[[RewardTask, int], Any]:
     """Declare an argument of functions that score one trajectory."""
     TRAJECTORY[function.__name__] = function
     return function
 
 
-def group(function: Callable[[Task], Any]) -> Callable[[Task], Any]:
+def group(function: Callable[[RewardTask], Any]) -> Callable[[RewardTask], Any]:
     """Declare an argument of functions that score a group."""
     GROUP[function.__name__] = function
     return function
 
 
-def either(function: Callable[[Task], Any]) -> Callable[[Task], Any]:
+def either(function: Callable[[RewardTask], Any]) -> Callable[[RewardTask], Any]:
     """Declare an argument of both, which is one for the whole task."""
 
     @functools.wraps(function)
-    def of_one(task: Task, at: int) -> Any:
+    def of_one(task: RewardTask, at: int) -> Any:
         return function(task)
 
     trajectory(of_one)
@@ -47,7 +47,7 @@ def names(per: str) -> tuple[str, ...]:
     return tuple(_declared(per))
 
 
-def values(task: Task, at: int | None, wanted: set[str]) -> dict[str, Any]:
+def values(task: RewardTask, at: int | None, wanted: set[str]) -> dict[str, Any]:
     """The wanted arguments of the trajectory at this place of a task; of the group where it is None."""
     if at is None:
         return {name: made(task) for name, made in GROUP.items() if name in wanted}
@@ -68,48 +68,48 @@ def _declared(per: str) -> Mapping[str, Callable[..., Any]]:
 
 
 @either
-def prompt(task: Task) -> str:
+def prompt(task: RewardTask) -> str:
     """The prompt as text."""
     return task.prompt
 
 
 @trajectory
-def completion(task: Task, at: int) -> str:
+def completion(task: RewardTask, at: int) -> str:
     """The response, or the answer given last in an episode."""
     return task.completions[at]
 
 
 @group
-def completions(task: Task) -> list[str]:
+def completions(task: RewardTask) -> list[str]:
     """The responses, in order."""
     return task.completions
 
 
 @either
-def row(task: Task) -> dict[str, Any]:
+def row(task: RewardTask) -> dict[str, Any]:
     """The prompt's row of the data."""
     return task.row
 
 
 @trajectory
-def finish_reason(task: Task, at: int) -> str:
+def finish_reason(task: RewardTask, at: int) -> str:
     """Cause of the end: stop, length, turns or time."""
     return task.finish_reasons[at]
 
 
 @trajectory
-def messages(task: Task, at: int) -> list[dict[str, Any]]:
+def messages(task: RewardTask, at: int) -> list[dict[str, Any]]:
     """The messages of an episode, as in OpenAI's chat completions; empty where a prompt has one response."""
     return task.conversations[at] if task.conversations else []
 
 
 @group
-def finish_reasons(task: Task) -> list[str]:
+def finish_reasons(task: RewardTask) -> list[str]:
     """Cause of each end."""
     return task.finish_reasons
 
 
 @group
-def conversations(task: Task) -> list[list[dict[str, Any]]]:
+def conversations(task: RewardTask) -> list[list[dict[str, Any]]]:
     """The messages of each episode; empty lists where a prompt has one response."""
     return task.conversations or [[] for _ in task.completions]

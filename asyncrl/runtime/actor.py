@@ -29,7 +29,7 @@ from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CallServer
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.controller_session import RunWatch
-from asyncrl.runtime.heartbeat_delta import Events, Telling
+from asyncrl.runtime.heartbeat_delta import Telling, UntoldEvents
 from asyncrl.runtime.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS
 from asyncrl.runtime.notices import UntoldNotices
@@ -140,7 +140,7 @@ class Actor:
         self.counters = self._endpoint.counters
         """Counters and gauges by their names; see telemetry/catalogue_table.py."""
         self.histograms = self._endpoint.histograms
-        self.events = Events(self.clock.wall)
+        self.events = UntoldEvents(self.clock.wall)
         """Warnings and errors that the controller is to hear of."""
         self.telling = Telling()
         """Facts of this actor that the controller has heard."""

@@ -32,7 +32,7 @@ EVENT_TOLD = 2
 LONGEST_EVENT = 300
 
 
-class Events:
+class UntoldEvents:
     """Warnings and errors of an actor that are still to be told. Filled by any thread."""
 
     def __init__(self, wall: Callable[[], float]) -> None:

@@ -29,7 +29,7 @@ LONG = 'raise sft.max_tokens as far as the memory bears, or set sft.on_long = "c
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TokenizedRow:
     """A row as tokens. ``place`` is FILE:LINE."""
 
     place: str
@@ -40,7 +40,7 @@ class Conversation:
 class Conversations:
     """All conversations of a run."""
 
-    rows: list[Conversation]
+    rows: list[TokenizedRow]
     fingerprint: str
     """Hex digest of the tokens and of the positions that are trained."""
     seed: int
@@ -51,7 +51,7 @@ class Conversations:
     first_skipped: str = ""
     """The first of them: FILE:LINE and its problem."""
 
-    def of_step(self, number: int) -> list[Conversation]:
+    def of_step(self, number: int) -> list[TokenizedRow]:
         """Conversations of supervised step ``number``, counted from 1 over warm steps and then those of the run."""
         order = EpochOrder(self.fingerprint, self.seed, len(self.rows))
         first = (number - 1) * self.batch
@@ -79,7 +79,7 @@ def load_conversations(
     tokenizer = tokenizer_of(config) if tokenizer is None else tokenizer
     encode = make_encoder(config, tokenizer)
     digest = hashlib.blake2b(digest_size=16)
-    rows: list[Conversation] = []
+    rows: list[TokenizedRow] = []
     skipped, first_skipped = 0, ""
     for raw in read_jsonl(sft.data):
         try:
@@ -93,7 +93,7 @@ def load_conversations(
             skipped += 1
             first_skipped = first_skipped or f"{raw.path}:{raw.line}: {error}"
             continue
-        rows.append(Conversation(f"{raw.path}:{raw.line}", sequences))
+        rows.append(TokenizedRow(f"{raw.path}:{raw.line}", sequences))
         for each in sequences:
             digest.update(np.array([len(each.ids), len(each.trained)], np.int64).tobytes())
             digest.update(each.ids.tobytes())

@@ -80,7 +80,7 @@ class Steps:
         return step, again
 
 
-class Entry(NamedTuple):
+class HistoryEntry(NamedTuple):
     """The entry that a sink with a history writes for a line."""
 
     step: int
@@ -96,7 +96,7 @@ class Entries:
         self._steps = Steps()
         self._run: dict[str, float] = {}
 
-    def take(self, record: Line | Snapshot) -> Entry | None:
+    def take(self, record: Line | Snapshot) -> HistoryEntry | None:
         """The entry; None for a snapshot, which is only kept in mind, and a warm step, whose number is no step's."""
         if isinstance(record, Snapshot):
             self._run = run_figures(record)
@@ -109,4 +109,4 @@ class Entries:
         figures = dict(update_numbers(line) if line.get("kind") == "update" else numbers(line))
         if line.get("kind") == "train":
             figures |= self._run
-        return Entry(step, again, figures)
+        return HistoryEntry(step, again, figures)

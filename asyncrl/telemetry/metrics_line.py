@@ -99,7 +99,7 @@ def is_voided(line: Line, by: Line) -> bool:
     return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
 
 
-class Standing:
+class StandingLines:
     """Lines without those that a learner which went back has voided, in the order in which they were taken.
 
     The rule is that of is_voided, for a whole file: the cost of a line does not depend on how often a
@@ -143,7 +143,7 @@ def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list
     """
     if not path.exists():
         return []
-    found = Standing()
+    found = StandingLines()
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             line = parse_line(text)

@@ -18,7 +18,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Static
 
 from asyncrl.top.detail import detail, help_page
-from asyncrl.top.drawing.table import Layout, Pane, Row, Table
+from asyncrl.top.drawing.table import Pane, Row, Table, TableLayout
 from asyncrl.top.drawing.text import Glyphs, fit
 from asyncrl.top.figures.document import Document
 from asyncrl.top.source.log_tail import last_lines
@@ -76,7 +76,7 @@ class Rows(DataTable[Text]):
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0, show_cursor=False)
         self._shown: list[Row] = []
-        self._layout_shown: Layout | None = None
+        self._layout_shown: TableLayout | None = None
 
     @property
     def chosen(self) -> str:

@@ -8,7 +8,7 @@ from asyncrl.messages.weights import Collective
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class BroadcastPart:
     """A broadcast as an engine takes part in it: every one of its workers receives every bucket, in order."""
 
     version: int

@@ -112,7 +112,7 @@ def _few(names: Sequence[str] | set[str]) -> str:
     return ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")
 
 
-class Staged:
+class StagedVersion:
     """A verified version, held open. ``manifest`` names the descriptors of this process."""
 
     def __init__(self, manifest: Manifest, layout: Layout, descriptors: list[int]) -> None:
@@ -138,7 +138,7 @@ class Staged:
         self._finalizer()
 
 
-def delta_against(base: Staged | None, bucket: Bucket, index: int) -> Delta | None:
+def delta_against(base: StagedVersion | None, bucket: Bucket, index: int) -> Delta | None:
     """The bucket's delta, if it can be applied to the version that is held here."""
     delta = bucket.delta
     if base is None or delta is None or delta.base != base.version or index >= len(base.manifest.buckets):
@@ -168,7 +168,7 @@ def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int)
     return segment.fd
 
 
-def apply_delta(encoded: Buffer, base: Staged, bucket: Bucket, *, version: int, index: int) -> int:
+def apply_delta(encoded: Buffer, base: StagedVersion, bucket: Bucket, *, version: int, index: int) -> int:
     """Decode a delta against ``base`` into a segment of this process, and verify it.
 
     Returns its descriptor. Raises WeightsCorrupt.

@@ -110,7 +110,7 @@ def write_credentials(folder: Path, files: Mapping[str, Any]) -> None:
 
 def load_credentials(folder: Path, name: str, attempt: int) -> Credentials:
     """Read what was written for an actor. Raises OSError, and ValueError, which names a damaged file."""
-    run = _read(folder / "run.json", _Run)
+    run = _read(folder / "run.json", _RunKeys)
     seal = folder / _seal_file(name)
     seal_key = bytes.fromhex(_read(seal, _Seal).key) if seal.exists() else b""
     if not run.curve:
@@ -136,7 +136,7 @@ _Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@
 """A key in z85."""
 
 
-class _Run(msgspec.Struct):
+class _RunKeys(msgspec.Struct):
     run_id: str
     curve: bool
 

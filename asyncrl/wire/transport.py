@@ -30,7 +30,7 @@ class Server(Protocol):
         """Unbind; what is not sent is dropped."""
 
 
-class Client(Protocol):
+class ClientConnection(Protocol):
     """A connection to one server."""
 
     def send(self, frames: Frames) -> bool:
@@ -52,7 +52,7 @@ class Transport(Protocol):
 
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
-    ) -> Client:
+    ) -> ClientConnection:
         """Connect to the actor ``peer``. ``lost`` is called when the connection breaks; it may come back by itself.
 
         Raises OSError when there is no descriptor left.

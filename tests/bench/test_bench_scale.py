@@ -15,7 +15,7 @@ from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.messages.weights import Collective, CollectiveGroup
 from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
 from asyncrl.telemetry.catalogue import EDGES
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from tools.bench import scale_collective
 from tools.bench.report import Report
 from tools.bench.scale_heart import Heart
@@ -321,7 +321,9 @@ def test_the_stand_in_of_a_broadcast_breaks_once_for_all_and_then_brings_them_al
     groups = [
         CollectiveGroup(backend="gloo", epoch=epoch, world_size=3, host="h", port=1, token="") for epoch in (1, 2)
     ]
-    broadcasts = [Broadcast(7, Collective(group=group, first_rank=1, buckets=[]), timeout_s=5.0) for group in groups]
+    broadcasts = [
+        BroadcastPart(7, Collective(group=group, first_rank=1, buckets=[]), timeout_s=5.0) for group in groups
+    ]
     sender = scale_collective.Sender(folder)
     members = [scale_collective.Receiver(folder) for _ in range(2)]
     scale_collective.break_next(tmp_path)
@@ -343,7 +345,7 @@ def test_the_stand_in_of_a_broadcast_breaks_once_for_all_and_then_brings_them_al
 
 def test_a_member_waits_for_the_sender_no_longer_than_it_may(tmp_path):
     group = CollectiveGroup(backend="gloo", epoch=1, world_size=2, host="h", port=1, token="")
-    broadcast = Broadcast(7, Collective(group=group, first_rank=1, buckets=[]), timeout_s=0.05)
+    broadcast = BroadcastPart(7, Collective(group=group, first_rank=1, buckets=[]), timeout_s=0.05)
     with pytest.raises(BroadcastFailed, match="without a word of the sender"):
         scale_collective.Receiver(tmp_path).receive(broadcast, 0)
 

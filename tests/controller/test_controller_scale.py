@@ -8,8 +8,8 @@ from virtual import run_virtual
 from work import steps_of
 
 from asyncrl.controller.actor import Controller
-from asyncrl.controller.health.blame import Seen, find_culprit
-from asyncrl.controller.health.reach import Reach, Standing
+from asyncrl.controller.health.blame import SeenActor, find_culprit
+from asyncrl.controller.health.reach import Reach, ReadyActor
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import WatchRun
 from asyncrl.messages.monitor import AwaitRecord
@@ -104,7 +104,7 @@ def broken_paths(rollouters):
     reach = Reach(60.0, look_s=1.0, memory_s=600.0)
     unreached = {f"rollouter/{i}": {"learner/0": 100.0} for i in range(0, rollouters, 2)}
     names = [*SINGLE, *(f"rollouter/{i}" for i in range(rollouters))]
-    standings = [Standing(name=name, incarnation=1, unreached=unreached.get(name, {})) for name in names]
+    standings = [ReadyActor(name=name, incarnation=1, unreached=unreached.get(name, {})) for name in names]
     for now in range(60):
         assert reach.look(standings, 1000.0 + now) == []
 
@@ -120,7 +120,7 @@ def a_stall(rollouters):
     waits = {"learner/0": "rollouter", "reward/0": "rollouter"}
     names = ["learner/0", "reward/0", *(f"rollouter/{i}" for i in range(rollouters))]
     actors = {
-        name: Seen(
+        name: SeenActor(
             name=name,
             incarnation=1,
             state="ready",

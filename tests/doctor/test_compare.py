@@ -18,15 +18,15 @@ from asyncrl.doctor.compare import (
     needed_packages,
 )
 from asyncrl.doctor.protocol import Card, HostFacts
-from asyncrl.launcher.terms.placement import Host, place
-from asyncrl.launcher.terms.spec import Facts
+from asyncrl.launcher.terms.placement import PlacementHost, place
+from asyncrl.launcher.terms.spec import HostOffer
 
 VERSIONS = {"python": "3.11.7", "asyncrl": "0.1.0", "torch": "2.13.0", "vllm": "", "pyzmq": "27", "msgspec": "1"}
 
 
 def facts(name, gpus=(), cards=(), problem="", **versions):
     return HostFacts(
-        facts=Facts(version="0.1.0", hostname=name, cpus=8, gpus=list(gpus), interfaces={"eth0": "10.0.0.1"}),
+        facts=HostOffer(version="0.1.0", hostname=name, cpus=8, gpus=list(gpus), interfaces={"eth0": "10.0.0.1"}),
         identity=name,
         versions=VERSIONS | versions,
         cards=dict(cards),
@@ -103,10 +103,12 @@ def test_only_what_its_actors_import_has_to_be_there():
             "rollout": {"engine": "vllm", "replicas": 1, "gpus_per_replica": 1},
         }
     )
-    placed = place(config, [Host(name="a", cpus=8, gpus=("0",)), Host(name="b", cpus=8, gpus=("0",))])
+    placed = place(config, [PlacementHost(name="a", cpus=8, gpus=("0",)), PlacementHost(name="b", cpus=8, gpus=("0",))])
     assert needed_packages(config, placed) == {"a": ["torch", "transformers"], "b": ["torch", "vllm"]}
     playing = validate_config(config.model_dump(mode="json") | {"episode": {"env": "pkg:Game"}})
-    placed = place(playing, [Host(name="a", cpus=8, gpus=("0",)), Host(name="b", cpus=8, gpus=("0",))])
+    placed = place(
+        playing, [PlacementHost(name="a", cpus=8, gpus=("0",)), PlacementHost(name="b", cpus=8, gpus=("0",))]
+    )
     assert needed_packages(playing, placed)["b"] == ["torch", "vllm", "aiohttp"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.cli import doctor
 from asyncrl.doctor.agent.speaker import Speaker, example_of
-from asyncrl.doctor.agent.verdict import CAUSES, Played, Turn
+from asyncrl.doctor.agent.verdict import CAUSES, Played, RehearsedTurn
 from asyncrl.rollouter.episode.conversation import Cause
 
 AGENT = '''
@@ -127,7 +127,9 @@ def examine(capsys, *argv):
 def told(seen):
     """What people read of it."""
     fields = {key: value for key, value in seen.items() if key not in ("works", "forks")}
-    return "\n".join(Played(**fields | {"turns": [Turn(**turn) for turn in seen["turns"]]}).lines(scored=False))
+    return "\n".join(
+        Played(**fields | {"turns": [RehearsedTurn(**turn) for turn in seen["turns"]]}).lines(scored=False)
+    )
 
 
 def agent(name):
@@ -277,7 +279,7 @@ def test_every_cause_has_words():
 
 
 def test_a_rendering_that_happens_to_go_on_is_no_fork():
-    turn = Turn(
+    turn = RehearsedTurn(
         cause="fork:assistant",
         goes_on=True,
         context_tokens=5,

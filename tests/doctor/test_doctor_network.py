@@ -7,7 +7,7 @@ import pytest
 from side_by_side import held_and_free
 
 from asyncrl.doctor.network import Listeners, connect, judge_nccl
-from asyncrl.doctor.protocol import Connect, Listen, Peer
+from asyncrl.doctor.protocol import Connect, Listen, ReachableHost
 
 HERE = "127.0.0.1"
 INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}
@@ -30,7 +30,7 @@ def test_who_listens_is_reached_by_who_knows_the_token(listeners, pair):
     ports = f"{pair}-{pair + 1}"
     found = listeners.listen(Listen(address=HERE, ports=[ports, "0"], token="secret"))
     assert found.ports[ports] == pair + 1
-    peer = Peer(host="b", address=HERE, ports=found.ports)
+    peer = ReachableHost(host="b", address=HERE, ports=found.ports)
     order = Connect(peers=[peer], token="secret", timeout_s=10)
     assert connect(order).problems == {"b": {ports: "", "0": ""}}
     stranger = connect(Connect(peers=[peer], token="another", timeout_s=10)).problems["b"]
@@ -41,7 +41,7 @@ def test_who_listens_is_reached_by_who_knows_the_token(listeners, pair):
 
 def test_who_accepts_and_says_nothing_is_not_reached():
     with socket.create_server((HERE, 0)) as silent:
-        peer = Peer(host="b", address=HERE, ports={"0": silent.getsockname()[1]})
+        peer = ReachableHost(host="b", address=HERE, ports={"0": silent.getsockname()[1]})
         problem = connect(Connect(peers=[peer], token="x", timeout_s=0.3)).problems["b"]["0"]
     assert "nothing comes back within 0.3 s" in problem
 
@@ -49,7 +49,7 @@ def test_who_accepts_and_says_nothing_is_not_reached():
 def test_one_that_says_nothing_does_not_keep_the_others_out(listeners):
     port = listeners.listen(Listen(address=HERE, ports=["0"], token="x")).ports["0"]
     with socket.create_connection((HERE, port)):
-        peer = Peer(host="b", address=HERE, ports={"0": port})
+        peer = ReachableHost(host="b", address=HERE, ports={"0": port})
         assert connect(Connect(peers=[peer], token="x", timeout_s=30)).problems == {"b": {"0": ""}}
 
 

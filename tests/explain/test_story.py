@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import UsageError
-from asyncrl.explain.lines import Line, aligned
+from asyncrl.explain.lines import LogLine, aligned
 from asyncrl.explain.story import explain, read_story, verdict
 from asyncrl.telemetry import logging
 from asyncrl.telemetry.group_log import GENERATED, GRANTED, TAKEN, StoryLog
@@ -379,7 +379,7 @@ def test_lines_that_are_nested_or_beyond_the_calendar_are_left_out(logs, tmp_pat
 def test_lines_of_a_learner_are_aligned_at_a_cost_for_each(monkeypatch):
     looked = 0
 
-    class Counted(Line):
+    class Counted(LogLine):
         __slots__ = ()
 
         def __getattribute__(self, name):

@@ -137,10 +137,10 @@ def launch_placed(config: Any, placed: Any, argv: tuple[str, ...] = (), resumpti
     from asyncrl.launcher.local import ACTOR_ARGV
     from asyncrl.launcher.multi_host import Launch
     from asyncrl.launcher.terminal.interrupts import undone_by_signals
-    from asyncrl.launcher.terms.placement import Host
+    from asyncrl.launcher.terms.placement import PlacementHost
 
     launch = Launch(config, [HostLine("here")], actor_argv=argv or ACTOR_ARGV, head="here", head_is_here=True)
-    launch.hosts, launch.resumption = [Host(name="here", cpus=2)], resumption
+    launch.hosts, launch.resumption = [PlacementHost(name="here", cpus=2)], resumption
     launch.placed = [dataclasses.replace(actor, host="here") for actor in placed]
     return asyncio.run(undone_by_signals(launch.run(), launch.progress))
 
@@ -148,13 +148,13 @@ def launch_placed(config: Any, placed: Any, argv: tuple[str, ...] = (), resumpti
 def main() -> int:
     from asyncrl.config.load import validate_config
     from asyncrl.launcher.run_folder.resume import find_resumption
-    from asyncrl.launcher.terms.placement import Host, place
+    from asyncrl.launcher.terms.placement import PlacementHost, place
 
     behaviour, tree, resume = sys.argv[1:]
     config, resumption = validate_config(json.loads(tree)), None
     if resume:
         config, resumption = find_resumption(config, resume)
-    placed = place(config, [Host(name="box", cpus=2)])
+    placed = place(config, [PlacementHost(name="box", cpus=2)])
     return launch_placed(config, placed, (sys.executable, str(STUB), behaviour), resumption)
 
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.terms.placement import Host, describe, place, place_replicas, with_episode_hosts, with_gpus
+from asyncrl.launcher.terms.placement import (
+    PlacementHost,
+    describe,
+    place,
+    place_replicas,
+    with_episode_hosts,
+    with_gpus,
+)
 
 
 def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, sim=False, learner_threads=0, **tables):
@@ -34,7 +41,7 @@ def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, si
 
 
 def host(gpus=0, cpus=8):
-    return Host(name="box", cpus=cpus, gpus=tuple(map(str, range(gpus))))
+    return PlacementHost(name="box", cpus=cpus, gpus=tuple(map(str, range(gpus))))
 
 
 def by_name(placed):
@@ -85,7 +92,7 @@ def test_learner_ranks_get_gpus_first_then_engines(ranks, replicas, each, device
 
 
 def test_visible_devices_of_the_user_are_kept_as_they_are_named():
-    offered = Host(name="box", cpus=8, gpus=("3", "GPU-5a", "7"))
+    offered = PlacementHost(name="box", cpus=8, gpus=("3", "GPU-5a", "7"))
     placed = by_name(place(config(ranks=1, replicas=2), [offered]))
     assert placed["learner/0"].env["CUDA_VISIBLE_DEVICES"] == "3"
     assert placed["rollouter/1"].env["CUDA_VISIBLE_DEVICES"] == "7"
@@ -123,7 +130,7 @@ def test_an_engine_takes_a_gpu_where_there_is_one_unless_the_user_says(engine, g
     tree = config(gpus_per_replica=given).model_dump(mode="json")
     tree["rollout"]["engine"] = engine
     tree["learner"]["backend"] = "sim" if engine == "sim" else "fsdp2"
-    hosts = [Host(name=f"h{i}", cpus=8, gpus=tuple(map(str, range(count)))) for i, count in enumerate(gpus)]
+    hosts = [PlacementHost(name=f"h{i}", cpus=8, gpus=tuple(map(str, range(count)))) for i, count in enumerate(gpus)]
     settled = with_gpus(validate_config(tree), hosts)
     assert settled.rollout.gpus_per_replica == found
     assert with_gpus(settled, hosts) is settled
@@ -202,7 +209,7 @@ def hosts_of(*gpus, cpus=8):
     """Hosts a, b, c, ... with so many GPUs and cores; ``cpus`` may be one number for each."""
     cores = [cpus] * len(gpus) if isinstance(cpus, int) else cpus
     return [
-        Host(name=chr(ord("a") + i), cpus=cores[i], gpus=tuple(map(str, range(count))), address=f"10.0.0.{i}")
+        PlacementHost(name=chr(ord("a") + i), cpus=cores[i], gpus=tuple(map(str, range(count))), address=f"10.0.0.{i}")
         for i, count in enumerate(gpus)
     ]
 

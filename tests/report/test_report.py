@@ -20,7 +20,7 @@ from asyncrl.report import charts, report
 from asyncrl.report.report import write_report
 from asyncrl.report.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
-from asyncrl.telemetry.metrics_line import Standing, is_voided, read_metrics
+from asyncrl.telemetry.metrics_line import StandingLines, is_voided, read_metrics
 from asyncrl.telemetry.states import STATES
 from asyncrl.top.drawing.text import UNICODE
 from asyncrl.top.model import build
@@ -462,7 +462,7 @@ def test_many_returns_of_a_learner_cost_no_more_each_than_few(monkeypatch):
     def cost(starts):
         nonlocal looked
         looked = 0
-        found = Standing()
+        found = StandingLines()
         for start in range(1, starts + 1):
             for number in range(4):
                 found.take(Counted(kind="train", start=start, step=4 * start + number), keep=True)

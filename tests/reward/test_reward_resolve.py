@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.reward.scoring.frames import Setup, Task
+from asyncrl.reward.scoring.frames import RewardSetup, RewardTask
 from asyncrl.reward.scoring.worker import resolve
 from asyncrl.runtime.workers.user_code import NotCallable
 
@@ -72,8 +72,8 @@ def _modules(tmp_path, monkeypatch):
 
 
 def scored(runner: asyncio.Runner, function: str, per: str = "trajectory", **options: Any) -> Any:
-    task = Task("p", {"answer": "1"}, ["ab", "abc"], ["length", "length"])
-    return resolve(Setup(function, per, options, 1 << 30), runner)(task)
+    task = RewardTask("p", {"answer": "1"}, ["ab", "abc"], ["length", "length"])
+    return resolve(RewardSetup(function, per, options, 1 << 30), runner)(task)
 
 
 def test_a_function_is_given_what_it_accepts(runner):
@@ -100,9 +100,9 @@ def test_a_function_sees_the_conversations_of_episodes(runner):
     assert scored(runner, "my_rewards:turns") == [(0.0, {}), (0.0, {})]
     assert scored(runner, "my_rewards:all_turns", per="group") == [(0.0, {}), (0.0, {})]
     said = {"role": "assistant", "content": "ab"}
-    task = Task("p", {}, ["ab", "abc"], ["stop", "turns"], [[said], [said, said]])
+    task = RewardTask("p", {}, ["ab", "abc"], ["stop", "turns"], [[said], [said, said]])
     for function, per in (("turns", "trajectory"), ("all_turns", "group")):
-        assert resolve(Setup(f"my_rewards:{function}", per, {}, 1 << 30), runner)(task) == [(1.0, {}), (2.0, {})]
+        assert resolve(RewardSetup(f"my_rewards:{function}", per, {}, 1 << 30), runner)(task) == [(1.0, {}), (2.0, {})]
 
 
 def test_a_built_in_function_is_made_with_its_options(runner):

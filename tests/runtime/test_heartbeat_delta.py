@@ -14,8 +14,8 @@ from asyncrl.runtime.heartbeat_delta import (
     LONGEST_EVENT,
     MOST_FIGURES,
     MOST_RESOURCES,
-    Events,
     Telling,
+    UntoldEvents,
 )
 from asyncrl.runtime.lifecycle.registry import Entry
 from asyncrl.snapshot import Histogram
@@ -86,7 +86,7 @@ def test_many_resources_take_turns():
 
 
 def test_events_are_bounded_told_twice_and_counted_when_dropped():
-    events = Events(lambda: 7.0)
+    events = UntoldEvents(lambda: 7.0)
     events.add("warning", "x" * 1000)
     first = events.take()
     assert [(e.number, e.wall, len(e.text)) for e in first] == [(1, 7.0, LONGEST_EVENT)]

@@ -8,7 +8,7 @@ from chat_models import FAMILIES, config_of, id_of, write_chat_model
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.sft.conversations import Conversation, Conversations, load_conversations, make_encoder
+from asyncrl.sft.conversations import Conversations, TokenizedRow, load_conversations, make_encoder
 from asyncrl.sft.encoding import BadConversation
 from asyncrl.tokenizer import tokenizer_of
 
@@ -182,7 +182,7 @@ def test_the_fingerprint_is_of_tokens_and_of_what_is_trained(tmp_path, folders):
 
 
 def make_conversations(count, *, seed=0, batch=3):
-    rows = [Conversation(f"f:{number}", []) for number in range(count)]
+    rows = [TokenizedRow(f"f:{number}", []) for number in range(count)]
     return Conversations(rows=rows, fingerprint="f", seed=seed, batch=batch)
 
 

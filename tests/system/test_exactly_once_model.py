@@ -23,11 +23,11 @@ from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.restoring import Answer, Source, rebuild
+from asyncrl.dataloader.restoring import HeldTickets, RestoreInputs, rebuild
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.learner.groups.evals import EvalCollector
-from asyncrl.learner.groups.intake import Intake, Snapshot
+from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group
@@ -66,7 +66,7 @@ class Rollouter:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    snapshot: Snapshot
+    snapshot: IntakeState
     step: int
     trained: tuple[str, ...]
     """Uids in the order of their training, since the run began."""
@@ -80,7 +80,7 @@ class Restoring:
     request: Restored
     learner: int
     waiting: list[Rollouter]
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, HeldTickets] = field(default_factory=dict)
 
 
 class ExactlyOnce(RuleBasedStateMachine):
@@ -119,7 +119,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.per_version = groups_per_step * steps_per_version
         self.config = LearnerConfig(groups_per_step=groups_per_step, steps_per_version=steps_per_version)
         sets = (EvalSet("e", (0, 1), every_versions=2, at_start=True, at_end=True),) if evals else ()
-        self.source = Source(
+        self.source = RestoreInputs(
             EpochOrder("model", seed, size),
             oversize,
             sets,
@@ -151,7 +151,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.make_limit()
         ledger = Ledger()
         ledger.attempts = {f"0-{index}": ALONE_FROM for index in suspects if index < size}
-        self.checkpoints = [Checkpoint(Snapshot(ledger.state, [], []), 0, (), ())]
+        self.checkpoints = [Checkpoint(IntakeState(ledger.state, [], []), 0, (), ())]
         self.start_learner(self.checkpoints[0])
 
     # --- the learner ---
@@ -349,7 +349,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             HeldTicket(uid, grant.number, grant.attempt, grant.requeues, grant.served_version)
             for uid, grant in ((uid, held.grant) for uid, held in rollouter.held.items())
         ]
-        self.restoring.answers[rollouter.name] = Answer(
+        self.restoring.answers[rollouter.name] = HeldTickets(
             rollouter.incarnation,
             TicketsHeld(seen=rollouter.seen, served_version=rollouter.served, tickets=tickets),
         )

@@ -16,7 +16,7 @@ from asyncrl.telemetry.snapshots.recording import Recorder, segments
 from asyncrl.top import app as terminal
 from asyncrl.top.model import build
 from asyncrl.top.source import replay as sources
-from asyncrl.top.source.client import Away, Target
+from asyncrl.top.source.client import Away, WatchedRun
 from asyncrl.top.source.history import SHORTEST_S
 from asyncrl.top.source.replay import Replay, Source, open_replay, recent_history
 from asyncrl.top.widgets import Rows
@@ -194,7 +194,7 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
         yield Away("", 8.0)
 
     monkeypatch.setattr(sources, "watch", watched)
-    target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
+    target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
     async with shown(Source(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")
         await until(pilot, "failed: nothing is known after this, when it was running")

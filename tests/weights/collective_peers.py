@@ -19,7 +19,7 @@ import xxhash
 
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.receiver import Receiver
 from asyncrl.weights.collective.sender import Sender
 from asyncrl.weights.segments import Segment, layout
@@ -154,14 +154,14 @@ class _Served:
         self._receiver = Receiver()
         self._sender: Sender | None = None
 
-    def receive(self, weights: Broadcast, worker: int) -> Answer:
+    def receive(self, weights: BroadcastPart, worker: int) -> Answer:
         try:
             memory = self._receiver.receive(weights, worker)
         except Exception as error:
             return Answer(error=str(error), kind=type(error).__name__)
         return Answer(checksums=[xxhash.xxh3_64_intdigest(each.numpy().data) for each in memory])
 
-    def close_meanwhile(self, weights: Broadcast, worker: int, after_s: float) -> Answer:
+    def close_meanwhile(self, weights: BroadcastPart, worker: int, after_s: float) -> Answer:
         """Close the receiver from another thread while it receives."""
         timer = threading.Timer(after_s, self._receiver.close)
         timer.start()
@@ -220,9 +220,9 @@ def group_at(port: int, epoch: int, size: int) -> CollectiveGroup:
     return CollectiveGroup(backend="gloo", epoch=epoch, world_size=size, host=HOST, port=port)
 
 
-def to_receive(group: CollectiveGroup, rank: int, version: Version, timeout_s: float = PATIENCE_S) -> Broadcast:
+def to_receive(group: CollectiveGroup, rank: int, version: Version, timeout_s: float = PATIENCE_S) -> BroadcastPart:
     """Orders for a replica of one worker to receive this version."""
-    return Broadcast(
+    return BroadcastPart(
         version=version.version,
         collective=Collective(group=group, first_rank=rank, buckets=version.layouts),
         timeout_s=timeout_s,

@@ -13,7 +13,7 @@ from asyncrl.weights.collective.framing import (
     MAX_TEXT,
     Decoder,
     Frame,
-    Kind,
+    FrameKind,
     abort,
     check_done,
     check_heading,
@@ -26,7 +26,7 @@ from asyncrl.weights.collective.framing import (
 
 FRAMES = st.builds(
     Frame,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(FrameKind),
     number=st.integers(0, 2**64 - 1),
     index=st.integers(0, 2**32 - 1),
     size=st.integers(0, 2**64 - 1),
@@ -68,7 +68,7 @@ def test_nothing_else_is_a_frame(noise: bytes) -> None:
     ("at", "value"), [(4, 0), (4, 8), (4, 255), (7, MAX_TEXT // 256 + 1)], ids=["kind 0", "kind 8", "kind 255", "long"]
 )
 def test_impossible_headers_are_refused(at: int, value: int) -> None:
-    header = bytearray(encode(Frame(kind=Kind.OPEN)))
+    header = bytearray(encode(Frame(kind=FrameKind.OPEN)))
     header[at] = value
     with pytest.raises(ValueError, match="begins no frame"):
         Decoder().feed(bytes(header))
@@ -76,20 +76,20 @@ def test_impossible_headers_are_refused(at: int, value: int) -> None:
 
 def test_long_reasons_are_cut() -> None:
     [frame] = Decoder().feed(encode(abort("ä" * MAX_TEXT)))
-    assert frame.kind is Kind.ABORT
+    assert frame.kind is FrameKind.ABORT
     assert len(frame.text) == MAX_TEXT
 
 
 def test_what_is_sent_is_what_is_expected() -> None:
     check_opening(opening(7, LAYOUTS), 7, LAYOUTS)
     frames = [heading(7, index, bucket(index), LAYOUTS) for index in range(3)]
-    assert [frame.kind for frame in frames] == [Kind.BUCKET, Kind.BUCKET, Kind.LAST]
+    assert [frame.kind for frame in frames] == [FrameKind.BUCKET, FrameKind.BUCKET, FrameKind.LAST]
     # As its segment, the empty one has one byte.
     assert [frame.size for frame in frames] == [128, 1, 64]
     for index, frame in enumerate(frames):
         check_heading(frame, 7, index, LAYOUTS)
         assert frame.checksum == index + 100
-    check_done(Frame(kind=Kind.DONE, number=7), 7)
+    check_done(Frame(kind=FrameKind.DONE, number=7), 7)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_is_sent_is_what_is_expected() -> None:
         opening(7, [LAYOUTS[0], LAYOUTS[1], BucketLayout(size=64, tensors=[TensorSpec("b", "bfloat16", (8, 4), 0)])]),
         opening(7, LAYOUTS[::-1]),
         heading(7, 0, bucket(0), LAYOUTS),
-        Frame(kind=Kind.DONE, number=7),
+        Frame(kind=FrameKind.DONE, number=7),
     ],
     ids=["version", "fewer", "dtype", "shape", "order", "bucket", "done"],
 )
@@ -112,17 +112,25 @@ def test_other_openings_are_refused(frame: Frame) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"number": 8}, {"index": 0}, {"index": 2}, {"size": 2}, {"kind": Kind.LAST}, {"kind": Kind.OPEN}, {"text": b"x"}],
+    [
+        {"number": 8},
+        {"index": 0},
+        {"index": 2},
+        {"size": 2},
+        {"kind": FrameKind.LAST},
+        {"kind": FrameKind.OPEN},
+        {"text": b"x"},
+    ],
     ids=str,
 )
 def test_other_headings_are_refused(changed: dict[str, object]) -> None:
-    right = {"kind": Kind.BUCKET, "number": 7, "index": 1, "size": 1, "checksum": 5}
+    right = {"kind": FrameKind.BUCKET, "number": 7, "index": 1, "size": 1, "checksum": 5}
     check_heading(Frame(**right), 7, 1, LAYOUTS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected BUCKET \(version 7, bucket 1 of 1 bytes\)"):
         check_heading(Frame(**(right | changed)), 7, 1, LAYOUTS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("frame", [Frame(kind=Kind.DONE, number=6), Frame(kind=Kind.LAST, number=7)])
+@pytest.mark.parametrize("frame", [Frame(kind=FrameKind.DONE, number=6), Frame(kind=FrameKind.LAST, number=7)])
 def test_other_ends_are_refused(frame: Frame) -> None:
     with pytest.raises(ValueError, match="expected DONE"):
         check_done(frame, 7)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.weights.collective.framing import Frame, Kind
+from asyncrl.weights.collective.framing import Frame, FrameKind
 from asyncrl.weights.collective.links import Link
 from asyncrl.weights.collective.waiting import Stopped, Waiter
 
@@ -39,7 +39,7 @@ def never() -> bool:
 
 def send_on(link: Link) -> None:
     for _ in range(100_000):
-        link.send(Frame(kind=Kind.BUCKET, text=b"x" * 1000))
+        link.send(Frame(kind=FrameKind.BUCKET, text=b"x" * 1000))
 
 
 def later(work) -> None:
@@ -81,7 +81,7 @@ def test_stop_ends_this_wait_and_the_next(waiter: Waiter) -> None:
 def test_end_of_a_watched_link_is_noticed_behind_unread_frames(waiter: Waiter, ends, unread: int) -> None:
     near, far = ends
     for _ in range(unread):
-        far.send(Frame(kind=Kind.BUCKET))
+        far.send(Frame(kind=FrameKind.BUCKET))
     waiter.check([near])
     later(lambda: far.end("no memory left"))
     with pytest.raises(ConnectionError, match="^the learner: no memory left$"):
@@ -101,12 +101,12 @@ def test_end_without_a_word_is_noticed(waiter: Waiter, ends) -> None:
 
 def test_whoever_has_done_may_leave(waiter: Waiter, ends) -> None:
     near, far = ends
-    near.send(Frame(kind=Kind.DONE, number=3))
+    near.send(Frame(kind=FrameKind.DONE, number=3))
     near.end("closed")
     waiter.timeout_s = 0.1
     with pytest.raises(TimeoutError):
         waiter.until(never, "the others", watching=[far])
-    assert far.receive() == Frame(kind=Kind.DONE, number=3)
+    assert far.receive() == Frame(kind=FrameKind.DONE, number=3)
     # Only for as long as that is still to be read.
     with pytest.raises(ConnectionError, match="rank 1: closed"):
         waiter.check([far])
@@ -114,7 +114,7 @@ def test_whoever_has_done_may_leave(waiter: Waiter, ends) -> None:
 
 def test_frames_come_before_the_end(ends) -> None:
     near, far = ends
-    frames = [Frame(kind=Kind.BUCKET, index=index, text=b"x" * 500) for index in range(300)]
+    frames = [Frame(kind=FrameKind.BUCKET, index=index, text=b"x" * 500) for index in range(300)]
     for frame in frames:
         far.send(frame)
     far.end("that was all")

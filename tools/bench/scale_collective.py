@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages.weights import Bucket, BucketLayout, CollectiveGroup
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 
 FOLDER = "collective"
 WHOLE, BROKEN = "whole", "broken"
@@ -88,7 +88,7 @@ class Receiver:
         self._folder = folder
         self._closed = False
 
-    def receive(self, weights: Broadcast, worker: int) -> list[Any]:
+    def receive(self, weights: BroadcastPart, worker: int) -> list[Any]:
         """No buckets, once the sender has sent them. Raises BroadcastFailed."""
         word = _word(self._folder, weights.collective.group, weights.version)
         until = time.monotonic() + weights.timeout_s

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
-from asyncrl.top.source.client import Target, find_target
+from asyncrl.top.source.client import WatchedRun, find_target
 
 SAMPLES = 8
 PROCESSES_PER_CPU = 4
@@ -137,7 +137,7 @@ class Processes:
 
 
 @contextlib.contextmanager
-def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple[RunFolder, Processes, Target]]:
+def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple[RunFolder, Processes, WatchedRun]]:
     """A run whose processes are all started."""
     folder = create_run_folder(chosen)
     with private_folder(folder, chosen):
@@ -160,7 +160,7 @@ def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple
         processes.close(END_S)
 
 
-def _wait_for_controller(folder: RunFolder, processes: Processes) -> Target:
+def _wait_for_controller(folder: RunFolder, processes: Processes) -> WatchedRun:
     until = time.monotonic() + READY_S
     while not (folder.private / "controller.json").exists():
         processes.check()

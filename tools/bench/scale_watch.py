@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Snapshot
-from asyncrl.top.source.client import Target, Viewer
+from asyncrl.top.source.client import Viewer, WatchedRun
 from tools.bench.scale_phases import Phase
 from tools.bench.scale_run import END_S, READY_S, Processes
 from tools.bench.scale_top import Drawing, Top
@@ -128,7 +128,7 @@ class Follower:
             self._say(f"{now - self._began:6.0f} s  {how_far}")
 
 
-async def follow(target: Target, processes: Processes, follower: Follower, *, top: bool) -> Watched:
+async def follow(target: WatchedRun, processes: Processes, follower: Follower, *, top: bool) -> Watched:
     """Follow the run until everything is measured and it is over. Raises ActorFailed."""
     watched, screen, ends_by = follower.watched, None, math.inf
     with Viewer(target) as viewer:

@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest, Offer, Transport
 from asyncrl.rollouter.updating.fetch import fetch
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
@@ -32,7 +32,7 @@ def by_gloo(receiver: Any, version: int, group: CollectiveGroup, layouts: list[B
     """Seconds until every bucket was received and verified."""
     began = time.perf_counter()
     collective = Collective(group=group, first_rank=1, buckets=layouts)
-    receiver.receive(Broadcast(version=version, collective=collective, timeout_s=TIMEOUT_S), worker=0)
+    receiver.receive(BroadcastPart(version=version, collective=collective, timeout_s=TIMEOUT_S), worker=0)
     return time.perf_counter() - began
 
 

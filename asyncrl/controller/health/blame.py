@@ -27,7 +27,7 @@ NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenActor:
     """An actor as the controller knows it now."""
 
     name: str
@@ -60,14 +60,14 @@ class Blame:
 class _Step:
     """An actor on the way, and the wait through which the way goes on; None at its end."""
 
-    actor: Seen
+    actor: SeenActor
     wait: AwaitRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
     way: tuple[_Step, ...]
-    culprit: Seen
+    culprit: SeenActor
     words: str
     silent: bool
     idle: bool
@@ -77,18 +77,18 @@ class _End:
 
 @dataclass(slots=True)
 class _Search:
-    actors: Mapping[str, Seen]
+    actors: Mapping[str, SeenActor]
     silent_after_s: float
     newest: int
     ends: list[_End] = field(default_factory=list)
-    _of_role: dict[str, list[Seen]] = field(default_factory=dict)
+    _of_role: dict[str, list[SeenActor]] = field(default_factory=dict)
     _followed: set[tuple[str, bool]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for actor in self.actors.values():
             self._of_role.setdefault(role_of(actor.name), []).append(actor)
 
-    def follow(self, actor: Seen, way: tuple[_Step, ...], idle: bool) -> None:
+    def follow(self, actor: SeenActor, way: tuple[_Step, ...], idle: bool) -> None:
         """Follow the waits of an actor that ``way`` has led to."""
         for at, step in enumerate(way):
             if step.actor is actor:
@@ -130,20 +130,20 @@ class _Search:
                 words = f"is {actor.state}, waits on nobody and has made no progress for {actor.progress_s:.0f} s"
                 self._end(actor, way, idle, words, seconds)
 
-    def _onwards(self, actor: Seen, wait: AwaitRecord, way: tuple[_Step, ...], idle: bool) -> None:
+    def _onwards(self, actor: SeenActor, wait: AwaitRecord, way: tuple[_Step, ...], idle: bool) -> None:
         for target in self._targets(actor, wait):
             self.follow(target, (*way, _Step(actor, wait)), idle)
 
-    def _targets(self, actor: Seen, wait: AwaitRecord) -> Iterator[Seen]:
+    def _targets(self, actor: SeenActor, wait: AwaitRecord) -> Iterator[SeenActor]:
         if wait.whom in self.actors:
             yield self.actors[wait.whom]
         else:
             yield from (other for other in self._of_role.get(wait.whom, ()) if other is not actor)
 
-    def _is_real(self, actor: Seen, wait: AwaitRecord) -> bool:
+    def _is_real(self, actor: SeenActor, wait: AwaitRecord) -> bool:
         return not wait.idle or (role_of(wait.whom) == PARAMETER_SERVER and actor.version < self.newest)
 
-    def _is_silent(self, actor: Seen) -> bool:
+    def _is_silent(self, actor: SeenActor) -> bool:
         return actor.silent_s >= self.silent_after_s
 
     def _cycle(self, round: tuple[_Step, ...], way: tuple[_Step, ...], idle: bool) -> None:
@@ -153,12 +153,12 @@ class _Search:
         self.ends.append(_End(way, slowest.actor, words, False, idle, seconds))
 
     def _end(
-        self, actor: Seen, way: tuple[_Step, ...], idle: bool, words: str, seconds: float, *, silent: bool = False
+        self, actor: SeenActor, way: tuple[_Step, ...], idle: bool, words: str, seconds: float, *, silent: bool = False
     ) -> None:
         self.ends.append(_End((*way, _Step(actor)), actor, words, silent, idle, seconds))
 
 
-def find_culprit(actors: Mapping[str, Seen], silent_after_s: float) -> Blame:
+def find_culprit(actors: Mapping[str, SeenActor], silent_after_s: float) -> Blame:
     """Name the actor that holds up the others. ``actors`` are all but the controller, at least one."""
     search = _Search(actors, silent_after_s, max(actor.version for actor in actors.values()))
     if FIRST in actors:
@@ -181,7 +181,7 @@ def find_culprit(actors: Mapping[str, Seen], silent_after_s: float) -> Blame:
     return Blame(name=worst.culprit.name, incarnation=worst.culprit.incarnation, chain=chain)
 
 
-def silence_in_words(actor: Seen) -> str:
+def silence_in_words(actor: SeenActor) -> str:
     """Words for an actor that is killed for its silence."""
     waited = [wait for wait in actor.waits if not wait.idle]
     doing = f"it was {actor.state}"

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
-from asyncrl.controller.health.blame import Seen, silence_in_words
-from asyncrl.controller.health.reach import Reach, Standing
-from asyncrl.controller.health.watchdog import Report, Watchdog, patience_of
+from asyncrl.controller.health.blame import SeenActor, silence_in_words
+from asyncrl.controller.health.reach import Reach, ReadyActor
+from asyncrl.controller.health.watchdog import StallReport, Watchdog, patience_of
 from asyncrl.controller.joining.host_changes import ComingAndGoing
 from asyncrl.controller.joining.hosts import BEATS, Hosts
 from asyncrl.controller.observation.observers import Watching
@@ -38,7 +38,7 @@ FRESH_S = 3.0
 """Age below which the waits of a heartbeat are taken as they stand."""
 
 
-def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[str, Seen]:
+def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[str, SeenActor]:
     """Each of ``names`` that has beaten in this incarnation. Its times go on where its last heartbeat left them."""
     found = {}
     for name in names:
@@ -48,20 +48,20 @@ def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[s
     return found
 
 
-def standings(registry: Registry, names: Collection[str], now: float, fresh_s: float) -> Iterator[Standing]:
+def standings(registry: Registry, names: Collection[str], now: float, fresh_s: float) -> Iterator[ReadyActor]:
     """Standings of those of ``names`` that are ready and have beaten within ``fresh_s``."""
     for name in names:
         entry = registry.entries.get(name)
         if entry is not None and entry.ready and entry.heartbeat is not None and now - entry.beaten < fresh_s:
             unreached = {record.whom: record.seconds for record in entry.heartbeat.unreached}
-            yield Standing(name=name, incarnation=entry.record.incarnation, unreached=unreached)
+            yield ReadyActor(name=name, incarnation=entry.record.incarnation, unreached=unreached)
 
 
-def _seen(registry: Registry, entry: Entry, now: float) -> Seen:
+def _seen(registry: Registry, entry: Entry, now: float) -> SeenActor:
     beat = entry.heartbeat
     assert beat is not None
     age = now - entry.heard
-    return Seen(
+    return SeenActor(
         name=entry.record.name,
         incarnation=entry.record.incarnation,
         state=beat.state,
@@ -156,7 +156,7 @@ class Oversight:
         if lost or back:
             self._changed()
 
-    def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, Seen]) -> None:
+    def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, SeenActor]) -> None:
         """Name the silent before they are killed."""
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
@@ -188,7 +188,7 @@ class Oversight:
             self._actor.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
             self._changed()
 
-    def _on_report(self, report: Report | None) -> None:
+    def _on_report(self, report: StallReport | None) -> None:
         """Tell everybody of a report, and do what the configuration wants done then."""
         self._tell_stuck()
         if report is None:
@@ -204,7 +204,7 @@ class Oversight:
             case "stop":
                 self._actor.tasks.create_task(self._stop_for(report))
 
-    async def _stop_for(self, report: Report) -> None:
+    async def _stop_for(self, report: StallReport) -> None:
         """Fail, unless the run moves again before the culprit has told its stacks."""
         await asyncio.sleep(STACKS_BEATS * self._supervision.heartbeat_s)
         held = self._watchdog.report

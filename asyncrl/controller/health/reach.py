@@ -34,7 +34,7 @@ NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class ReadyActor:
     """An actor that is ready and was heard of just now."""
 
     name: str
@@ -44,7 +44,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class CutOff:
     """An actor that is to be killed because it and others do not reach each other."""
 
     name: str
@@ -54,7 +54,7 @@ class Cut:
     """Times in a row that it was named, never more than ``memory_s`` apart."""
 
 
-class _Seen:
+class _Look:
     """All actors and paths of one look, counted once: judging a path costs the same however many there are."""
 
     def __init__(self, actors: Iterable[str], broken: Iterable[tuple[str, str]]) -> None:
@@ -98,7 +98,7 @@ class Reach:
     """Time at which each name was last, and the times in a row."""
     _looked: float = 0.0
 
-    def look(self, standings: Iterable[Standing], now: float) -> list[Cut]:
+    def look(self, standings: Iterable[ReadyActor], now: float) -> list[CutOff]:
         """Look how things are, every few seconds. ``standings`` are all that are ready and heard of."""
         actors = {standing.name: standing for standing in standings if role_of(standing.name) in COST}
         if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.look_s):
@@ -107,8 +107,8 @@ class Reach:
         self._named = {name: last for name, last in self._named.items() if now - last[0] < self.memory_s}
         paths = self._take_in(actors, now)
         suspect = [key for key, seconds in paths.items() if seconds >= SUSPECT_SHARE * self.unreachable_s]
-        seen = _Seen(actors, suspect)
-        cuts: dict[str, Cut] = {}
+        seen = _Look(actors, suspect)
+        cuts: dict[str, CutOff] = {}
         broken = [(seconds, key) for key, seconds in paths.items() if seconds >= self.unreachable_s]
         for seconds, (teller, other) in sorted(broken, reverse=True):
             if teller in cuts or other in cuts:
@@ -116,11 +116,11 @@ class Reach:
             name, why = self._judge(teller, other, seen)
             reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
             times = self._named.get(name, (0.0, 0))[1] + 1
-            cuts[name] = Cut(name=name, incarnation=actors[name].incarnation, reason=reason, times=times)
+            cuts[name] = CutOff(name=name, incarnation=actors[name].incarnation, reason=reason, times=times)
         self._named.update({name: (now, cut.times) for name, cut in cuts.items()})
         return list(cuts.values())
 
-    def _take_in(self, actors: Mapping[str, Standing], now: float) -> dict[tuple[str, str], float]:
+    def _take_in(self, actors: Mapping[str, ReadyActor], now: float) -> dict[tuple[str, str], float]:
         """Time for which each path is known to be broken, by the actor that tells and the one it does not reach."""
         since, found = {}, {}
         for teller in actors.values():
@@ -134,7 +134,7 @@ class Reach:
         self._since = since
         return found
 
-    def _judge(self, teller: str, other: str, seen: _Seen) -> tuple[str, str]:
+    def _judge(self, teller: str, other: str, seen: _Look) -> tuple[str, str]:
         """The one of the two ends of a path that is at fault, and what it did."""
         cannot = f"it could not reach {other}"
         if seen.alike(teller) > 1:

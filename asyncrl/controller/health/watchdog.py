@@ -23,7 +23,7 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.config.operation import WatchdogConfig
-from asyncrl.controller.health.blame import FIRST, LEISURE, Seen, find_culprit
+from asyncrl.controller.health.blame import FIRST, LEISURE, SeenActor, find_culprit
 from asyncrl.messages.actors import RunPhase
 from asyncrl.roles import role_of
 
@@ -36,7 +36,7 @@ FINISHED = frozenset({"done", "ready"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class StallReport:
     """The watchdog's words on a stall."""
 
     number: int
@@ -71,7 +71,7 @@ class Watchdog:
     """Patience by role, as ``patience_of`` has it."""
     max_restarts: int = 3
     """Culprits that are started again before the run ends, if none of it brings a step."""
-    report: Report | None = None
+    report: StallReport | None = None
     _reports: int = 0
     _restarts: int = 0
     """Culprits that were started again since the last step."""
@@ -86,7 +86,7 @@ class Watchdog:
     _budgeted: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Incarnation and state of those that were within a budget at the last look."""
 
-    def look(self, actors: Mapping[str, Seen], phase: RunPhase, now: float) -> bool:
+    def look(self, actors: Mapping[str, SeenActor], phase: RunPhase, now: float) -> bool:
         """Look how things are, every few seconds. Whether ``report`` is another one than before."""
         before = self.report
         gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.look_s)
@@ -100,7 +100,7 @@ class Watchdog:
             self._judge(actors, now)
         return self.report is not before
 
-    def _judge(self, actors: Mapping[str, Seen], now: float) -> None:
+    def _judge(self, actors: Mapping[str, SeenActor], now: float) -> None:
         assert self._moved is not None
         if self.report is None:
             until = self._moved + self.config.stall_s
@@ -115,7 +115,7 @@ class Watchdog:
         blame = find_culprit(actors, self._silent_after_s)
         action, done = self._decide(actors[blame.name], now - self._moved)
         lasted = f"{now - self._moved:.0f} s (no trained group, no version, no token)"
-        self.report = Report(
+        self.report = StallReport(
             number=self._reports,
             name=blame.name,
             incarnation=blame.incarnation,
@@ -124,7 +124,7 @@ class Watchdog:
             action=action,
         )
 
-    def _decide(self, culprit: Seen, lasted: float) -> tuple[Literal["none", "restart", "stop"], str]:
+    def _decide(self, culprit: SeenActor, lasted: float) -> tuple[Literal["none", "restart", "stop"], str]:
         """Say what is done about a culprit."""
         policy, name = self.config.policy, culprit.name
         if policy == "report":
@@ -141,7 +141,7 @@ class Watchdog:
         self._restarts += 1
         return "restart", f"{name} is killed and started again (watchdog.policy = {policy})"
 
-    def _take_in(self, actors: Mapping[str, Seen]) -> bool:
+    def _take_in(self, actors: Mapping[str, SeenActor]) -> bool:
         """Whether anything has moved."""
         moved = False
         budgeted = {}
@@ -164,11 +164,11 @@ class Watchdog:
         self._budgeted = budgeted
         return moved
 
-    def _left_s(self, actor: Seen) -> float:
+    def _left_s(self, actor: SeenActor) -> float:
         """Seconds left of the budget of the state that an actor is in."""
         return self.config.budgets_s.get(actor.state, 0.0) - actor.state_s
 
-    def _is_excused(self, actors: Mapping[str, Seen]) -> bool:
+    def _is_excused(self, actors: Mapping[str, SeenActor]) -> bool:
         living = [actor for actor in actors.values() if not actor.ended and actor.silent_s < self._silent_after_s]
         return any(self._left_s(actor) > 0.0 for actor in living)
 
@@ -177,7 +177,7 @@ class Watchdog:
         return max(SILENT_SHARE * self.config.stall_s, 3 * self.look_s)
 
 
-def _nothing_to_do(actors: Mapping[str, Seen]) -> bool:
+def _nothing_to_do(actors: Mapping[str, SeenActor]) -> bool:
     """The learner has nothing to train, and nobody works or waits for anybody in earnest."""
     learner = actors[FIRST]
     return learner.state in FINISHED and all(

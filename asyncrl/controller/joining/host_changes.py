@@ -19,8 +19,8 @@ from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.controller.joining.hosts import Host as HeardHost
 from asyncrl.controller.joining.hosts import Hosts
+from asyncrl.controller.joining.hosts import ReportedHost as HeardHost
 from asyncrl.controller.joining.membership import Departure, Guest, KnownHost, Membership, NobodyServes
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import InvalidRequest, NotKept

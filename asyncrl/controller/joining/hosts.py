@@ -26,7 +26,7 @@ HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class ReportedHost:
     """A host as its agent tells of it."""
 
     agent: str
@@ -45,8 +45,8 @@ class Hosts:
     lost_s: float
     heartbeat_s: float
     head: str
-    known: dict[str, Host] = field(default_factory=dict)
-    lost: dict[str, Host] = field(default_factory=dict)
+    known: dict[str, ReportedHost] = field(default_factory=dict)
+    lost: dict[str, ReportedHost] = field(default_factory=dict)
     _known_since: dict[str, float] = field(default_factory=dict)
     _lost_since: dict[str, float] = field(default_factory=dict)
     _host_of: dict[str, str] = field(default_factory=dict)
@@ -57,12 +57,12 @@ class Hosts:
         if not isinstance(actors, list):
             return False
         name = str(record.facts.get(HOST) or record.host)
-        return self._add(Host(record.name, name, frozenset(map(str, actors))), now)
+        return self._add(ReportedHost(record.name, name, frozenset(map(str, actors))), now)
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
         """Take in the hosts that ``describe`` told of to an earlier controller."""
         for agent, (name, actors) in described.items():
-            self._add(Host(agent, name, frozenset(actors)), now)
+            self._add(ReportedHost(agent, name, frozenset(actors)), now)
 
     def forget(self, agent: str) -> bool:
         """A host has left the run for good; whether it was known."""
@@ -76,7 +76,7 @@ class Hosts:
         """Name of each host and its actors, by agent."""
         return {host.agent: (host.name, sorted(host.actors)) for host in self.known.values()}
 
-    def look(self, registry: Registry, now: float) -> tuple[list[Host], list[Host]]:
+    def look(self, registry: Registry, now: float) -> tuple[list[ReportedHost], list[ReportedHost]]:
         """Hosts that are newly lost, and those that are back; to be asked about once in a heartbeat."""
         registry.listen(now, self.lost_s)
         back = [host for host in self.lost.values() if self._has_spoken(host, registry)]
@@ -100,7 +100,7 @@ class Hosts:
         }
         return {actor for actor, agent in self._host_of.items() if agent in doubtful}
 
-    def _add(self, host: Host, now: float) -> bool:
+    def _add(self, host: ReportedHost, now: float) -> bool:
         self._known_since.setdefault(host.agent, now)
         if self.known.get(host.agent) == host:
             return False
@@ -108,7 +108,7 @@ class Hosts:
         self._host_of.update(dict.fromkeys(host.actors, host.agent))
         return True
 
-    def _silence_of(self, host: Host, registry: Registry, now: float) -> float:
+    def _silence_of(self, host: ReportedHost, registry: Registry, now: float) -> float:
         """Silence (s) of the actor or agent on the host that was heard of last."""
         if self.head in host.actors:
             return 0.0
@@ -116,11 +116,11 @@ class Hosts:
         heard = max((entry.heard for entry in entries if entry is not None), default=self._known_since[host.agent])
         return registry.silence_since(max(heard, self._known_since[host.agent]), now)
 
-    def _has_spoken(self, host: Host, registry: Registry) -> bool:
+    def _has_spoken(self, host: ReportedHost, registry: Registry) -> bool:
         agent = registry.entries.get(host.agent)
         return agent is not None and agent.heard > self._lost_since[host.agent]
 
     @staticmethod
-    def _living(host: Host, registry: Registry) -> Iterable[str]:
+    def _living(host: ReportedHost, registry: Registry) -> Iterable[str]:
         entries = registry.entries
         return [host.agent, *(name for name in host.actors if name in entries and entries[name].heard_of)]

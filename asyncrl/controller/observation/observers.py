@@ -17,8 +17,8 @@ import msgspec
 from asyncrl.controller.observation.recent_lines import is_proper
 from asyncrl.controller.observation.snapshot_builder import (
     Constants,
-    Events,
-    Lines,
+    RecentEvents,
+    RecentMetrics,
     take_picture,
     view_actors,
     view_self,
@@ -72,8 +72,8 @@ class Watching:
         )
         self.began = actor.clock.wall()
         """Wall time at which the first controller of this attempt of the run started."""
-        self.lines = Lines()
-        self._events = Events()
+        self.lines = RecentMetrics()
+        self._events = RecentEvents()
         self._phase = run.phase
         self._restarts = 0
         self._own: Heartbeat | None = None
@@ -136,7 +136,7 @@ class Watching:
         self._restarts = restarts
         if earlier is not None:
             self._events.recall(earlier.events)
-            lines, self.lines = self.lines, Lines()
+            lines, self.lines = self.lines, RecentMetrics()
             for known in (earlier.train, earlier.updates, earlier.evals, *lines.all):
                 for line in filter(is_proper, known):
                     self.lines.add(line)

@@ -42,7 +42,7 @@ MOST_EVALS = 64
 
 
 @dataclass(slots=True)
-class Lines:
+class RecentMetrics:
     """The newest lines of metrics.jsonl."""
 
     train: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=TRAIN_LINES))
@@ -83,7 +83,7 @@ class Lines:
 
 
 @dataclass(slots=True)
-class Events:
+class RecentEvents:
     """The newest EVENTS events of a run."""
 
     kept: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
@@ -149,7 +149,7 @@ def view_self(record: ActorRecord, beat: Heartbeat, registry: Registry, constant
 def take_picture(
     constants: Constants,
     run: RunStateMachine,
-    lines: Lines,
+    lines: RecentMetrics,
     events: Iterable[Event],
     actors: Iterable[ActorView],
     *,
@@ -192,7 +192,7 @@ def take_picture(
     )
 
 
-def _step(lines: Lines, actors: Iterable[ActorView]) -> int:
+def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
     """Steps trained: by the newest line, or, before one is there in this attempt, by what the learner says."""
     said = (actor.figures.get("learner/step", 0.0) for actor in actors if actor.name == "learner/0")
     return max(lines.step, int(next(said, 0.0)))

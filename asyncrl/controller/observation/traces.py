@@ -110,7 +110,7 @@ class _Pids:
         return self._numbers.setdefault(actor, len(self._numbers) + 1)
 
 
-class Pace:
+class TracePace:
     """The pace of traces on demand: whether the next may be written. Pure: the caller brings the time (s)."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Traces:
         self._ready, self._ask, self._number, self._log = ready, ask, number, log
         self._wanted: _Collection | None = None
         self._writing: asyncio.Task[TraceWritten] | None = None
-        self._pace = Pace()
+        self._pace = TracePace()
         self._kept: deque[Path] = deque()
         """Traces on demand, the oldest first."""
         self._last: _Collection | None = None

@@ -41,7 +41,7 @@ LAST_RANK = ROLES["controller"].drain_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """The end of the run. ``actor`` names the one that failed; ``exit_code`` is 0 if the last step was trained."""
 
     actor: str = ""
@@ -76,7 +76,7 @@ class RunStateMachine:
     """Version of the newest complete checkpoint; -1 for none."""
     preempted_by: str = ""
     """Words for the one that asked that the run make way."""
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     stuck: list[Stuck] = field(default_factory=list)
     """Actors that hold up the run, as far as that is known."""
     trace: int = 0
@@ -275,11 +275,11 @@ class RunStateMachine:
 
     def fail(self, actor: str, reason: str, log: str, exit_code: int, now: float) -> bool:
         """The run cannot go on because of ``actor``."""
-        return self._begin_drain(Outcome(actor=actor, reason=reason, log=log, exit_code=exit_code or 1), now)
+        return self._begin_drain(RunOutcome(actor=actor, reason=reason, log=log, exit_code=exit_code or 1), now)
 
     def stop(self, reason: str, now: float) -> bool:
         """Somebody wants the run to end."""
-        return self._begin_drain(Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE), now)
+        return self._begin_drain(RunOutcome(reason=reason, exit_code=STOPPED_EXIT_CODE), now)
 
     def preempt(self, by: str, now: float) -> bool:
         """The run is to make way: nothing new is generated, and a checkpoint is written, until ``grace_s`` is over."""
@@ -296,7 +296,7 @@ class RunStateMachine:
         """
         if failure:
             return self.fail(by, failure, "", 1, now)
-        return self._begin_drain(self._preempted() if preempted else Outcome(), now)
+        return self._begin_drain(self._preempted() if preempted else RunOutcome(), now)
 
     def tick(self, now: float) -> bool:
         """Let time pass: a late start fails the run, a rank whose time is over makes way for the next."""
@@ -425,15 +425,15 @@ class RunStateMachine:
         """Whether an actor of this rank has not ended."""
         return any(drain_rank(name) == rank for name in self.expected - self._ended)
 
-    def _preempted(self) -> Outcome:
+    def _preempted(self) -> RunOutcome:
         if self.checkpoint < 0:
             grace = f"{self.grace_s:g} s (preempt.grace_s)"
             reason = f"preempted by {self.preempted_by}, and no checkpoint was complete after {grace}"
-            return Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE)
+            return RunOutcome(reason=reason, exit_code=STOPPED_EXIT_CODE)
         reason = f"preempted by {self.preempted_by} with a checkpoint of version {self.checkpoint}"
-        return Outcome(reason=reason, exit_code=PREEMPTED_EXIT_CODE)
+        return RunOutcome(reason=reason, exit_code=PREEMPTED_EXIT_CODE)
 
-    def _begin_drain(self, outcome: Outcome, now: float) -> bool:
+    def _begin_drain(self, outcome: RunOutcome, now: float) -> bool:
         if self.outcome is not None:
             return False
         self.outcome = outcome

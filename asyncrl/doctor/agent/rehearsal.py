@@ -27,11 +27,11 @@ from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS
 from asyncrl.config.load import validate_config
 from asyncrl.doctor.agent.speaker import Speaker
-from asyncrl.doctor.agent.verdict import Played, Turn
+from asyncrl.doctor.agent.verdict import Played, RehearsedTurn
 from asyncrl.episodes.command import Programs
-from asyncrl.episodes.http.endpoint import Endpoint
+from asyncrl.episodes.http.endpoint import PolicyEndpoint
 from asyncrl.episodes.session import OnDelta
-from asyncrl.episodes.session import Session as Playing
+from asyncrl.episodes.session import PolicySession as Playing
 from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeWorkersEnded
 from asyncrl.messages import Message, Request
@@ -174,7 +174,7 @@ class Rehearsal:
     async def hosting(self, sessions: Sessions) -> AsyncIterator[None]:
         """Endpoint and players, for as long as the context lasts."""
         episode, self._sessions = self._config.episode, sessions
-        self._endpoint = Endpoint(
+        self._endpoint = PolicyEndpoint(
             self,
             max_request_bytes=episode.max_request_bytes,
             notify=self._notice,
@@ -270,9 +270,9 @@ class Rehearsal:
         self._moments["last answer"] = self._clock.now()
         return reply
 
-    def policy(self, ticket: Ticket, account: CallAccount, **told: Any) -> Policy:
+    def policy(self, ticket: Ticket, account: CallAccount, **told: Any) -> RehearsedPolicy:
         """The policy for one call, in place of PolicyCall."""
-        return Policy(self._speaker, self._tokenizer, _asked.get(), told["sampled"])
+        return RehearsedPolicy(self._speaker, self._tokenizer, _asked.get(), told["sampled"])
 
     def tell(self, session: Session, call: str, offset: int, text: str) -> None:
         """Pass on text of a call under way."""
@@ -314,7 +314,7 @@ class Rehearsal:
             reward=self._reward,
             turn_rewards=len(conversation.rewards),
             turns=[
-                Turn(
+                RehearsedTurn(
                     cause=node.cause,
                     goes_on=node.parent is not None,
                     context_tokens=node.length - len(node.ids),
@@ -340,7 +340,7 @@ class Rehearsal:
         )
 
 
-class Policy:
+class RehearsedPolicy:
     """The engine as one call of the policy sees it; it gives the speaker's answer."""
 
     def __init__(

@@ -33,7 +33,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class RehearsedTurn:
     """One answer of the policy."""
 
     cause: str
@@ -70,7 +70,7 @@ class Played:
     """stop, turns, length or time."""
     reward: float | None
     turn_rewards: int
-    turns: list[Turn]
+    turns: list[RehearsedTurn]
     sequences: list[int]
     """Tokens of each sequence that is trained, its context included."""
     cost_factor: float

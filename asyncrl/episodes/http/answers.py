@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.episodes.http.call_book import Call
-from asyncrl.episodes.http.dialects.dialect import Asked, Body, Dialect, Events, Failure, Stamp
+from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure, ReplyStream, Stamp
 
 BLANK = b" "
 COMMENT = b": the policy is being asked\n\n"
@@ -22,7 +22,7 @@ JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
 
 
-class Cut(Exception):
+class CutConnection(Exception):
     """The connection is to be cut."""
 
     def __init__(self, reason: str) -> None:
@@ -41,18 +41,18 @@ async def send(
             await response.prepare(request)
             await response.write_eof()
     except TimeoutError:
-        raise Cut("slow reader") from None
+        raise CutConnection("slow reader") from None
     return response
 
 
-class Answer:
+class HttpAnswer:
     """The answer to one request: ``whole`` or ``stream``, once."""
 
     def __init__(
         self,
         request: web.BaseRequest,
         dialect: Dialect,
-        asked: Asked,
+        asked: ChatRequest,
         call: Call,
         *,
         model: str,
@@ -83,12 +83,12 @@ class Answer:
         if self._response is not None:
             # The status was sent. A client that tries again is told with a status of its own.
             self._explain(outcome)
-            raise Cut("failed late")
+            raise CutConnection("failed late")
         return await self._fail(self._explain(outcome))
 
     async def stream(self, news: asyncio.Event) -> web.StreamResponse:
         """A stream of events. Raises Cut."""
-        events: Events | None = None
+        events: ReplyStream | None = None
         while self._call.running:
             alive = await self._more(news)
             fresh = self._fresh()
@@ -148,7 +148,7 @@ class Answer:
                     await self._response.prepare(self._request)
                 await self._response.write(raw)
         except TimeoutError:
-            raise Cut("slow reader") from None
+            raise CutConnection("slow reader") from None
         return self._response
 
     async def _finish(self, raw: bytes) -> web.StreamResponse:
@@ -157,5 +157,5 @@ class Answer:
             async with asyncio.timeout(self._timeout_s):
                 await response.write_eof()
         except TimeoutError:
-            raise Cut("slow reader") from None
+            raise CutConnection("slow reader") from None
         return response

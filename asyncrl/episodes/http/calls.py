@@ -17,7 +17,7 @@ import structlog
 
 from asyncrl.episodes.http.call_book import Call, CallBook
 from asyncrl.episodes.http.core import Core
-from asyncrl.episodes.http.dialects.dialect import Asked
+from asyncrl.episodes.http.dialects.dialect import ChatRequest
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
 
@@ -56,7 +56,7 @@ class Calls:
         """Sessions with calls, and calls."""
         return len(self._books), sum(len(book.calls) for book in self._books.values())
 
-    def find(self, key: str, asked: Asked, identity: bytes, *, retried: bool, untrained: bool) -> Call:
+    def find(self, key: str, asked: ChatRequest, identity: bytes, *, retried: bool, untrained: bool) -> Call:
         """The call that a request is. It is under way, unless its outcome is known. Raises TooManyCalls."""
         book = self._books.setdefault(key, CallBook())
         call = book.retried(identity) if retried else None
@@ -110,7 +110,7 @@ class Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, key: str, book: CallBook, call: Call, asked: Asked, untrained: bool) -> None:
+    def _start(self, key: str, book: CallBook, call: Call, asked: ChatRequest, untrained: bool) -> None:
         def ended(task: asyncio.Task[None]) -> None:
             del self._tasks[call]
             call.running = False
@@ -124,7 +124,7 @@ class Calls:
         self._tasks[call] = asyncio.create_task(self._run(key, book, call, asked, untrained), name="chat")
         self._tasks[call].add_done_callback(ended)
 
-    async def _run(self, key: str, book: CallBook, call: Call, asked: Asked, untrained: bool) -> None:
+    async def _run(self, key: str, book: CallBook, call: Call, asked: ChatRequest, untrained: bool) -> None:
         try:
             replies = await self._ask(key, call, asked, untrained)
             book.nodes[call.number] = replies[0].node
@@ -135,7 +135,7 @@ class Calls:
                 self._counts["failed"] += 1
                 self._log.exception("a call of an episode failed", call=call.number)
 
-    async def _ask(self, key: str, call: Call, asked: Asked, untrained: bool) -> list[ChatReply]:
+    async def _ask(self, key: str, call: Call, asked: ChatRequest, untrained: bool) -> list[ChatReply]:
         def chat(choice: int) -> Chat:
             return Chat(
                 session=key,

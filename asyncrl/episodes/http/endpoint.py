@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable
 import structlog
 from aiohttp import web
 
-from asyncrl.episodes.http.answers import Answer, Cut, send
+from asyncrl.episodes.http.answers import CutConnection, HttpAnswer, send
 from asyncrl.episodes.http.bodies import LARGE_BODY, InvalidJson, decoded, digest, reward_of
 from asyncrl.episodes.http.calls import Calls, TooManyCalls
 from asyncrl.episodes.http.core import Core
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
-from asyncrl.episodes.http.dialects.dialect import Asked, Body, Dialect, Failure
+from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
 from asyncrl.episodes.http.dialects.messages import Messages
 from asyncrl.episodes.http.dialects.responses import Responses
 from asyncrl.errors import ChatRefused, EpisodeOver, WireError
@@ -48,7 +48,7 @@ UNTRAINED = "x-asyncrl-untrained"
 """Header of a request for an answer that is not to be trained."""
 
 
-class Rejected(Exception):
+class RejectedRequest(Exception):
     """A request that is answered with an error before it has called anything."""
 
     def __init__(self, failure: Failure) -> None:
@@ -56,7 +56,7 @@ class Rejected(Exception):
         super().__init__(failure.message)
 
 
-class Endpoint:
+class PolicyEndpoint:
     """The HTTP server of a host's sessions. ``counts`` grows with each notable thing that happens, by its name."""
 
     def __init__(
@@ -115,11 +115,11 @@ class Endpoint:
         dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])
         try:
             return await self._route(request, dialect)
-        except Rejected as rejected:
+        except RejectedRequest as rejected:
             return await self._send(request, dialect.failure(rejected.failure), rejected.failure.status)
         except web.RequestPayloadError:
             raise ConnectionResetError from None
-        except Cut as cut:
+        except CutConnection as cut:
             self.counts[f"cut/{cut.reason}"] += 1
             raise self._aborted(request) from None
         except WireError:
@@ -147,9 +147,9 @@ class Endpoint:
         method, serve = routes.get(request.path, ("", self._models))
         if not method:
             self.counts["unknown_paths"] += 1
-            raise Rejected(Failure(status=404, message=f"this path is not served here; {', '.join(routes)} are"))
+            raise RejectedRequest(Failure(status=404, message=f"this path is not served here; {', '.join(routes)} are"))
         if request.method != method:
-            raise Rejected(Failure(status=405, message=f"{request.path} is for {method} alone"))
+            raise RejectedRequest(Failure(status=405, message=f"{request.path} is for {method} alone"))
         return await serve(request, self._key(request))
 
     def _key(self, request: web.BaseRequest) -> str:
@@ -157,7 +157,9 @@ class Endpoint:
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not KEY.fullmatch(key) or not self._core.knows(key):
             self.counts["unauthorized"] += 1
-            raise Rejected(Failure(status=401, message="this is not the key of an episode", code="invalid_api_key"))
+            raise RejectedRequest(
+                Failure(status=401, message="this is not the key of an episode", code="invalid_api_key")
+            )
         return key
 
     async def _models(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
@@ -173,7 +175,7 @@ class Endpoint:
             value, node = reward_of(body, lambda number: self.calls.node(key, number))
             credited = await self._core.turn_reward(key, node, value)
         except (EpisodeOver, ChatRefused) as error:
-            raise Rejected(self._told(error)) from None
+            raise RejectedRequest(self._told(error)) from None
         return await self._send(request, {"completion": f"chatcmpl-{credited}", "node": credited, "value": value})
 
     async def _chat(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
@@ -183,7 +185,7 @@ class Endpoint:
         try:
             asked = dialect.parse(body)
         except ChatRefused as refused:
-            raise Rejected(self._told(refused)) from None
+            raise RejectedRequest(self._told(refused)) from None
         self._note(asked)
         self.counts["streamed"] += asked.stream
         retried = "Idempotency-Key" in request.headers or _retry_count(request) > 0
@@ -191,8 +193,8 @@ class Endpoint:
         try:
             call = self.calls.find(key, asked, identity, retried=retried, untrained=untrained)
         except TooManyCalls as error:
-            raise Rejected(Failure(status=429, message=str(error), code="too_many_calls")) from None
-        answer = Answer(
+            raise RejectedRequest(Failure(status=429, message=str(error), code="too_many_calls")) from None
+        answer = HttpAnswer(
             request,
             dialect,
             asked,
@@ -216,7 +218,7 @@ class Endpoint:
                 return decoded(raw), digest(raw, salt)
             return await asyncio.to_thread(decoded, raw), await asyncio.to_thread(digest, raw, salt)
         except InvalidJson as error:
-            raise Rejected(Failure(status=400, message=str(error), code="invalid_json")) from None
+            raise RejectedRequest(Failure(status=400, message=str(error), code="invalid_json")) from None
 
     async def _read(self, request: web.BaseRequest) -> bytearray:
         most = self._max_request_bytes
@@ -234,15 +236,15 @@ class Endpoint:
                     else:
                         return raw
         except TimeoutError:
-            raise Cut("slow sender") from None
+            raise CutConnection("slow sender") from None
         self.counts["too_large"] += 1
         message = f"the request is longer than {most} bytes; episode.max_request_bytes sets the limit"
-        raise Rejected(Failure(status=413, message=message, code="request_too_large"))
+        raise RejectedRequest(Failure(status=413, message=message, code="request_too_large"))
 
     async def _send(self, request: web.BaseRequest, body: Body, status: int = 200) -> web.StreamResponse:
         return await send(request, body, status, timeout_s=self._client_timeout_s)
 
-    def _note(self, asked: Asked) -> None:
+    def _note(self, asked: ChatRequest) -> None:
         for name in asked.ignored:
             self._count(
                 f"ignored/{name}",

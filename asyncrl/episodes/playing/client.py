@@ -52,7 +52,7 @@ class Reply:
         return message
 
 
-class Policy(Protocol):
+class PolicyHandler(Protocol):
     """The receiver of one session's calls."""
 
     async def chat(self, chat: Chat) -> ChatReply:
@@ -67,7 +67,7 @@ class Policy(Protocol):
 class Client:
     """The policy, for one episode. Calls may be made at the same time."""
 
-    def __init__(self, policy: Policy, *, session: str, model: str, base_url: str) -> None:
+    def __init__(self, policy: PolicyHandler, *, session: str, model: str, base_url: str) -> None:
         self._policy, self._session = policy, session
         self._calls = 0
         self._node: int | None = None

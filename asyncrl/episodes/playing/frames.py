@@ -16,7 +16,7 @@ SMALL_BYTES = 1 << 20
 """Bytes of a frame beside the messages of a chat."""
 
 
-class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+class EpisodeSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """The code that the worker plays, as in the configuration, and the address of the policy."""
 
     kind: str
@@ -55,13 +55,13 @@ class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
     field: str = ""
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+class StopEpisode(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End an episode; it is answered by Ended."""
 
     session: str
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class EpisodeReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Episodes can be played; or ``problems`` of the configuration, a line each, say why not."""
 
     problems: list[str] = []
@@ -124,5 +124,5 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     """The event loop of the worker turns."""
 
 
-ToWorker = Setup | Play | Answered | Denied | Stop
-ToHost = Ready | Asked | GaveUp | Rewarded | Printed | Noted | Ended | Alive
+ToWorker = EpisodeSetup | Play | Answered | Denied | StopEpisode
+ToHost = EpisodeReady | Asked | GaveUp | Rewarded | Printed | Noted | Ended | Alive

@@ -29,14 +29,14 @@ from asyncrl.episodes.playing.frames import (
     Asked,
     Denied,
     Ended,
+    EpisodeReady,
+    EpisodeSetup,
     GaveUp,
     Noted,
     Play,
     Printed,
-    Ready,
     Rewarded,
-    Setup,
-    Stop,
+    StopEpisode,
     ToHost,
     ToWorker,
 )
@@ -57,7 +57,7 @@ CHAT_PLACE = re.compile(r"\$\[1\]\.")
 """Place of a call in its frame."""
 
 
-class Session:
+class PlayedEpisode:
     """One episode: its calls of the policy, and the tasks that its code has made."""
 
     def __init__(self, worker: Worker, key: str) -> None:
@@ -105,25 +105,25 @@ class Session:
             self.answer(call, EpisodeOver(reason))
 
 
-_session: ContextVar[Session | None] = ContextVar("session", default=None)
+_session: ContextVar[PlayedEpisode | None] = ContextVar("session", default=None)
 
 
 class Worker:
     """The worker's side of the socket, and the episodes that it plays."""
 
-    def __init__(self, setup: Setup, player: Player, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, setup: EpisodeSetup, player: Player, writer: asyncio.StreamWriter) -> None:
         self._setup, self._player, self._writer = setup, player, writer
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._loop.set_task_factory(_owned_task)
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Asked)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, PlayedEpisode] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
     def take(self, message: ToWorker) -> None:
         """Take in a message of the host."""
         match message:
             case Play(key, task):
-                session = self._sessions[key] = Session(self, key)
+                session = self._sessions[key] = PlayedEpisode(self, key)
                 self._episodes[key] = self._loop.create_task(self._play(key, session, Task(**task)))
             case Answered(key, call, reply):
                 if key in self._sessions:
@@ -131,7 +131,7 @@ class Worker:
             case Denied(key, call):
                 if key in self._sessions:
                     self._sessions[key].answer(call, _denial(message))
-            case Stop(key):
+            case StopEpisode(key):
                 if key in self._sessions:
                     self._sessions[key].end(STOPPED)
                     self._episodes[key].cancel()
@@ -183,7 +183,7 @@ class Worker:
             self.send(Alive())
             await asyncio.sleep(self._setup.alive_s)
 
-    async def _play(self, key: str, session: Session, task: Task) -> None:
+    async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
         printer = Printer(
             self._setup.max_output_bytes, lambda text, dropped: self.send_soon(Printed(key, text, dropped))
         )
@@ -205,7 +205,7 @@ class Worker:
             body = self._encoder.encode(Ended(ended.session, error=f"returned components of {len(body)} bytes in all"))
         self._write(body)
 
-    async def _outcome(self, key: str, session: Session, printer: Printer, playing: Any) -> Ended:
+    async def _outcome(self, key: str, session: PlayedEpisode, printer: Printer, playing: Any) -> Ended:
         """The outcome of an episode. Nothing that the user's code raises, SystemExit included, may end the worker."""
         current.set(printer)
         _session.set(session)
@@ -229,7 +229,7 @@ class Worker:
             current.set(None)
             _session.set(None)
 
-    async def _end_tasks(self, session: Session) -> int:
+    async def _end_tasks(self, session: PlayedEpisode) -> int:
         """End tasks that the episode has left behind; returns the number of those that do not end."""
         left = [task for task in session.tasks if not task.done()]
         for task in left:
@@ -271,17 +271,17 @@ async def serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     messages = _Messages(reader)
     setup = await messages.next()
-    if not isinstance(setup, Setup):
+    if not isinstance(setup, EpisodeSetup):
         return
     notes, encoder = Notes(), msgspec.msgpack.Encoder()
     try:
         player = resolve(setup.kind, setup.code, setup.options, notes)
     except NotCallable as error:
-        writer.write(framed(encoder.encode(Ready(error.problems))))
+        writer.write(framed(encoder.encode(EpisodeReady(error.problems))))
         await writer.drain()
         return
     worker = notes.worker = Worker(setup, player, writer)
-    worker.send(Ready())
+    worker.send(EpisodeReady())
     beating = asyncio.create_task(worker.beat())
     while (message := await messages.next()) is not None:
         worker.take(message)

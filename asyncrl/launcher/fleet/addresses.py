@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from asyncrl.errors import UsageError
-from asyncrl.launcher.terms.spec import Facts, RouteQuery, Routes
+from asyncrl.launcher.terms.spec import HostOffer, RouteQuery, Routes
 
 SIOCGIFADDR = 0x8915
 
@@ -65,7 +65,7 @@ def is_this_host(name: str) -> bool:
     return any(address in here for address in addresses_of(name))
 
 
-def by_interface(hosts: Mapping[str, Facts], interface: str) -> dict[str, str]:
+def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, str]:
     """The address of each host at this interface. Raises UsageError."""
     problems = []
     for name, facts in hosts.items():
@@ -77,7 +77,7 @@ def by_interface(hosts: Mapping[str, Facts], interface: str) -> dict[str, str]:
     return {name: facts.interfaces[interface] for name, facts in hosts.items()}
 
 
-def by_route(head: str, hosts: Mapping[str, Facts], routes: Mapping[str, Routes]) -> dict[str, str]:
+def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Routes]) -> dict[str, str]:
     """The address of each host on its way to the head; ``routes`` are those of all others. Raises UsageError."""
     own = usable(hosts[head])
     wanted = [[hosts[name].client, *route.named] for name, route in routes.items()]
@@ -104,12 +104,12 @@ def towards(head: str, routes: Mapping[str, Routes]) -> dict[str, str]:
     return {name: route.via[head] for name, route in routes.items()}
 
 
-def interface_of(facts: Facts, address: str) -> str:
+def interface_of(facts: HostOffer, address: str) -> str:
     """The interface that holds an address; empty if none does."""
     return next((name for name, held in facts.interfaces.items() if held == address), "")
 
 
-def usable(facts: Facts) -> Sequence[str]:
+def usable(facts: HostOffer) -> Sequence[str]:
     """The addresses by which others may reach a host."""
     return [address for address in facts.interfaces.values() if not ipaddress.ip_address(address).is_loopback]
 

@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.errors import HostFailed
 from asyncrl.launcher.fleet.start import StartCommand, last_line
-from asyncrl.launcher.terms.spec import Facts, Refusal
+from asyncrl.launcher.terms.spec import HostOffer, Refusal
 
 LONGEST_LINE_BYTES = 64 << 20
 GREETING_LINES = 1000
@@ -38,7 +38,7 @@ class Contact:
 
     def __init__(self, name: str, start: StartCommand, *, any_host: bool = False) -> None:
         self.name, self.start, self._any_host = name, start, any_host
-        self.facts: Facts
+        self.facts: HostOffer
         self.process: asyncio.subprocess.Process
         self.asked = ""
         """The last order, in a word."""
@@ -81,7 +81,7 @@ class Contact:
             raise HostFailed(
                 self.name, f"asyncrl {found.get('version')} is installed there, {ours} here; make them equal"
             )
-        self.facts = msgspec.convert(found, Facts)
+        self.facts = msgspec.convert(found, HostOffer)
         if self.facts.gpu_problem and not self._any_host:
             raise HostFailed(self.name, self.facts.gpu_problem)
 

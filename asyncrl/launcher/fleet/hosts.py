@@ -10,16 +10,16 @@ from importlib.metadata import version
 
 from asyncrl.launcher.fleet.addresses import interfaces
 from asyncrl.launcher.fleet.checks import installed_sinks
-from asyncrl.launcher.terms.spec import Facts
+from asyncrl.launcher.terms.spec import HostOffer
 from asyncrl.preflight.room import descriptor_limit
 
 NVIDIA_SMI_S = 30.0
 
 
-def find_facts() -> Facts:
+def find_facts() -> HostOffer:
     """What this host offers: the cores this process may use, the GPUs that CUDA_VISIBLE_DEVICES leaves, or all."""
     gpus, problem = _gpus()
-    return Facts(
+    return HostOffer(
         version=version("asyncrl"),
         hostname=socket.gethostname(),
         cpus=len(os.sched_getaffinity(0)),

@@ -31,9 +31,9 @@ from asyncrl.launcher.fleet.addresses import find_routes
 from asyncrl.launcher.fleet.hosts import find_facts
 from asyncrl.launcher.run_folder.folders import CONFIG, PART, RUN_ID, hold_private, is_living, remove_abandoned
 from asyncrl.launcher.terms.spec import (
-    Ended,
     EndOrder,
-    Facts,
+    HostEnded,
+    HostOffer,
     HostSpec,
     ModelFound,
     ModelQuery,
@@ -64,7 +64,7 @@ def main() -> int:
     return serve(find_facts(), answers)
 
 
-def serve(facts: Facts, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
+def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
     """Say ``facts`` and answer orders of these types, a line each, until standard input ends; the exit code.
 
     ``output`` is the descriptor that lines are written to. An order that fails is answered by a Refusal, the last line.
@@ -158,7 +158,7 @@ def remove_part(run_dir: Path) -> None:
         run_dir.rmdir()
 
 
-def end(order: EndOrder) -> Ended:
+def end(order: EndOrder) -> HostEnded:
     """Carry out an EndOrder. The guard's argument tells it apart from every other process."""
     run_dir, private = Path(order.run_dir), private_name(order.index)
     until = time.monotonic() + order.patience_s
@@ -167,16 +167,16 @@ def end(order: EndOrder) -> Ended:
     while is_living(run_dir, private) or _guards(str(run_dir / private)):
         if time.monotonic() >= until:
             if killed or not order.kill:
-                return Ended(living=True, killed=killed)
+                return HostEnded(living=True, killed=killed)
             killed = _kill_agents(str(run_dir / private))
             if not killed:
-                return Ended(living=True, killed=False)
+                return HostEnded(living=True, killed=False)
             # The guard has as long to end what is left.
             until = time.monotonic() + order.patience_s
         time.sleep(LOOK_S)
     for path in remove_abandoned(run_dir.parent):
         sys.stderr.write(f"removed {path}\n")
-    return Ended(living=False, killed=killed)
+    return HostEnded(living=False, killed=killed)
 
 
 def _kill_agents(private: str) -> bool:

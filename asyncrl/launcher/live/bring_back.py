@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.messages.actors import BringBack
 
@@ -19,7 +19,7 @@ def bring_back(run: LivingRun, name: str) -> int:
 
 
 async def _bring_back(run: LivingRun, name: str) -> int:
-    async with Controller(run) as controller:
+    async with LiveController(run) as controller:
         await controller.ask(BringBack(name=name))
     Progress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
     return 0

@@ -22,20 +22,20 @@ from typing import Any
 
 from asyncrl.config.load import config_to_json
 from asyncrl.errors import AsyncRLError, UsageError
-from asyncrl.launcher.agent_handle import Member
+from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.fleet import addresses
 from asyncrl.launcher.fleet.fanout import Reached
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import StartCommand, shown
 from asyncrl.launcher.live.joined_hosts import Guests
-from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
 from asyncrl.launcher.multi_host import host_of, host_spec, start_agent
 from asyncrl.launcher.run_folder.folders import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.placement import Host, place_replicas, replicas_of
-from asyncrl.launcher.terms.spec import CONTROLLER_AT, Facts, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.launcher.terms.placement import PlacementHost, place_replicas, replicas_of
+from asyncrl.launcher.terms.spec import CONTROLLER_AT, HostOffer, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, Leave, NewHost
 from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
 from asyncrl.wire.keys import files_of_pairs, make_pairs
@@ -69,8 +69,8 @@ class _Joining:
     dry_run: bool
     actor_argv: Sequence[str]
     progress: Progress
-    facts: dict[str, Facts] = field(default_factory=dict)
-    hosts: dict[str, Host] = field(default_factory=dict)
+    facts: dict[str, HostOffer] = field(default_factory=dict)
+    hosts: dict[str, PlacementHost] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
     reached: Reached = field(init=False)
 
@@ -93,7 +93,7 @@ class _Joining:
         if self.dry_run:
             self._show_plan()
             return 0
-        async with Controller(self.run) as controller:
+        async with LiveController(self.run) as controller:
             members = await self._begin(controller)
             return await Guests(self.run, members, controller, self.progress).main()
 
@@ -140,7 +140,7 @@ class _Joining:
 
     # --- the run ---
 
-    async def _begin(self, controller: Controller) -> list[Member]:
+    async def _begin(self, controller: LiveController) -> list[AgentHandle]:
         """Do everything up to living agents. Raises AsyncRLError, having undone it."""
         attempts = self.run.config.supervision.max_restarts + 1
         curve = self.run.credentials.curve
@@ -150,7 +150,7 @@ class _Joining:
         }
         request = Join(ask=secrets.token_hex(16), hosts=[self._new_host(name, pairs[name]) for name in self.hosts])
         joined: Joined | None = None
-        members: list[Member] = []
+        members: list[AgentHandle] = []
         try:
             joined = await self._ask(controller, request)
             specs = {host.host: self._host_spec(host, joined.peers, pairs[host.host]) for host in joined.hosts}
@@ -181,7 +181,7 @@ class _Joining:
             episodes=self._roles == 2,
         )
 
-    async def _ask(self, controller: Controller, request: Join) -> Joined:
+    async def _ask(self, controller: LiveController, request: Join) -> Joined:
         """Ask the controller until everybody knows the newcomers. Raises UsageError."""
         loop = asyncio.get_running_loop()
         limit = self.run.config.supervision.start_timeout_s
@@ -194,7 +194,7 @@ class _Joining:
                 waiting = ", ".join(joined.waiting_for[:4])
                 raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
 
-    async def _withdraw(self, controller: Controller, ask: str, why: str) -> None:
+    async def _withdraw(self, controller: LiveController, ask: str, why: str) -> None:
         """Nobody is to wait for these hosts. The controller may not have heard of them, or have refused them."""
         for name in self.hosts:
             leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
@@ -217,7 +217,7 @@ class _Joining:
             files["secret.json"] = {"secret": credentials.secret}
         return host_spec(self.run.config, folder, _index(joined), files)
 
-    def _start_agent(self, joined: JoinedHost) -> Member:
+    def _start_agent(self, joined: JoinedHost) -> AgentHandle:
         host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
         names = [*joined.rollouters, *joined.episodes]
         spec = agent_spec(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import ActorFailed, AsyncRLError, UsageError
-from asyncrl.launcher.agent_handle import SLACK_S, Member, end_in_steps, hang_up
-from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.agent_handle import SLACK_S, AgentHandle, end_in_steps, hang_up
+from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.link import agent_name
@@ -31,8 +31,8 @@ class Guests:
     """The follower of the hosts that have joined a run; the module tells its rules."""
 
     run: LivingRun
-    members: Sequence[Member]
-    controller: Controller
+    members: Sequence[AgentHandle]
+    controller: LiveController
     progress: Progress
     interrupts: Interrupts = field(default_factory=Interrupts)
     _told: dict[str, str] = field(default_factory=dict)
@@ -60,10 +60,10 @@ class Guests:
 
     # --- events ---
 
-    async def _follow(self, member: Member) -> None:
+    async def _follow(self, member: AgentHandle) -> None:
         await member.hear(self.run.folder.logs, self.progress, lambda event: self._take(member, event))
 
-    def _take(self, member: Member, event: Any) -> None:
+    def _take(self, member: AgentHandle, event: Any) -> None:
         if isinstance(event, EndedEvent):
             return
         if isinstance(event, StateEvent) and member is not next((one for one in self.members if not one.over), None):
@@ -108,7 +108,7 @@ class Guests:
         await self.interrupts.next(SLACK_S)
         hang_up(self.members)
 
-    async def _ask_to_leave(self, member: Member, within: float) -> None:
+    async def _ask_to_leave(self, member: AgentHandle, within: float) -> None:
         if member.over:
             return
         reason = f"its launcher was ended by {signal.Signals(self.interrupts.signal).name}"
@@ -119,7 +119,7 @@ class Guests:
             self._refused |= isinstance(error, UsageError)
             self.progress.warn([str(error)])
 
-    def _conclude(self, member: Member) -> int:
+    def _conclude(self, member: AgentHandle) -> int:
         """Say how a member ended; the exit code that this amounts to."""
         ended = member.ended
         if ended is None and member.lost:

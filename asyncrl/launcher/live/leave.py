@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 from asyncrl.launcher.agent_handle import SLACK_S
-from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.messages.hosts import Leave, LeaveBegun, MemberHost
 
@@ -27,7 +27,7 @@ def leave_run(run: LivingRun, host: str, within_s: float | None = None) -> int:
 async def _leave(run: LivingRun, host: str, within_s: float) -> int:
     progress = Progress(sys.stdout, run.config.learner.steps)
     supervision = run.config.supervision
-    async with Controller(run) as controller:
+    async with LiveController(run) as controller:
         leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
         begun: LeaveBegun = await controller.ask(leave, timeout=ASK_S)
         actors = ", ".join(begun.actors)
@@ -53,7 +53,7 @@ async def _leave(run: LivingRun, host: str, within_s: float) -> int:
     return 0
 
 
-async def _wait_until_left(controller: Controller, agent: str) -> MemberHost | None:
+async def _wait_until_left(controller: LiveController, agent: str) -> MemberHost | None:
     """The host, once it has left; None if the run ends before."""
     async for members in controller.members():
         for host in members.hosts:

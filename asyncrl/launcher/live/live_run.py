@@ -88,13 +88,13 @@ def find_living(place: str) -> LivingRun:
     return LivingRun(folder=folder, config=config, address=json.loads(address)["address"], credentials=credentials)
 
 
-class Controller:
+class LiveController:
     """The controller of a living run. Use as an async context manager."""
 
     def __init__(self, run: LivingRun) -> None:
         self._run = run
 
-    async def __aenter__(self) -> Controller:
+    async def __aenter__(self) -> LiveController:
         run, network = self._run, self._run.config.network
         self._transport = ZmqTransport(run.credentials, max_message_bytes=network.max_message_bytes)
         endpoint = Endpoint(

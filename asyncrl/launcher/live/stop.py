@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from asyncrl.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.fleet.remote import agents_of
-from asyncrl.launcher.live.live_run import Controller, LivingRun
+from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.node.guard import END_S
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
 from asyncrl.launcher.terminal.progress import Progress
@@ -40,7 +40,7 @@ async def _stop(run: LivingRun) -> int:
     progress.say(f"{path} is asked to make way: a checkpoint within {grace_s:g} s, then its processes end")
     # The guard sees to the end of those whom its agent has killed.
     patience = grace_s + drain_s + END_S
-    async with Controller(run) as controller:
+    async with LiveController(run) as controller:
         asking = asyncio.create_task(controller.ask(StopRun(reason=COMMAND, preempt=True), timeout=patience))
         try:
             await _until(lambda: asking.done() or not run.lives, patience)

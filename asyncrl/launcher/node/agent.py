@@ -29,15 +29,15 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.fleet.remote import remove_part
-from asyncrl.launcher.node.agent_state import Host
+from asyncrl.launcher.node.agent_state import AgentState
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.instructions import (
-    Announce,
+    AnnounceRestart,
     AskStop,
     Instruction,
     Kill,
     KillAll,
-    Report,
+    ReportEnd,
     ReportStart,
     Spawn,
 )
@@ -101,7 +101,7 @@ class Agent:
         self._guard = os.getppid()
         self._actors = {actor.name: actor for actor in spec.actors}
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
-        self._host = Host(logs, config.supervision, config.preempt.grace_s)
+        self._host = AgentState(logs, config.supervision, config.preempt.grace_s)
         self._incarnations = Incarnations(spec.above)
         self._children: dict[str, Child] = {}
         self._starts: dict[str, int] = {}
@@ -188,9 +188,9 @@ class Agent:
                     if self._link is not None:
                         started = ActorStarted(name=name, incarnation=incarnation)
                         self._tasks.create_task(self._link.report_start(started))
-                case Report():
+                case ReportEnd():
                     self._report(instruction)
-                case Announce(name, reason, after_s):
+                case AnnounceRestart(name, reason, after_s):
                     self._emit(RestartEvent(name=name, reason=reason, after_s=after_s))
                 case Kill(name, reason):
                     self._kill(self._children[name], reason)
@@ -376,7 +376,7 @@ class Agent:
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
         self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))
 
-    def _report(self, end: Report) -> None:
+    def _report(self, end: ReportEnd) -> None:
         if self._link is not None:
             message = ActorEnded(
                 name=end.name,

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
 from asyncrl.launcher.node.instructions import (
-    Announce,
+    AnnounceRestart,
     AskStop,
     Instruction,
     Kill,
     KillAll,
-    Report,
+    ReportEnd,
     ReportStart,
     Spawn,
 )
@@ -58,7 +58,7 @@ class _Unexplained:
 
 
 @dataclass(slots=True)
-class Host:
+class AgentState:
     """One host's actors, each with the path of its log, in the order of their start: on the head controller first."""
 
     logs: Mapping[str, str]
@@ -88,7 +88,7 @@ class Host:
     """Actors that are being killed because they were condemned, with the reason."""
     _aside: dict[str, bool] = field(default_factory=dict)
     """Replicas that are not started for now, each with whether the living controller has said so."""
-    _ends: dict[str, Report] = field(default_factory=dict)
+    _ends: dict[str, ReportEnd] = field(default_factory=dict)
     """The last end of each actor."""
     _all_started: bool = False
     _reachable: bool = False
@@ -214,7 +214,7 @@ class Host:
         # A restart has been told: as a plain end.
         return [report] if report.fatal else []
 
-    def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> Report:
+    def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ReportEnd:
         """A death: a restart, or the end."""
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
@@ -346,7 +346,7 @@ class Host:
             instructions += self._died_after_all(name, now)
         for name in [name for name, (at, *_) in self._due.items() if now >= at]:
             _, reason, died = self._due.pop(name)
-            instructions += [Announce(name, reason, now - died), *self._spawn(name)]
+            instructions += [AnnounceRestart(name, reason, now - died), *self._spawn(name)]
             if name == self.controller and self._all_started:
                 self._reach_by = now + self._first_word_s
         return instructions
@@ -428,8 +428,8 @@ class Host:
         self.living.add(name)
         return [Spawn(name)]
 
-    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> Report:
-        report = Report(name, self.incarnations.get(name, 0), exit_code, fatal, reason)
+    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> ReportEnd:
+        report = ReportEnd(name, self.incarnations.get(name, 0), exit_code, fatal, reason)
         self._ends[name] = report
         return report
 

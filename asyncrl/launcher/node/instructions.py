@@ -13,7 +13,7 @@ class Spawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportEnd:
     """Tell the controller of the end of this incarnation."""
 
     name: str
@@ -32,7 +32,7 @@ class ReportStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class AnnounceRestart:
     """Tell the launcher that an actor that died for this reason, so long ago, is started again."""
 
     name: str
@@ -61,4 +61,4 @@ class KillAll:
     """Kill every process that is left."""
 
 
-Instruction = Spawn | ReportStart | Report | Announce | Kill | AskStop | KillAll
+Instruction = Spawn | ReportStart | ReportEnd | AnnounceRestart | Kill | AskStop | KillAll

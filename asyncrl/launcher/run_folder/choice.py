@@ -37,7 +37,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ResumedRun:
     """The run that is gone on with."""
 
     path: Path
@@ -59,7 +59,7 @@ def find_candidates(config: Config) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.number)
 
 
-def choose(candidates: Sequence[Candidate]) -> Choice:
+def choose(candidates: Sequence[Candidate]) -> ResumedRun:
     """The run to go on with, of at least one candidate. Raises UsageError if one of them lives."""
     for candidate in candidates:
         if candidate.lives:
@@ -69,7 +69,7 @@ def choose(candidates: Sequence[Candidate]) -> Choice:
         chosen = min(candidates, key=lambda candidate: (candidate.unbegun, candidate.number))
         names = ", ".join(candidate.path.name for candidate in candidates)
         why = f"none of {names} has a checkpoint" if len(candidates) > 1 else ""
-        return Choice(path=chosen.path, why=why, warnings=[])
+        return ResumedRun(path=chosen.path, why=why, warnings=[])
     written, chosen = max(with_checkpoint, key=lambda pair: (pair[0], pair[1].number))
     later = [
         candidate
@@ -83,7 +83,7 @@ def choose(candidates: Sequence[Candidate]) -> Choice:
         for candidate in later
     ]
     why = f"of {len(candidates)} runs of that name its newest checkpoint was written last, at {_shown(written)}"
-    return Choice(path=chosen.path, why=why if len(candidates) > 1 else "", warnings=warnings)
+    return ResumedRun(path=chosen.path, why=why if len(candidates) > 1 else "", warnings=warnings)
 
 
 def _look_at(config: Config, path: Path, number: int) -> Candidate:

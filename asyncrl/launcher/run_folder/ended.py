@@ -50,7 +50,7 @@ def read_ended(folder: RunFolder) -> EndedEvent | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RunProgress:
     """The newest complete checkpoint and the last step that was trained; 0 for none."""
 
     checkpoint: Found | None
@@ -79,7 +79,7 @@ class Left:
         return what + (f"; {lost} trained since" if self.lost else "; no trained step is lost")
 
 
-def find_left(config: Config, folder: RunFolder, heard: int = 0) -> Left:
+def find_left(config: Config, folder: RunFolder, heard: int = 0) -> RunProgress:
     """Look into a run folder on this machine; of a run elsewhere nothing is found.
 
     ``heard`` is the last step that its launcher has heard of: the lines that a full disk lacks count as well.
@@ -92,9 +92,9 @@ def find_left(config: Config, folder: RunFolder, heard: int = 0) -> Left:
     checkpoints = checkpoint_dir(config, folder.path)
     try:
         exported = _exported(folder) if trained >= config.learner.steps else None
-        return Left(CheckpointFolder(checkpoints).newest(), trained, exported=exported)
+        return RunProgress(CheckpointFolder(checkpoints).newest(), trained, exported=exported)
     except (CheckpointError, OSError) as error:
-        return Left(None, trained, trouble=str(error))
+        return RunProgress(None, trained, trouble=str(error))
 
 
 def _exported(folder: RunFolder) -> Path | None:
@@ -109,7 +109,7 @@ def write_command(folder: RunFolder, command: str) -> None:
     (folder.logs / COMMAND).write_text(f"{command}\n")
 
 
-def describe_end(folder: RunFolder, ended: EndedEvent, left: Left) -> list[str]:
+def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> list[str]:
     """Lines on a run that ended before its last step: what is left, and how it goes on; none on one that is done.
 
     The last line tells why it ended.

@@ -25,7 +25,7 @@ from asyncrl.checkpoint.step_back import StepBack, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
-from asyncrl.launcher.run_folder.choice import Choice, choose, find_candidates
+from asyncrl.launcher.run_folder.choice import ResumedRun, choose, find_candidates
 from asyncrl.launcher.run_folder.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
 from asyncrl.preflight.inputs import KnownPrompts
 
@@ -97,7 +97,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     CheckpointError, ConfigError or RunChanged.
     """
     chosen: Path | None = None
-    choice: Choice | None = None
+    choice: ResumedRun | None = None
     if place == AUTO:
         choice = _choose(config)
         path = choice.path
@@ -134,7 +134,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     )
 
 
-def _choose(config: Config) -> Choice:
+def _choose(config: Config) -> ResumedRun:
     candidates = find_candidates(config)
     if not candidates:
         path = Path(config.run.dir).absolute() / config.run.name

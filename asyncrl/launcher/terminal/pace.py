@@ -11,7 +11,7 @@ from collections import deque
 STEPS = 20
 
 
-class Pace:
+class RunPace:
     """The pace of a run. ``steps`` is its last step, ``began`` the time at which it was started (s, monotonic)."""
 
     def __init__(self, steps: int, began: float) -> None:

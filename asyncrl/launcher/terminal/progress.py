@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from rich.cells import cell_len, set_cell_size
 
 from asyncrl.launcher.terminal.notices import ShownNotices
-from asyncrl.launcher.terminal.pace import Pace
+from asyncrl.launcher.terminal.pace import RunPace
 from asyncrl.launcher.terms.spec import (
     Event,
     MetricsEvent,
@@ -44,7 +44,7 @@ class Progress:
         self, out: TextIO, steps: int, err: TextIO | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._now_s = now
-        self._pace = Pace(steps, now())
+        self._pace = RunPace(steps, now())
         self.notices = ShownNotices()
         self.step = 0
         """The last step heard of."""

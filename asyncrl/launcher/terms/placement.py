@@ -36,7 +36,7 @@ MOST_HOSTS_NAMED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class PlacementHost:
     """A host and what it offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there.
 
     ``address`` is that by which other hosts reach it; empty for network.host, as on the only host of a run.
@@ -60,7 +60,7 @@ class Placed:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
+def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
     """Place every actor of a run, the controller first. ``hosts`` have different names, the head is the first of them.
 
     ``config`` is that of ``with_gpus`` and ``with_episode_hosts``. Raises ConfigError.
@@ -98,7 +98,7 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
     return [placed[name] for name in config.actors]
 
 
-def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
+def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
     """The config with the GPUs of an engine, as these hosts let it be if the user does not say. Raises ConfigError."""
     if config.rollout.gpus_per_replica is not None:
         return config
@@ -108,7 +108,7 @@ def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
     return validate_config(tree)
 
 
-def with_episode_hosts(config: Config, hosts: Sequence[Host]) -> Config:
+def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config:
     """The config with the number of hosts that play episodes beside those of the rollouters: all that can, where the
     user does not say. ``config`` is that of ``with_gpus``. Raises ConfigError.
     """
@@ -133,13 +133,13 @@ def with_episode_hosts(config: Config, hosts: Sequence[Host]) -> Config:
     return config
 
 
-def replicas_of(config: Config, host: Host) -> int:
+def replicas_of(config: Config, host: PlacementHost) -> int:
     """Engines that a host has room for that is to have nothing else; one, where they compute on CPUs."""
     each = _gpus_per_replica(config)
     return len(host.gpus) // each if each else 1
 
 
-def place_replicas(config: Config, host: Host, names: Sequence[str]) -> list[Placed]:
+def place_replicas(config: Config, host: PlacementHost, names: Sequence[str]) -> list[Placed]:
     """Place rollouters and episode hosts of these names on a host that has nothing else of the run."""
     each = _gpus_per_replica(config)
     rollouters = [name for name in names if role_of(name) == "rollouter"]
@@ -154,7 +154,7 @@ def place_replicas(config: Config, host: Host, names: Sequence[str]) -> list[Pla
     return placed
 
 
-def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
+def _learner_on_gpu(config: Config, hosts: Sequence[PlacementHost]) -> bool:
     learner = config.learner
     there = any(host.gpus for host in hosts)
     return learner.backend != "sim" and (learner.device == "cuda" or (learner.device == "auto" and there))
@@ -167,7 +167,7 @@ def _gpus_per_replica(config: Config) -> int:
     return config.rollout.gpus_per_replica
 
 
-def _counts(config: Config, hosts: Sequence[Host]) -> tuple[list[int], list[int]]:
+def _counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]]:
     """Learner ranks and engines of each host. Raises ConfigError."""
     on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     gpus = [len(host.gpus) for host in hosts]
@@ -191,7 +191,7 @@ def _counts(config: Config, hosts: Sequence[Host]) -> tuple[list[int], list[int]
     return ranks, replicas
 
 
-def _spread(counts: list[int], more: int, hosts: Sequence[Host], computing: list[int]) -> None:
+def _spread(counts: list[int], more: int, hosts: Sequence[PlacementHost], computing: list[int]) -> None:
     """Add ``more`` processes to ``counts``, each where it gets most cores; ``computing`` are those there already."""
     for _ in range(more):
         chosen = max(range(len(hosts)), key=lambda i: (hosts[i].cpus / (computing[i] + 1), -i))
@@ -200,7 +200,7 @@ def _spread(counts: list[int], more: int, hosts: Sequence[Host], computing: list
             computing[chosen] += 1
 
 
-def _split_ranks(config: Config, hosts: Sequence[Host], each: int) -> list[int]:
+def _split_ranks(config: Config, hosts: Sequence[PlacementHost], each: int) -> list[int]:
     """Learner ranks of each host, a GPU each: the first hosts as full as leaves room for all engines on the others.
 
     Raises ConfigError where there is no such split.
@@ -237,7 +237,7 @@ def _split_ranks(config: Config, hosts: Sequence[Host], each: int) -> list[int]:
     return split
 
 
-def _refusal(config: Config, hosts: Sequence[Host], ranks: int, each: int) -> ConfigError:
+def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: int) -> ConfigError:
     """The error that tells why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
     replicas = config.rollout.replicas
     needed, there = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
@@ -262,14 +262,18 @@ def _refusal(config: Config, hosts: Sequence[Host], ranks: int, each: int) -> Co
     return ConfigError([told])
 
 
-def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
+def _episode_hosts(
+    hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
+) -> list[PlacementHost]:
     """The hosts that can play episodes for rollouters elsewhere."""
     return [
         host for host, *computing in zip(hosts, ranks, replicas, strict=True) if not host.gpus and not any(computing)
     ]
 
 
-def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
+def _reward_hosts(
+    config: Config, hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
+) -> list[PlacementHost]:
     """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
     # Those without which a run goes on are of low priority.
     on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
@@ -284,7 +288,7 @@ def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], r
     return [hosts[freest[pool % len(hosts)]] for pool in range(config.reward.pools)]
 
 
-def _threads(config: Config, host: Host, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:
+def _threads(config: Config, host: PlacementHost, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:
     """Threads of a process of each role that computes on the host; ``on_gpu``: the learner does it on GPUs."""
     counts = {}
     if config.learner.backend != "sim":
@@ -305,12 +309,14 @@ def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
     return dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
 
 
-def _interface_environment(host: Host) -> dict[str, str]:
+def _interface_environment(host: PlacementHost) -> dict[str, str]:
     """Variables that name the interface over which collectives go."""
     return dict.fromkeys(INTERFACE_VARIABLES, host.interface) if host.interface else {}
 
 
-def _torch_environment(config: Config, head: Host, ranks: Sequence[int], index: int, local: int) -> dict[str, str]:
+def _torch_environment(
+    config: Config, head: PlacementHost, ranks: Sequence[int], index: int, local: int
+) -> dict[str, str]:
     """Variables that torch.distributed reads, for a rank of the host at ``index``; the ranks agree on the port."""
     return {
         "RANK": str(sum(ranks[:index]) + local),

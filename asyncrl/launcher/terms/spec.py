@@ -21,7 +21,7 @@ from asyncrl.preflight.findings import Finding
 # --- before the agent lives ---
 
 
-class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
+class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
     """The first line: what the host offers."""
 
     version: str
@@ -108,7 +108,7 @@ class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
     kill: bool = True
 
 
-class Ended(Struct, frozen=True, kw_only=True, tag="gone"):
+class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
     """The answer to EndOrder: whether something lives still, and whether it was killed for this order."""
 
     living: bool

@@ -34,7 +34,7 @@ class Words(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class FailedWrite:
     """A checkpoint, or a model, that could not be written."""
 
     version: int
@@ -66,7 +66,7 @@ class Kept:
     path: Path
 
 
-async def room(failed: Failed, until: Callable[[], float], clock: Clock) -> bool:
+async def room(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
     """Whether another attempt is worth while before ``until()``, which may change meanwhile; waits for it."""
     retry_at = clock.now() + REFUSED_PAUSE_S
     while (left := until() - clock.now()) > 0:
@@ -80,7 +80,7 @@ async def room(failed: Failed, until: Callable[[], float], clock: Clock) -> bool
     return False
 
 
-def advice(failed: Failed) -> str:
+def advice(failed: FailedWrite) -> str:
     """Advice to the user of a full disk."""
     words = f"free {in_bytes(max(0, failed.needed - (failed.free or 0)) or failed.needed)} or more there"
     if failed.older:
@@ -88,7 +88,7 @@ def advice(failed: Failed) -> str:
     return words
 
 
-def checkpoint_failed(failed: Failed, kept: Kept | None) -> Words:
+def checkpoint_failed(failed: FailedWrite, kept: Kept | None) -> Words:
     """Notice of a checkpoint that failed while training goes on."""
     if kept is None:
         stays = f"no checkpoint is complete so far: all {failed.step} steps would be lost"
@@ -106,7 +106,7 @@ def checkpoint_complete_again(failed: int, kept: Kept) -> str:
     return f"{failed} {what} failed; {kept.path} (step {kept.step}) is complete"
 
 
-def waits_for_room(what: str, failed: Failed, seconds: float) -> Words:
+def waits_for_room(what: str, failed: FailedWrite, seconds: float) -> Words:
     """Notice, at the end of the run, that it waits for room."""
     return Words(
         f"{what} of version {failed.version} could not be written: {failed.reason}",
@@ -148,7 +148,7 @@ def version_failed(error: OSError, newest: int, version_bytes: float, wait_s: fl
 
 
 def end_of_run(
-    checkpoint: Failed | None, export: Failed | None, kept: Kept | None, run_dir: Path, *, exported: bool
+    checkpoint: FailedWrite | None, export: FailedWrite | None, kept: Kept | None, run_dir: Path, *, exported: bool
 ) -> str:
     """Reasons that a run that was trained ends as failed, the loss, and the way to mend it. Empty if nothing failed.
 
@@ -176,7 +176,7 @@ def end_of_run(
     return "; ".join(parts)
 
 
-def _lost(failed: Failed, kept: Kept | None, *, exported: bool) -> str:
+def _lost(failed: FailedWrite, kept: Kept | None, *, exported: bool) -> str:
     first = 1 if kept is None else kept.step + 1
     steps = f"step {first}" if first == failed.step else f"steps {first} to {failed.step}"
     of = (

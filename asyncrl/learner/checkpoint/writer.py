@@ -37,7 +37,7 @@ from asyncrl.checkpoint.step_back import StepBack
 from asyncrl.disk import free_bytes, no_room
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint.failed_writes import LOOK_S, Failed, Kept
+from asyncrl.learner.checkpoint.failed_writes import LOOK_S, FailedWrite, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
 
@@ -76,7 +76,7 @@ class Checkpoints:
         clock: Clock,
         recorded: Callable[[CheckpointState], Awaitable[None]],
         on_written: Callable[[Written], object],
-        on_failed: Callable[[Failed], object],
+        on_failed: Callable[[FailedWrite], object],
         on_damaged: Callable[[str, str], object],
     ) -> None:
         """``recorded`` returns once the lines of all that the checkpoint holds are written: a learner that goes on from
@@ -87,7 +87,7 @@ class Checkpoints:
         """Checkpoints that came due while one was being written."""
         self.newest: Kept | None = None
         """The newest complete checkpoint, restored or written."""
-        self.failed: Failed | None = None
+        self.failed: FailedWrite | None = None
         """Failure of the newest attempt; None while one is being written, and once it is complete."""
         self.owed = False
         """Whether a checkpoint could not be written for want of room, and now there is some."""
@@ -204,7 +204,7 @@ class Checkpoints:
                 older = await asyncio.to_thread(self._folder.older)
         elif error.path != str(folder):
             reason = f"{error.path}: {reason}"
-        self.failed = Failed(
+        self.failed = FailedWrite(
             version=state.version,
             step=state.step,
             folder=folder,

@@ -1,7 +1,7 @@
 """Parcels that travel to the ranks before their step begins: which may, when they are void, which a rank holds. Pure.
 
     rank 0   numbers its sendings (``Sendings``), and says with each the number that a step has taken last
-    rank     holds one parcel at most (``Slot``); ``train`` names the number that it is to be of
+    rank     holds one parcel at most (``ParcelSlot``); ``train`` names the number that it is to be of
 
 A number goes from wanted to taken, by the step that begins with the very plan it was sent for, or to void, by a plan
 that was withdrawn. Nothing comes back from void.
@@ -63,7 +63,7 @@ class Sendings:
 
 
 @dataclass(slots=True)
-class Slot:
+class ParcelSlot:
     """A rank's place for the one parcel of a step to come."""
 
     number: int = 0

@@ -92,7 +92,7 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     purpose: Purpose
 
 
-class Score(msgspec.Struct, frozen=True, tag=True):
+class ScoreProbe(msgspec.Struct, frozen=True, tag=True):
     """Take part in scoring the probe."""
 
     sequences: list[ProbeSequence]
@@ -111,17 +111,17 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     renew: bool
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
     """Take part in reading a checkpoint."""
 
     folder: str
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopRank(msgspec.Struct, frozen=True, tag=True):
     """End; nothing more will come."""
 
 
-Command = Train | Reference | Gather | Score | See | Save | Load | Stop
+Command = Train | Reference | Gather | ScoreProbe | See | Save | LoadCheckpoint | StopRank
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
@@ -288,7 +288,7 @@ class Trainer:
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
         if not sequences:
             return None
-        command = Score(list(sequences))
+        command = ScoreProbe(list(sequences))
         self._tell(command)
         return self._score_probe(command)
 
@@ -340,7 +340,7 @@ class Trainer:
         return self._save(command)
 
     def load(self, folder: Path) -> None:
-        self._tell(Load(str(folder)))
+        self._tell(LoadCheckpoint(str(folder)))
         self._load(folder)
 
     def follow(self) -> None:
@@ -356,14 +356,14 @@ class Trainer:
             elif isinstance(command, Gather):
                 with self._phase("copy"):
                     self._assembly.begin(command.purpose, take_part)
-            elif isinstance(command, Score):
+            elif isinstance(command, ScoreProbe):
                 self._score_probe(command)
             elif isinstance(command, See):
                 self._look(Path(command.path))
             elif isinstance(command, Save):
                 # Its end is told to rank 0, and logged here.
                 self._save(command)
-            elif isinstance(command, Load):
+            elif isinstance(command, LoadCheckpoint):
                 # Damage is seen before anything is changed: rank 0 goes on with another one.
                 with contextlib.suppress(DamagedCheckpoint):
                     self._load(Path(command.folder))
@@ -391,7 +391,7 @@ class Trainer:
     def stop(self) -> None:
         if self._ranks is not None:
             if self._rank == 0:
-                self._tell(Stop())
+                self._tell(StopRank())
             if hasattr(self, "_ahead"):
                 # After the word to stop: a rank that waits for room would not take this one any more.
                 self._ahead.close()
@@ -434,7 +434,7 @@ class Trainer:
         contents = dcp.load(folder, self._policy, self._optimizer, self._ranks)
         self.steps, self.warm_steps = contents.steps, contents.warm_steps
 
-    def _score_probe(self, command: Score) -> Probe:
+    def _score_probe(self, command: ScoreProbe) -> Probe:
         ranks = self._ranks
         assert ranks is not None
         with ranks.waiting("scoring the probe"), self._phase("probe"):

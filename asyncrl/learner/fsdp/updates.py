@@ -34,7 +34,7 @@ from asyncrl.learner.algorithm.losses import supervised
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.learner.fsdp.gang.ranks import Ranks
-from asyncrl.learner.fsdp.model.policy import Policy, Row, make_row
+from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, make_row
 
 
 class TermShape(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ SUPERVISED_TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedUpdate:
     """An update that was not taken."""
 
     what: str
@@ -83,7 +83,7 @@ class StepResult:
     """Metrics of the updates that were taken, and the update that was not."""
 
     metrics: dict[str, float]
-    refused: Refused | None
+    refused: RefusedUpdate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Scored:
 class Scorer(Protocol):
     """A model that scores rows, as Policy does."""
 
-    def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+    def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob of each target, float32 [N], nats, and the entropy there."""
 
 
@@ -159,7 +159,7 @@ class Updates:
                 metrics.append(found)
             else:
                 what, sequences = found
-                return StepResult(_mean(metrics), Refused(what, number, sequences))
+                return StepResult(_mean(metrics), RefusedUpdate(what, number, sequences))
         return StepResult(_mean(metrics), None)
 
     def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
@@ -172,12 +172,12 @@ class Updates:
         self._policy.reshard()
         return found
 
-    def _row(self, batch: MicroBatch) -> Row:
+    def _row(self, batch: MicroBatch) -> PackedRow:
         return make_row(
             batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device, prefixes=batch.prefixes
         )
 
-    def _score(self, rows: Sequence[Row], temperature: float, *, several: bool) -> list[_Scored]:
+    def _score(self, rows: Sequence[PackedRow], temperature: float, *, several: bool) -> list[_Scored]:
         def by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
             if scorer is None:
                 return [None] * len(rows)
@@ -191,7 +191,7 @@ class Updates:
         teacher = by(self._scorers.teacher, "scoring by the teacher")
         return [_Scored(*each) for each in zip(proximal, reference, teacher, strict=True)]
 
-    def _score_row(self, scorer: Scorer, row: Row, temperature: float) -> Tensor:
+    def _score_row(self, scorer: Scorer, row: PackedRow, temperature: float) -> Tensor:
         logprobs = scorer.score(row, temperature)[0]
         self._ranks.mark()
         return logprobs
@@ -200,8 +200,8 @@ class Updates:
         self,
         name: str,
         shape: UpdateShape,
-        members: Sequence[tuple[MicroBatch, Row, _Scored]],
-        taught: Sequence[tuple[MicroBatch, Row]],
+        members: Sequence[tuple[MicroBatch, PackedRow, _Scored]],
+        taught: Sequence[tuple[MicroBatch, PackedRow]],
         *,
         rate: float,
         temperature: float,
@@ -261,7 +261,7 @@ class Updates:
     def _accumulate(
         self,
         batch: MicroBatch,
-        row: Row,
+        row: PackedRow,
         scored: _Scored,
         denominator: float,
         *,
@@ -277,7 +277,7 @@ class Updates:
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
-    def _teach(self, batch: MicroBatch, row: Row, shape: UpdateShape) -> _Accumulated:
+    def _teach(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
         """Add the gradient of a micro-batch of conversations; its loss is a share of the mean, without coefficient."""
         assert shape.supervised is not None
         logprobs, _ = self._policy.score(row, SUPERVISED_TEMPERATURE)

@@ -46,7 +46,7 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class IntakeState:
     """All that a successor needs in order to go on."""
 
     ledger: LedgerState
@@ -62,7 +62,7 @@ class Snapshot:
 class Intake:
     """The groups of a learner, from delivery to outcome."""
 
-    def __init__(self, learner: LearnerConfig, restored: Snapshot | None = None) -> None:
+    def __init__(self, learner: LearnerConfig, restored: IntakeState | None = None) -> None:
         self._learner = learner
         self.ledger = Ledger() if restored is None else Ledger.restore(restored.ledger)
         self.buffer = GroupBuffer()
@@ -239,10 +239,10 @@ class Intake:
             self._misnamed = "; ".join(error.problems)
             return False
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> IntakeState:
         """State between two steps."""
         assert not self._in_training
-        return Snapshot(
+        return IntakeState(
             self.ledger.state, self.buffer.groups, list(self.filtered), self._failed, list(self.delivered_lengths)
         )
 

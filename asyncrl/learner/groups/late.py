@@ -59,7 +59,7 @@ class Calendar:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NextGroups:
     """Groups of the next step, or the one that it waits for."""
 
     step: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Choice:
 
 def choose_step(
     buffer: GroupBuffer, known: Collection[str], outstanding: Sequence[OpenGrant], calendar: Calendar, count: int
-) -> Choice:
+) -> NextGroups:
     """The step of the ``count`` oldest groups, unless it makes a group late that could be on time.
 
     ``outstanding`` are groups that are not in the buffer, ``known`` uids that were granted before the dataloader told
@@ -80,14 +80,14 @@ def choose_step(
     aged = sorted((_age(group, calendar), group.ticket.uid) for group in buffer.groups)
     chosen = [(age, uid) for age, uid in aged if uid in known][:count]
     if len(chosen) < count:
-        return Choice()
+        return NextGroups()
     taken = {uid for _, uid in chosen}
     left = [age[0] for age, uid in aged if uid not in taken] + [grant.served_version for grant in outstanding]
     step = [age[0] for age, _ in chosen]
     if calendar.on_time(step + sorted(left)) >= calendar.on_time(sorted(step + left)):
-        return Choice(step=tuple(uid for _, uid in chosen))
+        return NextGroups(step=tuple(uid for _, uid in chosen))
     in_time = [grant for grant in outstanding if not calendar.is_lost(grant.served_version)]
-    return Choice(waits_for=min(in_time, key=lambda grant: (grant.served_version, grant.uid), default=None))
+    return NextGroups(waits_for=min(in_time, key=lambda grant: (grant.served_version, grant.uid), default=None))
 
 
 def _age(group: Group, calendar: Calendar) -> tuple[int, tuple[int, int]]:

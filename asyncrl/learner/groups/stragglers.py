@@ -14,7 +14,7 @@ from __future__ import annotations
 from asyncrl.config import Config
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.late import Calendar, Choice, choose_step
+from asyncrl.learner.groups.late import Calendar, NextGroups, choose_step
 from asyncrl.messages.dataloader import GrantsOpen, OpenGrant
 from asyncrl.runtime.awaits import Await
 from asyncrl.runtime.services import ActorServices
@@ -77,7 +77,7 @@ class Stragglers:
         """Wait for nothing any more."""
         self._wait_for(None, 0)
 
-    def _choose(self, version: int, unpublished: int) -> Choice:
+    def _choose(self, version: int, unpublished: int) -> NextGroups:
         size, per_version = self._learner.groups_per_step, self._learner.steps_per_version
         left = max(1, per_version - unpublished) * size
         calendar = Calendar(version, left, per_version * size, self._limit)

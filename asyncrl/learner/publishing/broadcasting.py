@@ -73,7 +73,7 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
     return "nccl" if transport == "auto" and on_gpu and config.rollout.on_gpu else None
 
 
-class Sending:
+class BucketQueue:
     """The buckets of one version: put in on the thread that assembles, read on the sender's, once for each group."""
 
     def __init__(self, version: int, layouts: list[BucketLayout], timeout_s: float) -> None:
@@ -187,7 +187,7 @@ class Broadcaster:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._sender: BucketSender | None = None
         self._layouts: list[BucketLayout] = []
-        self._sending: Sending | None = None
+        self._sending: BucketQueue | None = None
 
     async def start(self) -> None:
         """Bind the rendezvous store. Raises the sender's errors."""
@@ -199,7 +199,7 @@ class Broadcaster:
         if self._sending is not None and self._sending.version == manifest.version:
             self._sending.gathered()
 
-    def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> Sending | None:
+    def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue | None:
         """Announce a version once its first bucket is put into the result, and send its buckets.
 
         None if it is not broadcast: it is the first, or one before it is still on its way.
@@ -209,7 +209,7 @@ class Broadcaster:
         if self._sending is not None:
             self._log.info("not broadcast: another version is", version=version, other=self._sending.version)
             return None
-        self._sending = Sending(version, self._layouts, self._timeout_s)
+        self._sending = BucketQueue(version, self._layouts, self._timeout_s)
         tasks.create_task(self._conduct(self._sending, self._sender, probe), name=f"broadcast of version {version}")
         return self._sending
 
@@ -224,7 +224,7 @@ class Broadcaster:
         if self._sending is not None:
             self._sending.close()
 
-    async def _conduct(self, sending: Sending, sender: BucketSender, probe: Probe | None) -> None:
+    async def _conduct(self, sending: BucketQueue, sender: BucketSender, probe: Probe | None) -> None:
         announcement = Announce(
             version=sending.version,
             backend=self._backend,
@@ -241,7 +241,7 @@ class Broadcaster:
         sending.close()
         self._sending = None
 
-    async def _send(self, sending: Sending, sender: BucketSender, group: CollectiveGroup) -> bool:
+    async def _send(self, sending: BucketQueue, sender: BucketSender, group: CollectiveGroup) -> bool:
         """Send to one group; whether another is to be asked for, since it did not reach this one."""
         error = ""
         try:
@@ -275,7 +275,7 @@ class Broadcaster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _send(sender: BucketSender, group: CollectiveGroup, sending: Sending) -> None:
+def _send(sender: BucketSender, group: CollectiveGroup, sending: BucketQueue) -> None:
     try:
         sender.send(group, sending.version, sending.layouts, sending.buckets())
     except BaseException:

@@ -24,7 +24,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.exchange.publication import Publication
-from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketSender, Sending, collective_backend
+from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketQueue, BucketSender, collective_backend
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.messages import Request
@@ -155,7 +155,7 @@ class Versions:
         self._assembling.add_done_callback(ended)
         return version
 
-    async def _assemble(self, version: int, assembly: Future[Publication], sending: Sending | None) -> None:
+    async def _assemble(self, version: int, assembly: Future[Publication], sending: BucketQueue | None) -> None:
         self._assemblies.enter(f"gather v{version}", version=version)
         try:
             publication = await asyncio.wrap_future(assembly)
@@ -186,7 +186,7 @@ class Versions:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _fail(sending: Sending | None, error: BaseException) -> None:
+def _fail(sending: BucketQueue | None, error: BaseException) -> None:
     if sending is not None:
         sending.fail(f"the learner could not assemble it: {str(error) or type(error).__name__}")
 

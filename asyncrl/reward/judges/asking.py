@@ -18,8 +18,8 @@ from typing import Any
 
 from asyncrl.reward.judges.answers import BadAnswer
 from asyncrl.reward.judges.cache import AnswerCache, key_of
-from asyncrl.reward.judges.client import Answer, AskFailed, JudgeClient
-from asyncrl.reward.judges.limits import Limits
+from asyncrl.reward.judges.client import AskFailed, JudgeClient, JudgeReply
+from asyncrl.reward.judges.limits import JudgeLimits
 from asyncrl.reward.judges.options import JudgeOptions
 from asyncrl.reward.judges.questions import Question
 from asyncrl.reward.judges.views import shorten
@@ -84,7 +84,7 @@ class Asker:
         self._options, self._timeout_s, self._counters = options, timeout_s, counters
         self._cache, self._on_request = cache, on_request
         self._client = JudgeClient(options)
-        self.limits = Limits(
+        self.limits = JudgeLimits(
             options.concurrency,
             requests_per_minute=options.requests_per_minute,
             tokens_per_minute=options.tokens_per_minute,
@@ -138,7 +138,7 @@ class Asker:
         text = (await self._answer([*question.messages, said, asked], question.schema, time_left)).text
         return question.read(text), text
 
-    async def _answer(self, messages: list[dict[str, str]], schema: dict[str, Any], time_left: _TimeLeft) -> Answer:
+    async def _answer(self, messages: list[dict[str, str]], schema: dict[str, Any], time_left: _TimeLeft) -> JudgeReply:
         tokens = int(sum(len(message["content"]) for message in messages) / CHARS_PER_TOKEN) + ANSWER_TOKENS
         for number in range(1, self._options.tries + 1):
             try:
@@ -161,7 +161,7 @@ class Asker:
 
     async def _request(
         self, messages: list[dict[str, str]], schema: dict[str, Any], tokens: int, time_left: _TimeLeft
-    ) -> Answer:
+    ) -> JudgeReply:
         counters, prices = self._counters, self._options.price_per_million
         async with self.limits.turn(tokens) as spent:
             counters.requests += 1

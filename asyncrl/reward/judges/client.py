@@ -42,7 +42,7 @@ class _Message(msgspec.Struct):
     refusal: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _JudgeChoice(msgspec.Struct):
     message: _Message
     finish_reason: str | None = None
 
@@ -53,12 +53,12 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_JudgeChoice]
     usage: _Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JudgeReply:
     """The judge's answer. Tokens are as its server counts them; 0 where it does not."""
 
     text: str
@@ -80,7 +80,7 @@ class JudgeClient:
         self._session: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Reply)
 
-    async def ask(self, messages: Sequence[dict[str, str]], schema: dict[str, Any]) -> Answer:
+    async def ask(self, messages: Sequence[dict[str, str]], schema: dict[str, Any]) -> JudgeReply:
         """The model's answer. Raises AskFailed; the caller keeps the time."""
         return await self._post(messages, schema if self._takes_schema else None)
 
@@ -89,7 +89,7 @@ class JudgeClient:
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, messages: Sequence[dict[str, str]], schema: dict[str, Any] | None) -> Answer:
+    async def _post(self, messages: Sequence[dict[str, str]], schema: dict[str, Any] | None) -> JudgeReply:
         body: dict[str, Any] = {"model": self._options.model, "messages": list(messages), **self._options.extra}
         if schema is not None:
             format = {"name": "judgement", "strict": True, "schema": schema}
@@ -126,7 +126,7 @@ class JudgeClient:
             parts.append(part)
         return b"".join(parts)
 
-    def _answer(self, data: bytes) -> Answer:
+    def _answer(self, data: bytes) -> JudgeReply:
         try:
             reply = self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -135,7 +135,7 @@ class JudgeClient:
         if not reply.choices:
             raise AskFailed("no chat completion", f"{self._url} answers with no choice", passing=True)
         message, usage = reply.choices[0].message, reply.usage or _Usage()
-        return Answer(message.content or message.refusal or "", usage.prompt_tokens, usage.completion_tokens)
+        return JudgeReply(message.content or message.refusal or "", usage.prompt_tokens, usage.completion_tokens)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

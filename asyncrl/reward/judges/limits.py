@@ -1,7 +1,7 @@
 """Limits on the requests to a judge at once and in a minute.
 
 ``MinuteLimit`` is pure. Invariant: in any 60 seconds no more than its limit begins, a single item that is larger
-excepted, which then is alone. ``Limits`` lets calls begin in the order in which they came, and holds them all back when
+excepted, which then is alone. ``JudgeLimits`` lets calls begin in the order in which they came, and holds them all back when
 the judge has asked for a pause. Waiting is bounded by the limits themselves, and ends when the caller is cancelled.
 """
 
@@ -55,7 +55,7 @@ class MinuteLimit:
         return spent
 
 
-class Limits:
+class JudgeLimits:
     """Limits of one judge, for all its calls."""
 
     def __init__(

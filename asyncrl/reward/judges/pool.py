@@ -27,7 +27,7 @@ from asyncrl.reward.judges.asking import Asker, JudgeCounters, VoteFailed
 from asyncrl.reward.judges.cache import AnswerCache
 from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
-from asyncrl.reward.scoring.faults import Fault
+from asyncrl.reward.scoring.faults import RewardFault
 from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.reward.scoring.shaping import all_shaped
 from asyncrl.reward.scoring.slots import PoolCounters
@@ -80,7 +80,7 @@ class JudgePool:
         start_timeout_s: float = 120.0,
         folder: Path | None = None,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
-        on_outcome: Callable[[str, Fault | None], None] = lambda uid, fault: None,
+        on_outcome: Callable[[str, RewardFault | None], None] = lambda uid, fault: None,
         on_request: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
@@ -200,7 +200,7 @@ class JudgePool:
 
     async def _score(self, request: Score) -> Scores:
         began = time.monotonic()
-        fault: Fault | None = None
+        fault: RewardFault | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 added = tasks.create_task(self._added(request))
@@ -210,9 +210,9 @@ class JudgePool:
             if isinstance(error, _Unjudged):
                 self.judged.unjudged += 1
                 self._counters.timed_out += error.timed_out
-                fault = Fault(error.kind, str(error))
+                fault = RewardFault(error.kind, str(error))
             elif isinstance(error, RewardFailed) and not isinstance(error, RewardPoolEnded):
-                fault = Fault(f"{self._judge.options.also} failed", error.reason)
+                fault = RewardFault(f"{self._judge.options.also} failed", error.reason)
             else:
                 raise error from None
             self._counters.failed += 1

@@ -20,16 +20,16 @@ LONGEST_TEXT = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RewardFault:
     """A call without rewards. ``text`` says what happened, with the function as its subject."""
 
     kind: str
     text: str
 
 
-def fault_of(text: str, kind: str = "") -> Fault:
+def fault_of(text: str, kind: str = "") -> RewardFault:
     """The fault with this text; the text before its particulars is its kind, unless that is known."""
-    return Fault(kind or re.split("[:;]", text, maxsplit=1)[0], text)
+    return RewardFault(kind or re.split("[:;]", text, maxsplit=1)[0], text)
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Faults:
         self.first = ""
         """The first fault of all, with its prompt."""
 
-    def add(self, fault: Fault, uid: str) -> tuple[str, str, int, str]:
+    def add(self, fault: RewardFault, uid: str) -> tuple[str, str, int, str]:
         """Take in a fault of the prompt ``uid``; returns its notice's key, text and count, and its consequence."""
         told = f"{_shortened(fault.text)} (prompt {uid})"
         self.first = self.first or told
@@ -58,7 +58,7 @@ class Faults:
         seen.count += 1
         return f"reward: {key}", seen.text, seen.count, self._consequence(fault)
 
-    def _consequence(self, fault: Fault) -> str:
+    def _consequence(self, fault: RewardFault) -> str:
         rollout, reward = self._config.rollout, self._config.reward
         timed_out = fault.kind == TIMED_OUT
         if timed_out and isinstance(reward.on_timeout, float):

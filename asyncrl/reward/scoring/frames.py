@@ -14,7 +14,7 @@ MAX_RESULT_BYTES = 1 << 20
 MAX_TASK_BYTES = 1 << 30
 
 
-class Setup(msgspec.Struct, frozen=True, array_like=True):
+class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
     """The function that the worker runs, as in the configuration, and the memory that it may take beyond its own."""
 
     function: str
@@ -23,13 +23,13 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
     max_memory_bytes: int
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True):
+class RewardReady(msgspec.Struct, frozen=True, array_like=True):
     """The function can be called; or ``problems`` of the configuration, a line each, say why not."""
 
     problems: list[str] = []
 
 
-class Task(msgspec.Struct, frozen=True, array_like=True):
+class RewardTask(msgspec.Struct, frozen=True, array_like=True):
     """One call of the function, or one for each completion when it scores single trajectories."""
 
     prompt: str

@@ -28,10 +28,10 @@ from asyncrl.config.training import RewardConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.reward.scoring.faults import TIMED_OUT, Fault, fault_of
-from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
+from asyncrl.reward.scoring.faults import TIMED_OUT, RewardFault, fault_of
+from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardReady, RewardSetup, RewardTask
 from asyncrl.reward.scoring.shaping import all_shaped, timed_out_scores
-from asyncrl.reward.scoring.slots import Pending, PoolCounters, Slot
+from asyncrl.reward.scoring.slots import Pending, PoolCounters, RewardSlot
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
@@ -76,7 +76,7 @@ class RewardPool:
         start_timeout_s: float = 120.0,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_task: Callable[[int, str, float, float, str], None] = lambda worker, uid, began, run_s, error: None,
-        on_outcome: Callable[[str, Fault | None], None] = lambda uid, fault: None,
+        on_outcome: Callable[[str, RewardFault | None], None] = lambda uid, fault: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
         self._confined = confined
@@ -85,13 +85,15 @@ class RewardPool:
         self._on_outcome = on_outcome
         self._loop = loop = asyncio.get_running_loop()
         self._penalty = config.truncated == "penalty"
-        self._setup = Setup(config.function, config.per, config.options, config.max_memory_bytes)
+        self._setup = RewardSetup(config.function, config.per, config.options, config.max_memory_bytes)
         self._encoder = msgspec.msgpack.Encoder()
-        self._ready_decoder = msgspec.msgpack.Decoder(Ready)
+        self._ready_decoder = msgspec.msgpack.Decoder(RewardReady)
         self._result_decoder = msgspec.msgpack.Decoder(Result)
         self._queue: deque[Pending] = deque()
-        self._idle: list[Slot] = []
-        self._slots = [Slot(StateLedger(time.monotonic, "worker"), loop.create_future()) for _ in range(config.workers)]
+        self._idle: list[RewardSlot] = []
+        self._slots = [
+            RewardSlot(StateLedger(time.monotonic, "worker"), loop.create_future()) for _ in range(config.workers)
+        ]
         self._all_ended = asyncio.Event()
         self._end: asyncio.Future[None] = loop.create_future()
         self._memory_timer: asyncio.TimerHandle | None = None
@@ -220,7 +222,7 @@ class RewardPool:
                 "the reward pool", f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S
             ) from None
 
-    def _launch(self, slot: Slot) -> None:
+    def _launch(self, slot: RewardSlot) -> None:
         slot.restart = None
         if self._end.done():
             return
@@ -239,13 +241,13 @@ class RewardPool:
         except OSError as error:
             self._start_failed(slot, f"cannot have a worker process: {error}")
 
-    def _take(self, slot: Slot, frame: bytes | bytearray) -> None:
+    def _take(self, slot: RewardSlot, frame: bytes | bytearray) -> None:
         if slot.is_ready:
             self._answered(slot, self._result_decoder.decode(frame))
         else:
             self._ready(slot, self._ready_decoder.decode(frame))
 
-    def _ready(self, slot: Slot, ready: Ready) -> None:
+    def _ready(self, slot: RewardSlot, ready: RewardReady) -> None:
         if ready.problems:
             if not slot.ready.done():
                 slot.ready.set_exception(ConfigError(ready.problems))
@@ -259,7 +261,7 @@ class RewardPool:
             slot.ready.set_result(None)
         self._feed(slot)
 
-    def _start_failed(self, slot: Slot, reason: str) -> None:
+    def _start_failed(self, slot: RewardSlot, reason: str) -> None:
         if not slot.ready.done():
             slot.ready.set_exception(self._failure(reason, retryable=False))
             return
@@ -270,7 +272,7 @@ class RewardPool:
         backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
 
-    def _feed(self, slot: Slot) -> None:
+    def _feed(self, slot: RewardSlot) -> None:
         """Give a worker the oldest tasks that wait, as many as it may have, or note it as idle."""
         may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(slot.pace, AHEAD_S / AHEAD_TASKS))))
         slot.low = may_have // 2
@@ -310,7 +312,7 @@ class RewardPool:
         request = pending.request
         completions = request.completions
         messages = [c.messages for c in completions] if any(c.messages for c in completions) else []
-        task = Task(
+        task = RewardTask(
             request.prompt,
             request.row,
             [c.text for c in completions],
@@ -334,11 +336,11 @@ class RewardPool:
         while self._queue and self._idle:
             self._feed(self._idle.pop())
 
-    def _deadline(self, slot: Slot) -> float:
+    def _deadline(self, slot: RewardSlot) -> float:
         """Time at which the first of the given tasks is to be over."""
         return min(slot.began + self._config.timeout_s, slot.forsaken + CANCEL_GRACE_S)
 
-    def _answered(self, slot: Slot, result: Result) -> None:
+    def _answered(self, slot: RewardSlot, result: Result) -> None:
         pending = slot.given[0] if slot.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
             raise ValueError("an answer to nothing that was asked")
@@ -370,7 +372,7 @@ class RewardPool:
             pending.set_result(self._scores(pending.request, result))
             self._on_outcome(pending.request.uid, None)
 
-    def _fault(self, pending: Pending, fault: Fault) -> None:
+    def _fault(self, pending: Pending, fault: RewardFault) -> None:
         """The function has failed with a task that somebody waits for."""
         if self._end.done():
             pending.fail(self._ended_error())
@@ -383,7 +385,7 @@ class RewardPool:
             pending.fail(self._failure(fault.text, retryable=True))
         self._on_outcome(pending.request.uid, fault)
 
-    def _replace(self, slot: Slot, reason: str) -> None:
+    def _replace(self, slot: RewardSlot, reason: str) -> None:
         """End a worker that is at no task. The tasks that were sent ahead go to others."""
         assert slot.process is not None
         given, slot.given, slot.given_bytes = slot.given, deque(), 0
@@ -406,7 +408,7 @@ class RewardPool:
                 )
         self._memory_timer = self._loop.call_later(MEMORY_INTERVAL_S, self._look_at_memory)
 
-    def _printed(self, slot: Slot, process: WorkerProcess) -> None:
+    def _printed(self, slot: RewardSlot, process: WorkerProcess) -> None:
         """Keep the output of a task while it runs, to be handed out as a whole."""
         if not slot.given:
             self._hand_out(process, slot.last_uid, end_of_call=False)
@@ -417,7 +419,7 @@ class RewardPool:
         if text or dropped:
             self._on_output(uid, text, dropped)
 
-    def _ended(self, slot: Slot, process: WorkerProcess, reason: str) -> None:
+    def _ended(self, slot: RewardSlot, process: WorkerProcess, reason: str) -> None:
         self._hand_out(process, slot.given[0].request.uid if slot.given else slot.last_uid, end_of_call=True)
         slot.process, slot.is_ready = None, False
         if slot in self._idle:
@@ -451,7 +453,7 @@ class RewardPool:
             slot.ledger.enter("starting")
             self._launch(slot)
 
-    def _set_timer(self, slot: Slot) -> None:
+    def _set_timer(self, slot: RewardSlot) -> None:
         """Set the timer for the next thing due of this worker. It may come too early, and is then set again."""
         due = self._deadline(slot)
         if len(slot.given) > 1 and not slot.late:
@@ -463,7 +465,7 @@ class RewardPool:
         slot.due = due
         slot.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._check_time, slot)
 
-    def _check_time(self, slot: Slot) -> None:
+    def _check_time(self, slot: RewardSlot) -> None:
         slot.timer = None
         if not slot.given or slot.process is None or slot.process.ended:
             return
@@ -480,7 +482,7 @@ class RewardPool:
             self._take_back(slot)
         self._set_timer(slot)
 
-    def _take_back(self, slot: Slot) -> None:
+    def _take_back(self, slot: RewardSlot) -> None:
         """Let other workers run the tasks that were sent ahead."""
         slot.late = True
         first, *others = slot.given

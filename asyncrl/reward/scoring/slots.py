@@ -27,7 +27,7 @@ class Pending(asyncio.Future[Scores]):
 
     pool: RewardPool
     request: Score
-    slot: Slot | None
+    slot: RewardSlot | None
     size: int
 
     def fail(self, error: AsyncRLError) -> None:
@@ -43,7 +43,7 @@ class Pending(asyncio.Future[Scores]):
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class RewardSlot:
     """The place of one worker; its processes come and go."""
 
     ledger: StateLedger

@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
 from asyncrl.reward import arguments
 from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
+from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardReady, RewardSetup, RewardTask
 from asyncrl.reward.scoring.functions import BUILT_IN
 from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import framed
@@ -37,11 +37,11 @@ from asyncrl.runtime.workers.worker import (
     stay_alone,
 )
 
-Scorer = Callable[[Task], list[Outcome]]
+Scorer = Callable[[RewardTask], list[Outcome]]
 KEYS = Keys("reward.function", "reward.options")
 
 
-def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
+def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
     """The function as one that scores a task: found, checked against its options; coroutines are awaited in ``runner``.
 
     It is given by keyword, and only what its signature accepts, of the arguments of arguments.py for its ``reward.per``
@@ -70,16 +70,16 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
     accepts = accepted(setup.function, function, arguments.names(setup.per), options, KEYS)
     wanted, passed = set(accepts), {name: options[name] for name in accepts if name in options}
 
-    def call(task: Task, at: int | None) -> Any:
+    def call(task: RewardTask, at: int | None) -> Any:
         value = function(**arguments.values(task, at, wanted), **passed)
         if type(value) is float:
             return value
         return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
-    def score_each(task: Task) -> list[Outcome]:
+    def score_each(task: RewardTask) -> list[Outcome]:
         return [read_outcome(call(task, at)) for at in range(len(task.completions))]
 
-    def score_group(task: Task) -> list[Outcome]:
+    def score_group(task: RewardTask) -> list[Outcome]:
         return read_outcomes(call(task, None), len(task.completions))
 
     return score_group if setup.per == "group" else score_each
@@ -113,14 +113,14 @@ def main() -> None:
             first = next(bodies, None)
             if first is None:
                 return
-            setup = msgspec.msgpack.decode(first, type=Setup)
+            setup = msgspec.msgpack.decode(first, type=RewardSetup)
             try:
                 scorer = resolve(setup, runner)
             except NotCallable as error:
-                connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
+                connection.sendall(framed(msgspec.msgpack.encode(RewardReady(error.problems))))
                 return
             memory = MemoryLimit(setup.max_memory_bytes)
-            connection.sendall(framed(msgspec.msgpack.encode(Ready())))
+            connection.sendall(framed(msgspec.msgpack.encode(RewardReady())))
             try:
                 _serve(connection, bodies, scorer, memory)
             except MemoryError:
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def _serve(connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit) -> None:
-    decoder, encoder = msgspec.msgpack.Decoder(Task), msgspec.msgpack.Encoder()
+    decoder, encoder = msgspec.msgpack.Decoder(RewardTask), msgspec.msgpack.Encoder()
     for frame in bodies:
         task = decoder.decode(frame)
         started = time.perf_counter()
@@ -154,7 +154,7 @@ def _serve(connection: socket.socket, bodies: Iterator[bytes | bytearray], score
         connection.sendall(framed(body))
 
 
-def _score(scorer: Scorer, task: Task) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
+def _score(scorer: Scorer, task: RewardTask) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
     """The rewards with their components, or the error and its kind."""
     try:
         return scorer(task), "", ""

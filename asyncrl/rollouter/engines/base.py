@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.weights.staging import StagedVersion
 
 PauseMode = Literal["abort", "keep", "wait"]
 
@@ -52,7 +52,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class TokenDelta:
     """Tokens sampled since the last delta, each with the log-prob (nats, after temperature) that sampled it.
 
     The last delta of a submission has a finish reason: ``stop`` (the last token is the end-of-sequence token or one of
@@ -101,7 +101,7 @@ class Engine(Protocol):
         Raises ConfigError when it cannot run as the configuration asks.
         """
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Stream the response. Ends after the delta with a finish reason.
 
         Raises ValueError for a request that the engine can never serve, as one longer than its context.
@@ -116,10 +116,10 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping. ``abort`` ends all requests, ``keep`` freezes them, ``wait`` finishes them first."""
 
-    async def accept(self, staged: Staged) -> None:
+    async def accept(self, staged: StagedVersion) -> None:
         """Raise WeightsCorrupt unless these are all of the model's weights, in the right shapes. At any time."""
 
-    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
+    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         """Replace the weights. Paused engines only; the caller keeps staged weights open meanwhile.
 
         Complete or failed (WeightsCorrupt; BroadcastFailed when the other members of the broadcast are to blame); after

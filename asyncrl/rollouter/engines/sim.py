@@ -20,11 +20,11 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
-from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.sim_model import Batch, content
 from asyncrl.rollouter.engines.stream import DeltaStream
-from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import Layout, Staged, check_complete
+from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.weights.staging import Layout, StagedVersion, check_complete
 
 if TYPE_CHECKING:
     from asyncrl.weights.collective.receiver import Receiver
@@ -91,7 +91,7 @@ class SimEngine:
 
     # --- requests ---
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         self._require_alive()
         loop = self._loop
         assert loop is not None, "not started"
@@ -148,15 +148,15 @@ class SimEngine:
         self._paused = False
         self._step()
 
-    async def accept(self, staged: Staged) -> None:
+    async def accept(self, staged: StagedVersion) -> None:
         self._require_alive()
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
 
-    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
+    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         self._require_alive()
         assert self._paused, "only a paused engine may load"
-        if isinstance(weights, Staged):
+        if isinstance(weights, StagedVersion):
             self._layout = weights.layout
             checksums = [bucket.checksum for bucket in weights.manifest.buckets]
         else:
@@ -175,7 +175,7 @@ class SimEngine:
         self._require_alive()
         return self._checksum
 
-    def _receive(self, weights: Broadcast) -> list[int]:
+    def _receive(self, weights: BroadcastPart) -> list[int]:
         # It imports torch, which nothing else of this engine needs.
         from asyncrl.weights.collective.receiver import Receiver
 

@@ -25,7 +25,7 @@ import xxhash
 
 from asyncrl.config.rollout import SimEngineConfig
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import Delta, GenerationRequest
+from asyncrl.rollouter.engines.base import GenerationRequest, TokenDelta
 
 BLOCK = 16
 """Tokens of a block of the prefix cache."""
@@ -73,7 +73,7 @@ class PrefixCache:
 
 
 @dataclass(slots=True)
-class _Run:
+class _SimRequest:
     id: str
     prompt: Sequence[int]
     salt: str
@@ -134,9 +134,9 @@ class Batch:
         self._seed = seed
         self._interval = stream_interval
         self._crash_after = crash_after
-        self._running: dict[str, _Run] = {}
-        self._waiting: list[tuple[int, int, _Run]] = []
-        self._ends: list[tuple[int, int, _Run]] = []
+        self._running: dict[str, _SimRequest] = {}
+        self._waiting: list[tuple[int, int, _SimRequest]] = []
+        self._ends: list[tuple[int, int, _SimRequest]] = []
         self._arrivals = 0
         self._reserved = 0
         self._steps = 0
@@ -144,7 +144,7 @@ class Batch:
         self._at = 0.0
         # Seconds of work to be done first once it goes on.
         self._debt = 0.0
-        self._out: list[tuple[str, Delta]] = []
+        self._out: list[tuple[str, TokenDelta]] = []
         self._frozen = False
         self._admitting = True
         self._prefixes = PrefixCache(config.kv_tokens)
@@ -185,7 +185,7 @@ class Batch:
             if (end := next(ends, None)) is not None:
                 new, reason = end, "stop"
         context = len(request.prompt_ids)
-        run = _Run(
+        run = _SimRequest(
             id=request.id,
             prompt=request.prompt_ids,
             salt=request.cache_salt,
@@ -214,7 +214,7 @@ class Batch:
         heapq.heapify(self._waiting)
         self._admit(now)
 
-    def take(self) -> list[tuple[str, Delta]]:
+    def take(self) -> list[tuple[str, TokenDelta]]:
         """Deltas to be handed over, by request."""
         out, self._out = self._out, []
         return out
@@ -331,9 +331,9 @@ class Batch:
             if sampled > run.sent:
                 tokens, logprobs = _content(run.offset + run.sent, sampled - run.sent)
                 run.sent = sampled
-                self._out.append((run.id, Delta(tokens=tokens, logprobs=logprobs, cached_tokens=run.cached)))
+                self._out.append((run.id, TokenDelta(tokens=tokens, logprobs=logprobs, cached_tokens=run.cached)))
 
-    def _end(self, run: _Run, sampled: int, reason: str) -> None:
+    def _end(self, run: _SimRequest, sampled: int, reason: str) -> None:
         run.over = True
         if sampled:
             whole = [*run.prompt, *_content(run.offset, sampled)[0]]
@@ -345,7 +345,7 @@ class Batch:
             for (version, start, mixed), end in zip(run.spans, starts[1:], strict=True)
             if end > start
         ]
-        last = Delta(
+        last = TokenDelta(
             tokens=tokens,
             logprobs=logprobs,
             finish_reason=reason,  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.errors import EngineDied
-from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.engines.base import TokenDelta
 
 
 class DeltaStream:
@@ -17,15 +17,15 @@ class DeltaStream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pending: Delta | None = None
+        self._pending: TokenDelta | None = None
         self._error: EngineDied | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, delta: Delta) -> None:
+    def put(self, delta: TokenDelta) -> None:
         """Add a delta. Nothing follows one with a finish reason."""
         held = self._pending
         if held is not None:
-            delta = Delta(
+            delta = TokenDelta(
                 tokens=held.tokens + delta.tokens,
                 logprobs=held.logprobs + delta.logprobs,
                 finish_reason=delta.finish_reason,
@@ -44,7 +44,7 @@ class DeltaStream:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def get(self) -> Delta:
+    async def get(self) -> TokenDelta:
         """The tokens since the last call; waits for them as long as the engine lives. Raises EngineDied."""
         while self._pending is None:
             if self._error is not None:

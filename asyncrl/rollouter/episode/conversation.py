@@ -63,7 +63,7 @@ more than the tokens that happen to be equal, because:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Resolved:
+class ResolvedCall:
     """The place of a call's messages in the conversation."""
 
     messages: Sequence[Message]
@@ -100,11 +100,11 @@ class Prompt:
     """Tokens that it begins with and an earlier call has, too."""
     number: int
     """Number of the prompts before it."""
-    resolved: Resolved
+    resolved: ResolvedCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class ConversationFigures:
     """Figures of a conversation."""
 
     turns: int
@@ -147,7 +147,7 @@ class Conversation:
 
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-    ) -> Resolved:
+    ) -> ResolvedCall:
         """Find the answer that ``messages`` go on from. They are kept, and must not be changed.
 
         Raises EpisodeOver; ChatRefused on messages nested too deeply.
@@ -162,7 +162,7 @@ class Conversation:
         tail = messages[places[-1].depth :] if places else messages
         answered = any(is_answer(message) for message in tail)
         unknown = messages[len(known) :]
-        return Resolved(
+        return ResolvedCall(
             messages=[*(_as_given(place) for place in known), *unknown],
             parent=parent,
             tail=tail,
@@ -186,7 +186,7 @@ class Conversation:
             return "fork:edited" if self._tree.was_said(answer) else "fork:assistant"
         return "fork:branch" if parent is None else "fork:assistant"
 
-    def extend(self, resolved: Resolved, extension: Sequence[int]) -> Prompt:
+    def extend(self, resolved: ResolvedCall, extension: Sequence[int]) -> Prompt:
         """The prompt that goes on from the answer, ``extension`` being the renderer's for its tail."""
         assert resolved.extends
         assert resolved.parent is not None
@@ -195,7 +195,7 @@ class Conversation:
         _, shared = shared_prefix(ids, self._children, resolved.parent)
         return self._prompt(ids.tolist(), resolved.parent, "extend", shared, resolved)
 
-    def branch(self, resolved: Resolved, ids: Sequence[int]) -> Prompt:
+    def branch(self, resolved: ResolvedCall, ids: Sequence[int]) -> Prompt:
         """The prompt that is ``ids``, the rendering of all messages. It may turn out to go on from an answer."""
         assert len(ids) > 0, "a prompt has tokens"
         parent, shared = shared_prefix(np.array(ids, np.int32), self._children, None, resolved.parent)
@@ -204,7 +204,7 @@ class Conversation:
         cause: Cause = "extend" if goes_on and not answered else resolved.fork
         return self._prompt(list(ids), parent, cause, shared, resolved)
 
-    def _prompt(self, ids: list[int], parent: Node | None, cause: Cause, shared: int, resolved: Resolved) -> Prompt:
+    def _prompt(self, ids: list[int], parent: Node | None, cause: Cause, shared: int, resolved: ResolvedCall) -> Prompt:
         number = next(self._prompts)
         return Prompt(ids=ids, parent=parent, cause=cause, shared=shared, number=number, resolved=resolved)
 
@@ -333,9 +333,9 @@ class Conversation:
         nodes = [node for node in self.nodes if node.trained] or self.nodes
         return max(nodes, key=lambda node: node.number, default=None)
 
-    def counts(self) -> Counts:
+    def counts(self) -> ConversationFigures:
         """Figures as they are now."""
-        return Counts(
+        return ConversationFigures(
             turns=len(self.nodes),
             forks=dict(self._forks),
             sampled_tokens=self._sampled,

@@ -13,7 +13,7 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.messages import FinishReason
-from asyncrl.rollouter.episode.conversation import Counts
+from asyncrl.rollouter.episode.conversation import ConversationFigures
 from asyncrl.telemetry.metrics import Figures, Histograms
 
 MOST_TOOLS = 12
@@ -57,7 +57,7 @@ class EpisodeFigures:
         if calls:
             self._counters.add("rollout/malformed_calls", calls)
 
-    def ended(self, outcome: FinishReason, counts: Counts) -> None:
+    def ended(self, outcome: FinishReason, counts: ConversationFigures) -> None:
         """An episode has become a trajectory."""
         self._counters.add(f"rollout/episodes_ended/{outcome}")
         self._histograms.observe("rollout/turns", counts.turns)

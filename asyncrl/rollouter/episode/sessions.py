@@ -111,7 +111,7 @@ class _Call:
         self.reply: ChatReply | None = None
 
 
-class Policy(Protocol):
+class PolicyFunction(Protocol):
     """One call of the policy; a PolicyCall."""
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
@@ -132,7 +132,7 @@ class Sessions:
         renderer: Renderer,
         tokenizer: Tokenizer,
         stops: Stops,
-        policy: Callable[..., Policy],
+        policy: Callable[..., PolicyFunction],
         slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
         delta: Callable[[Session, str, int, str], None],
         figures: EpisodeFigures,

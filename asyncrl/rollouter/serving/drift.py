@@ -105,14 +105,14 @@ def _finite(value: float | np.floating) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DriftLimits:
     """Drifts (nats)."""
 
     warn: float
     stop: float
 
 
-ROUNDING = {True: Limits(warn=0.003, stop=0.01), False: Limits(warn=0.12, stop=0.15)}
+ROUNDING = {True: DriftLimits(warn=0.003, stop=0.01), False: DriftLimits(warn=0.12, stop=0.15)}
 """Limits by whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on
 each weight of the engine, temperature 0.9 against 1.0:
 
@@ -124,20 +124,20 @@ each weight of the engine, temperature 0.9 against 1.0:
 In bfloat16 the limits are those of a real model: what rounding does, and noise, grows with depth."""
 
 
-def find_limits(config: DriftConfig, *, float32: bool) -> Limits:
+def find_limits(config: DriftConfig, *, float32: bool) -> DriftLimits:
     """The configured limits, ``auto`` by whether learner and engine both compute in float32, on CPU."""
     auto = ROUNDING[float32]
     stop = auto.stop if config.stop == "auto" else config.stop
     warn = auto.warn if config.warn == "auto" else config.warn
     if config.stop == "auto":
         stop = max(stop, warn)
-    return Limits(warn=min(warn, stop), stop=stop)
+    return DriftLimits(warn=min(warn, stop), stop=stop)
 
 
 Verdict: TypeAlias = Literal["agrees", "warn", "stop"]
 
 
-def judge(drift: Drift, limits: Limits) -> Verdict:
+def judge(drift: Drift, limits: DriftLimits) -> Verdict:
     """The verdict on a drift."""
     if drift.nats >= limits.stop:
         return "stop"

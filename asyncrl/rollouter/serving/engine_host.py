@@ -20,16 +20,16 @@ from asyncrl.config import Config
 from asyncrl.errors import EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import Ticket
 from asyncrl.messages.weights import Probe
-from asyncrl.rollouter.engines.base import Delta, Engine, EngineLoad, GenerationRequest
+from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
 from asyncrl.rollouter.serving.drift import Drift
 from asyncrl.rollouter.serving.probing import probe_engine
 from asyncrl.rollouter.serving.reprefill import Reprefill
-from asyncrl.rollouter.serving.suspects import Suspects, Turns
+from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectTickets
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.telemetry.states import StateLedger
-from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.weights.staging import StagedVersion
 
 
 class EngineHost:
@@ -52,8 +52,8 @@ class EngineHost:
         """Submissions in the engine, by the uid of their ticket."""
         self._frozen = False
         """Whether it is paused, and its pause complete."""
-        self.suspects = Suspects(config.rollout.max_attempts)
-        self.turns = Turns(self.suspects.alone)
+        self.suspects = SuspectTickets(config.rollout.max_attempts)
+        self.turns = EngineTurns(self.suspects.alone)
         self._blamed = ""
         """The ticket of the last death that was excused, until a submission has ended in good order."""
         self.excused = False
@@ -122,7 +122,9 @@ class EngineHost:
         finally:
             self.turns.give_back(ticket)
 
-    async def stream(self, request: GenerationRequest, ticket: Ticket, *, lost: int) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, request: GenerationRequest, ticket: Ticket, *, lost: int
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied.
 
         An update has dropped the keys and values of the first ``lost`` tokens of its prompt.
@@ -185,7 +187,7 @@ class EngineHost:
         assert self._engine is not None
         return self._engine.workers
 
-    async def accept(self, staged: Staged) -> None:
+    async def accept(self, staged: StagedVersion) -> None:
         assert self._engine is not None
         await self._engine.accept(staged)
 
@@ -221,7 +223,7 @@ class EngineHost:
             self._states.enter("paused", f"weights v{version}")
         return self._clock.now() - began
 
-    async def load(self, weights: Staged | Broadcast) -> float:
+    async def load(self, weights: StagedVersion | BroadcastPart) -> float:
         """Replace the weights of the paused engine; returns the seconds it took. Raises what the engine raises.
 
         It stays paused: ``commit`` follows, or after a failure another load.

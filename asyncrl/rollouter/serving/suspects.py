@@ -25,7 +25,7 @@ SUSPECT_DEATHS = 2
 """Deaths from which on a ticket runs alone."""
 
 
-class Suspects:
+class SuspectTickets:
     """Deaths of engines by ticket. Pure."""
 
     def __init__(self, max_attempts: int) -> None:
@@ -82,7 +82,7 @@ class Suspects:
         return len(self._deaths)
 
 
-class Turns:
+class EngineTurns:
     """Turns in the engine. ``alone`` is asked when a turn comes up, so that it may change while a ticket waits."""
 
     def __init__(self, alone: Callable[[Ticket], bool]) -> None:

@@ -49,7 +49,7 @@ from asyncrl.runtime.calls.retry import is_refusal, pause
 from asyncrl.telemetry.logging import get_logger
 from asyncrl.weights.chunks import ChunkPlan, Piece
 from asyncrl.weights.segments import Segment, map_segment, open_segment, verify_segment
-from asyncrl.weights.staging import Staged, apply_delta, delta_against, layout_of, seal_verified
+from asyncrl.weights.staging import StagedVersion, apply_delta, delta_against, layout_of, seal_verified
 
 T = TypeVar("T")
 Call = Callable[[str, Request, float | None], Awaitable[Any]]
@@ -63,13 +63,13 @@ AGAIN_S = 0.2
 class Fetched:
     """A version that is here. ``encoded_bytes`` were read or received for it."""
 
-    staged: Staged
+    staged: StagedVersion
     encoded_bytes: int
 
 
 async def fetch(
     offer: Offer,
-    base: Staged | None,
+    base: StagedVersion | None,
     *,
     call: Call,
     weights: WeightsConfig,
@@ -101,7 +101,7 @@ async def fetch(
             raise DeadlineExceeded(who, fetching.source, what, weights.stage_deadline_s) from error
         raise
     found = [fetching.found[index] for index in range(len(offer.manifest.buckets))]
-    return Fetched(Staged(offer.manifest, layout, found), fetching.encoded_bytes)
+    return Fetched(StagedVersion(offer.manifest, layout, found), fetching.encoded_bytes)
 
 
 class _Fetching:
@@ -110,7 +110,7 @@ class _Fetching:
     source = PARAMETER_SERVER
     """Name of the actor that is asked."""
 
-    def __init__(self, manifest: Manifest, base: Staged | None, weights: WeightsConfig, who: str) -> None:
+    def __init__(self, manifest: Manifest, base: StagedVersion | None, weights: WeightsConfig, who: str) -> None:
         self.version, self.buckets = manifest.version, manifest.buckets
         self.found: dict[int, int] = {}
         """Descriptors by bucket: sealed and verified."""

@@ -21,11 +21,11 @@ from asyncrl.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.weights.chunks import Piece
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.staging import StagedVersion
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldChunk:
     descriptors: dict[int, int] = field(default_factory=dict)
     """Descriptors of the buckets' memory."""
     checksums: dict[Piece, int] = field(default_factory=dict)
@@ -37,14 +37,14 @@ class Relay:
     """The relay of a replica. Used from the event loop."""
 
     def __init__(self) -> None:
-        self._versions: dict[int, _Held] = {}
+        self._versions: dict[int, _HeldChunk] = {}
         self._changed = ParkingLot()
 
     def begin(self, version: int) -> None:
         """Begin a version that is fetched now. Any other that is under way was given up."""
         for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
             self._drop(other)
-        self._versions[version] = _Held()
+        self._versions[version] = _HeldChunk()
 
     def arrived(self, version: int, piece: Piece, descriptor: int, checksum: int) -> None:
         """A verified chunk lies in the memory of its bucket. Raises OSError where descriptors run out."""
@@ -54,7 +54,7 @@ class Relay:
         held.checksums[piece] = checksum
         self._changed.wake()
 
-    def whole(self, staged: Staged) -> list[str]:
+    def whole(self, staged: StagedVersion) -> list[str]:
         """Take a version for whole, sealed and verified; returns paths where others of this host find its buckets."""
         held = self._versions[staged.version]
         for index, bucket in enumerate(staged.manifest.buckets):

@@ -47,7 +47,7 @@ from asyncrl.messages.weights import (
     Update,
 )
 from asyncrl.rollouter.engines import engine_dtype
-from asyncrl.rollouter.serving.drift import Drift, DriftRecord, Limits, explain, find_limits, judge
+from asyncrl.rollouter.serving.drift import Drift, DriftLimits, DriftRecord, explain, find_limits, judge
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.updating.fetch import Call, fetch
 from asyncrl.rollouter.updating.relay import Relay
@@ -56,8 +56,8 @@ from asyncrl.runtime.calls.retry import AWAY_S, wait_out
 from asyncrl.runtime.lifecycle.supervision import RestartBudget
 from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.trace import Track
-from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.weights.staging import StagedVersion
 
 PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
@@ -94,7 +94,7 @@ class UpdateFollower:
         """Versions that were brought to this host."""
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
-        self._base: Staged | None = None
+        self._base: StagedVersion | None = None
         """The version last loaded, kept for deltas."""
         self._taking: Offer | None = None
         """The offer that is being taken up."""
@@ -225,7 +225,7 @@ class UpdateFollower:
         finally:
             self.relay.give_up(offer.version)
         staged = fetched.staged
-        unneeded: Staged | None = staged
+        unneeded: StagedVersion | None = staged
         try:
             await self._accept(staged)
             stage_s = self._clock.now() - began
@@ -253,7 +253,7 @@ class UpdateFollower:
                 await asyncio.to_thread(unneeded.close)
         await self._conclude(offer, manifest.probe, limits, *done)
 
-    async def _accept(self, staged: Staged) -> None:
+    async def _accept(self, staged: StagedVersion) -> None:
         try:
             await self._host.accept(staged)
         except WeightsCorrupt as error:
@@ -289,7 +289,7 @@ class UpdateFollower:
         times = UpdateTimes(
             version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=size, encoded_bytes=size
         )
-        broadcast = Broadcast(version=offer.version, collective=collective, timeout_s=weights.broadcast_timeout_s)
+        broadcast = BroadcastPart(version=offer.version, collective=collective, timeout_s=weights.broadcast_timeout_s)
         async with asyncio.timeout(weights.deadline_s):
             done = await self._load(broadcast, times, collective.probe, limits)
         await self._conclude(offer, collective.probe, limits, *done)
@@ -304,7 +304,7 @@ class UpdateFollower:
     # --- both ---
 
     async def _load(
-        self, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None, limits: Limits
+        self, weights: StagedVersion | BroadcastPart, times: UpdateTimes, probe: Probe | None, limits: DriftLimits
     ) -> tuple[UpdateTimes, Drift | None]:
         """Load and commit; under full verification held against the probe before anything is admitted."""
         host = self._host
@@ -320,7 +320,7 @@ class UpdateFollower:
         return times, drift
 
     async def _conclude(
-        self, offer: Offer, probe: Probe | None, limits: Limits, times: UpdateTimes, drift: Drift | None
+        self, offer: Offer, probe: Probe | None, limits: DriftLimits, times: UpdateTimes, drift: Drift | None
     ) -> None:
         """Say that the engine serves, then measure it. Raises ActorFailed."""
         self._failed_loads = 0
@@ -346,7 +346,7 @@ class UpdateFollower:
             self._log.warning("drift not measured: the engine is busy", waited_s=PROBE_S)
             return None
 
-    def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> Limits:
+    def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> DriftLimits:
         """Limits for a learner that computes in the dtype of its weights."""
         learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
         float32 = learner | {engine_dtype(self._config)} == {"float32"}
@@ -354,7 +354,7 @@ class UpdateFollower:
         on_cpu = not self._config.rollout.gpus_per_replica
         return find_limits(self._config.drift, float32=float32 and on_cpu)
 
-    def _judge(self, drift: Drift, limits: Limits, version: int) -> None:
+    def _judge(self, drift: Drift, limits: DriftLimits, version: int) -> None:
         """Tell of a drift. Raises ActorFailed for one that ends the run."""
         verdict = judge(drift, limits)
         self.drifts.add(drift, verdict)

@@ -34,7 +34,7 @@ from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.calls.retry import DOUBLINGS, pause
 from asyncrl.runtime.calls.turns import LARGE_BYTES, Turns
 from asyncrl.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
-from asyncrl.wire.transport import Client, Frames
+from asyncrl.wire.transport import ClientConnection, Frames
 
 REPEAT_S = 5.0
 """Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
@@ -112,7 +112,7 @@ class Peer:
         self._loop = asyncio.get_running_loop()
         self._fixed = record is not None
         self._record = record
-        self._client: Client | None = None
+        self._client: ClientConnection | None = None
         self._incarnation = 0
         """Incarnation of the peer, from its WELCOME; 0 before the first."""
         self._adopted = 0

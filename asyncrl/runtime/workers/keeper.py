@@ -71,7 +71,7 @@ def main() -> None:
             connection.sendall(framed(json.dumps(told).encode()))
 
 
-class Lines:
+class OutputLines:
     """One output of the program, passed on in whole lines, so that the other is not mixed into them."""
 
     def __init__(self, pipe: int, to: int = 1) -> None:
@@ -117,7 +117,7 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
     )
     assert program.stdout is not None
     assert program.stderr is not None
-    out, err = Lines(program.stdout.fileno()), Lines(program.stderr.fileno())
+    out, err = OutputLines(program.stdout.fileno()), OutputLines(program.stderr.fileno())
     ended, control = os.pidfd_open(program.pid), connection.fileno()
     waiting = [out.pipe, err.pipe, control, ended]
     while ended in waiting:

@@ -39,7 +39,7 @@ _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Segment:
+class RecordingFile:
     """A file of the recording; in order of time."""
 
     attempt: int
@@ -47,10 +47,10 @@ class Segment:
     path: Path
 
 
-def segments(run_dir: Path) -> list[Segment]:
+def segments(run_dir: Path) -> list[RecordingFile]:
     """Segments of a run, in order of time. Raises OSError where they may not be known."""
     named = [(_NAME.fullmatch(path.name), path) for path in entries_of(run_dir / FOLDER)]
-    return sorted(Segment(int(match[1]), int(match[2]), path) for match, path in named if match)
+    return sorted(RecordingFile(int(match[1]), int(match[2]), path) for match, path in named if match)
 
 
 class Recorder:

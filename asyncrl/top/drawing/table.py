@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TableLayout:
     """Columns that there is room for: their numbers and widths, which hold the blanks between two, and their titles."""
 
     widths: tuple[tuple[int, int], ...]
@@ -78,7 +78,7 @@ class Table:
     sorted_by: str = ""
     descending: bool = False
 
-    def laid(self, width: int) -> Layout:
+    def laid(self, width: int) -> TableLayout:
         """The layout for a width."""
         gap = 1 if width < NARROW else 2
         widths = [self._width(i) for i in range(len(self.columns))]
@@ -94,13 +94,13 @@ class Table:
         for i, column in enumerate(self.columns):
             if column.key and column.key == self.sorted_by and i not in shown:
                 titles[0] = f"by {self._title(column)}"
-        return Layout(tuple((i, widths[i] + gap * (i != shown[-1])) for i in shown), tuple(titles), gap)
+        return TableLayout(tuple((i, widths[i] + gap * (i != shown[-1])) for i in shown), tuple(titles), gap)
 
-    def heads(self, layout: Layout, glyphs: Glyphs) -> list[Text]:
+    def heads(self, layout: TableLayout, glyphs: Glyphs) -> list[Text]:
         """The titles of the columns."""
         return [self._drawn((title, "dim"), at, layout, glyphs) for at, title in enumerate(layout.titles)]
 
-    def cell(self, row: Row, at: int, layout: Layout, glyphs: Glyphs) -> Text:
+    def cell(self, row: Row, at: int, layout: TableLayout, glyphs: Glyphs) -> Text:
         """The cell of a row in column ``at`` of the layout."""
         return self._drawn(row.cells[layout.widths[at][0]], at, layout, glyphs)
 
@@ -110,7 +110,7 @@ class Table:
         rows = [[self.cell(row, at, layout, glyphs) for at in range(len(layout.widths))] for row in self.rows[:most]]
         return [end.join(cells) for cells in [self.heads(layout, glyphs), *rows]]
 
-    def _drawn(self, cell: Cell, at: int, layout: Layout, glyphs: Glyphs) -> Text:
+    def _drawn(self, cell: Cell, at: int, layout: TableLayout, glyphs: Glyphs) -> Text:
         number, width = layout.widths[at]
         gap = layout.gap if at < len(layout.widths) - 1 else 0
         found = fit(_spans(cell), width - gap, glyphs, right=self.columns[number].right)

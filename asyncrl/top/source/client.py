@@ -41,7 +41,7 @@ LARGEST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class WatchedRun:
     """A run that can be watched."""
 
     address: str
@@ -72,7 +72,7 @@ class Away:
     """Seconds since it was last heard of, or since the watch began."""
 
 
-def find_target(run: str, keys: Path | None = None) -> Target:
+def find_target(run: str, keys: Path | None = None) -> WatchedRun:
     """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError."""
     if (run_dir := Path(run)).is_dir():
         return _from_folder(run_dir, keys)
@@ -84,10 +84,10 @@ def find_target(run: str, keys: Path | None = None) -> Target:
         raise UsageError(
             f"{run}: to attach by address, name the folder that holds the keys (a copy of RUN/{PRIVATE} will do)"
         )
-    return Target(address=f"tcp://{run.removeprefix('tcp://')}", credentials=_credentials(keys))
+    return WatchedRun(address=f"tcp://{run.removeprefix('tcp://')}", credentials=_credentials(keys))
 
 
-def _from_folder(run_dir: Path, keys: Path | None) -> Target:
+def _from_folder(run_dir: Path, keys: Path | None) -> WatchedRun:
     private = run_dir / PRIVATE
     if not private.exists():
         raise UsageError(f"{run_dir}: no run lives in this folder; what it recorded can be replayed")
@@ -99,7 +99,7 @@ def _from_folder(run_dir: Path, keys: Path | None) -> Target:
     except ValueError as error:
         why = f"{private / ADDRESS_FILE} does not tell where the controller is: {error}"
         raise UsageError(f"{run_dir}: the run cannot be attached to, {why}") from None
-    return Target(address=address, credentials=_credentials(keys or private), run_dir=run_dir)
+    return WatchedRun(address=address, credentials=_credentials(keys or private), run_dir=run_dir)
 
 
 def _credentials(folder: Path) -> Credentials:
@@ -117,7 +117,7 @@ def _credentials(folder: Path) -> Credentials:
 class Viewer:
     """One connection to a controller. Made and used within one event loop; use as a context manager."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: WatchedRun) -> None:
         self.target = target
         self._transport = ZmqTransport(target.credentials, max_message_bytes=LARGEST_BYTES)
         endpoint = Endpoint(
@@ -171,7 +171,7 @@ class Viewer:
                     return
 
 
-async def watch(target: Target) -> AsyncIterator[Snapshot | Away]:
+async def watch(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
     """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the run refuses it, ActorFailed where as
     many watch as may."""
     try:

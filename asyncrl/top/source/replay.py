@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from asyncrl.errors import UsageError
 from asyncrl.snapshot import OVER, Snapshot
 from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_bodies, read_latest
-from asyncrl.top.source.client import Away, Target, watch
+from asyncrl.top.source.client import Away, WatchedRun, watch
 from asyncrl.top.source.history import LONGEST_S, History
 
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -174,7 +174,7 @@ def recent_history(run_dir: Path) -> History:
     return replay.history()
 
 
-async def follow(target: Target) -> AsyncIterator[Snapshot | Away]:
+async def follow(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
     """Snapshots of ``watch``, and then one of the end. Raises UsageError as ``watch`` does."""
     last: Snapshot | None = None
     async for seen in watch(target):

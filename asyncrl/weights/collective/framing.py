@@ -36,7 +36,7 @@ HEADER = struct.Struct("<4sBxHIQQQ")
 MAGIC = b"axw1"
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Kind of a frame; the table above has each."""
 
     HELLO = 1
@@ -52,7 +52,7 @@ class Kind(IntEnum):
 class Frame:
     """A frame; the table above tells the fields of each kind."""
 
-    kind: Kind
+    kind: FrameKind
     number: int = 0
     index: int = 0
     size: int = 0
@@ -79,20 +79,22 @@ class Decoder:
         frames = []
         while len(self._held) >= HEADER.size:
             magic, kind, length, index, number, size, checksum = HEADER.unpack_from(self._held)
-            if magic != MAGIC or kind not in Kind._value2member_map_ or length > MAX_TEXT:
+            if magic != MAGIC or kind not in FrameKind._value2member_map_ or length > MAX_TEXT:
                 raise ValueError(f"{bytes(self._held[: HEADER.size]).hex()} begins no frame of a broadcast")
             end = HEADER.size + length
             if len(self._held) < end:
                 break
             text = bytes(self._held[HEADER.size : end])
-            frames.append(Frame(kind=Kind(kind), number=number, index=index, size=size, checksum=checksum, text=text))
+            frames.append(
+                Frame(kind=FrameKind(kind), number=number, index=index, size=size, checksum=checksum, text=text)
+            )
             del self._held[:end]
         return frames
 
 
 def abort(reason: str) -> Frame:
     """The frame that ends everything."""
-    return Frame(kind=Kind.ABORT, text=reason.encode()[:MAX_TEXT])
+    return Frame(kind=FrameKind.ABORT, text=reason.encode()[:MAX_TEXT])
 
 
 def bytes_of(layout: BucketLayout) -> int:
@@ -103,7 +105,7 @@ def bytes_of(layout: BucketLayout) -> int:
 def opening(version: int, layouts: Sequence[BucketLayout]) -> Frame:
     """The frame before the first bucket."""
     return Frame(
-        kind=Kind.OPEN,
+        kind=FrameKind.OPEN,
         number=version,
         index=len(layouts),
         size=sum(map(bytes_of, layouts)),
@@ -121,7 +123,7 @@ def heading(version: int, index: int, bucket: Bucket, layouts: Sequence[BucketLa
             f"bucket {index} has {bucket.size} bytes and {len(bucket.tensors)} tensors, not the {bytes_of(layout)} "
             f"bytes and {len(layout.tensors)} tensors that were announced, or others"
         )
-    kind = Kind.LAST if index == len(layouts) - 1 else Kind.BUCKET
+    kind = FrameKind.LAST if index == len(layouts) - 1 else FrameKind.BUCKET
     return Frame(kind=kind, number=version, index=index, size=bucket.size, checksum=bucket.checksum)
 
 
@@ -135,7 +137,7 @@ def check_opening(frame: Frame, version: int, layouts: Sequence[BucketLayout]) -
 def check_heading(frame: Frame, version: int, index: int, layouts: Sequence[BucketLayout]) -> None:
     """Raise ValueError unless ``frame`` announces bucket ``index``."""
     expected = Frame(
-        kind=Kind.LAST if index == len(layouts) - 1 else Kind.BUCKET,
+        kind=FrameKind.LAST if index == len(layouts) - 1 else FrameKind.BUCKET,
         number=version,
         index=index,
         size=bytes_of(layouts[index]),
@@ -147,16 +149,16 @@ def check_heading(frame: Frame, version: int, index: int, layouts: Sequence[Buck
 
 def check_done(frame: Frame, version: int) -> None:
     """Raise ValueError unless ``frame`` says that a member has everything."""
-    expected = Frame(kind=Kind.DONE, number=version)
+    expected = Frame(kind=FrameKind.DONE, number=version)
     if frame != expected:
         raise ValueError(f"expected {_shown(expected)}, not {_shown(frame)}")
 
 
 def _shown(frame: Frame) -> str:
     match frame.kind:
-        case Kind.OPEN:
+        case FrameKind.OPEN:
             what = f"version {frame.number} in {frame.index} buckets of {frame.size} bytes, {frame.checksum:#018x}"
-        case Kind.BUCKET | Kind.LAST:
+        case FrameKind.BUCKET | FrameKind.LAST:
             what = f"version {frame.number}, bucket {frame.index} of {frame.size} bytes"
         case _:
             what = f"{frame.number}, {frame.index}, {frame.size}"

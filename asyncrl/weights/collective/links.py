@@ -17,7 +17,7 @@ import select
 import socket
 from collections import deque
 
-from asyncrl.weights.collective.framing import Decoder, Frame, Kind, abort, encode
+from asyncrl.weights.collective.framing import Decoder, Frame, FrameKind, abort, encode
 
 READ_BYTES = 1 << 16
 BACKLOG = 1024
@@ -67,7 +67,7 @@ class Link:
         if not self._frames:
             return None
         frame = self._frames.popleft()
-        if frame.kind is Kind.ABORT:
+        if frame.kind is FrameKind.ABORT:
             raise ConnectionError(self._told(frame))
         return frame
 
@@ -89,12 +89,12 @@ class Link:
     def has_done(self) -> bool:
         """Whether a DONE is among the frames still to be received: a member that sent it may leave."""
         self._drain()
-        return any(frame.kind is Kind.DONE for frame in self._frames)
+        return any(frame.kind is FrameKind.DONE for frame in self._frames)
 
     def obituary(self) -> str:
         """Reason that the other side has ended: its own word where it left one. Empty if nothing is known."""
         self._drain()
-        return next((self._told(frame) for frame in self._frames if frame.kind is Kind.ABORT), "")
+        return next((self._told(frame) for frame in self._frames if frame.kind is FrameKind.ABORT), "")
 
     def _drain(self) -> None:
         """Read all bytes that have come."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 
 from asyncrl.messages.weights import CollectiveGroup
-from asyncrl.weights.collective.framing import Frame, Kind
+from asyncrl.weights.collective.framing import Frame, FrameKind
 from asyncrl.weights.collective.links import ANY, Link, Listener, dial, dialled
 from asyncrl.weights.collective.waiting import Waiter
 
@@ -87,7 +87,7 @@ class Meeting:
         return (len(self._strangers), len(found)) != before
 
     def _greet(self, link: Link, hello: Frame, group: CollectiveGroup) -> None:
-        if hello.kind is not Kind.HELLO or not 0 < hello.index < hello.size:
+        if hello.kind is not FrameKind.HELLO or not 0 < hello.index < hello.size:
             link.end("this is no HELLO")
         elif not hmac.compare_digest(hello.text, group.token.encode()):
             link.end("this is not the token of the group")
@@ -113,10 +113,12 @@ def call(group: CollectiveGroup, rank: int, waiter: Waiter) -> tuple[Link, bytes
     link = Link(connection, "the learner")
     try:
         link.send(
-            Frame(kind=Kind.HELLO, number=group.epoch, index=rank, size=group.world_size, text=group.token.encode())
+            Frame(
+                kind=FrameKind.HELLO, number=group.epoch, index=rank, size=group.world_size, text=group.token.encode()
+            )
         )
         frame = next_frame(link, waiter, f"all members of epoch {group.epoch}")
-        if frame.kind is not Kind.BEGIN or frame.number != group.epoch:
+        if frame.kind is not FrameKind.BEGIN or frame.number != group.epoch:
             raise ValueError(f"expected the beginning of epoch {group.epoch}, not {frame.kind.name} {frame.number}")
     except BaseException as error:
         link.end(str(error))

@@ -20,23 +20,23 @@ import xxhash
 
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.weights import BucketLayout, Collective
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective import gloo
-from asyncrl.weights.collective.framing import Frame, Kind, check_heading, check_opening
+from asyncrl.weights.collective.framing import Frame, FrameKind, check_heading, check_opening
 from asyncrl.weights.collective.links import Link
 from asyncrl.weights.collective.meeting import call, next_frame
 from asyncrl.weights.collective.waiting import Stopped, Waiter
 from asyncrl.weights.segments import CHUNK_BYTES
 
 
-class Group(Protocol):
+class MemberGroup(Protocol):
     """A member's end of a group that was formed."""
 
     def close(self) -> None:
         """Leave, also in the middle of a transfer. May be repeated."""
 
 
-G = TypeVar("G", bound=Group)
+G = TypeVar("G", bound=MemberGroup)
 T = TypeVar("T")
 
 
@@ -65,7 +65,7 @@ class Arrival(Generic[G]):
 
 
 @dataclass(slots=True)
-class _Epoch(Generic[G]):
+class _ReceiverEpoch(Generic[G]):
     key: tuple[object, ...]
     waiter: Waiter
     link: Link | None = None
@@ -90,10 +90,10 @@ class Member(Generic[G]):
         self._join = join
         self._lock = threading.Lock()
         self._busy = threading.Lock()
-        self._epoch: _Epoch[G] | None = None
+        self._epoch: _ReceiverEpoch[G] | None = None
         self._closed = False
 
-    def take_part(self, weights: Broadcast, worker: int, take: Callable[[Arrival[G]], T]) -> list[T]:
+    def take_part(self, weights: BroadcastPart, worker: int, take: Callable[[Arrival[G]], T]) -> list[T]:
         """Results of ``take`` on each bucket, in order, once it has all of them. ``worker`` counts within the replica.
 
         Raises BroadcastFailed, and what ``take`` raises, which the others are told.
@@ -114,7 +114,7 @@ class Member(Generic[G]):
                 epoch.end(f"it failed: {error!r}")
                 raise
 
-    def _enter(self, weights: Broadcast, worker: int) -> _Epoch[G]:
+    def _enter(self, weights: BroadcastPart, worker: int) -> _ReceiverEpoch[G]:
         group = weights.collective.group
         key = (group, weights.collective.first_rank, worker)
         with self._lock:
@@ -126,11 +126,11 @@ class Member(Generic[G]):
             if epoch is None or epoch.key != key:
                 if epoch is not None:
                     epoch.end("it has left for another group")
-                epoch = self._epoch = _Epoch(key, Waiter(weights.timeout_s))
+                epoch = self._epoch = _ReceiverEpoch(key, Waiter(weights.timeout_s))
             epoch.waiter.timeout_s = weights.timeout_s
             return epoch
 
-    def _form(self, epoch: _Epoch[G], weights: Broadcast, worker: int) -> None:
+    def _form(self, epoch: _ReceiverEpoch[G], weights: BroadcastPart, worker: int) -> None:
         collective = weights.collective
         rank = collective.first_rank + worker
         epoch.link, invitation = call(collective.group, rank, epoch.waiter)
@@ -142,7 +142,7 @@ class Member(Generic[G]):
             watching=[epoch.link],
         )
 
-    def _receive(self, epoch: _Epoch[G], weights: Broadcast, take: Callable[[Arrival[G]], T]) -> list[T]:
+    def _receive(self, epoch: _ReceiverEpoch[G], weights: BroadcastPart, take: Callable[[Arrival[G]], T]) -> list[T]:
         link, formed, waiter = epoch.link, epoch.formed, epoch.waiter
         assert link is not None
         assert formed is not None
@@ -153,7 +153,7 @@ class Member(Generic[G]):
             frame = next_frame(link, waiter, f"bucket {index} of version {version}")
             check_heading(frame, version, index, layouts)
             taken.append(take(Arrival(formed, frame, layout, waiter, [link])))
-        link.send(Frame(kind=Kind.DONE, number=version))
+        link.send(Frame(kind=FrameKind.DONE, number=version))
         return taken
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Receiver:
     def __init__(self) -> None:
         self._member = Member(_join)
 
-    def receive(self, weights: Broadcast, worker: int) -> list[torch.Tensor]:
+    def receive(self, weights: BroadcastPart, worker: int) -> list[torch.Tensor]:
         """The bytes of every bucket: uint8 [size of the bucket]. ``worker`` counts within the replica.
 
         Blocks up to the broadcast's timeout for each thing it waits for. Raises BroadcastFailed, WeightsCorrupt.

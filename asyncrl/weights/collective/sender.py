@@ -20,13 +20,13 @@ import torch
 
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages.weights import Bucket, BucketLayout, CollectiveBackend, CollectiveGroup
-from asyncrl.weights.collective.framing import Frame, Kind, check_done, heading, opening
+from asyncrl.weights.collective.framing import Frame, FrameKind, check_done, heading, opening
 from asyncrl.weights.collective.links import ANY, Link
 from asyncrl.weights.collective.meeting import Meeting, next_frame
 from asyncrl.weights.collective.waiting import Stopped, Waiter
 
 
-class Group(Protocol):
+class RootGroup(Protocol):
     """Rank 0's end of a group that was formed. Only one thread uses it."""
 
     def send(self, memory: torch.Tensor, layout: BucketLayout, waiter: Waiter, watching: Sequence[Link]) -> None:
@@ -39,21 +39,21 @@ class Group(Protocol):
         """Leave, also in the middle of a transfer. May be repeated."""
 
 
-class Backend(Protocol):
+class GroupMaker(Protocol):
     """A maker of groups."""
 
-    def invite(self, size: int) -> tuple[bytes, Callable[[], Group]]:
+    def invite(self, size: int) -> tuple[bytes, Callable[[], RootGroup]]:
         """Invitation of members to a new group of ``size``, and the call that forms it on this side, which blocks."""
 
 
-class _Epoch:
+class _SenderEpoch:
     """The members of an epoch, once they have been met."""
 
     def __init__(self, group: CollectiveGroup, timeout_s: float) -> None:
         self.group = group
         self.waiter = Waiter(timeout_s)
         self.links: list[Link] = []
-        self.formed: Group | None = None
+        self.formed: RootGroup | None = None
         self.over = ""
         """Reason that nothing goes on in the epoch."""
 
@@ -91,7 +91,7 @@ class Sender:
         self.token = secrets.token_hex(16)
         """Secret that members show there; it reaches them by the parameter server."""
         self._lock = threading.Lock()
-        self._epoch: _Epoch | None = None
+        self._epoch: _SenderEpoch | None = None
         self._sending = False
         self._closed = False
 
@@ -125,7 +125,7 @@ class Sender:
         finally:
             self._leave(epoch, problem)
 
-    def _enter(self, group: CollectiveGroup, version: int) -> _Epoch:
+    def _enter(self, group: CollectiveGroup, version: int) -> _SenderEpoch:
         with self._lock:
             assert not self._sending, "one thread sends"
             epoch = self._epoch
@@ -135,7 +135,7 @@ class Sender:
                 if epoch is not None and not epoch.over:
                     epoch.over = f"epoch {epoch.group.epoch} is over, the next is {group.epoch}"
                     epoch.end()
-                epoch = self._epoch = _Epoch(group, self._timeout_s)
+                epoch = self._epoch = _SenderEpoch(group, self._timeout_s)
             elif epoch.group != group:
                 raise BroadcastFailed(version, f"{group} cannot follow {epoch.group}")
             elif epoch.over:
@@ -143,7 +143,7 @@ class Sender:
             self._sending = True
             return epoch
 
-    def _leave(self, epoch: _Epoch, problem: str) -> None:
+    def _leave(self, epoch: _SenderEpoch, problem: str) -> None:
         with self._lock:
             self._sending = False
             epoch.over = epoch.over or problem
@@ -152,10 +152,10 @@ class Sender:
             if self._closed:
                 self._meeting.close()
 
-    def _form(self, epoch: _Epoch) -> None:
+    def _form(self, epoch: _SenderEpoch) -> None:
         epoch.links = self._meeting.gather(epoch.group, epoch.waiter)
         invitation, form = self._backend.invite(epoch.group.world_size)
-        _tell(epoch.links, Frame(kind=Kind.BEGIN, number=epoch.group.epoch, text=invitation))
+        _tell(epoch.links, Frame(kind=FrameKind.BEGIN, number=epoch.group.epoch, text=invitation))
         epoch.formed = epoch.waiter.call(
             form,
             f"the group of epoch {epoch.group.epoch} to be formed",
@@ -164,7 +164,7 @@ class Sender:
         )
 
     def _broadcast(
-        self, epoch: _Epoch, version: int, layouts: Sequence[BucketLayout], buckets: Iterator[tuple[Bucket, int]]
+        self, epoch: _SenderEpoch, version: int, layouts: Sequence[BucketLayout], buckets: Iterator[tuple[Bucket, int]]
     ) -> None:
         waiter, links, formed = epoch.waiter, epoch.links, epoch.formed
         assert formed is not None
@@ -202,7 +202,7 @@ class Sender:
                 self._meeting.close()
 
 
-def _backend(backend: CollectiveBackend, host: str, timeout_s: float, ports: str) -> Backend:
+def _backend(backend: CollectiveBackend, host: str, timeout_s: float, ports: str) -> GroupMaker:
     if backend == "gloo":
         from asyncrl.weights.collective.gloo import Gloo
 

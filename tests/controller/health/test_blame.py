@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.health.blame import Seen, find_culprit, silence_in_words
+from asyncrl.controller.health.blame import SeenActor, find_culprit, silence_in_words
 from asyncrl.messages.monitor import AwaitRecord
 
 SILENT_S = 150.0
@@ -13,7 +13,7 @@ VERSION = 7
 
 def actor(name, state="ready", *waits, **facts):
     facts = {"incarnation": 1, "version": VERSION, "progress_s": 300.0} | facts
-    return Seen(name=name, state=state, waits=[AwaitRecord(*wait) for wait in waits], **facts)
+    return SeenActor(name=name, state=state, waits=[AwaitRecord(*wait) for wait in waits], **facts)
 
 
 GROUPS = ("rollouter", "groups", 312.0)
@@ -181,7 +181,7 @@ states = st.sampled_from(["ready", "waiting", "training", "generating", "done"])
 )
 def test_whatever_is_seen_one_living_suspect_is_named(world):
     actors = {
-        name: Seen(
+        name: SeenActor(
             name=name,
             incarnation=5,
             state=state,

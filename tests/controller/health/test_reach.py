@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.health.reach import COST, Reach, Standing
+from asyncrl.controller.health.reach import COST, Reach, ReadyActor
 from asyncrl.messages.monitor import MOST_UNREACHED
 
 UNREACHABLE_S, LOOK_S, MEMORY_S = 60.0, 1.0, 600.0
@@ -40,7 +40,7 @@ class Paths:
         for name, incarnation in self.lives.items():
             if name not in self.away:
                 told = {of: self.now - since for (by, of), since in self.broken.items() if by == name}
-                yield Standing(name=name, incarnation=incarnation, unreached=told)
+                yield ReadyActor(name=name, incarnation=incarnation, unreached=told)
 
     def look(self):
         cuts = self.reach.look(self.standings(), self.now)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.operation import WatchdogConfig
-from asyncrl.controller.health.blame import Seen
+from asyncrl.controller.health.blame import SeenActor
 from asyncrl.controller.health.watchdog import Watchdog
 from asyncrl.messages.monitor import AwaitRecord
 
@@ -31,12 +31,15 @@ class Watched:
         known = self.actors.get(name)
         if known is None or (known.state, known.incarnation) != (state, incarnation):
             self.entered[name] = self.now
-        self.actors[name] = Seen(name=name, incarnation=incarnation, state=state, waits=waits, figures=figures, **facts)
+        self.actors[name] = SeenActor(
+            name=name, incarnation=incarnation, state=state, waits=waits, figures=figures, **facts
+        )
 
     def look(self):
         actors = {
-            name: Seen(
-                **{slot: getattr(one, slot) for slot in Seen.__slots__} | {"state_s": self.now - self.entered[name]}
+            name: SeenActor(
+                **{slot: getattr(one, slot) for slot in SeenActor.__slots__}
+                | {"state_s": self.now - self.entered[name]}
             )
             for name, one in self.actors.items()
         }

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.joining.hosts import BEATS, Host, Hosts
+from asyncrl.controller.joining.hosts import BEATS, Hosts, ReportedHost
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
@@ -18,7 +18,7 @@ PLACED = {
     "agent/2": ["rollouter/2"],
 }
 ACTORS = [name for names in PLACED.values() for name in names if name != "controller/0"]
-FAR = Host("agent/1", "b", frozenset(PLACED["agent/1"]))
+FAR = ReportedHost("agent/1", "b", frozenset(PLACED["agent/1"]))
 
 
 class World:

@@ -17,7 +17,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
 from asyncrl.controller.observation import observers as watching_module
 from asyncrl.controller.observation import snapshots as snapshots_module
-from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, Constants, Lines, view_actors
+from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, Constants, RecentMetrics, view_actors
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
 from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
@@ -175,7 +175,7 @@ def test_an_event_at_no_time_happened_when_it_was_heard_of(tmp_path, wall):
 
 
 def test_evaluations_are_kept_for_no_more_names_than_a_run_has():
-    lines = Lines()
+    lines = RecentMetrics()
     for number in range(10_000):
         lines.add({"kind": "eval", f"eval/{number}/mean": 1.0})
         lines.add({"kind": "eval", "eval/0/mean": float(number)})
@@ -407,7 +407,7 @@ def test_steps_that_a_learner_trains_again_are_there_once(tmp_path):
 
 def test_nothing_is_left_of_steps_that_a_learner_trains_again():
     """Neither their lines nor the updates and evaluations that were told with them."""
-    lines = Lines()
+    lines = RecentMetrics()
     for start, step, evaluation in ((1, 4, "kept"), (1, 5, "again"), (1, 6, "undone"), (2, 5, "again")):
         about = {"start": start, "step": step}
         lines.add({"kind": "update", "replica": "rollouter/0"} | about)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.observation import traces as traces_module
-from asyncrl.controller.observation.traces import KEPT, PAUSE_S, Pace, Traces
+from asyncrl.controller.observation.traces import KEPT, PAUSE_S, TracePace, Traces
 from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
 
 WRITTEN, FAILED = TraceWritten(path="/run/trace/trace-001.json"), TraceWritten(path="", error="No space left on device")
@@ -16,7 +16,7 @@ WRITTEN, FAILED = TraceWritten(path="/run/trace/trace-001.json"), TraceWritten(p
 
 @given(st.lists(st.tuples(st.floats(0.0, 30.0), st.sampled_from([WRITTEN, FAILED])), max_size=30))
 def test_two_are_never_closer_than_the_pause_whatever_became_of_the_first(asked):
-    pace, now, ended = Pace(), 0.0, None
+    pace, now, ended = TracePace(), 0.0, None
     for pause_s, outcome in asked:
         now += pause_s
         refusal = pace.refusal(now)
@@ -27,7 +27,7 @@ def test_two_are_never_closer_than_the_pause_whatever_became_of_the_first(asked)
 
 
 def test_who_is_refused_is_told_what_was_done_and_when_to_ask_again():
-    pace = Pace()
+    pace = TracePace()
     pace.ended(WRITTEN, 100.0)
     assert pace.refusal(103.0) == "3 s ago one was written: /run/trace/trace-001.json; ask again in 7 s"
     assert pace.refusal(100.0 + PAUSE_S) == ""

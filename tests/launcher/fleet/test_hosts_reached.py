@@ -17,14 +17,14 @@ from asyncrl.errors import HostFailed, UsageError
 from asyncrl.launcher.fleet.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.fleet.start import SshStart
 from asyncrl.launcher.node.shipping import CHUNK_BYTES, LogShipper
-from asyncrl.launcher.terms.placement import Host, place
-from asyncrl.launcher.terms.spec import EndOrder, Facts, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
+from asyncrl.launcher.terms.placement import PlacementHost, place
+from asyncrl.launcher.terms.spec import EndOrder, HostOffer, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
 from asyncrl.preflight.room import descriptor_limit
 from asyncrl.wire.keys import load_credentials, make_keyring, write_credentials
 
 
 def facts(client="", **held):
-    return Facts(version="1", hostname="x", cpus=2, gpus=[], interfaces={"lo": "127.0.0.1"} | held, client=client)
+    return HostOffer(version="1", hostname="x", cpus=2, gpus=[], interfaces={"lo": "127.0.0.1"} | held, client=client)
 
 
 def routes(*named, **via):
@@ -81,7 +81,7 @@ def test_collectives_go_over_the_interface_that_holds_the_address():
         }
     )
     hosts = [
-        Host(name=name, cpus=2, address=at, interface=f"ib{name}")
+        PlacementHost(name=name, cpus=2, address=at, interface=f"ib{name}")
         for name, at in (("0", "10.0.0.1"), ("1", "10.0.0.2"))
     ]
     for actor in place(config, hosts):

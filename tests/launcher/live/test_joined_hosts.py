@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher import agent_handle as member_module
-from asyncrl.launcher.agent_handle import Member
+from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.live import joined_hosts as guests_module
 from asyncrl.launcher.live.joined_hosts import Guests
 from asyncrl.launcher.terminal.progress import Progress
@@ -79,7 +79,7 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
         await asyncio.Event().wait()
 
     process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
-    member = Member(2, "c", process, SimpleNamespace())
+    member = AgentHandle(2, "c", process, SimpleNamespace())
 
     async def main():
         async with asyncio.timeout(20):

@@ -13,7 +13,7 @@ from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.join import _Joining
 from asyncrl.launcher.live.live_run import find_living
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
-from asyncrl.launcher.terms.placement import Host, place_replicas, replicas_of
+from asyncrl.launcher.terms.placement import PlacementHost, place_replicas, replicas_of
 from asyncrl.launcher.terms.spec import Routes
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, WatchMembers
 from asyncrl.runtime.calls.server import CROWDED
@@ -117,7 +117,7 @@ def test_a_call_that_may_be_repeated_is(lived, monkeypatch):
             pass
 
     async def main():
-        async with live_run.Controller(find_living(str(lived.path))) as controller:
+        async with live_run.LiveController(find_living(str(lived.path))) as controller:
             controller._peer = Peer()
             assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
             with pytest.raises(UsageError, match="^c cannot leave$"):
@@ -137,7 +137,7 @@ def test_a_command_too_many_is_told_so(lived):
             pass
 
     async def main():
-        async with live_run.Controller(find_living(str(lived.path))) as controller:
+        async with live_run.LiveController(find_living(str(lived.path))) as controller:
             controller._peer = Peer()
             with pytest.raises(UsageError, match="at most 64 at once, .*wait until one has ended$"):
                 await controller.ask(WatchMembers())
@@ -201,7 +201,7 @@ def test_the_launcher_s_key_lies_where_nobody_else_reads_it(tmp_path):
 @pytest.mark.parametrize(("gpus", "count"), [(0, 0), (1, 0), (2, 1), (5, 2)])
 def test_a_new_host_has_as_many_engines_as_its_gpus_have_room_for(tmp_path, gpus, count):
     made = config(tmp_path, engine="vllm", gpus_per_replica=2)
-    host = Host(name="c", cpus=8, gpus=tuple(map(str, range(gpus))), address="10.0.0.3", interface="eth0")
+    host = PlacementHost(name="c", cpus=8, gpus=tuple(map(str, range(gpus))), address="10.0.0.3", interface="eth0")
     assert replicas_of(made, host) == count
     placed = place_replicas(made, host, [f"rollouter/{number}" for number in range(4, 4 + count)])
     assert [actor.gpus for actor in placed] == [("0", "1"), ("2", "3")][:count]
@@ -211,7 +211,7 @@ def test_a_new_host_has_as_many_engines_as_its_gpus_have_room_for(tmp_path, gpus
 
 
 def test_a_new_host_without_gpus_has_one_engine(tmp_path):
-    host = Host(name="c", cpus=8)
+    host = PlacementHost(name="c", cpus=8)
     for rollout in ({}, {"engine": "vllm", "gpus_per_replica": 0}):
         assert replicas_of(config(tmp_path, **rollout), host) == 1
 
@@ -238,7 +238,7 @@ def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends):
     named = Joined(hosts=[JoinedHost(host="c", agent="agent/1", rollouters=["rollouter/1"])], waiting_for=["reward/0"])
     controller = Told(named, ends)
     joining = _Joining(find_living(str(lived.path)), [], None, False, [], None)
-    joining.hosts, joining.replicas = {"c": Host(name="c", cpus=8)}, {"c": 1}
+    joining.hosts, joining.replicas = {"c": PlacementHost(name="c", cpus=8)}, {"c": 1}
     with pytest.raises(type(ends)):
         asyncio.run(joining._begin(controller))
     join, again, leave = controller.asked

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.operation import SupervisionConfig
-from asyncrl.launcher.node.agent_state import NEVER_RAN_GRACE_S, VERDICT_S, Host
-from asyncrl.launcher.node.instructions import Announce, AskStop, Kill, KillAll, Report, ReportStart, Spawn
+from asyncrl.launcher.node.agent_state import NEVER_RAN_GRACE_S, VERDICT_S, AgentState
+from asyncrl.launcher.node.instructions import AnnounceRestart, AskStop, Kill, KillAll, ReportEnd, ReportStart, Spawn
 from asyncrl.launcher.terms.spec import AT_ONCE, EndedEvent
 from asyncrl.messages.actors import Aside, Condemned, RunState
 from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
@@ -26,7 +26,7 @@ def state(phase, **changes):
 
 
 def host(*, running=True):
-    found = Host({name: f"/logs/{name.replace('/', '-')}.log" for name in NAMES}, POLICY, grace_s=GRACE_S)
+    found = AgentState({name: f"/logs/{name.replace('/', '-')}.log" for name in NAMES}, POLICY, grace_s=GRACE_S)
     assert found.begin() == [Spawn("controller/0")]
     if running:
         assert found.controller_found(0.0) == [Spawn(name) for name in NAMES[1:]]
@@ -54,7 +54,7 @@ def test_nobody_is_started_before_the_controller_has_said_something():
 
 
 def test_nobody_is_started_for_a_run_that_is_over():
-    found = Host({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
+    found = AgentState({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
     found.controller_at(1.0)
     assert found.state(state("draining"), 3.0) == []
     assert found.finished
@@ -70,15 +70,15 @@ def test_a_controller_that_never_says_a_word_is_killed():
 def test_a_death_is_followed_by_a_restart_after_a_pause():
     found = host()
     assert found.exited("rollouter/0", -9, "", 5.0) == [
-        Report("rollouter/0", ROLLOUTER, -9, False, "killed by SIGKILL")
+        ReportEnd("rollouter/0", ROLLOUTER, -9, False, "killed by SIGKILL")
     ]
     assert found.next_deadline() == 6.0
     assert found.tick(5.9) == []
-    assert found.tick(6.0) == [Announce("rollouter/0", "killed by SIGKILL"), Spawn("rollouter/0")]
+    assert found.tick(6.0) == [AnnounceRestart("rollouter/0", "killed by SIGKILL"), Spawn("rollouter/0")]
     assert not found.ending
     found.exited("rollouter/0", 3, "out of memory", 7.0)
     assert found.next_deadline() == 9.0
-    assert found.tick(9.0)[0] == Announce("rollouter/0", "exit code 3: out of memory")
+    assert found.tick(9.0)[0] == AnnounceRestart("rollouter/0", "exit code 3: out of memory")
 
 
 def condemned(*actors):
@@ -92,9 +92,9 @@ def test_a_frozen_actor_is_killed_once_and_started_again_as_after_any_death():
     assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.0) == [Kill("rollouter/0")]
     assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.1) == []
     (report,) = found.exited("rollouter/0", -9, "last words", 5.2)
-    assert report == Report("rollouter/0", ROLLOUTER, -9, False, "killed by SIGKILL: it did not beat for 61 s")
+    assert report == ReportEnd("rollouter/0", ROLLOUTER, -9, False, "killed by SIGKILL: it did not beat for 61 s")
     assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.3) == []
-    assert found.tick(6.2) == [Announce("rollouter/0", report.reason), Spawn("rollouter/0")]
+    assert found.tick(6.2) == [AnnounceRestart("rollouter/0", report.reason), Spawn("rollouter/0")]
     found.spawned("rollouter/0", 100)
     assert found.state(condemned(("rollouter/0", ROLLOUTER)), 6.3) == []
     assert found.state(condemned(("rollouter/0", 100)), 70.0) == [Kill("rollouter/0")]
@@ -163,11 +163,11 @@ def test_the_successor_of_a_controller_is_told_who_is_given_up_and_is_not_misund
     found = given_up()
     found.state(aside("rollouter/0"), 20.2)
     told = found.controller_found(30.0)
-    assert [end.name for end in told if isinstance(end, Report) and end.fatal] == ["rollouter/0"]
+    assert [end.name for end in told if isinstance(end, ReportEnd) and end.fatal] == ["rollouter/0"]
     assert found.state(state("running"), 30.1) == []
     assert found.state(aside("rollouter/0"), 30.2) == []
     assert found.state(state("running"), 30.3) == [Spawn("rollouter/0")]
-    assert not any(isinstance(told, Report) for told in found.controller_found(40.0))
+    assert not any(isinstance(told, ReportEnd) for told in found.controller_found(40.0))
 
 
 @pytest.mark.parametrize("exit_code", [-9, 0])
@@ -196,7 +196,7 @@ def test_a_replica_that_a_restart_would_not_mend_ends_the_run():
 
 @pytest.mark.parametrize("exit_code", [2, 78])
 def test_no_end_of_the_sinks_ends_the_run(exit_code):
-    found = Host({"sinks/0": "/logs/sinks-0.log"}, POLICY, grace_s=GRACE_S)
+    found = AgentState({"sinks/0": "/logs/sinks-0.log"}, POLICY, grace_s=GRACE_S)
     found.controller_found(0.0)
     found.spawned("sinks/0", 1)
     found.state(state("running"), 0.0)
@@ -209,7 +209,7 @@ def test_no_end_of_the_sinks_ends_the_run(exit_code):
 def test_what_a_restart_would_not_mend_ends_the_run():
     found = host()
     reason = "ended with exit code 78, which a restart would not mend"
-    assert found.exited("learner/0", 78, "", 5.0) == [Report("learner/0", LEARNER, 78, True, reason)]
+    assert found.exited("learner/0", 78, "", 5.0) == [ReportEnd("learner/0", LEARNER, 78, True, reason)]
     assert found.failure.exit_code == 78
 
 
@@ -221,7 +221,7 @@ def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller():
         found.tick(now + 5)
         found.spawned("rollouter/0", ROLLOUTER)
     (report,) = found.exited("rollouter/0", 0, "", 20.0)
-    assert report == Report("rollouter/0", ROLLOUTER, 0, False, "exit code 0")
+    assert report == ReportEnd("rollouter/0", ROLLOUTER, 0, False, "exit code 0")
     assert not found.ending
     # It was asked to: nothing follows, but the end of the run when that is heard of.
     assert found.told("rollouter/0", ROLLOUTER, True, 20.1) == []
@@ -244,7 +244,7 @@ def test_an_end_with_exit_code_0_that_nobody_asked_for_is_a_death(told):
         now = 20.0 + VERDICT_S
         assert found.tick(now) == []
     assert found.next_deadline() == now + 1.0
-    assert found.tick(now + 1.0) == [Announce("rollouter/0", "exit code 0"), Spawn("rollouter/0")]
+    assert found.tick(now + 1.0) == [AnnounceRestart("rollouter/0", "exit code 0"), Spawn("rollouter/0")]
     assert found.told("rollouter/0", ROLLOUTER, False, now + 2.0) == []
 
 
@@ -261,7 +261,7 @@ def test_too_many_ends_with_exit_code_0_end_the_run():
 
 def far():
     """A host beside the head."""
-    found = Host({"rollouter/0": "/logs/0", "rollouter/1": "/logs/1"}, POLICY, grace_s=GRACE_S)
+    found = AgentState({"rollouter/0": "/logs/0", "rollouter/1": "/logs/1"}, POLICY, grace_s=GRACE_S)
     assert found.begin() == []
     assert found.controller_found(0.0) == [Spawn("rollouter/0"), Spawn("rollouter/1")]
     for incarnation, name in enumerate(("rollouter/0", "rollouter/1"), 1):
@@ -276,7 +276,7 @@ def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
     assert found.leave(5.0, 5.0) == []
     assert (found.finished, found.next_deadline()) == (False, 20.0)
     assert found.tick(6.0) == []
-    assert found.exited("rollouter/0", 0, "", 7.0) == [Report("rollouter/0", 1, 0, False, "")]
+    assert found.exited("rollouter/0", 0, "", 7.0) == [ReportEnd("rollouter/0", 1, 0, False, "")]
     assert found.finished
     assert not found.ending
 
@@ -284,7 +284,7 @@ def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
 def test_a_death_on_a_host_that_leaves_is_told_and_nothing_more():
     found = far()
     found.leave(5.0, 5.0)
-    assert found.exited("rollouter/0", -9, "", 7.0) == [Report("rollouter/0", 1, -9, False, "")]
+    assert found.exited("rollouter/0", -9, "", 7.0) == [ReportEnd("rollouter/0", 1, -9, False, "")]
     assert found.tick(19.9) == []
     assert found.tick(20.0) == [KillAll()]
     assert found.next_deadline() is None
@@ -293,7 +293,7 @@ def test_a_death_on_a_host_that_leaves_is_told_and_nothing_more():
 
 
 def test_a_host_that_leaves_before_it_has_started_anything_is_finished():
-    found = Host({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
+    found = AgentState({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
     found.leave(5.0, 1.0)
     assert found.controller_found(1.1) == []
     assert found.finished
@@ -334,7 +334,7 @@ def test_nothing_is_started_while_the_run_ends():
     found.state(state("draining"), 5.5)
     assert found.next_deadline() == 15.5
     assert found.tick(7.0) == []
-    assert found.exited("rollouter/1", -9, "", 7.0) == [Report("rollouter/1", ROLLOUTER + 1, -9, False, "")]
+    assert found.exited("rollouter/1", -9, "", 7.0) == [ReportEnd("rollouter/1", ROLLOUTER + 1, -9, False, "")]
     assert found.next_deadline() == 15.5
     assert found.tick(15.5) == [KillAll()]
     assert found.next_deadline() is None
@@ -356,8 +356,8 @@ def test_the_others_go_on_while_the_controller_is_started_again():
     assert found.living == set(NAMES[1:])
     # Deaths go on being mended meanwhile.
     ends += found.exited("rollouter/1", 1, "boom", 5.5)
-    assert found.tick(6.0) == [Announce("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
-    assert found.tick(6.5) == [Announce("rollouter/1", "exit code 1: boom"), Spawn("rollouter/1")]
+    assert found.tick(6.0) == [AnnounceRestart("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.tick(6.5) == [AnnounceRestart("rollouter/1", "exit code 1: boom"), Spawn("rollouter/1")]
     # Its successor hears of every end, and starts nobody a second time.
     told = found.controller_found(7.0)
     living = [ReportStart(name, found.incarnations[name]) for name in sorted(found.living - {found.controller})]
@@ -389,7 +389,7 @@ def test_a_controller_that_says_nothing_after_its_restart_is_killed_and_started_
     now = 7.0 + silence
     assert found.exited("controller/0", -9, "", now) == []
     words = f"killed by SIGKILL: it said nothing for {silence:g} s after its start"
-    assert found.tick(now + 5) == [Announce("controller/0", words), Spawn("controller/0")]
+    assert found.tick(now + 5) == [AnnounceRestart("controller/0", words), Spawn("controller/0")]
     assert found.tick(now + 5 + silence) == [Kill("controller/0")]
     assert found.exited("controller/0", -9, "", now + 6 + silence) == [KillAll()]
     assert found.failure.actor == "controller/0"
@@ -411,14 +411,14 @@ def test_one_that_dies_before_its_first_word_is_not_waited_for():
     found.exited("controller/0", -9, "", 5.0)
     found.tick(6.0)
     found.exited("controller/0", -9, "", 7.0)
-    assert found.tick(12.0) == [Announce("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.tick(12.0) == [AnnounceRestart("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
     assert found.next_deadline() == 12.0 + max(FIRST_WORD_S, POLICY.silence_s)
 
 
 def test_a_controller_that_dies_at_its_start_is_started_again():
     found = host(running=False)
     assert found.exited("controller/0", -9, "", 5.0) == []
-    assert found.tick(6.0) == [Announce("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.tick(6.0) == [AnnounceRestart("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
     assert found.controller_found(7.0) == [Spawn(name) for name in NAMES[1:]]
 
 
@@ -432,7 +432,7 @@ def test_a_frozen_controller_is_killed_and_started_again():
     assert found.exited("controller/0", -9, "", 131.0) == []
     # Nobody answers while there is none.
     assert found.controller_silent(131.1) == []
-    assert found.tick(132.0)[0] == Announce("controller/0", "killed by SIGKILL: it did not answer for 89 s")
+    assert found.tick(132.0)[0] == AnnounceRestart("controller/0", "killed by SIGKILL: it did not answer for 89 s")
     found.controller_found(133.0)
     # One call without an answer may be this host's own fault: it was asleep.
     assert found.controller_silent(1000.0) == []
@@ -667,7 +667,7 @@ FAR = ("learner/1", "rollouter/2")
 
 def far_host():
     """A host that is not the head, with its actors of incarnations 1 and 2."""
-    found = Host({name: f"/logs/{name.replace('/', '-')}.log" for name in FAR}, POLICY, grace_s=GRACE_S)
+    found = AgentState({name: f"/logs/{name.replace('/', '-')}.log" for name in FAR}, POLICY, grace_s=GRACE_S)
     assert found.begin() == []
     assert found.controller_found(0.0) == [Spawn(name) for name in FAR]
     for incarnation, name in enumerate(FAR, 1):
@@ -685,7 +685,7 @@ def test_who_lived_on_a_host_that_was_lost_is_started_again_without_counting():
         kills = [i for i in found.state(condemned(("rollouter/2", incarnation)), back) if isinstance(i, Kill)]
         assert kills == [Kill("rollouter/2")]
         (told,) = found.exited("rollouter/2", -9, "", back + 1.0)
-        assert isinstance(told, Report) and not told.fatal
+        assert isinstance(told, ReportEnd) and not told.fatal
         assert found.tick(back + 2.0)[-1] == Spawn("rollouter/2")
         found.spawned("rollouter/2", incarnation + 10)
         found.state(state("running"), back + 3.0)

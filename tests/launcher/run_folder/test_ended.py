@@ -9,9 +9,16 @@ import pytest
 
 from asyncrl.checkpoint.retention import Found
 from asyncrl.config.load import validate_config
-from asyncrl.launcher.agent_handle import Member
+from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.follow import Follower
-from asyncrl.launcher.run_folder.ended import Left, describe_end, find_left, read_ended, write_command, write_ended
+from asyncrl.launcher.run_folder.ended import (
+    RunProgress,
+    describe_end,
+    find_left,
+    read_ended,
+    write_command,
+    write_ended,
+)
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.spec import EndedEvent, StateEvent
@@ -54,7 +61,7 @@ def test_steps_that_the_exported_model_holds_are_not_called_lost(tmp_path):
 @pytest.mark.parametrize("result", ["preempted", "stopped", "failed"])
 def test_it_goes_on_by_the_path_of_the_run(tmp_path, result):
     folder = RunFolder(path=tmp_path / "my run-2", run_id="")
-    left = Left(Found(34, 0, 34, tmp_path / "v00000034"), trained=36)
+    left = RunProgress(Found(34, 0, 34, tmp_path / "v00000034"), trained=36)
     ended = EndedEvent(result=result, actor="learner/0" if result == "failed" else "", reason="why", exit_code=1)
     rows = describe_end(folder, ended, left)
     assert any(f"the command that began it with --resume '{folder.path}' goes on" in row for row in rows)
@@ -71,7 +78,7 @@ def test_it_goes_on_by_the_path_of_the_run(tmp_path, result):
 def test_a_run_begins_once_whatever_a_new_controller_says(tmp_path):
     """One that is started again begins with a run that starts."""
     began = []
-    member = Member(0, "", process=None)
+    member = AgentHandle(0, "", process=None)
     follower = Follower(CONFIG, RunFolder(path=tmp_path, run_id=""), [member], Progress(io.StringIO(), 3))
     follower.on_running = lambda: began.append(follower.phase)
     for phase in ("starting", "running", "starting", "running", "preempting"):

@@ -10,12 +10,12 @@ from pathlib import Path
 from launcher.launched import launch_placed
 
 from asyncrl.config.load import validate_config
-from asyncrl.launcher.terms.placement import Host, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts, with_gpus
 
 
 def main() -> int:
     tree, names = sys.argv[1:]
-    hosts = [Host(name=name, cpus=2) for name in names.split(",")]
+    hosts = [PlacementHost(name=name, cpus=2) for name in names.split(",")]
     config = with_episode_hosts(with_gpus(validate_config(json.loads(Path(tree).read_text())), hosts), hosts)
     return launch_placed(config, place(config, hosts))
 

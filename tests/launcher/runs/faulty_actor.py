@@ -74,10 +74,10 @@ def launch(faults: str, tree: str) -> int:
     from launcher.launched import launch_placed
 
     from asyncrl.config.load import validate_config
-    from asyncrl.launcher.terms.placement import Host, place
+    from asyncrl.launcher.terms.placement import PlacementHost, place
 
     config = validate_config(json.loads(tree))
-    placed = place(config, [Host(name="box", cpus=2)])
+    placed = place(config, [PlacementHost(name="box", cpus=2)])
     return launch_placed(config, placed, (sys.executable, __file__, faults))
 
 

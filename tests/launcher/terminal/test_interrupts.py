@@ -13,7 +13,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.launcher import multi_host
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
-from asyncrl.launcher.terms.placement import Host
+from asyncrl.launcher.terms.placement import PlacementHost
 from asyncrl.launcher.terms.signals import STOPPING, cause_of, heeded
 
 
@@ -73,7 +73,7 @@ def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch, tmp_path):
     signal.signal(SIGINT, signal.SIG_IGN)
     config = validate_config(config_tree(tmp_path))
     launch = multi_host.Launch(config, [HostLine("here")], head="here", head_is_here=True)
-    launch.hosts = [Host(name="here", cpus=1)]
+    launch.hosts = [PlacementHost(name="here", cpus=1)]
 
     async def start_guard(*_):
         os.kill(os.getpid(), SIGINT)

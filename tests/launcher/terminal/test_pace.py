@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.launcher.terminal.pace import STEPS, Pace, clock_words
+from asyncrl.launcher.terminal.pace import STEPS, RunPace, clock_words
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from asyncrl.launcher.terminal.pace import STEPS, Pace, clock_words
     ],
 )
 def test_elapsed_and_left(heard, now, told):
-    pace = Pace(100, 0.0)
+    pace = RunPace(100, 0.0)
     for step, at in heard:
         pace.heard(step, at)
     assert pace.describe(now) == told

@@ -13,7 +13,7 @@ from learner.learner_cases import make_config, make_group, make_trajectory, only
 from asyncrl.learner.algorithm.plan.batch import build_step
 from asyncrl.learner.algorithm.plan.micro_batch import lay_out
 from asyncrl.learner.algorithm.plan.packing import Sizes, pack
-from asyncrl.learner.algorithm.plan.sharing import Sharing, find_sharing, nothing_shared
+from asyncrl.learner.algorithm.plan.sharing import SharedPrompts, find_sharing, nothing_shared
 from asyncrl.learner.fsdp.model.pieces import connect
 
 TOKENS = st.integers(0, 2)
@@ -95,15 +95,15 @@ def test_to_share_never_makes_the_ranks_wait_longer(batch, budget: int, world_si
     sequences, keys = batch
     lengths, sharing = [*map(len, sequences)], find_sharing(sequences, keys)
 
-    def time(of: Sharing) -> float:
+    def time(of: SharedPrompts) -> float:
         ranks, sizes = pack(lengths, budget=budget, world_size=world_size, sharing=of), Sizes(lengths, of)
         return sum(max(map(sizes.cost, rows)) for rows in zip(*ranks, strict=True))
 
     assert time(sharing) <= time(nothing_shared(len(lengths))) * (1 + 1e-9)
 
 
-def _family(count: int, prefix: int) -> Sharing:
-    return Sharing(np.zeros(count, np.int64), np.full(count, prefix))
+def _family(count: int, prefix: int) -> SharedPrompts:
+    return SharedPrompts(np.zeros(count, np.int64), np.full(count, prefix))
 
 
 def test_a_family_stays_together_where_it_fits_and_is_split_where_it_does_not() -> None:
@@ -112,7 +112,7 @@ def test_a_family_stays_together_where_it_fits_and_is_split_where_it_does_not() 
     rows = pack(lengths, budget=200, world_size=1, sharing=_family(8, 100))[0]
     assert [len(row) for row in rows] == [4, 4]
     # Two families that fit into a row, but not together.
-    two = Sharing(np.array([0, 1] * 4), np.full(8, 100))
+    two = SharedPrompts(np.array([0, 1] * 4), np.full(8, 100))
     assert sorted(pack(lengths, budget=300, world_size=1, sharing=two)[0]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
@@ -120,7 +120,7 @@ def test_a_family_is_split_where_ranks_would_stand_still() -> None:
     lengths = [10 + 100] * 8
     halves = pack(lengths, budget=10_000, world_size=2, sharing=_family(8, 10))
     assert sorted(len(row) for rank in halves for row in rank) == [4, 4]
-    two = Sharing(np.array([0, 1] * 4), np.full(8, 10))
+    two = SharedPrompts(np.array([0, 1] * 4), np.full(8, 10))
     assert sorted(pack(lengths, budget=10_000, world_size=2, sharing=two)) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
 
 

@@ -18,7 +18,7 @@ from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import build_step
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.fsdp.schedule import warm_learning_rate
-from asyncrl.sft.conversations import Conversation, Conversations
+from asyncrl.sft.conversations import Conversations, TokenizedRow
 from asyncrl.sft.encoding import Encoded
 
 WEIGHT = 0.7
@@ -35,7 +35,7 @@ def _conversations(count: int = 5, batch: int = 3) -> Conversations:
             ids = ((first + np.arange(length)) % VOCABULARY).astype(np.int32)
             trained = np.flatnonzero(random.random(length) < 0.6)
             sequences.append(Encoded(ids, np.unique(np.append(trained[trained > 0], 3)).astype(np.int32)))
-        rows.append(Conversation(f"talk.jsonl:{number + 1}", sequences))
+        rows.append(TokenizedRow(f"talk.jsonl:{number + 1}", sequences))
     return Conversations(rows=rows, fingerprint="f", seed=0, batch=batch)
 
 

@@ -12,7 +12,7 @@ from asyncrl.checkpoint.contents import GROUPS, STATE, read_contents, write_cont
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.group_file import pack_group
-from asyncrl.learner.groups.intake import Intake, Snapshot
+from asyncrl.learner.groups.intake import Intake, IntakeState
 
 LEDGER = b"""{
   "outcomes": [
@@ -40,7 +40,7 @@ def test_a_checkpoint_of_an_earlier_format_is_gone_on_from(tmp_path, number) -> 
     assert (found.state.format, len(found.buffered)) == (number, 2)
     assert same_groups([*found.buffered, *found.filtered], groups)
 
-    intake = Intake(LearnerConfig(), Snapshot(found.state.ledger, found.buffered, found.filtered))
+    intake = Intake(LearnerConfig(), IntakeState(found.state.ledger, found.buffered, found.filtered))
     ledger = intake.ledger
     assert [ledger.count("trained"), ledger.count("filtered"), ledger.count("quarantined")] == [5, 3, 1]
     assert [ledger.is_open(0, index) for index in range(7)] == [False] * 6 + [True]

@@ -24,7 +24,7 @@ from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import writer as writer_module
-from asyncrl.learner.checkpoint.failed_writes import Failed, Kept
+from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group
@@ -158,7 +158,7 @@ class _World:
         self.folder, self.thread, self.incarnation, self.keep = folder, thread, incarnation, keep
         self.backend = backend or create(CONFIG, 0)
         self.written: list[Written] = []
-        self.failed: list[Failed] = []
+        self.failed: list[FailedWrite] = []
         self.damaged: list[str] = []
 
     def make(self, tasks: asyncio.TaskGroup) -> Checkpoints:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.learner.exchange.sent_ahead import Sending, Sendings, Slot
+from asyncrl.learner.exchange.sent_ahead import ParcelSlot, Sending, Sendings
 
 
 def _nothing(sendings: Sendings) -> None:
@@ -39,7 +39,7 @@ def test_what_no_step_can_take_any_more_is_void(happened: Callable[[Sendings], o
 
 @pytest.mark.parametrize(("held", "taken", "room"), [(0, 0, True), (2, 0, True), (2, 1, True), (2, 2, False)])
 def test_what_is_void_makes_room_and_what_was_taken_stays(held: int, taken: int, room: bool) -> None:
-    slot = Slot()
+    slot = ParcelSlot()
     if held:
         slot.put(held, np.zeros(1, np.uint8))
     assert slot.make_room(taken) == room
@@ -47,7 +47,7 @@ def test_what_is_void_makes_room_and_what_was_taken_stays(held: int, taken: int,
 
 
 def test_a_rank_trains_what_it_is_told_or_fails() -> None:
-    slot, parcel = Slot(), np.zeros(1, np.uint8)
+    slot, parcel = ParcelSlot(), np.zeros(1, np.uint8)
     with pytest.raises(ValueError, match="parcel 1 is to be trained, and none is held"):
         slot.take(1)
     slot.put(2, parcel)
@@ -65,7 +65,7 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.sendings, self.slot = Sendings(), Slot()
+        self.sendings, self.slot = Sendings(), ParcelSlot()
         self.planned: Sending | None = None
         """By the planning thread, until it is sent."""
         self.announced: Sending | None = None

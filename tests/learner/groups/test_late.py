@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from asyncrl.config.training import StalenessConfig
 from asyncrl.learner.algorithm.advantage.group_metrics import requeue_metrics
 from asyncrl.learner.groups.buffer import GroupBuffer
-from asyncrl.learner.groups.late import Calendar, Choice, choose_step, to_requeue
+from asyncrl.learner.groups.late import Calendar, NextGroups, choose_step, to_requeue
 from asyncrl.messages.dataloader import OpenGrant
 from asyncrl.messages.groups import Group
 from asyncrl.trajectories import is_late
@@ -43,7 +43,7 @@ def chosen(
     size: int = 2,
     left: int = 2,
     per_version: int = 2,
-) -> Choice:
+) -> NextGroups:
     buffer = buffer_of(*buffered)
     calendar = Calendar(version, left, per_version, limit)
     return choose_step(buffer, set(buffer.uids), out(*outstanding), calendar, size)
@@ -113,7 +113,7 @@ def test_only_groups_make_a_step_that_were_granted_before_the_dataloader_told() 
     buffer = buffer_of(5, 5, 5)
     calendar = Calendar(5, 2, 2, 1)
     assert choose_step(buffer, {"0-1", "0-2"}, [], calendar, 2).step == ("0-1", "0-2")
-    assert choose_step(buffer, {"0-1"}, [], calendar, 2) == Choice()
+    assert choose_step(buffer, {"0-1"}, [], calendar, 2) == NextGroups()
 
 
 @given(

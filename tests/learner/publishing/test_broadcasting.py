@@ -17,7 +17,7 @@ from probes import make_probe
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed
-from asyncrl.learner.publishing.broadcasting import Broadcaster, Sending, collective_backend
+from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketQueue, collective_backend
 from asyncrl.messages import Done
 from asyncrl.messages.weights import Announce, Announced, BroadcastEnded, BucketLayout, CollectiveGroup, Probe
 from asyncrl.runtime.actor import Caller, handler
@@ -105,7 +105,7 @@ class Scene:
         )
         self.tasks: asyncio.TaskGroup
 
-    def begin(self, version: int, probe: Probe | None = None) -> Sending | None:
+    def begin(self, version: int, probe: Probe | None = None) -> BucketQueue | None:
         return self.broadcaster.begin(version, probe, self.tasks)
 
     def gather(self, version: int) -> None:

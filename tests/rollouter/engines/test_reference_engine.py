@@ -27,7 +27,7 @@ from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.reference.engine import ReferenceEngine
 from asyncrl.rollouter.engines.reference.model import choose
 from asyncrl.rollouter.engines.reference.noise import uniform
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.sender import Sender
 
 TOLERANCE = 1e-5
@@ -400,7 +400,7 @@ def test_broadcasts_are_received_verified_and_survived(folder, models, publisher
         group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host=sender.host, port=sender.port)
         layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
         collective = Collective(group=group, first_rank=1, buckets=layouts)
-        weights = Broadcast(version=manifest.version, collective=collective, timeout_s=60.0)
+        weights = BroadcastPart(version=manifest.version, collective=collective, timeout_s=60.0)
         return await asyncio.gather(
             asyncio.to_thread(sender.send, collective.group, manifest.version, collective.buckets, buckets),
             engine.load(weights, recompute_kv=True),

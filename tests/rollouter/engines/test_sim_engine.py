@@ -25,9 +25,9 @@ from asyncrl.errors import BroadcastFailed, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
+from asyncrl.rollouter.engines.base import Engine, GenerationRequest, TokenDelta
 from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, content, response_length
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.sender import Sender
 
 RUN = run_virtual
@@ -63,7 +63,7 @@ class Taken:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.logprobs: dict[str, list[float]] = defaultdict(list)
-        self.last: dict[str, Delta] = {}
+        self.last: dict[str, TokenDelta] = {}
 
     def take(self, made: Batch) -> None:
         for id, delta in made.take():
@@ -285,7 +285,7 @@ class Weights:
         await self._engine.resume()
 
 
-async def collect(engine: Engine, asked: GenerationRequest) -> tuple[list[int], Delta]:
+async def collect(engine: Engine, asked: GenerationRequest) -> tuple[list[int], TokenDelta]:
     tokens: list[int] = []
     async for delta in engine.generate(asked):
         tokens += delta.tokens
@@ -391,11 +391,11 @@ class Learner:
     def published(self, version: int) -> Manifest:
         return self.publisher.publish(version, {"w": torch.full((64,), version), "v": torch.zeros(3)})
 
-    def offered(self, epoch: int, manifest: Manifest) -> Broadcast:
+    def offered(self, epoch: int, manifest: Manifest) -> BroadcastPart:
         group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host="127.0.0.1", port=self.sender.port)
         layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
         collective = Collective(group=group, first_rank=1, buckets=layouts)
-        return Broadcast(version=manifest.version, collective=collective, timeout_s=BROADCAST_S)
+        return BroadcastPart(version=manifest.version, collective=collective, timeout_s=BROADCAST_S)
 
     def send(self, epoch: int, manifest: Manifest) -> None:
         collective = self.offered(epoch, manifest).collective

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from session_cases import TOOL, call_of, played, result, said, user
 
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.rollouter.episode.conversation import Counts
+from asyncrl.rollouter.episode.conversation import ConversationFigures
 from asyncrl.rollouter.episode.figures import MOST_TOOLS, OTHER_TOOLS, EpisodeFigures, by_kind
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.telemetry.catalogue import find
@@ -45,7 +45,10 @@ def test_the_cost_factor_is_over_all_tokens_of_all_episodes():
     figures = EpisodeFigures(Figures(), Histograms())
     assert "rollout/cost_factor" not in figures.gauges([], 0.0)
     for context, linear in ((100, 100), (900, 100)):
-        figures.ended("stop", Counts(turns=1, forks={}, sampled_tokens=0, context_tokens=context, linear_tokens=linear))
+        figures.ended(
+            "stop",
+            ConversationFigures(turns=1, forks={}, sampled_tokens=0, context_tokens=context, linear_tokens=linear),
+        )
     assert figures.gauges([], 0.0)["rollout/cost_factor"] == 5.0
 
 

@@ -19,8 +19,8 @@ from asyncrl.rollouter.serving.drift import (
     NORMAL,
     ROUNDING,
     Drift,
+    DriftLimits,
     DriftRecord,
-    Limits,
     explain,
     find_limits,
     judge,
@@ -28,7 +28,7 @@ from asyncrl.rollouter.serving.drift import (
 )
 
 PROBE = make_probe()
-LIMITS = Limits(warn=0.1, stop=0.3)
+LIMITS = DriftLimits(warn=0.1, stop=0.3)
 
 
 def drift_of(scored: float = 0.0, sampled: float | None = 0.0) -> Drift:
@@ -131,7 +131,7 @@ def test_what_follows_from_a_drift(nats, verdict):
     ],
 )
 def test_what_is_not_given_follows_from_the_dtype_and_never_contradicts_what_is(configured, warn, stop):
-    assert find_limits(DriftConfig(**configured), float32=False) == Limits(warn=warn, stop=stop)
+    assert find_limits(DriftConfig(**configured), float32=False) == DriftLimits(warn=warn, stop=stop)
     assert find_limits(DriftConfig(), float32=True) == ROUNDING[True]
     assert ROUNDING[True].stop < ROUNDING[False].warn
 

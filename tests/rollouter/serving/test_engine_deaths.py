@@ -12,7 +12,7 @@ from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
 from asyncrl.rollouter.serving.group_events import SampleAccount
@@ -77,7 +77,7 @@ class Engine:
                         pass
                     self._alive()
                     if abort.is_set():
-                        yield Delta(tokens=[], logprobs=[], finish_reason="abort", spans=spans)
+                        yield TokenDelta(tokens=[], logprobs=[], finish_reason="abort", spans=spans)
                         return
                     if self.going.is_set():
                         break
@@ -89,7 +89,7 @@ class Engine:
                 start = spans.pop().start if spans and spans[-1].version == self.version else n
                 spans.append(VersionSpan(self.version, start, n + 1))
                 last = n + 1 == request.max_tokens
-                yield Delta(
+                yield TokenDelta(
                     tokens=[held],
                     logprobs=[-float(self.version)],
                     finish_reason="length" if last else None,

@@ -9,7 +9,7 @@ import pytest
 from probes import TOKENS, make_probe, samples_of, scores_of
 
 from asyncrl.errors import EngineDied
-from asyncrl.rollouter.engines.base import Delta, GenerationRequest
+from asyncrl.rollouter.engines.base import GenerationRequest, TokenDelta
 from asyncrl.rollouter.serving.probing import probe_engine
 
 PROBE = make_probe()
@@ -39,7 +39,7 @@ class Asked:
         await self._wait()
         return scores_of(PROBE)[TOKENS.index(ids)]
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         self.requests.append(request)
         index = len(self.requests) - 1
         await self._wait()
@@ -48,9 +48,9 @@ class Asked:
         sample = samples_of(PROBE)[index]
         assert sample is not None
         if self.aborted and index % 5 == 0:
-            yield Delta(tokens=[], logprobs=[], finish_reason="abort")
+            yield TokenDelta(tokens=[], logprobs=[], finish_reason="abort")
         else:
-            yield Delta(tokens=[sample[0]], logprobs=[sample[1]], finish_reason="length")
+            yield TokenDelta(tokens=[sample[0]], logprobs=[sample[1]], finish_reason="length")
 
 
 def probe(engine: Asked, timeout: float = 5.0):

@@ -15,7 +15,7 @@ from inprocess import sim_config
 from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
-from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.rollouter.serving.engine_host import EngineHost
@@ -207,8 +207,8 @@ def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
 def test_a_delta_tells_of_the_cache_also_where_it_is_merged_with_others():
     async def main():
         stream = DeltaStream(asyncio.get_running_loop())
-        stream.put(Delta(tokens=[1], logprobs=[0.0], cached_tokens=32))
-        stream.put(Delta(tokens=[], logprobs=[], finish_reason="abort"))
+        stream.put(TokenDelta(tokens=[1], logprobs=[0.0], cached_tokens=32))
+        stream.put(TokenDelta(tokens=[], logprobs=[], finish_reason="abort"))
         return await stream.get()
 
     assert asyncio.run(main()).cached_tokens == 32

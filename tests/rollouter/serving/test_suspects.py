@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_messages import make_group
 
-from asyncrl.rollouter.serving.suspects import Suspects, Turns
+from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectTickets
 
 
 def ticket(uid, **changes):
@@ -17,7 +17,7 @@ def ticket(uid, **changes):
 
 
 def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
-    suspects = Suspects(max_attempts=2)
+    suspects = SuspectTickets(max_attempts=2)
     a, b = ticket("0-1"), ticket("0-2")
     suspects.died(["0-1", "0-1", "0-2"], "killed", alone=False)
     assert [suspects.deaths(t) for t in (a, b)] == [1, 1], "once for each ticket, not for each sample"
@@ -43,7 +43,7 @@ def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
     [(0, False, 1, False), (1, False, 0, False), (1, False, 1, True), (2, False, 0, True), (0, True, 0, True)],
 )
 def test_who_runs_alone(attempt, alone, deaths, expected):
-    suspects = Suspects(max_attempts=3)
+    suspects = SuspectTickets(max_attempts=3)
     for _ in range(deaths):
         suspects.died(["0-1"], "killed", alone=False)
     assert suspects.alone(ticket("0-1", attempt=attempt, alone=alone)) == expected
@@ -53,7 +53,7 @@ class Ground:
     """Tasks that take turns when told to, and what is inside."""
 
     def __init__(self, lone):
-        self.turns = Turns(lambda ticket: ticket.uid in lone)
+        self.turns = EngineTurns(lambda ticket: ticket.uid in lone)
         self.inside = Counter()
         self.log = []
 

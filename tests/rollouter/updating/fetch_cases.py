@@ -16,7 +16,7 @@ from asyncrl.errors import VersionGone
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer
 from asyncrl.parameter_server.held import ChunkServer
-from asyncrl.parameter_server.snapshots import Snapshot
+from asyncrl.parameter_server.snapshots import HeldSnapshot
 from asyncrl.rollouter.updating.fetch import Fetched, fetch
 from asyncrl.rollouter.updating.relay import Relay
 from asyncrl.rollouter.updating.sources import PARAMETER_SERVER
@@ -26,7 +26,7 @@ from asyncrl.runtime.actor import Caller, handler
 class Server:
     """The parameter server as far as a fetch needs it. ``on_chunk`` may change, delay or refuse a reply."""
 
-    def __init__(self, *snapshots: Snapshot, on_chunk: Callable[..., Any] | None = None) -> None:
+    def __init__(self, *snapshots: HeldSnapshot, on_chunk: Callable[..., Any] | None = None) -> None:
         self.snapshots = {snapshot.manifest.version: snapshot for snapshot in snapshots}
         self.served: Counter[tuple[int, int, int]] = Counter()
         """(bucket, offset, base)"""

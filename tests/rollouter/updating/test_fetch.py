@@ -36,7 +36,7 @@ from asyncrl.parameter_server.held import encode_deltas
 from asyncrl.rollouter.updating import fetch as module
 from asyncrl.rollouter.updating.fetch import Fetched, fetch
 from asyncrl.weights.segments import Segment
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.staging import StagedVersion
 
 CHUNK = 4096
 SIZES = (3 * CHUNK + 101, 1, 2 * CHUNK, 50)
@@ -61,7 +61,7 @@ def no_leak():
 
 
 async def take(
-    offer: Offer, server: Server | None, base: Staged | None = None, weights: WeightsConfig = WEIGHTS
+    offer: Offer, server: Server | None, base: StagedVersion | None = None, weights: WeightsConfig = WEIGHTS
 ) -> Fetched:
     """Without a network in between."""
 

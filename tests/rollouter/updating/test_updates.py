@@ -33,14 +33,14 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.parameter_server.held import ChunkServer
 from asyncrl.parameter_server.snapshots import hold
-from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.updating.updates import UpdateFollower
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.telemetry.trace import Trace
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.segments import Segment, layout
 
 PROBE = make_probe()
@@ -84,10 +84,10 @@ class StubEngine:
     async def generate(self, request):
         off = 0.0 if self.off == "hang" else self.off
         token, logprob = samples_of(PROBE, off)[int(request.id.rpartition("/")[2])]
-        yield Delta(tokens=[token], logprobs=[logprob], finish_reason="length")
+        yield TokenDelta(tokens=[token], logprobs=[logprob], finish_reason="length")
 
     async def load(self, weights, *, recompute_kv: bool) -> None:
-        way = "broadcast" if isinstance(weights, Broadcast) else "staged"
+        way = "broadcast" if isinstance(weights, BroadcastPart) else "staged"
         self.events.append(f"load {weights.version} {way}")
         problem = self.loads.pop(0) if self.loads else None
         if isinstance(problem, Exception):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.runtime.workers.keeper import LINE_BYTES, Lines
+from asyncrl.runtime.workers.keeper import LINE_BYTES, OutputLines
 
 
 class Pipes:
@@ -13,7 +13,7 @@ class Pipes:
         self.out, to = os.pipe()
         os.set_blocking(self.out, False)
         fcntl.fcntl(self.out, fcntl.F_SETPIPE_SZ, 1 << 20)
-        self.lines = Lines(source, to)
+        self.lines = OutputLines(source, to)
         self.held = [source, to, self.out]
 
     def said(self) -> bytes:

@@ -23,7 +23,7 @@ from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
 from asyncrl.runtime.calls import server
 from asyncrl.snapshot import Snapshot
-from asyncrl.top.source.client import Away, Target, Viewer, find_target, watch
+from asyncrl.top.source.client import Away, Viewer, WatchedRun, find_target, watch
 from asyncrl.top.source.reach import why_unreachable
 from asyncrl.wire.keys import VIEWER, load_credentials, write_credentials
 from asyncrl.wire.zeromq import ZmqServer, ZmqTransport
@@ -289,7 +289,7 @@ def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_pat
         raise PermissionError
 
     (tmp_path / "private").mkdir()
-    target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, lives=refuse)
+    target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, lives=refuse)
     assert not target.is_over
 
 

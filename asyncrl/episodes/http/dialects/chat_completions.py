@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.episodes.http.dialects.dialect import Asked, Body, Failure, Stamp, event, openai_failure
+from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, event, openai_failure
 from asyncrl.episodes.http.dialects.fields import (
     CHAT_COMPLETIONS,
     flag,
@@ -32,12 +32,12 @@ DONE = b"data: [DONE]\n\n"
 class ChatCompletions:
     """The dialect of chat completions."""
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body) -> ChatRequest:
         ignored, relaxed = review(body, CHAT_COMPLETIONS)
         check_messages(messages := objects(body, "messages"))
         check_tools(tools := objects(body, "tools"))
         limits = [limit for name in ("max_tokens", "max_completion_tokens") if (limit := whole(body, name))]
-        return Asked(
+        return ChatRequest(
             messages=messages,
             # The policy can call no tool only where it is shown none.
             tools=[] if body.get("tool_choice") == "none" else tools,
@@ -51,14 +51,14 @@ class ChatCompletions:
             relaxed=relaxed,
         )
 
-    def reply(self, asked: Asked, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
+    def reply(self, asked: ChatRequest, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
         choices = [
             {"index": at, "message": message(reply), "logprobs": None, "finish_reason": reply.finish_reason}
             for at, reply in enumerate(replies)
         ]
         return _head(stamp, "chat.completion") | {"choices": choices, "usage": usage(replies)}
 
-    def events(self, asked: Asked, stamp: Stamp) -> ChatCompletionEvents:
+    def events(self, asked: ChatRequest, stamp: Stamp) -> ChatCompletionEvents:
         return ChatCompletionEvents(asked, stamp)
 
     def failure(self, failure: Failure) -> Body:
@@ -68,7 +68,7 @@ class ChatCompletions:
 class ChatCompletionEvents:
     """The chunks of a streamed chat completion."""
 
-    def __init__(self, asked: Asked, stamp: Stamp) -> None:
+    def __init__(self, asked: ChatRequest, stamp: Stamp) -> None:
         self._head = _head(stamp, "chat.completion.chunk")
         self._usage = asked.include_usage
         self._told: dict[int, int] = {}

@@ -18,7 +18,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ChatRequest:
     """One request, understood. ``messages`` and ``tools`` are those of OpenAI's chat completions."""
 
     messages: list[Body]
@@ -59,7 +59,7 @@ class Failure:
     """The field that is wrong."""
 
 
-class Events(Protocol):
+class ReplyStream(Protocol):
     """The event stream of one reply: ``text`` any number of times, then ``end`` or ``failed``, once."""
 
     def text(self, choice: int, text: str) -> bytes:
@@ -75,13 +75,13 @@ class Events(Protocol):
 class Dialect(Protocol):
     """One HTTP API."""
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body) -> ChatRequest:
         """The request that a body holds. Raises ChatRefused."""
 
-    def reply(self, asked: Asked, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
+    def reply(self, asked: ChatRequest, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
         """The body of the whole answer."""
 
-    def events(self, asked: Asked, stamp: Stamp) -> Events:
+    def events(self, asked: ChatRequest, stamp: Stamp) -> ReplyStream:
         """A new stream."""
 
     def failure(self, failure: Failure) -> Body:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.episodes.http.dialects.dialect import Asked, Body, Failure, Stamp, error_type, event
+from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, error_type, event
 from asyncrl.episodes.http.dialects.fields import (
     MESSAGES,
     flag,
@@ -35,7 +35,7 @@ FORGOTTEN = ("thinking", "redacted_thinking")
 class Messages:
     """The dialect of Anthropic's Messages."""
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body) -> ChatRequest:
         ignored, relaxed = review(body, MESSAGES, nested=("tool_choice", "output_config"))
         tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(body, "tools"))]
         messages: list[Body] = []
@@ -47,7 +47,7 @@ class Messages:
             raise ChatRefused("messages", "must hold at least one")
         if given[-1]["role"] == "assistant":
             raise ChatRefused(f"messages[{len(given) - 1}]", "must be the user's: no answer is begun for the policy")
-        return Asked(
+        return ChatRequest(
             messages=messages,
             # The policy can call no tool only where it is shown none.
             tools=[] if mapping(body, "tool_choice").get("type") == "none" else tools,
@@ -59,7 +59,7 @@ class Messages:
             relaxed=relaxed,
         )
 
-    def reply(self, asked: Asked, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
+    def reply(self, asked: ChatRequest, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
         (reply,) = replies
         blocks: list[Body] = []
         if reply.reasoning:
@@ -70,7 +70,7 @@ class Messages:
         usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
         return _message(stamp) | {"content": blocks, "stop_reason": STOP_REASONS[reply.finish_reason], "usage": usage}
 
-    def events(self, asked: Asked, stamp: Stamp) -> MessageEvents:
+    def events(self, asked: ChatRequest, stamp: Stamp) -> MessageEvents:
         return MessageEvents(stamp)
 
     def failure(self, failure: Failure) -> Body:

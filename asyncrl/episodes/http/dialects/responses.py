@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.episodes.http.dialects.dialect import Asked, Body, Failure, Stamp, event, openai_failure
+from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, event, openai_failure
 from asyncrl.episodes.http.dialects.fields import (
     RESPONSES,
     flag,
@@ -31,7 +31,7 @@ ROLES = ("system", "developer", "user", "assistant")
 class Responses:
     """The dialect of OpenAI's Responses."""
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body) -> ChatRequest:
         ignored, relaxed = review(body, RESPONSES, nested=("text", "reasoning"))
         tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(body, "tools"))]
         messages = _messages(body)
@@ -39,7 +39,7 @@ class Responses:
             messages.insert(0, {"role": "system", "content": instructions})
         if not messages:
             raise ChatRefused("input", "must hold at least one message")
-        return Asked(
+        return ChatRequest(
             messages=messages,
             # The policy can call no tool only where it is shown none.
             tools=[] if body.get("tool_choice") == "none" else tools,
@@ -52,11 +52,11 @@ class Responses:
             | {"tools": objects(body, "tools")},
         )
 
-    def reply(self, asked: Asked, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
+    def reply(self, asked: ChatRequest, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
         (reply,) = replies
         return _finished(asked, stamp, reply, _items(stamp, reply))
 
-    def events(self, asked: Asked, stamp: Stamp) -> ResponseEvents:
+    def events(self, asked: ChatRequest, stamp: Stamp) -> ResponseEvents:
         return ResponseEvents(asked, stamp)
 
     def failure(self, failure: Failure) -> Body:
@@ -66,7 +66,7 @@ class Responses:
 class ResponseEvents:
     """The events of a streamed response."""
 
-    def __init__(self, asked: Asked, stamp: Stamp) -> None:
+    def __init__(self, asked: ChatRequest, stamp: Stamp) -> None:
         self._asked, self._stamp = asked, stamp
         self._sequence = 0
         self._told = ""
@@ -237,7 +237,7 @@ def _function_call(call: ToolCall) -> Body:
     return {"id": f"fc_{call.id}", "type": "function_call", "status": "completed", **names}
 
 
-def _response(asked: Asked, stamp: Stamp) -> Body:
+def _response(asked: ChatRequest, stamp: Stamp) -> Body:
     return {
         "id": f"resp_{stamp.number}",
         "object": "response",
@@ -252,7 +252,7 @@ def _response(asked: Asked, stamp: Stamp) -> Body:
     }
 
 
-def _finished(asked: Asked, stamp: Stamp, reply: ChatReply, items: list[Body]) -> Body:
+def _finished(asked: ChatRequest, stamp: Stamp, reply: ChatReply, items: list[Body]) -> Body:
     cut = reply.finish_reason == "length"
     return _response(asked, stamp) | {
         "status": "incomplete" if cut else "completed",

@@ -47,7 +47,7 @@ from asyncrl.learner.algorithm.advantage.signal import turns_past
 from asyncrl.learner.algorithm.plan.aggregation import step_denominator, token_weight
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
 from asyncrl.learner.algorithm.plan.packing import pack
-from asyncrl.learner.algorithm.plan.sharing import Sharing, find_sharing, nothing_shared
+from asyncrl.learner.algorithm.plan.sharing import SharedPrompts, find_sharing, nothing_shared
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.workers.user_code import describe
@@ -363,7 +363,7 @@ def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
     return values.astype(dtype, copy=False)
 
 
-def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> Sharing:
+def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> SharedPrompts:
     """Common beginnings of sequences, group by group and prompt by prompt; none unless ``shared``."""
     if not shared:
         return nothing_shared(len(sequences))

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.learner.algorithm.plan.sharing import Sharing
+from asyncrl.learner.algorithm.plan.sharing import SharedPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,10 @@ class Computed(Protocol):
 
 
 def make_micro_batches(
-    sequences: Sequence[Computed], weights: Sequence[float], ranks: Sequence[Sequence[Sequence[int]]], sharing: Sharing
+    sequences: Sequence[Computed],
+    weights: Sequence[float],
+    ranks: Sequence[Sequence[Sequence[int]]],
+    sharing: SharedPrompts,
 ) -> list[list[MicroBatch]]:
     """Rows of each rank, given by the indices of their sequences; a filler where there are none.
 
@@ -114,7 +117,7 @@ class _Piece:
         return np.arange(self.start, self.start + len(self.tokens))
 
 
-def lay_out(sequences: Sequence[np.ndarray], sharing: Sharing) -> Layout:
+def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
     """A row of these sequences, given by their token ids.
 
     Pieces of equal lengths behind as many shared tokens stand side by side, so that attention may take them together.
@@ -146,7 +149,9 @@ def lay_out(sequences: Sequence[np.ndarray], sharing: Sharing) -> Layout:
     )
 
 
-def _row(sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int], sharing: Sharing) -> MicroBatch:
+def _row(
+    sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int], sharing: SharedPrompts
+) -> MicroBatch:
     members = [sequences[i] for i in row]
     counts = [len(s.predict) for s in members]
     layout = lay_out([s.input_ids for s in members], sharing.among(row))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.learner.algorithm.plan.sharing import Sharing, nothing_shared
+from asyncrl.learner.algorithm.plan.sharing import SharedPrompts, nothing_shared
 
 LINEAR_TOKENS = 4096
 """Length at which attention's quadratic part costs as much as everything linear (about 6 times the width of a
@@ -38,7 +38,7 @@ class Sizes:
     With a prefix of P tokens a rest of R more attends to P + R: it costs as a sequence of P + R does, less one of P.
     """
 
-    def __init__(self, lengths: Sequence[int], sharing: Sharing) -> None:
+    def __init__(self, lengths: Sequence[int], sharing: SharedPrompts) -> None:
         self._family, self._prefix = sharing.family, sharing.prefix
         sizes = np.asarray(lengths, dtype=np.int64)
         assert (sizes > 0).all()
@@ -69,7 +69,7 @@ class Sizes:
 
 
 def pack(
-    lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True, sharing: Sharing | None = None
+    lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True, sharing: SharedPrompts | None = None
 ) -> Ranks:
     """Rows of sequences of these lengths.
 

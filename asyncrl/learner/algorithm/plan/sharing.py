@@ -18,7 +18,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharedPrompts:
     """Families of the sequences of an update, by their index."""
 
     family: np.ndarray
@@ -26,18 +26,18 @@ class Sharing:
     prefix: np.ndarray
     """Tokens with which all of the sequence's family begin: int64 [n]; 0 where the family has no other sequence."""
 
-    def among(self, chosen: Sequence[int]) -> Sharing:
+    def among(self, chosen: Sequence[int]) -> SharedPrompts:
         """Families of these sequences alone, in this order."""
         indices = np.asarray(chosen, np.int64)
-        return Sharing(self.family[indices], self.prefix[indices])
+        return SharedPrompts(self.family[indices], self.prefix[indices])
 
 
-def nothing_shared(count: int) -> Sharing:
+def nothing_shared(count: int) -> SharedPrompts:
     """A family of its own for each of ``count`` sequences."""
-    return Sharing(np.arange(count), np.zeros(count, np.int64))
+    return SharedPrompts(np.arange(count), np.zeros(count, np.int64))
 
 
-def find_sharing(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> Sharing:
+def find_sharing(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> SharedPrompts:
     """Families of sequences, given by their token ids: those of equal ``keys`` are one."""
     families: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):

@@ -21,7 +21,7 @@ from asyncrl.learner.algorithm.plan.batch import StepPlan, SupervisedPlan, Updat
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
 from asyncrl.learner.algorithm.plan.packing import pack
 from asyncrl.learner.algorithm.plan.sharing import nothing_shared
-from asyncrl.sft.conversations import Conversation, Conversations
+from asyncrl.sft.conversations import Conversations, TokenizedRow
 from asyncrl.sft.encoding import Encoded
 
 
@@ -60,7 +60,7 @@ class SupervisedSteps:
         }
         return _with_terms(plan, terms, metrics)
 
-    def _term(self, conversations: Sequence[Conversation], coefficient: float) -> SupervisedPlan:
+    def _term(self, conversations: Sequence[TokenizedRow], coefficient: float) -> SupervisedPlan:
         members = [(each.place, sequence) for each in conversations for sequence in each.sequences]
         sequences = [_Demonstration(sequence) for _, sequence in members]
         lengths = [len(sequence.input_ids) for sequence in sequences]

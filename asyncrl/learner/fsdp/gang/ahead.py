@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.learner.exchange.sent_ahead import Sending, Slot
+from asyncrl.learner.exchange.sent_ahead import ParcelSlot, Sending
 from asyncrl.learner.fsdp.gang.ranks import Ranks
 
 STOP_WAIT_S = 30.0
@@ -54,7 +54,7 @@ class ParcelsAhead:
         self._line = ranks.another_line("parcel")
         self._sending = threading.Lock()
         self._changed = threading.Condition()
-        self._slot = Slot()
+        self._slot = ParcelSlot()
         self._closed = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None

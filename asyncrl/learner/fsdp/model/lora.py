@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.fsdp.model.policy import Policy, Row
+from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
 
 A, B = "lora_A", "lora_B"
 
@@ -101,7 +101,7 @@ def target_names(model: nn.Module, lora: LoraConfig) -> list[str]:
     return sorted({_last(name) for name in adapted_layers(model)})
 
 
-def unreached(policy: Policy, row: Row) -> list[str]:
+def unreached(policy: Policy, row: PackedRow) -> list[str]:
     """Layers whose adapter gets no gradient from scoring ``row``, by name: the model does not call them.
 
     It holds the whole model, and has no gradients before and after.
@@ -120,7 +120,7 @@ class WithoutAdapters:
         self._policy = policy
         self._layers = list(adapted_layers(policy.model).values())
 
-    def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+    def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies as those of Policy."""
         with self._off():
             return self._policy.score(row, temperature)

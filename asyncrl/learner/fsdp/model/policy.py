@@ -41,7 +41,7 @@ UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """A packed row on its device."""
 
     input_ids: Tensor
@@ -159,18 +159,18 @@ class Policy(nn.Module):
         found = likeliest.find(scores[1], lambda at: head_logits(self._softcap, hidden[at], head.weight, head.bias))
         return *scores, *found
 
-    def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+    def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """``forward`` of a row."""
         logprobs, entropies = self._forward(row, temperature, None)
         return logprobs, entropies
 
-    def score_likeliest(self, row: Row, likeliest: Likeliest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def score_likeliest(self, row: PackedRow, likeliest: Likeliest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``score`` at temperature 1 and the tokens of ``likeliest``, in one forward pass without a gradient."""
         with torch.no_grad():
             logprobs, entropies, tokens, values = self._forward(row, 1.0, likeliest)
         return logprobs, entropies, tokens, values
 
-    def _forward(self, row: Row, temperature: float, likeliest: Likeliest | None) -> tuple[Tensor, ...]:
+    def _forward(self, row: PackedRow, temperature: float, likeliest: Likeliest | None) -> tuple[Tensor, ...]:
         scores: tuple[Tensor, ...] = self(
             row.input_ids,
             row.position_ids,
@@ -207,7 +207,7 @@ class Policy(nn.Module):
 
 def make_row(
     input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device, *, prefixes: Any = None
-) -> Row:
+) -> PackedRow:
     """A Row from the integer arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
 
     def put(values: Any) -> Tensor:
@@ -216,7 +216,7 @@ def make_row(
     pieces = connect(lengths, prefixes)
     cu_seqlens = varlen.cumulate(pieces.lengths, device)
     shared = pieces.key_index is not None
-    return Row(
+    return PackedRow(
         input_ids=put(input_ids)[None],
         position_ids=put(pieces.positions)[None],
         lengths=pieces.lengths,

@@ -54,7 +54,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TrainingShape:
     """The way a model is trained."""
 
     shards: int
@@ -105,7 +105,7 @@ class Estimate:
         return f"about {in_gigabytes(self.device)} a rank{beside}: {told}"
 
 
-def estimate(shape: ModelShape, load: Load) -> Estimate:
+def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
     """Bytes that a rank needs."""
     trained = FLOAT32 * shape.trained // load.shards
     frozen = load.compute_bytes * (shape.parameters - shape.trained) // load.shards
@@ -124,7 +124,7 @@ def estimate(shape: ModelShape, load: Load) -> Estimate:
     )
 
 
-def _activation_bytes(shape: ModelShape, load: Load) -> int:
+def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
     """Bytes of a token's activations in all layers."""
     b = load.compute_bytes
     norms = 2 * (FLOAT32 * shape.hidden * (b != FLOAT32) + 2 * b * shape.hidden)
@@ -140,7 +140,7 @@ def _activation_bytes(shape: ModelShape, load: Load) -> int:
     return shape.layers * kept + layer
 
 
-def advise(shape: ModelShape, load: Load, available: int) -> str | None:
+def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None:
     """The keys to change where a device of ``available`` bytes has no room, the cheapest first; None where it fits."""
     room, words = int(USABLE * available), list[str]()
 

@@ -37,8 +37,8 @@ from asyncrl.learner.fsdp.startup.startup_check import (
     LENGTHS,
     OURS,
     TOLERANCE,
-    Batch,
-    Choice,
+    AgreeingWays,
+    CheckBatch,
     Scoring,
     make_batch,
     no_packing,
@@ -68,7 +68,7 @@ LONG = 2048
 
 
 def confirm_scoring(
-    policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype, *, path: str
+    policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, *, path: str
 ) -> Scoring:
     """All ranks together: the fastest way of ``choice`` that holds. Raises ConfigError on all ranks alike.
 
@@ -112,7 +112,7 @@ def long_length(window: int | None, *, longest: int, parameters: int, device: st
 
 
 class _Check:
-    def __init__(self, policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(self, policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
         self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
         self._dtype = dtype
         self._exact = dtype == torch.float32
@@ -169,7 +169,9 @@ class _Check:
         warnings.append(no_packing(self._config.learner, f"{min(found.values()):.2g} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
 
-    def _shares(self, attention: Attention, batch: Batch, truth: Tensor, chunked: bool, warnings: list[str]) -> bool:
+    def _shares(
+        self, attention: Attention, batch: CheckBatch, truth: Tensor, chunked: bool, warnings: list[str]
+    ) -> bool:
         """Whether this way holds as well where the common beginnings of sequences are in the row once."""
         if not self._choice.shared or attention not in ("varlen", OURS):
             return False

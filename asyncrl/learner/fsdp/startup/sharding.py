@@ -37,9 +37,9 @@ from asyncrl.learner.fsdp.model.head import chunk_size
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
-from asyncrl.learner.fsdp.startup.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
+from asyncrl.learner.fsdp.startup.memory import Checkpointing, ModelShape, TrainingShape, advise, estimate, in_gigabytes
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
-from asyncrl.learner.fsdp.startup.startup_check import Choice, Scoring, choose_scoring, make_batch, short_tokens
+from asyncrl.learner.fsdp.startup.startup_check import AgreeingWays, Scoring, choose_scoring, make_batch, short_tokens
 from asyncrl.learner.fsdp.weights.shard_plan import own_rows
 
 _LOG = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def build_frozen(
 
 
 def _confirm(
-    policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
+    policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
 ) -> Scoring:
     assert model.path is not None
     scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path)
@@ -140,7 +140,7 @@ def _offload(ranks: Ranks) -> CPUOffloadPolicy:
 
 def _load(
     model: ModelConfig, config: Config, ranks: Ranks, mesh: DeviceMesh, lora: LoraConfig | None = None
-) -> tuple[Loaded, Choice]:
+) -> tuple[Loaded, AgreeingWays]:
     """All ranks together: their shards of a model in host memory, with those of ``lora``'s adapters, and the ways in
     which the model may score."""
     seed = config.run.seed
@@ -155,7 +155,7 @@ def _load(
     offload = CPUOffloadPolicy(pin_memory=False) if ranks.device.type == "cuda" else OffloadPolicy()
     shard(policy, mesh, torch.float32, offload)
     fill(policy, loaded.values, ranks, offload)
-    choice: Choice | None = None
+    choice: AgreeingWays | None = None
     problem: str | None = None
     with ranks.waiting("the check of the ways of scoring"):
         try:
@@ -166,7 +166,7 @@ def _load(
         raise ConfigError(list(dict.fromkeys(problems)))
     # All take one choice, though the last bits may differ on each.
     data = msgspec.msgpack.encode(choice) if ranks.rank == 0 else None
-    choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=Choice)
+    choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=AgreeingWays)
     policy.reshard()
     loaded.values.update(parts(policy))
     del policy
@@ -175,7 +175,7 @@ def _load(
     return loaded, choice
 
 
-def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> Choice:
+def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> AgreeingWays:
     """All ranks together: the ways in which the sharded model may score. Raises ConfigError."""
     seed = config.run.seed
     choice = choose_scoring(policy, config.learner, seed=seed, device=ranks.device, on_pass=ranks.mark)
@@ -273,7 +273,7 @@ def shape_of(policy: Policy) -> ModelShape:
 def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
     """Log the memory that a rank on a GPU is going to need, and the keys to change where its device has no room."""
     shape = shape_of(policy)
-    load = Load(
+    load = TrainingShape(
         shards=ranks.shards,
         replicas=ranks.replicas,
         tokens=config.tokens_per_microbatch,

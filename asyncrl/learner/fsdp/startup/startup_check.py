@@ -29,7 +29,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.plan.micro_batch import lay_out
 from asyncrl.learner.algorithm.plan.sharing import find_sharing
-from asyncrl.learner.fsdp.model.policy import Attention, Policy, Row, make_row
+from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats, that still counts as rounding (float32)."""
@@ -62,7 +62,7 @@ class Scoring(msgspec.Struct, frozen=True):
         policy.use_attention(self.attention)
 
 
-class Choice(msgspec.Struct, frozen=True):
+class AgreeingWays(msgspec.Struct, frozen=True):
     """The ways that agree in float32."""
 
     packed: list[Attention]
@@ -84,16 +84,16 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Batch:
+class CheckBatch:
     """The same sequences in one row and in a row each, every position scored."""
 
-    packed: Row
-    shared: Row
+    packed: PackedRow
+    shared: PackedRow
     """One row that has their common beginnings once."""
-    single: list[Row]
+    single: list[PackedRow]
 
     @property
-    def longest(self) -> tuple[Row, slice]:
+    def longest(self) -> tuple[PackedRow, slice]:
         """The longest sequence in a row of its own, and the slice of its positions among all."""
         lengths = [row.lengths[0] for row in self.single]
         at = lengths.index(max(lengths))
@@ -107,7 +107,7 @@ def choose_scoring(
     seed: int,
     device: torch.device = _CPU,
     on_pass: Callable[[], None] = lambda: None,
-) -> Choice:
+) -> AgreeingWays:
     """Try the ways of scoring on a random batch; all ranks together where ``policy`` is sharded. Raises ConfigError.
 
     ``policy`` computes in float32 on ``device``. Leaves it set to the fastest way that agrees. ``on_pass`` is called
@@ -118,7 +118,7 @@ def choose_scoring(
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
 
-    def tried(row: Row, expected: Tensor, attention: Attention, chunked: bool) -> float | str:
+    def tried(row: PackedRow, expected: Tensor, attention: Attention, chunked: bool) -> float | str:
         """Largest difference in nats, or the reason that this way cannot be gone."""
         on_pass()
         try:
@@ -155,7 +155,7 @@ def choose_scoring(
             f"transformers' fast attention leaves out a part of the model's ({alone}); its plain one is slow"
         )
     shared = OURS in packed and _agrees(together)
-    choice = Choice(packed, single, shared, chunked, truth.tolist(), warnings)
+    choice = AgreeingWays(packed, single, shared, chunked, truth.tolist(), warnings)
     choice.scoring.apply(policy)
     return choice
 
@@ -203,20 +203,20 @@ def short_tokens(policy: Policy, seed: int) -> list[np.ndarray]:
     return tokens
 
 
-def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> Batch:
+def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> CheckBatch:
     """Rows of these sequences."""
     inputs, targets = [t[:-1] for t in tokens], np.concatenate([t[1:] for t in tokens])
     lengths = [len(t) for t in inputs]
     layout = lay_out(inputs, find_sharing(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))
     places = np.concatenate(layout.places)
-    return Batch(
+    return CheckBatch(
         packed=make_row(np.concatenate(inputs), lengths, np.arange(sum(lengths)), targets, device),
         shared=make_row(layout.input_ids, layout.lengths, places, targets, device, prefixes=layout.prefixes),
         single=[make_row(t[:-1], [n], np.arange(n), t[1:], device) for t, n in zip(tokens, lengths, strict=True)],
     )
 
 
-def score_rows(policy: Policy, rows: list[Row]) -> Tensor:
+def score_rows(policy: Policy, rows: list[PackedRow]) -> Tensor:
     """Log-probs of all rows, float32, one after the other."""
     with torch.no_grad():
         return torch.cat([policy.score(row, 1.0)[0] for row in rows])

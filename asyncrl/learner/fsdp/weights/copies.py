@@ -40,7 +40,7 @@ class Weight:
     """Whether the weight is cut by rows over the ranks of a replica; else every rank has all of it."""
     part: Tensor
     """This rank's elements, where the model keeps them or in a copy."""
-    adapter: _Adapter | None = None
+    adapter: _MergedAdapter | None = None
     """Adapter that is added to the weight."""
 
     @property
@@ -50,7 +50,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class _Adapter:
+class _MergedAdapter:
     """The adapter of a weight that is published with it added in."""
 
     a: Weight
@@ -150,9 +150,9 @@ def _read(name: str, tensor: Tensor) -> Weight:
     return Weight(name, tensor.shape, False, part.reshape(-1))
 
 
-def _adapter(name: str, layer: LoraLinear) -> _Adapter:
+def _adapter(name: str, layer: LoraLinear) -> _MergedAdapter:
     a, b = tensor_names(name)
-    return _Adapter(_read(a, layer.lora_A), _read(b, layer.lora_B), layer.scale)
+    return _MergedAdapter(_read(a, layer.lora_A), _read(b, layer.lora_B), layer.scale)
 
 
 def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
@@ -162,7 +162,7 @@ def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
     return list(layers.values())
 
 
-def _merged(weight: Weight, adapter: _Adapter, whole_a: Tensor) -> Tensor:
+def _merged(weight: Weight, adapter: _MergedAdapter, whole_a: Tensor) -> Tensor:
     """The weight with its adapter added in, float32 [elements of this rank]."""
     rows = weight.part.view(-1, weight.shape[1])
     b = adapter.b.part.view(-1, adapter.b.shape[1])

@@ -10,7 +10,7 @@ own shards (where the model has replicas, each of them its share of the tensors)
 number of ranks and replicas that wrote. DCP plans, writes and reads; messages of the ranks to one another go through
 ``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading needs no exchange at all.
 
-It keeps: the files hold the state when ``Staged`` was made, though training goes on (every tensor is copied);
+It keeps: the files hold the state when ``StagedState`` was made, though training goes on (every tensor is copied);
 and a file is held against its checksum before anything is made of it.
 
 Fails with CheckpointError naming the file, on all ranks alike when loading and on rank 0 when writing. After a failed
@@ -72,7 +72,7 @@ class _Shard(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
+class _WrittenShards(msgspec.Struct, frozen=True, array_like=True):
     """Report of the shards and files that a rank has written."""
 
     problem: tuple[str, str, int] | None
@@ -90,7 +90,7 @@ class _Generators(msgspec.Struct, frozen=True):
     python: tuple[int, list[int], float | None]
 
 
-class Staged:
+class StagedState:
     """A copy of this rank's state in host memory, and DCP's plan of how it is written."""
 
     def __init__(
@@ -137,7 +137,7 @@ class _CopiesPlanner(DefaultSavePlanner):
         return self.copies[write_item.index.fqn]
 
 
-def write(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, group: Any) -> None:
+def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, group: Any) -> None:
     """All ranks together, from any thread: write the staged state, or tell the others the reason that it could not be.
 
     ``group`` is from ``Ranks.another_group``. Raises CheckpointError, on all ranks when one could not write; on rank
@@ -149,18 +149,20 @@ def write(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, group: A
     answers = ranks.exchange(
         msgspec.msgpack.encode(report), group, "what each has written of a checkpoint", EXCHANGE_WAIT_S
     )
-    reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answers]
+    reports = [msgspec.msgpack.decode(answer, type=_WrittenShards) for answer in answers]
     for rank, found in enumerate(reports):
         if found.problem is not None:
             where, reason, full = found.problem
             raise CheckpointError(where, f"{reason} (learner/{rank})", full=full)
     if ranks.rank == 0:
-        assert isinstance(staged, Staged)
+        assert isinstance(staged, StagedState)
         _guard(folder, lambda: _finish(folder, staged, reports, writer))
 
 
-def _write_own(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, writer: FileSystemWriter) -> _Report:
-    def work() -> _Report:
+def _write_own(
+    folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, writer: FileSystemWriter
+) -> _WrittenShards:
+    def work() -> _WrittenShards:
         if isinstance(staged, CheckpointError):
             raise staged
         folder.mkdir(exist_ok=True)
@@ -183,15 +185,15 @@ def _write_own(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, wri
         files = {own: write_file(folder / own, [staged.generators])}
         files |= {name: digest_file(folder / name) for name in sorted({shard.file for shard in shards})}
         sync(folder)
-        return _Report(None, shards, files)
+        return _WrittenShards(None, shards, files)
 
     try:
         return _guard(folder, work)
     except CheckpointError as error:
-        return _Report((error.path, error.reason, error.full))
+        return _WrittenShards((error.path, error.reason, error.full))
 
 
-def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSystemWriter) -> None:
+def _finish(folder: Path, staged: StagedState, reports: list[_WrittenShards], writer: FileSystemWriter) -> None:
     """Rank 0: write the metadata of all shards."""
     files: dict[str, Digest] = {}
     for rank, report in enumerate(reports):

@@ -55,7 +55,7 @@ def export(
     folder ADAPTER in it; ``adapter`` is their adapter_config.json.
     """
     with _aside(folder) as aside:
-        writer, adapters = _Writer(aside), dict[str, Tensor]()
+        writer, adapters = _WeightsWriter(aside), dict[str, Tensor]()
         try:
             for tensors in gathered:
                 adapters |= {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(PREFIX)}
@@ -135,7 +135,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(permissions)
 
 
-class _Writer:
+class _WeightsWriter:
     """Writer of the files of weights, each as large as SHARD_BYTES allows."""
 
     def __init__(self, folder: Path) -> None:

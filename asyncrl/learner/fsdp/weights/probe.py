@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
-from asyncrl.learner.fsdp.model.policy import Likeliest, Policy, Row, make_row
+from asyncrl.learner.fsdp.model.policy import Likeliest, PackedRow, Policy, make_row
 from asyncrl.messages.weights import Probe
 
 PLACES = 4
@@ -73,7 +73,7 @@ def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
     return sorted(found.tolist())
 
 
-def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> Row:
+def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> PackedRow:
     """Row in which each token but a sequence's first is a target, and after the last of each any is."""
     tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
     return make_row(tokens, _lengths(sequences), np.arange(len(tokens)), np.roll(tokens, -1), device)

@@ -19,7 +19,7 @@ from torch import nn
 
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.learner.fsdp.gang.ranks import Ranks
-from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, Staged, write
+from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write
 
 BEFORE_WAIT_S = 10.0
 """Time that the save before has to end on this rank once it has ended on rank 0."""
@@ -61,13 +61,13 @@ class Saver:
         if renew or self._group is None:
             self._group = self._ranks.another_group(EXCHANGE_WAIT_S)
         self.broken = False
-        staged: Staged | CheckpointError
+        staged: StagedState | CheckpointError
         try:
             if self._thread is not None:
                 self._thread.join(BEFORE_WAIT_S)
                 if self._thread.is_alive():
                     raise CheckpointError(str(folder), "the one before is still being written")
-            staged = Staged(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
+            staged = StagedState(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
         except CheckpointError as error:
             staged = error
         except (RuntimeError, MemoryError) as error:
@@ -89,7 +89,7 @@ class Saver:
             if self._thread.is_alive():
                 _LOG.warning("learner/%d stops while a checkpoint is being written", self._ranks.rank)
 
-    def _write(self, folder: Path, staged: Staged | CheckpointError, group: Any, done: Future[None]) -> None:
+    def _write(self, folder: Path, staged: StagedState | CheckpointError, group: Any, done: Future[None]) -> None:
         try:
             write(folder, staged, self._ranks, group)
         except CheckpointError as error:

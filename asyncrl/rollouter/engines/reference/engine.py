@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.reference.noise import seed_of
 from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.rollouter.engines.vllm import checkpoint
-from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import Layout, Staged, check_complete
+from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.weights.staging import Layout, StagedVersion, check_complete
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Flight:
+class _Request:
     """A request that has not ended."""
 
     id: str
@@ -71,11 +71,11 @@ class ReferenceEngine:
         self._interrupt = threading.Event()
         self._model: Model | None = None
         self._receiver: Receiver | None = None
-        self._flights: dict[str, _Flight] = {}
-        self._waiting: list[tuple[int, int, _Flight]] = []
+        self._flights: dict[str, _Request] = {}
+        self._waiting: list[tuple[int, int, _Request]] = []
         """Heap of requests that are not begun, and some that have ended since."""
         self._arrivals = itertools.count()
-        self._current: _Flight | None = None
+        self._current: _Request | None = None
         """The request that was begun."""
         self._computing = False
         self._changed = asyncio.Event()
@@ -146,11 +146,11 @@ class ReferenceEngine:
 
     # --- requests ---
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         self._require_alive()
         assert self._version >= 0, "nothing is generated before the first load"
         assert request.id not in self._flights, f"request {request.id} is in flight already"
-        flight = _Flight(request.id, self._continuation(request), DeltaStream(asyncio.get_running_loop()))
+        flight = _Request(request.id, self._continuation(request), DeltaStream(asyncio.get_running_loop()))
         self._flights[request.id] = flight
         heapq.heappush(self._waiting, (request.priority, next(self._arrivals), flight))
         self._wake()
@@ -192,7 +192,7 @@ class ReferenceEngine:
             if id in self._flights:
                 self._abort(self._flights[id])
 
-    def _abort(self, flight: _Flight) -> None:
+    def _abort(self, flight: _Request) -> None:
         flight.aborted = True
         if flight is self._current and self._computing:
             # Ended by the runner, with the tokens that the thread brings.
@@ -200,11 +200,11 @@ class ReferenceEngine:
         elif not flight.ended:
             self._end(flight)
 
-    def _end(self, flight: _Flight, sampled: Sampled | None = None) -> None:
+    def _end(self, flight: _Request, sampled: Sampled | None = None) -> None:
         finish = None if sampled is None else sampled.finish_reason
         flight.ended = True
         flight.stream.put(
-            Delta(
+            TokenDelta(
                 tokens=[] if sampled is None else sampled.tokens,
                 logprobs=[] if sampled is None else sampled.logprobs,
                 finish_reason=finish or "abort",
@@ -245,7 +245,7 @@ class ReferenceEngine:
             # Everybody who waits has been told.
             assert self._dead is not None
 
-    def _next(self) -> _Flight | None:
+    def _next(self) -> _Request | None:
         if self._paused:
             return None
         while self._current is None and self._admitting and self._waiting:
@@ -254,7 +254,7 @@ class ReferenceEngine:
                 self._current = flight
         return self._current
 
-    async def _advance(self, flight: _Flight) -> None:
+    async def _advance(self, flight: _Request) -> None:
         model, it, count = self._loaded(), flight.it, self._config.rollout.stream_interval
         self._interrupt.clear()
         self._computing = True
@@ -268,9 +268,9 @@ class ReferenceEngine:
         if flight.aborted or sampled.finish_reason is not None:
             self._end(flight, sampled)
         elif sampled.tokens:
-            flight.stream.put(Delta(tokens=sampled.tokens, logprobs=sampled.logprobs))
+            flight.stream.put(TokenDelta(tokens=sampled.tokens, logprobs=sampled.logprobs))
 
-    def _note_version(self, flight: _Flight, tokens: int) -> None:
+    def _note_version(self, flight: _Request, tokens: int) -> None:
         if not tokens:
             return
         start, flight.sampled = flight.sampled, flight.sampled + tokens
@@ -328,19 +328,19 @@ class ReferenceEngine:
         self._paused = False
         self._wake()
 
-    async def accept(self, staged: Staged) -> None:
+    async def accept(self, staged: StagedVersion) -> None:
         self._require_alive()
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
         else:
             await asyncio.to_thread(checkpoint.check_layout, staged, self._folder)
 
-    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
+    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         self._require_alive()
         model, version = self._model, weights.version
         assert model is not None, "not started"
         assert self._paused, "only a paused engine may load"
-        if isinstance(weights, Staged):
+        if isinstance(weights, StagedVersion):
             tensors = await asyncio.to_thread(_read, weights)
         else:
             try:
@@ -351,7 +351,7 @@ class ReferenceEngine:
         await self._compute(
             f"the load of version {version}", lambda: model.load(tensors, version), self._config.weights.deadline_s
         )
-        if isinstance(weights, Staged):
+        if isinstance(weights, StagedVersion):
             self._layout = weights.layout
         self._version = version
         for flight in self._flights.values():
@@ -359,7 +359,7 @@ class ReferenceEngine:
                 flight.it.forget()
             flight.stale = flight.it.seen > 0
 
-    def _receive(self, weights: Broadcast) -> dict[str, Tensor]:
+    def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
         from asyncrl.rollouter.engines.reference.model import bucket_tensors
         from asyncrl.weights.collective.receiver import Receiver
 
@@ -377,7 +377,7 @@ class ReferenceEngine:
         return await self._compute("a checksum", self._loaded().checksum, self._timeout_s)
 
 
-def _read(staged: Staged) -> dict[str, Tensor]:
+def _read(staged: StagedVersion) -> dict[str, Tensor]:
     from asyncrl.rollouter.engines.reference.model import staged_tensors
 
     return staged_tensors(staged)

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError, WeightsCorrupt
 from asyncrl.messages.weights import TensorSpec
 from asyncrl.rollouter.engines.reference.noise import uniform
 from asyncrl.weights.segments import map_segment, size_of
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.staging import StagedVersion
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def choose(logits: Tensor, temperature: float, noise: float) -> tuple[int, float
     return token, float(logprobs[token])
 
 
-def staged_tensors(staged: Staged) -> dict[str, Tensor]:
+def staged_tensors(staged: StagedVersion) -> dict[str, Tensor]:
     """Copies of everything that is staged, by checkpoint name."""
     found = {}
     for bucket in staged.manifest.buckets:

@@ -34,8 +34,8 @@ from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID
-from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.weights.staging import StagedVersion
 
 __all__ = [
     "AsyncLLM",
@@ -168,9 +168,9 @@ def submission_seed(request: GenerationRequest) -> int | None:
     return int.from_bytes(digest, "little") >> 1
 
 
-def update_info(weights: Staged | Broadcast) -> dict[str, Any]:
+def update_info(weights: StagedVersion | BroadcastPart) -> dict[str, Any]:
     """Arguments of a load for the workers; see weights.py."""
-    if isinstance(weights, Staged):
+    if isinstance(weights, StagedVersion):
         return {"manifest": _manifest(weights)}
     collective = msgspec.structs.replace(weights.collective, probe=None)
     return {
@@ -179,12 +179,12 @@ def update_info(weights: Staged | Broadcast) -> dict[str, Any]:
     }
 
 
-def adapter_update(weights: Staged, config: Config) -> dict[str, Any]:
+def adapter_update(weights: StagedVersion, config: Config) -> dict[str, Any]:
     """Arguments of the workers' ``load_adapter``; see lora.py."""
     return {"manifest": _manifest(weights), "scaling": config.lora.alpha / config.lora.rank}
 
 
-def _manifest(weights: Staged) -> str:
+def _manifest(weights: StagedVersion) -> str:
     return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
 
 

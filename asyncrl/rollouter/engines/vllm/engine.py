@@ -26,14 +26,14 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
 from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
-from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import Layout, Staged, check_complete
+from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.weights.staging import Layout, StagedVersion, check_complete
 
 CLOSE_GRACE_S = 5.0
 """Time that a healthy engine with several workers gets to end by itself before it is killed."""
@@ -211,7 +211,7 @@ class VllmEngine:
 
     # --- requests ---
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         self._watch.require_alive()
         llm, vllm, loop = self._llm, self._vllm, self._loop
         assert loop is not None, "not started"
@@ -236,12 +236,12 @@ class VllmEngine:
                     flight.tokens += len(done.token_ids)
                     cached = output.num_cached_tokens or 0
                     if reason is None:
-                        yield Delta(tokens=done.token_ids, logprobs=done.logprobs.logprobs, cached_tokens=cached)
+                        yield TokenDelta(tokens=done.token_ids, logprobs=done.logprobs.logprobs, cached_tokens=cached)
                         continue
                     if reason not in ("stop", "length", "abort"):
                         self._watch.declare_dead(f"it ended request {request.id} with {reason!r}")
                         raise self._watch.died()
-                    yield Delta(
+                    yield TokenDelta(
                         tokens=done.token_ids,
                         logprobs=done.logprobs.logprobs,
                         finish_reason=reason,
@@ -299,11 +299,11 @@ class VllmEngine:
         self._heard = self._loop.time()
         self._paused = False
 
-    async def accept(self, staged: Staged) -> None:
+    async def accept(self, staged: StagedVersion) -> None:
         self._watch.require_alive()
         await asyncio.to_thread(self._check_layout, staged)
 
-    def _check_layout(self, staged: Staged) -> None:
+    def _check_layout(self, staged: StagedVersion) -> None:
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
         elif self._loads_adapters:
@@ -311,7 +311,7 @@ class VllmEngine:
         else:
             checkpoint.check_layout(staged, self._model_path)
 
-    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
+    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         version = weights.version
         assert self._paused, "only a paused engine may load"
         async with self._control(f"the load of version {version}", self._load_deadline_s(weights)):
@@ -329,11 +329,11 @@ class VllmEngine:
             except Exception as error:
                 # vLLM has closed its update, and tells the cause only in words.
                 self._update_open = False
-                if isinstance(weights, Broadcast):
+                if isinstance(weights, BroadcastPart):
                     raise BroadcastFailed(version, f"engine {self.name}: {error}") from error
                 raise WeightsCorrupt(f"engine {self.name} could not load them: {error}", version=version) from error
         self._update_open = False
-        if isinstance(weights, Staged):
+        if isinstance(weights, StagedVersion):
             self._layout = weights.layout
             if self._loads_adapters:
                 self._checksums = [bucket.checksum for bucket in weights.manifest.buckets]
@@ -342,10 +342,10 @@ class VllmEngine:
                 flight.stale.add(version)
         self._version = version
 
-    async def _give(self, weights: Staged | Broadcast) -> None:
+    async def _give(self, weights: StagedVersion | BroadcastPart) -> None:
         """Let the workers load the weights."""
         if self._loads_adapters:
-            assert isinstance(weights, Staged), "adapters are not broadcast"
+            assert isinstance(weights, StagedVersion), "adapters are not broadcast"
             await self._llm.collective_rpc("load_adapter", kwargs=self._vllm.adapter_update(weights, self._config))
             return
         if not self._update_open:
@@ -360,7 +360,7 @@ class VllmEngine:
             workers: list[dict[str, str]] = await self._llm.compute_weight_checksums()
         return xxhash.xxh3_64_hexdigest(json.dumps([workers, self._checksums], sort_keys=True).encode())
 
-    def _load_deadline_s(self, weights: Staged | Broadcast) -> float:
+    def _load_deadline_s(self, weights: StagedVersion | BroadcastPart) -> float:
         # The caller that waits for it has the same deadline from the pause on, and a name for it.
         return self._config.weights.deadline_s
 

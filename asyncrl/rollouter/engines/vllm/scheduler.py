@@ -29,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldRequest:
     client: int
     interval: int
     outputs: list[EngineCoreOutput] = field(default_factory=list)
@@ -39,7 +39,7 @@ class OutputBatches:
     """Outputs that are held, by request."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldRequest] = {}
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -50,7 +50,7 @@ class OutputBatches:
         if held is None:
             if interval == 1:
                 return output
-            held = self._held[output.request_id] = _Held(client, interval)
+            held = self._held[output.request_id] = _HeldRequest(client, interval)
         held.outputs.append(output)
         if output.finish_reason is None and len(held.outputs) < held.interval:
             return None

@@ -17,7 +17,7 @@ from model_matrix import make_family, save_family
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp.model import varlen
-from asyncrl.learner.fsdp.model.policy import Attention, Policy, Row, load_policy, make_row
+from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.sharding import wrap_forward
 
 # Dynamo looks at the inputs' gradients when it makes a graph.
@@ -64,7 +64,7 @@ def _compiled(policy: Policy, monkeypatch: pytest.MonkeyPatch, backend: Any = No
     return graphs
 
 
-def _row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
+def _row(random: np.random.Generator, sequences: int, policy: Policy) -> PackedRow:
     lengths = random.integers(2, 12, sequences)
     ids = random.integers(0, policy.model.config.vocab_size, int(lengths.sum()))
     return make_row(ids, lengths, np.arange(len(ids)), ids, CPU)
@@ -74,7 +74,7 @@ SHARED_GRAPHS = 4
 """One for each of two layers, with a gradient and without, where sequences share a beginning."""
 
 
-def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
+def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> PackedRow:
     """The same with a beginning that all have."""
     lengths = [5, *random.integers(2, 12, sequences)]
     ids = random.integers(0, policy.model.config.vocab_size, sum(lengths))
@@ -113,7 +113,7 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
     assert len(graphs) == known
 
 
-def _gradients(policy: Policy, row: Row) -> tuple[dict[str, torch.Tensor], int]:
+def _gradients(policy: Policy, row: PackedRow) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of the sum of log-probs, and the number of matrix products of the backward pass."""
     policy.zero_grad()
     loss = policy.score(row, 1.0)[0].sum()

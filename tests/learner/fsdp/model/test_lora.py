@@ -34,12 +34,12 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.fsdp.model.lora import LoraLinear, WithoutAdapters, adapted_layers, add_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import load_policy, make_row
-from asyncrl.learner.fsdp.startup.memory import Load, estimate
+from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.weights import gather
 from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.lora import PREFIX, tensor_names
-from asyncrl.sft.conversations import Conversation, Conversations
+from asyncrl.sft.conversations import Conversations, TokenizedRow
 from asyncrl.sft.encoding import Encoded
 
 RANK, ALPHA = 3, 6.0
@@ -127,7 +127,7 @@ def test_an_adapter_that_the_model_does_not_call_is_found(folder) -> None:
 
 
 def test_the_memory_of_a_frozen_model_is_its_weights_alone(folder) -> None:
-    load = Load(shards=1, tokens=64, chunk=64, compute_bytes=4, checkpointing="off", offloaded=False)
+    load = TrainingShape(shards=1, tokens=64, chunk=64, compute_bytes=4, checkpointing="off", offloaded=False)
     whole = estimate(shape_of(load_policy(ModelConfig(path=str(folder)))), load)
     policy = _policy(folder)
     found = estimate(shape_of(policy), load)
@@ -211,7 +211,7 @@ def test_the_reference_in_the_reward_is_the_model_without_adapters(folder, tmp_p
 
 def _conversations() -> Conversations:
     rows = [
-        Conversation(
+        TokenizedRow(
             f"talk.jsonl:{i + 1}",
             [Encoded(((i + np.arange(12)) % VOCABULARY).astype(np.int32), np.arange(3, 12, dtype=np.int32))],
         )

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.model.policy import load_policy, make_row
-from asyncrl.learner.fsdp.startup.memory import USABLE, Load, ModelShape, advise, estimate
+from asyncrl.learner.fsdp.startup.memory import USABLE, ModelShape, TrainingShape, advise, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 
 QWEN_7B = ModelShape(
@@ -25,14 +25,14 @@ QWEN_7B = ModelShape(
     intermediate=18944,
     vocabulary=152_064,
 )
-LOAD = Load(shards=8, tokens=8192, chunk=441, compute_bytes=2, checkpointing="off", offloaded=False)
+LOAD = TrainingShape(shards=8, tokens=8192, chunk=441, compute_bytes=2, checkpointing="off", offloaded=False)
 
 
 def test_a_7b_model_on_8_ranks_needs_what_is_known_of_it():
     found = estimate(QWEN_7B, LOAD)
     assert found.weights + found.gradients + found.states == 16 * (4 * QWEN_7B.parameters // 8) // 4
     assert 45e9 < found.activations < 70e9
-    assert estimate(QWEN_7B, Load(8, 8192, 441, 2, "full", False)).activations < found.activations / 8
+    assert estimate(QWEN_7B, TrainingShape(8, 8192, 441, 2, "full", False)).activations < found.activations / 8
     assert "activations" in str(found)
 
 
@@ -73,10 +73,12 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
         sequence_lengths=torch.tensor(row.lengths),
     )
     shape = shape_of(policy)
-    expected = estimate(shape, Load(1, tokens, 1, dtype.itemsize, kind, False)).activations
+    expected = estimate(shape, TrainingShape(1, tokens, 1, dtype.itemsize, kind, False)).activations
     if kind == "full":
         # Nothing is computed again yet.
-        expected -= estimate(shape, Load(1, tokens, 1, dtype.itemsize, "off", False)).activations // shape.layers
+        expected -= (
+            estimate(shape, TrainingShape(1, tokens, 1, dtype.itemsize, "off", False)).activations // shape.layers
+        )
     assert sum(kept.values()) == pytest.approx(expected, rel=0.15), (sum(kept.values()), expected)
 
 
@@ -88,7 +90,7 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
     st.floats(1e9, 300e9),
 )
 def test_what_is_advised_fits_or_asks_for_more_ranks(shards, tokens, kind, offloaded, available):
-    load = Load(shards, tokens, 441, 2, kind, offloaded)
+    load = TrainingShape(shards, tokens, 441, 2, kind, offloaded)
     told = advise(QWEN_7B, load, int(available))
     fits = estimate(QWEN_7B, load).device <= int(USABLE * int(available))
     assert (told is None) == fits
@@ -98,12 +100,14 @@ def test_what_is_advised_fits_or_asks_for_more_ranks(shards, tokens, kind, offlo
     if "tokens_per_microbatch" in told:
         changed["tokens"] = int(told.split("tokens_per_microbatch = ")[1].split()[0])
     assert changed.get("tokens", tokens) <= tokens
-    then = Load(shards, changed.get("tokens", tokens), 441, 2, changed["checkpointing"], offloaded or "offload" in told)
+    then = TrainingShape(
+        shards, changed.get("tokens", tokens), 441, 2, changed["checkpointing"], offloaded or "offload" in told
+    )
     assert estimate(QWEN_7B, then).device <= int(USABLE * int(available))
 
 
 def test_the_cheapest_change_is_told_first():
     assert advise(QWEN_7B, LOAD, 80 * 10**9) == 'learner.activation_checkpointing = "full"'
-    small = advise(QWEN_7B, Load(1, 8192, 441, 2, "full", False), 80 * 10**9)
+    small = advise(QWEN_7B, TrainingShape(1, 8192, 441, 2, "full", False), 80 * 10**9)
     assert small == "learner.tokens_per_microbatch = 1024 and learner.offload = true"
-    assert "more ranks" in advise(QWEN_7B, Load(1, 1024, 441, 2, "full", True), 4 * 10**9)
+    assert "more ranks" in advise(QWEN_7B, TrainingShape(1, 1024, 441, 2, "full", True), 4 * 10**9)

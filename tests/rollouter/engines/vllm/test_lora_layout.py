@@ -11,7 +11,7 @@ from asyncrl.errors import WeightsCorrupt
 from asyncrl.lora import layer_of, tensor_names
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters, targets
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.staging import StagedVersion
 
 LAYERS = {
     **{f"model.layers.{index}.self_attn.q_proj": (12, 8) for index in range(2)},
@@ -40,8 +40,10 @@ def adapters(*ends: str) -> Shapes:
     return found
 
 
-def staged(shapes: Shapes) -> Staged:
-    return Staged(Manifest(version=3, buckets=[]), {name: ("float32", shape) for name, shape in shapes.items()}, [])
+def staged(shapes: Shapes) -> StagedVersion:
+    return StagedVersion(
+        Manifest(version=3, buckets=[]), {name: ("float32", shape) for name, shape in shapes.items()}, []
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from asyncrl.rollouter.engines.vllm import adapter
 from asyncrl.rollouter.engines.vllm.adapter import submission_seed
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving import generation
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.sender import Sender
 
 pytestmark = LEAVES_CONTEXTS
@@ -388,12 +388,12 @@ def sender():
     made.close()
 
 
-def offered(sender: Sender, epoch: int, manifest: Manifest) -> Broadcast:
+def offered(sender: Sender, epoch: int, manifest: Manifest) -> BroadcastPart:
     """The engine's part in a broadcast to it alone."""
     group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host=sender.host, port=sender.port)
     layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
     collective = Collective(group=group, first_rank=1, buckets=layouts)
-    return Broadcast(version=manifest.version, collective=collective, timeout_s=60.0)
+    return BroadcastPart(version=manifest.version, collective=collective, timeout_s=60.0)
 
 
 def with_descriptors(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:

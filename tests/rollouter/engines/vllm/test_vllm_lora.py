@@ -23,7 +23,7 @@ from asyncrl.lora import tensor_names
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.staging import StagedVersion
 
 pytestmark = LEAVES_CONTEXTS
 
@@ -42,7 +42,7 @@ class Served:
     publisher: Publisher
     versions: Iterator[int]
 
-    def stage(self, adapter: Adapter) -> Staged:
+    def stage(self, adapter: Adapter) -> StagedVersion:
         return stage(self.publisher.publish(next(self.versions), adapter))
 
     async def load(self, adapter: Adapter) -> int:

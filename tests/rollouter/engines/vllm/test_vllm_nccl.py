@@ -20,7 +20,7 @@ from tiny_models import Publisher
 
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective import nccl as learner_side
 from asyncrl.weights.collective.packing import packed_bytes
 from asyncrl.weights.collective.sender import Sender
@@ -106,7 +106,7 @@ class Worker:
         self.receiver = NcclReceiver(None, None, torch.device("cpu"))
         self.loaded: dict[str, torch.Tensor] = {}
 
-    def receive(self, weights: Broadcast) -> None:
+    def receive(self, weights: BroadcastPart) -> None:
         self.receiver.receive(weights, 0, lambda tensors: self.loaded.update(tensors))
 
 
@@ -141,14 +141,14 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def offered(sender: Sender, manifest: Manifest, timeout_s: float = LONG_S) -> Broadcast:
+def offered(sender: Sender, manifest: Manifest, timeout_s: float = LONG_S) -> BroadcastPart:
     group = CollectiveGroup(backend="nccl", epoch=1, world_size=2, host=sender.host, port=sender.port)
     layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
     collective = Collective(group=group, first_rank=1, buckets=layouts)
-    return Broadcast(version=manifest.version, collective=collective, timeout_s=timeout_s)
+    return BroadcastPart(version=manifest.version, collective=collective, timeout_s=timeout_s)
 
 
-def send(sender: Sender, weights: Broadcast, buckets: Iterator[tuple[Bucket, int]]) -> None:
+def send(sender: Sender, weights: BroadcastPart, buckets: Iterator[tuple[Bucket, int]]) -> None:
     sender.send(weights.collective.group, weights.version, weights.collective.buckets, buckets)
 
 

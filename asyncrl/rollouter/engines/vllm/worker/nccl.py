@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 from asyncrl.messages.weights import BucketLayout, Collective
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.packing import packed_bytes
 from asyncrl.weights.collective.receiver import Arrival, Member, Place
 
@@ -37,12 +37,12 @@ class NcclReceiver:
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device) -> None:
         self._making = config, vllm_config, device
-        self._member: Member[NcclGroup] = Member(self._join)
+        self._member: Member[WorkerNcclGroup] = Member(self._join)
 
-    def _join(self, place: Place) -> NcclGroup:
-        return NcclGroup(*self._making, place)
+    def _join(self, place: Place) -> WorkerNcclGroup:
+        return WorkerNcclGroup(*self._making, place)
 
-    def receive(self, weights: Broadcast, worker: int, load: Load) -> None:
+    def receive(self, weights: BroadcastPart, worker: int, load: Load) -> None:
         """Give every bucket to ``load``. Raises BroadcastFailed; part of the buckets may then have been loaded."""
         self._member.take_part(weights, worker, lambda arrival: arrival.group.receive(arrival, load))
 
@@ -62,7 +62,7 @@ class _Loader:
         self.load(tensors)
 
 
-class NcclGroup:
+class WorkerNcclGroup:
     """This worker's place in a group. Blocks until all are there."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, place: Place) -> None:
@@ -76,7 +76,7 @@ class NcclGroup:
         if communicator is None or communicator.disabled:
             raise RuntimeError("vLLM has disabled NCCL (VLLM_DISABLE_PYNCCL)")
 
-    def receive(self, arrival: Arrival[NcclGroup], load: Load) -> None:
+    def receive(self, arrival: Arrival[WorkerNcclGroup], load: Load) -> None:
         """Receive a bucket and load it."""
         if not arrival.layout.tensors:
             return

@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from asyncrl.messages.weights import Collective, Manifest
 from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_in, tensors_of
 from asyncrl.rollouter.engines.vllm.worker.nccl import NcclReceiver
-from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.receiver import Receiver
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -98,7 +98,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         assert update_info.collective is not None, "an update has a manifest or a collective"
         collective = msgspec.json.decode(update_info.collective, type=Collective)
-        weights = Broadcast(version=update_info.version, collective=collective, timeout_s=update_info.timeout_s)
+        weights = BroadcastPart(version=update_info.version, collective=collective, timeout_s=update_info.timeout_s)
         worker = self.parallel_config.rank
         if collective.group.backend == "gloo":
             memory = self._gloo.receive(weights, worker)
