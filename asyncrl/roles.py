@@ -35,6 +35,8 @@ class Role:
     """Whether its actors compute together: when one dies all are started again, so that new ones meet new ones."""
     replicated: bool = False
     """Whether each does the same work: a run goes on with those that are left."""
+    optional: bool = False
+    """Whether a run goes on without any, whatever they ended of; these are replicated too."""
     fixed: bool = False
     """Whether it is found at one address with one key for the whole run, so its successor takes over both."""
 
@@ -45,7 +47,7 @@ class Role:
 
 
 ROLES: dict[str, Role] = {
-    "controller": Role(implementation="asyncrl.controller.actor:Controller", drain_rank=4, fixed=True),
+    "controller": Role(implementation="asyncrl.controller.actor:Controller", drain_rank=5, fixed=True),
     "dataloader": Role(
         implementation="asyncrl.dataloader.actor:Dataloader", drain_rank=2, reads_model=True, reads_tokenizer=True
     ),
@@ -82,6 +84,14 @@ ROLES: dict[str, Role] = {
         place="beside engines",
         replicated=True,
     ),
+    # After the learner, whose last metrics these bring out.
+    "sinks": Role(
+        implementation="asyncrl.sinks.actor:Sinks",
+        drain_rank=4,
+        number="sinks.are_wanted",
+        replicated=True,
+        optional=True,
+    ),
 }
 
 
@@ -105,3 +115,9 @@ def is_replicated(name: str) -> bool:
     """Whether a run goes on without an actor as long as there are others of its role."""
     role = ROLES.get(role_of(name))
     return role is not None and role.replicated
+
+
+def is_optional(name: str) -> bool:
+    """Whether a run goes on without an actor and all others of its role."""
+    role = ROLES.get(role_of(name))
+    return role is not None and role.optional

@@ -48,6 +48,11 @@ class SinksConfig(Section):
     prometheus: PrometheusConfig = PrometheusConfig()
     """An endpoint for Prometheus."""
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any sink is configured."""
+        return self.tensorboard or self.wandb.mode != "off" or self.prometheus.enabled
+
 
 class MonitorConfig(Section):
     """Records of the run for those who look at it later."""

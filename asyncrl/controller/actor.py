@@ -26,9 +26,10 @@ from asyncrl.controller.joining.host_changes import MEMBERS_FILE, ComingAndGoing
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.observation.observers import Watching
 from asyncrl.controller.observation.recent_lines import RecentLines, is_proper
-from asyncrl.controller.observation.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
+from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.snapshot_builder import LONGEST_TEXT
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
+from asyncrl.controller.state.reserve import SINKS
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.disk import in_words
 from asyncrl.errors import InvalidRequest, Refused
@@ -55,11 +56,13 @@ from asyncrl.messages.actors import (
 from asyncrl.messages.hosts import HostLeft, Join, Joined, Leave, LeaveBegun, Members, WatchMembers
 from asyncrl.messages.monitor import (
     Heartbeat,
+    Metrics,
     MetricsLine,
     RequestTrace,
     SnapshotTaken,
     TracePart,
     TraceWritten,
+    WatchMetrics,
     WatchSnapshot,
 )
 from asyncrl.roles import role_of
@@ -69,7 +72,6 @@ from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
-from asyncrl.sinks.feed import SinkFeed
 
 FEW_ACTORS = 64
 """Most actors in the registry with which each of its changes is followed at once."""
@@ -105,6 +107,9 @@ class Controller(Actor):
         self._numbered = 0
         """Changes of the registry's numbers that a successor would know."""
         self._lines = RecentLines()
+        self._sinks = SinksFeed(
+            self.counters, numbers_begin_above(context.incarnation), wanted=self.config.sinks.are_wanted
+        )
         self._restarts = 0
         """Times that a controller of this attempt of the run was started again."""
         self._watching = Watching(
@@ -112,7 +117,7 @@ class Controller(Actor):
             self._registry,
             self._run,
             stalled=lambda: self._oversight.stalled,
-            sink=lambda snapshot: self._sinks.picture(snapshot) if self._sinks is not None else None,
+            sink=self._sinks.picture,
             is_gone=lambda name: self._members.is_gone(name),
         )
         self._traces = Traces(
@@ -130,9 +135,6 @@ class Controller(Actor):
         self._aside: dict[str, Aside] = {}
         """Replicas that are set aside, as the user knows."""
         self._times_aside: dict[str, int] = {}
-        self._sinks: SinkFeed | None = None
-        self._flush_until: float | None = None
-        """Time until which the sinks may hold up the end of the run."""
         self._changed = asyncio.Event()
         self._gathered = asyncio.Event()
         """The registry has changed, and nobody has followed it so far."""
@@ -184,7 +186,6 @@ class Controller(Actor):
             self._restarts = earlier.restarts + 1
             self._watching.succeed(self._restarts, await asyncio.to_thread(self._watching.recall))
         await self._write_address_file()
-        self._sinks = start_sinks(self.context, self.counters, self.log)
 
     async def _write_address_file(self) -> None:
         said = AddressFile(
@@ -243,10 +244,8 @@ class Controller(Actor):
         return found.version if found is not None else -1
 
     async def close(self) -> None:
-        """Let the sinks bring out what they hold."""
-        if self._sinks is not None:
-            until = self._flush_until or self.clock.now() + FLUSH_S
-            await asyncio.to_thread(self._sinks.close, max(0.0, min(FLUSH_S, until - self.clock.now())))
+        """Count what the sinks have not taken."""
+        self._sinks.close()
 
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
@@ -256,8 +255,6 @@ class Controller(Actor):
         self.tasks.create_task(self._watching.run())
         self.tasks.create_task(self._members.run())
         while not self._run.final:
-            if self._run.drain and self._flush_until is None:
-                self._flush_until = self.clock.now() + FLUSH_SHARE * self.config.supervision.drain_s
             deadline = self._run.next_deadline()
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self.clock.now())):
@@ -348,8 +345,7 @@ class Controller(Actor):
                 said = str(request.line)[:LONGEST_TEXT]
                 self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=said)
             return
-        if self._sinks is not None:
-            self._sinks.line(request.line)
+        self._sinks.line(request.line)
         self._watching.lines.add(request.line)
         if request.line.get("kind") == "update":
             # Too many for those who follow the run step by step.
@@ -448,6 +444,11 @@ class Controller(Actor):
     async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Park until there is a newer snapshot of the run."""
         return await self._watching.snapshots.watch(request, caller)
+
+    @handler
+    async def watch_metrics(self, request: WatchMetrics, caller: Caller) -> Metrics:
+        """Park until there is something for the sinks."""
+        return await self._sinks.watch(request, caller)
 
     # --- the timeline ---
 
@@ -574,6 +575,8 @@ class Controller(Actor):
     def _tell(self) -> None:
         self._tell_aside()
         self._watching.changed()
+        if SINKS in self._run.draining:
+            self._sinks.end()
         self._changed.set()
         self._watchers.wake()
         self._followers.wake()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request
-from asyncrl.messages.senders import LEARNER, MEMBERS, VIEWER
+from asyncrl.messages.senders import LEARNER, MEMBERS, SINKS, VIEWER
 from asyncrl.snapshot import Gpu, Histogram
 
 MOST_UNREACHED = 8
@@ -107,6 +107,32 @@ class MetricsLine(Message, frozen=True, kw_only=True):
 
     senders = LEARNER
     line: dict[str, Any]
+
+
+class Metrics(Message, frozen=True, kw_only=True):
+    """The next lines of metrics.jsonl, and the newest snapshot of the run, encoded; empty if it is the one seen."""
+
+    lines: list[dict[str, Any]] = []
+    line: Count
+    """Number of the last line of these, or of the last that there is."""
+    picture: Count
+    """Number of the newest snapshot."""
+    snapshot: bytes = b""
+    last: bool = False
+    """Whether all was taken and nothing more will come."""
+
+
+class WatchMetrics(Request, frozen=True, kw_only=True):
+    """Sinks to controller, parked until there are lines after number ``line`` or another snapshot than ``picture``.
+
+    The controller forgets the lines up to that number.
+    """
+
+    reply = Metrics
+    senders = SINKS
+    idle = True
+    line: Count = 0
+    picture: Count = 0
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True):

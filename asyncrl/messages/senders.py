@@ -19,7 +19,7 @@ MEMBERS = ACTORS | {"agent"}
 """All that live in a run from its start, and register."""
 AGENT, LAUNCHER, VIEWER = frozenset({"agent"}), frozenset({"launcher"}), frozenset({"viewer"})
 LEARNER, ROLLOUTER, DATALOADER = frozenset({"learner"}), frozenset({"rollouter"}), frozenset({"dataloader"})
-EPISODES = frozenset({"episodes"})
+EPISODES, SINKS = frozenset({"episodes"}), frozenset({"sinks"})
 
 
 def senders_of(message: type[Message]) -> frozenset[str]:

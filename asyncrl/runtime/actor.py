@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
-from asyncrl.roles import ROLES
+from asyncrl.roles import ROLES, is_optional
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.handlers import Caller, handler
@@ -490,7 +490,7 @@ class Actor:
         """Tell the controller why this actor ends."""
         if self.context.controller is None:
             return
-        if self._will_be_restarted(error):
+        if is_optional(self.name) or self._will_be_restarted(error):
             # Its node agent decides; the run goes on meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from asyncrl.sinks.records import Line
 from asyncrl.snapshot import Snapshot
 from asyncrl.telemetry.metrics_line import number_in
 
+Line = dict[str, Any]
+"""A line of metrics.jsonl."""
 ABOUT = ("kind", "step", "start", "replica")
 """Keys of a line that say what it is of."""
 
 
-def numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def numbers(line: Line) -> Iterator[tuple[str, float]]:
     """The finite figures of a line, by name."""
     for key in line:
         if key not in ABOUT and (value := number_in(line, key)) is not None:
             yield key, value
 
 
-def update_numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def update_numbers(line: Line) -> Iterator[tuple[str, float]]:
     """The figures of a replica's weight update, as ``update/REPLICA/FIGURE``."""
     replica = str(line.get("replica", "")).replace("/", "-")
     for key, value in numbers(line):
@@ -66,7 +67,7 @@ class Steps:
         if self._start is None:
             self._step = snapshot.run.step
 
-    def of(self, line: dict[str, Any]) -> tuple[int, bool]:
+    def of(self, line: Line) -> tuple[int, bool]:
         """(the step of a line, whether it voids what was told of this step and later ones)."""
         if line.get("kind") == "update":
             return int(line.get("step", self._step + 1)), False
@@ -101,7 +102,7 @@ class Entries:
             self._run = run_figures(record)
             self._steps.reach(record)
             return None
-        line = record.line
+        line = record
         if line.get("kind") == "warm":
             return None
         step, again = self._steps.of(line)

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from typing import ClassVar, Protocol
 
-from asyncrl.sinks.records import Line
+from asyncrl.sinks.figures import Line
 from asyncrl.snapshot import Snapshot
 
 ROOM = 1000
@@ -55,7 +55,9 @@ class Lane:
         self.name = sink.name
         self.dropped = 0
         self.lost = 0
+        self.failures = 0
         self.trouble = ""
+        """Reason that it takes nothing at the moment."""
 
     @property
     def address(self) -> str:
@@ -88,6 +90,10 @@ class Lane:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def fail(self, trouble: str) -> None:
+        """Count a failure."""
+        self.failures, self.trouble = self.failures + 1, trouble
+
     def _run(self) -> None:
         is_open, failures, takes_lines = False, 0, True
         while True:
@@ -104,7 +110,7 @@ class Lane:
             except (Exception, SystemExit) as error:
                 self.lost += record is not None
                 takes_lines = takes_lines and record is None
-                self.trouble = describe(error)
+                self.fail(describe(error))
                 self._close_quietly()
                 is_open, failures = False, failures + 1
                 if self._ending.wait(min(self._first_pause_s * 2 ** (failures - 1), LONGEST_PAUSE_S)) and failures > 1:
@@ -113,13 +119,13 @@ class Lane:
                     return
             else:
                 # On a full disk a snapshot, which is only kept in mind, is taken all the same.
-                takes_lines = takes_lines or isinstance(record, Line)
+                takes_lines = takes_lines or not isinstance(record, Snapshot)
                 if takes_lines:
                     failures, self.trouble = 0, ""
         try:
             self._sink.close()
         except (Exception, SystemExit) as error:
-            self.trouble = describe(error)
+            self.fail(describe(error))
 
     def _next(self) -> Line | Snapshot | None:
         """Wait for the next record; None at the end."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.files import append_whole
-from asyncrl.sinks.figures import Entries
-from asyncrl.sinks.records import Line, Setup
+from asyncrl.sinks.figures import Entries, Line
 from asyncrl.snapshot import Snapshot
 
 FOLDER = "tensorboard"
@@ -27,8 +26,8 @@ class TensorBoardSink:
     name: ClassVar[str] = "tensorboard"
     address = ""
 
-    def __init__(self, setup: Setup) -> None:
-        self._folder = Path(setup.run_dir) / FOLDER
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
         self._path = self._folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = -1
         self._entries = Entries()

@@ -13,9 +13,9 @@ import secrets
 from pathlib import Path
 from typing import Any, ClassVar
 
+from asyncrl.config.monitor import WandbConfig
 from asyncrl.files import replace_file
-from asyncrl.sinks.figures import Entries
-from asyncrl.sinks.records import Line, Setup, WandbSetup
+from asyncrl.sinks.figures import Entries, Line
 from asyncrl.snapshot import Snapshot
 
 ID_FILE = "monitor/wandb.json"
@@ -23,12 +23,12 @@ INIT_S = 60.0
 
 
 class WandbSink:
-    """The W&B run as a sink; the module tells its rules."""
+    """The W&B run as a sink; the module tells its rules. ``config`` is the whole configuration, as JSON has it."""
 
     name: ClassVar[str] = "wandb"
 
-    def __init__(self, setup: Setup, wandb: WandbSetup) -> None:
-        self._setup, self._wandb = setup, wandb
+    def __init__(self, run_dir: Path, wandb: WandbConfig, config: dict[str, Any]) -> None:
+        self._run_dir, self._wandb, self._config = run_dir, wandb, config
         self._entries = Entries()
         self._run: Any = None
         self._made_id = secrets.token_hex(4)
@@ -43,9 +43,9 @@ class WandbSink:
             project=self._wandb.project,
             entity=self._wandb.entity,
             id=self._id(),
-            name=self._setup.name,
-            dir=self._setup.run_dir,
-            config=self._setup.config,
+            name=self._run_dir.name,
+            dir=str(self._run_dir),
+            config=self._config,
             mode="online" if online else "offline",
             # Offline there is nothing to resume, and W&B warns of it.
             resume="allow" if online else None,
@@ -76,7 +76,7 @@ class WandbSink:
                 wandb.teardown()
 
     def _id(self) -> str:
-        path = Path(self._setup.run_dir) / ID_FILE
+        path = self._run_dir / ID_FILE
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads(path.read_text())["id"])
         # Where it cannot be kept, only a later attempt is another run to W&B.

@@ -82,9 +82,7 @@ METRICS: tuple[Metric, ...] = (
         ("snapshots/failed", "snapshots", "that could not be made, for a reason that is in the log"),
         ("snapshots/taken", "snapshots", "made for those who watch and for the recording"),
         ("snapshots/lost", "snapshots", "that could not be recorded, as on a full disk, or not in time"),
-        ("sinks/dropped", "lines", "for which there was no room on the way to a sink, or nobody to take them"),
-        ("sinks/lost", "records", "that a sink was given and failed to take"),
-        ("sinks/restarts", "restarts", "of the process of the sinks"),
+        ("sinks/restarts", "restarts", "of the sinks, as far as they have asked for metrics before and after"),
     ),
     *_all(
         "gauge",
@@ -92,6 +90,17 @@ METRICS: tuple[Metric, ...] = (
         ("snapshots/bytes", "bytes", "size of the newest snapshot"),
         ("snapshots/take_s", "s", "time that the newest snapshot took to make"),
         ("snapshots/recorded_bytes", "bytes", "size of the recording"),
+    ),
+    # --- sinks ---
+    *_all(
+        "counter",
+        "controller, sinks",
+        ("sinks/dropped", "lines", "for which there was no room on the way to a sink, or nobody to take them"),
+    ),
+    *_all(
+        "counter",
+        "sinks",
+        ("sinks/lost", "records", "that a sink was given and failed to take"),
     ),
     # --- dataloader ---
     *_all(

@@ -1,20 +1,12 @@
 """What the tests of the sinks share."""
 
-import contextlib
+import asyncio
 import json
 import threading
 import time
-from pathlib import Path
 
-import msgspec
-import psutil
-import structlog
-
-from asyncrl.sinks.feed import SinkFeed
-from asyncrl.sinks.records import Setup
 from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 
-LOG = structlog.get_logger()
 NET_S = 60.0
 """For what must come to pass."""
 
@@ -57,27 +49,6 @@ def snapshot(step=7, wall=100.0, **run):
     )
 
 
-def encoded(picture):
-    return msgspec.msgpack.encode(picture)
-
-
-def setup(run_dir, **sinks):
-    return Setup(run_dir=str(run_dir), name="trial", config={"learner": {"steps": 40}}, flush_s=NET_S, **sinks)
-
-
-@contextlib.contextmanager
-def feeding(setup, **options):
-    """A feed, its counters, and the assurance that nothing is left of its process."""
-    counters = {}
-    before = set(psutil.Process().children(recursive=True))
-    feed = SinkFeed(setup, counters=counters, log=LOG, **options)
-    try:
-        yield feed, counters
-    finally:
-        feed.close(0.0)
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
 def wait_for(what, timeout=NET_S):
     until = time.monotonic() + timeout
     while not (found := what()):
@@ -86,14 +57,15 @@ def wait_for(what, timeout=NET_S):
     return found
 
 
-@contextlib.contextmanager
-def standing_still(pid):
-    """What is done within is done while this process does nothing: who waits for it, waits for ever."""
-    process = psutil.Process(pid)
-    process.suspend()
-    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
-    yield
-    assert process.status() == psutil.STATUS_STOPPED
+async def until(what, timeout=NET_S):
+    async with asyncio.timeout(timeout):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+def address_of(run_dir):
+    """The address of the endpoint for Prometheus."""
+    return json.loads((run_dir / "monitor" / "prometheus.json").read_text())["address"]
 
 
 def ends(what, *args):
@@ -102,10 +74,3 @@ def ends(what, *args):
     thread.start()
     thread.join(NET_S)
     assert not thread.is_alive(), f"{what} has not ended after {NET_S:g} s"
-
-
-def address_of(run_dir):
-    """Of the endpoint for Prometheus, once it is there."""
-    path = Path(run_dir) / "monitor" / "prometheus.json"
-    wait_for(path.exists)
-    return json.loads(path.read_text())["address"]

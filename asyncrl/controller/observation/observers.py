@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from asyncrl.controller.observation.recent_lines import is_proper
-from asyncrl.controller.observation.sinks import are_wanted
 from asyncrl.controller.observation.snapshot_builder import (
     Constants,
     RecentEvents,
@@ -94,7 +93,7 @@ class Watching:
             self._take,
             self._record,
             self._failed,
-            record_s=config.monitor.record_s if config.monitor.record_bytes or are_wanted(config.sinks) else None,
+            record_s=config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None,
             number=numbers_begin_above(context.incarnation),
             now=actor.clock.now,
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from asyncrl.roles import role_of
 
 LONGEST_REST = 8
-ROLLOUTER, EPISODES, REWARD = "rollouter", "episodes", "reward"
+ROLLOUTER, EPISODES, REWARD, SINKS = "rollouter", "episodes", "reward", "sinks"
 PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 """Roles of which a run needs some."""
 
@@ -122,6 +122,8 @@ class Reserve:
 
 
 def _pair(name: str) -> tuple[str, str]:
-    """The rollouter and the episode host of the same number."""
+    """The rollouter and the episode host of the same number; any other twice."""
+    if role_of(name) not in (ROLLOUTER, EPISODES):
+        return name, name
     number = name.partition("/")[2]
     return f"{ROLLOUTER}/{number}", f"{EPISODES}/{number}"

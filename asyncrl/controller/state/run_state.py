@@ -11,7 +11,8 @@ reached. A run that makes way ends with the exit code that says so only if there
 of a lost host are not awaited: the run goes on without replicas as long as ``min_replicas`` rollouters are left, and
 waits ``host_grace_s`` for anything else, and for replicas that it needs; then it fails. A replica that its agent has
 given up, or that is not ready in time, is set aside, and tried again after a rest; the run fails when fewer than
-``min_replicas`` rollouters, or no reward pool, are not set aside. Replicas may be added and taken away at any time.
+``min_replicas`` rollouters, or no reward pool, are not set aside, and never for the sinks. Replicas may be added and
+taken away at any time.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -27,12 +28,14 @@ from dataclasses import dataclass, field
 from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
-from asyncrl.roles import ROLES, drain_rank, is_gang, is_replicated, role_of
-from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
+from asyncrl.roles import ROLES, drain_rank, is_gang, is_optional, is_replicated, role_of
+from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit, is_set_aside
 from asyncrl.snapshot import OVER
 
-DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
-"""The share of ``drain_s`` that each rank has; what is left is the controller's own."""
+DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}
+"""The share of ``drain_s`` that each rank has at most, as far as those before have left any."""
+OWN_SHARE = 0.05
+"""The share of ``drain_s`` that is the controller's own."""
 
 LAST_RANK = ROLES["controller"].drain_rank
 
@@ -96,6 +99,7 @@ class RunStateMachine:
     _condemned: list[Condemned] = field(default_factory=list)
     _preempted_until: float = 0.0
     _rank_until: float = 0.0
+    _drain_until: float = 0.0
     _reserve: Reserve = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,7 +171,7 @@ class RunStateMachine:
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
-        if fatal and is_replicated(name) and exit_code not in UNHEALABLE_EXITS:
+        if fatal and is_set_aside(name, exit_code):
             return self.set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
@@ -314,7 +318,7 @@ class RunStateMachine:
         before = self.drain
         while self.drain < LAST_RANK and (now >= self._rank_until or not self._living(self.drain)):
             self.drain += 1
-            self._rank_until = now + self.drain_s * DRAIN_SHARES.get(self.drain, 0.0)
+            self._rank_until = min(now + self.drain_s * DRAIN_SHARES.get(self.drain, 0.0), self._drain_until)
         if self.drain == before:
             return False
         if self.drain == LAST_RANK:
@@ -347,7 +351,8 @@ class RunStateMachine:
         return {
             name
             for name in self._lost
-            if is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1)
+            if is_optional(name)
+            or (is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1))
         }
 
     @property
@@ -435,6 +440,7 @@ class RunStateMachine:
         self.phase = "draining"
         self.drain = 1
         self._rank_until = now + self.drain_s * DRAIN_SHARES[1]
+        self._drain_until = now + self.drain_s * (1.0 - OWN_SHARE)
         self._changed()
         self.tick(now)
         return True

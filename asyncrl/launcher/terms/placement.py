@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.roles import ROLES, role_of
+from asyncrl.roles import ROLES, is_optional, role_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -275,7 +275,8 @@ def _reward_hosts(
     config: Config, hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
 ) -> list[PlacementHost]:
     """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
-    on_head = sum(ROLES[role_of(name)].place == "head" for name in config.actors)
+    # Those without which a run goes on are of low priority.
+    on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     free = [

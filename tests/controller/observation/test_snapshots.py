@@ -327,7 +327,6 @@ def test_the_end_is_seen_and_recorded(tmp_path):
     ],
 )
 def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch, sections, is_made):
-    monkeypatch.setattr(actor_module, "start_sinks", lambda *_: None)
     sections["monitor"] |= {"record_s": 0.01}
 
     async def scenario(cluster):

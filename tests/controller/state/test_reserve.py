@@ -146,6 +146,16 @@ def test_both_come_back_together_whoever_is_asked_for():
         assert aside(run) == []
 
 
+@pytest.mark.parametrize("name", ["reward/0", "sinks/0"])
+def test_one_that_is_no_half_of_a_pair_comes_back_alone(name):
+    run = machine(also=("reward/1", "sinks/0"))
+    dies(run, "rollouter/0", 2.0)
+    dies(run, name, 5.0)
+    assert aside(run) == sorted(["rollouter/0", name])
+    assert run.bring_back(name, 6.0)
+    assert aside(run) == ["rollouter/0"]
+
+
 def test_the_lost_and_those_that_are_set_aside_are_counted_together():
     run = machine(min_replicas=2)
     run.host_lost("b (agent/1)", ["rollouter/0"], 10.0)

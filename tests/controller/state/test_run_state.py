@@ -13,16 +13,18 @@ RANKS = [
     {"rollouter", "reward"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner"},
-    {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner", "controller"},
+    {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner", "sinks", "controller"},
 ]
+SINKS = "sinks/0"
 
 
-def machine(*, running=True):
+def machine(*also, running=True):
+    actors = (*ACTORS, *also)
     run = RunStateMachine(
-        frozenset(ACTORS), now=0.0, start_timeout_s=60.0, drain_s=10.0, grace_s=30.0, host_grace_s=20.0
+        frozenset(actors), now=0.0, start_timeout_s=60.0, drain_s=10.0, grace_s=30.0, host_grace_s=20.0
     )
     if running:
-        assert run.ready(ACTORS, 1.0)
+        assert run.ready(actors, 1.0)
     return run
 
 
@@ -82,6 +84,48 @@ def test_a_rank_whose_time_is_over_makes_way():
     assert [ranks for _, ranks in seen] == RANKS[1:]
     assert seen[-1][0] <= 20.0
     assert (run.phase, run.outcome.reason, run.outcome.exit_code) == ("done", "Ctrl-C", 143)
+
+
+def test_the_sinks_end_after_the_learner_and_before_the_controller():
+    run = machine(SINKS)
+    run.finish(10.0)
+    for name in ACTORS:
+        assert "sinks" not in run.draining
+        end(run, name, 10.1)
+    assert set(run.draining) == RANKS[3] - {"controller"} and not run.final
+    assert run.next_deadline() == 15.1
+    assert end(run, SINKS, 10.2)
+    assert set(run.draining) == RANKS[3] and run.phase == "done"
+
+
+def test_sinks_that_do_not_end_have_only_the_time_that_others_have_left():
+    for others_end, until in ((12.0, 17.0), (18.0, 19.5)):
+        run = machine(SINKS)
+        run.finish(10.0)
+        for now in (15.0, 17.0, others_end):
+            run.tick(now)
+        for name in ACTORS:
+            end(run, name, others_end)
+        assert run.next_deadline() == until
+        assert run.tick(until) and run.phase == "done"
+
+
+@pytest.mark.parametrize("exit_code", [2, 78, 1, -9])
+def test_no_end_of_the_sinks_ends_the_run(exit_code):
+    run = machine(SINKS)
+    assert run.ended(SINKS, exit_code, True, "why", "", 5.0, incarnation=1)
+    assert (run.phase, run.outcome, [actor.name for actor in run.aside]) == ("running", None, [SINKS])
+
+
+def test_a_run_starts_and_goes_on_without_sinks():
+    run = machine(SINKS, running=False)
+    run.ready(ACTORS, 1.0)
+    assert (run.phase, run.waiting_for) == ("starting", [SINKS])
+    assert run.tick(60.0)
+    assert (run.phase, run.outcome, [actor.name for actor in run.aside]) == ("running", None, [SINKS])
+    run = machine(SINKS)
+    run.host_lost("head", [SINKS], 5.0)
+    assert (run.phase, run.next_deadline()) == ("running", None)
 
 
 def test_an_actor_that_is_dead_already_is_not_waited_for():

@@ -194,6 +194,18 @@ def test_a_replica_that_a_restart_would_not_mend_ends_the_run():
     assert report.fatal and found.ending and found.failure.exit_code == 78
 
 
+@pytest.mark.parametrize("exit_code", [2, 78])
+def test_no_end_of_the_sinks_ends_the_run(exit_code):
+    found = AgentState({"sinks/0": "/logs/sinks-0.log"}, POLICY, grace_s=GRACE_S)
+    found.controller_found(0.0)
+    found.spawned("sinks/0", 1)
+    found.state(state("running"), 0.0)
+    (report,) = found.exited("sinks/0", exit_code, "", 5.0)
+    assert report.fatal and not found.ending and found.failure is None
+    found.state(aside("sinks/0"), 6.0)
+    assert found.state(state("running"), 700.0) == [Spawn("sinks/0")]
+
+
 def test_what_a_restart_would_not_mend_ends_the_run():
     found = host()
     reason = "ended with exit code 78, which a restart would not mend"

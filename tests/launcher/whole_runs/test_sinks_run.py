@@ -1,4 +1,4 @@
-"""Whole runs with sinks to which everything happens: the run does not notice."""
+"""Whole runs with sinks to which everything happens: the run goes on."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from disks import small_disk
 from launcher.launched import command_line, wait_until
 from launcher.sim_runs import STEPS
 from tensorboard_files import steps
@@ -26,11 +27,11 @@ def below(run, title):
     return wait_until(lambda: next((p for p, words in run.processes().items() if title in words), 0), title)
 
 
-def logged(run, attempt=1):
-    """What the controller said, by event."""
-    text = (run.run_dir / "logs" / f"attempt_{attempt}" / "controller-0.log").read_text()
+def counters(run):
+    """Those of the controller at its end."""
+    text = (run.run_dir / "logs" / "attempt_1" / "controller-0.log").read_text()
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return {line["event"]: line for line in lines}
+    return next(line["counters"] for line in lines if line["event"] == "ended")
 
 
 def exposed(where):
@@ -38,21 +39,23 @@ def exposed(where):
         return reply.read().decode()
 
 
-def ended_well(run, known):
-    """All steps trained, nobody died, and no process is left of those that were seen."""
+def ended_well(run, known, deaths=()):
+    """All steps trained, nobody died but these, and no process is left of those that were seen; the lines shown."""
     code, shown = run.end()
     assert code == 0, shown
     assert run.steps() == list(range(1, STEPS + 1))
-    assert not [line for line in shown if " died " in line], shown
+    died = [line.partition(" died ")[0].split()[-1] for line in shown if " died " in line]
+    assert died == list(deaths), shown
     wait_until(lambda: not any(title and command_line(pid) == title for pid, title in known.items()), "the end of all")
+    return "\n".join(shown)
 
 
-def test_a_run_does_not_notice_that_its_sinks_are_killed_and_their_clients_blocked(launch):
+def test_a_run_goes_on_when_its_sinks_are_killed_and_their_clients_blocked(launch):
     run = launch(*ALL, *SLOW)
     run.wait_to_show("step 1/")
     address = run.run_dir / "monitor" / "prometheus.json"
     wait_until(address.exists, "the endpoint")
-    first = below(run, "asyncrl sinks")
+    first = run.actor("sinks/0")
     known = run.processes()
     address.unlink()
     os.kill(first, signal.SIGKILL)
@@ -64,8 +67,9 @@ def test_a_run_does_not_notice_that_its_sinks_are_killed_and_their_clients_block
         core = below(run, "wandb-core")
         known |= run.processes()
         os.kill(core, signal.SIGKILL)
-        ended_well(run, known)
-    assert logged(run)["ended"]["counters"]["sinks/restarts"] == 1
+        shown = ended_well(run, known, deaths=["sinks/0"])
+    assert "sinks/0: the sink wandb has failed" in shown
+    assert counters(run)["sinks/restarts"] == 1
     assert not address.exists()
     assert steps(run.run_dir)[-1] == STEPS
 
@@ -73,33 +77,26 @@ def test_a_run_does_not_notice_that_its_sinks_are_killed_and_their_clients_block
 def test_a_run_ends_in_time_though_its_sinks_stand_still(launch):
     run = launch(*ALL, *SLOW)
     run.wait_to_show("step 3/")
-    core, sinks = below(run, "wandb-core"), below(run, "asyncrl sinks")
+    core, sinks = below(run, "wandb-core"), run.actor("sinks/0")
     known = run.processes()
     for pid in (core, sinks):
         os.kill(pid, signal.SIGSTOP)
     run.wait_to_show(f"step {STEPS}/")
     ended_well(run, known)
-    assert "sinks did not end in time" in logged(run)
 
 
-def test_a_run_does_not_notice_that_the_disk_of_wandb_is_full(launch):
-    if os.geteuid() != 0:
-        pytest.skip("a small disk can be mounted by root alone")
+def test_a_run_goes_on_when_the_disk_of_wandb_is_full(launch):
     run = launch(*ALL)
     folder = run.run_dir / "wandb"
     wait_until((run.run_dir / "config.json").exists, "the run folder")
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], check=True)
-    try:
+    with small_disk(folder, "16k"):
         run.wait_to_show("step 3/")
-        below(run, "asyncrl sinks")
+        run.actor("sinks/0")
         known = run.processes()
         ended_well(run, known)
         assert shutil.disk_usage(folder).free == 0
-    finally:
-        subprocess.run(["umount", folder], check=True)
     assert steps(run.run_dir) == list(range(1, STEPS + 1))
-    assert logged(run)["ended"]["counters"]["sinks/restarts"] == 0
+    assert (counters(run)["sinks/restarts"], counters(run)["sinks/dropped"]) == (0, 0)
 
 
 @pytest.mark.slow
@@ -112,7 +109,7 @@ def test_a_resumed_run_goes_on_in_its_sinks(launch):
     kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
     again = launch(*ALL, *SLOW, "--resume", "auto")
     again.wait_to_show(f"/{STEPS}  elapsed ")
-    below(again, "asyncrl sinks")
+    again.actor("sinks/0")
     below(again, "wandb-core")
     ended_well(again, again.processes())
     assert steps(again.run_dir) == list(range(1, STEPS + 1))
@@ -134,7 +131,7 @@ def test_a_sink_whose_package_is_missing_is_refused_before_anything_starts(tmp_p
     config = tmp_path / "sim.toml"
     config.write_text('[rollout]\nengine = "sim"\n[learner]\nbackend = "sim"\n[data]\nsource = "synthetic"\n')
     argv = [sys.executable, "-m", "asyncrl.cli.launch", str(config), "--run.dir", str(tmp_path / "runs"), *ALL]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(hide), str(Path(__file__).parents[2])])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(hide), str(Path(__file__).parents[3])])}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 78, done
     for key, extra in (("tensorboard", "tensorboard"), ("wandb.mode", "wandb"), ("prometheus.enabled", "prometheus")):

@@ -6,7 +6,6 @@ import pytest
 from sinks_cases import snapshot, train, wait_for
 
 from asyncrl.sinks.lane import Lane, describe
-from asyncrl.sinks.records import Line
 from asyncrl.snapshot import Snapshot
 
 
@@ -27,9 +26,9 @@ class Fake:
 
     def write(self, record):
         self.go.wait(30)
-        if self.fails and isinstance(record, Line):
+        if self.fails and not isinstance(record, Snapshot):
             raise self.fails.pop(0)
-        self.taken.append(record.run.step if isinstance(record, Snapshot) else record.line["step"])
+        self.taken.append(record.run.step if isinstance(record, Snapshot) else record["step"])
 
     def close(self):
         self.closed += 1
@@ -47,7 +46,7 @@ def lane():
 
 def put(lane, *steps):
     for step in steps:
-        lane.put(Line(train(step)))
+        lane.put(train(step))
 
 
 def test_records_are_taken_in_order_and_the_sink_is_closed_at_the_end(lane):

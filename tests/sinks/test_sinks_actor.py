@@ -1,0 +1,221 @@
+"""The actor of the sinks, with a real controller."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+import urllib.request
+
+import msgspec
+import pytest
+from inprocess import System, sim_config
+from sinks_cases import address_of, snapshot, train, until
+from tensorboard_files import steps
+
+from asyncrl.controller.actor import Controller
+from asyncrl.errors import ConfigError
+from asyncrl.messages.actors import ActorEnded
+from asyncrl.messages.monitor import MetricsLine
+from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.sinks import actor as sinks_module
+from asyncrl.sinks.actor import Sinks
+
+NAME = "sinks/0"
+TENSORBOARD = {"tensorboard": True}
+PROMETHEUS = {"prometheus": {"enabled": True, "host": "127.0.0.1"}}
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """The folder of temporary files; of the test's own process nothing stays changed."""
+    made = tmp_path / "tmp"
+    made.mkdir()
+    monkeypatch.setenv("TMPDIR", str(made))
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    return made
+
+
+class Cluster:
+    """A controller and sinks."""
+
+    def __init__(self, run_dir, sinks):
+        self.system = System(sim_config(sinks=sinks, supervision={"drain_s": 20.0}), run_dir)
+        self.run_dir = run_dir
+        self.lives = {}
+        self._temporary = tempfile.tempdir
+
+    @property
+    def controller(self):
+        return self.system.actors[CONTROLLER]
+
+    @property
+    def sinks(self):
+        return self.system.actors[NAME]
+
+    async def start(self, name):
+        # Each process begins with that of the machine.
+        tempfile.tempdir = self._temporary
+        if name == CONTROLLER:
+            # None is above it.
+            self.system.actors.pop(CONTROLLER, None)
+        actor = self.system.make(name)
+        self.lives[name] = asyncio.create_task(actor.main())
+        await until(lambda: actor.ready or self.lives[name].done())
+
+    async def kill(self, name):
+        self.lives[name].cancel()
+        await asyncio.wait({self.lives[name]})
+
+    def feed(self, *lines):
+        for line in lines:
+            self.controller.metrics_line(MetricsLine(line=line), self.system.caller("learner/0"))
+
+    async def taken(self, *wanted):
+        folder = self.run_dir / "tensorboard"
+        await until(lambda: folder.exists() and set(wanted) <= set(steps(self.run_dir)))
+
+    def notices(self):
+        return [line["text"] for line in self.controller._lines.after(0)[0] if line["kind"] == "notice"]
+
+    def end_of(self, name):
+        return ActorEnded(name=name, incarnation=1 << 20, exit_code=0, fatal=False, reason="")
+
+    async def end(self):
+        """The run is stopped: all others have ended, then the sinks do, and the controller."""
+        await self.system.stop()
+        for name in self.controller.config.actors:
+            if name not in self.lives:
+                self.controller.actor_ended(self.end_of(name), self.system.caller("agent/0"))
+        await self.lives[NAME]
+        self.controller.actor_ended(self.end_of(NAME), self.system.caller("agent/0"))
+        await self.lives[CONTROLLER]
+
+
+@contextlib.asynccontextmanager
+async def living(tmp_path, **sinks):
+    cluster = Cluster(tmp_path / "run", sinks)
+    async with asyncio.timeout(60):
+        await cluster.start(CONTROLLER)
+        await cluster.start(NAME)
+        try:
+            yield cluster
+        finally:
+            for life in cluster.lives.values():
+                life.cancel()
+            await asyncio.gather(*cluster.lives.values(), return_exceptions=True)
+
+
+async def exposed(run_dir):
+    def read():
+        with urllib.request.urlopen(address_of(run_dir), timeout=30) as reply:
+            return reply.read().decode()
+
+    return await asyncio.to_thread(read)
+
+
+async def test_a_run_tells_its_sinks_all_that_it_tells_its_file(tmp_path, temporary):
+    system = System(sim_config(sinks=TENSORBOARD | PROMETHEUS), tmp_path / "run")
+    state = await system.run()
+    assert state.phase == "done"
+    assert steps(system.run_dir) == [line["step"] for line in system.lines("train")] == list(range(1, 7))
+    assert system.actors[CONTROLLER].counters["sinks/dropped"] == 0
+    figures = system.actors[NAME].figures()
+    assert (figures["sinks/dropped"], figures["sinks/lost"]) == (0, 0)
+    assert not (system.run_dir / "monitor" / "prometheus.json").exists()
+    assert list(temporary.iterdir()) == []
+
+
+async def test_they_bring_out_what_is_there_when_the_run_ends(tmp_path):
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        cluster.feed(*(train(step) for step in range(1, 501)))
+        await cluster.end()
+        assert cluster.controller.counters["sinks/dropped"] == 0
+    assert steps(tmp_path / "run") == list(range(1, 501))
+
+
+async def test_those_that_are_started_again_go_on_where_the_others_died(tmp_path):
+    async with living(tmp_path, **TENSORBOARD, **PROMETHEUS) as cluster:
+        cluster.controller._sinks.picture(msgspec.msgpack.encode(snapshot(step=1234)))
+        cluster.feed(train(1))
+        await cluster.taken(1)
+        await cluster.kill(NAME)
+        cluster.feed(train(2))
+        await cluster.start(NAME)
+        await cluster.taken(2)
+        # They begin with what is known of the run.
+        await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
+        assert "asyncrl_run_step 1234.0" in await exposed(cluster.run_dir)
+        assert cluster.controller.counters["sinks/restarts"] == 1
+        await cluster.end()
+        assert cluster.controller.counters["sinks/dropped"] == 0
+    assert steps(cluster.run_dir) == [1, 2]
+
+
+async def test_they_go_on_with_another_controller(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks_module, "AWAY_S", 0.01)
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        cluster.feed(train(1))
+        await cluster.taken(1)
+        await cluster.kill(CONTROLLER)
+        await cluster.start(CONTROLLER)
+        cluster.feed(train(2))
+        await cluster.taken(1, 2)
+
+
+async def test_a_port_in_use_is_told_to_the_user_and_costs_the_others_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        prometheus = {"enabled": True, "host": "127.0.0.1", "port": other.getsockname()[1]}
+        async with living(tmp_path, prometheus=prometheus, **TENSORBOARD) as cluster:
+            cluster.feed(train(1))
+            await cluster.taken(1)
+            await until(cluster.notices)
+            assert "the sink prometheus has failed: OSError" in cluster.notices()[0]
+            assert "in use" in cluster.notices()[0]
+            other.close()
+            # It is bound as soon as it is free.
+            await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
+            await until(lambda: not cluster.sinks._lanes[1].trouble)
+
+
+async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr("asyncrl.sinks.tensorboard.TensorBoardSink.write", lambda *_: go.wait(60))
+    monkeypatch.setattr(sinks_module, "FLUSH_S", 0.2)
+    try:
+        async with living(tmp_path, **TENSORBOARD) as cluster:
+            cluster.feed(train(1), train(2))
+            await cluster.end()
+            assert cluster.notices() == [
+                "the sink tensorboard has failed: it has not brought out what it holds within 0.2 s"
+            ]
+    finally:
+        go.set()
+
+
+async def test_temporary_files_go_with_the_actor_or_with_its_successor(tmp_path, temporary):
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        (own,) = temporary.iterdir()
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(own)
+    assert list(temporary.iterdir()) == []
+    # A killed one removes nothing.
+    tempfile.tempdir = str(temporary)
+    own.mkdir()
+    (temporary / "of-another").mkdir()
+    async with living(tmp_path / "second", **TENSORBOARD) as cluster:
+        assert not own.exists()
+        assert (temporary / "of-another").exists()
+        assert cluster.sinks.ready
+
+
+async def test_a_configuration_that_no_restart_mends_is_no_failure_of_the_run(tmp_path, monkeypatch):
+    def refuse(_):
+        raise ConfigError(["sinks.prometheus.host: nothing is there"])
+
+    monkeypatch.setattr(Sinks, "_sinks", refuse)
+    async with living(tmp_path, **TENSORBOARD) as cluster:
+        with pytest.raises(ConfigError):
+            await cluster.lives[NAME]
+        assert isinstance(cluster.controller, Controller) and cluster.controller._run.outcome is None

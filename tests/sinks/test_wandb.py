@@ -1,0 +1,122 @@
+"""Weights & Biases for real, offline, and what it writes; launcher/runs/test_sinks_run.py has what happens to it."""
+
+import json
+import os
+import tempfile
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import wandb_files
+from sinks_cases import evaluation, snapshot, train, update, wait_for
+
+from asyncrl.config.monitor import WandbConfig
+from asyncrl.sinks.lane import Lane
+from asyncrl.sinks.wandb import WandbSink
+from tools.live_run import lives, title
+
+KEY = "0123456789abcdef" * 2 + "01234567"
+OFFLINE = WandbConfig(mode="offline", project="trials")
+CONFIG = {"learner": {"steps": 40}}
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    # Short: the service makes a socket there.
+    with tempfile.TemporaryDirectory() as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        yield
+        assert os.listdir(temporary) == []
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    made = tmp_path / "trial"
+    made.mkdir()
+    return made
+
+
+@contextmanager
+def writing(run_dir):
+    """The lane of the sink, which is ready."""
+    lane = Lane(WandbSink(run_dir, OFFLINE, CONFIG))
+    lane.start()
+    try:
+        wait_for(lambda: lane.address)
+        yield lane
+    finally:
+        lane.end()
+        assert lane.join(60)
+
+
+def service():
+    """W&B's own process."""
+    (found,) = [child for child in psutil.Process().children(recursive=True) if "wandb-core" in title(child)]
+    return found
+
+
+def put(lane, *records):
+    for record in records:
+        lane.put(record)
+
+
+def finish(lane):
+    lane.end()
+    assert lane.join(60)
+
+
+def steps(run_dir):
+    return [entry["step"] for path in wandb_files.files(run_dir) for entry in wandb_files.history(path)]
+
+
+def test_a_run_is_written_offline(run_dir, tmp_path):
+    with writing(run_dir) as lane:
+        put(lane, snapshot(step=1))
+        wait_for(lambda: lane._snapshot is None)
+        put(lane, train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
+        core = service()
+        finish(lane)
+        assert (lane.lost, lane.dropped, lane.failures, lane.address) == (0, 0, 0, "")
+        wait_for(lambda: not lives(core))
+    (path,) = wandb_files.files(run_dir)
+    found = wandb_files.history(path)
+    assert [(entry["step"], entry.get("reward/mean")) for entry in found] == [
+        *((1, 0.01), (1, None), (2, None), (2, 0.02), (2, 0.9)),
+    ]
+    assert found[1]["eval/gsm/mean"] == 0.5
+    assert found[2]["update/rollouter-0/stall_s"] == 0.25
+    assert found[3]["run/actors_ready"] == 1
+    run = wandb_files.run_of(path)
+    assert (run.project, run.display_name) == ("trials", "trial")
+    assert {item.key: json.loads(item.value_json) for item in run.config.update}["learner"] == {"steps": 40}
+    # Nobody has written the key down.
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]
+
+
+def test_a_resumed_run_is_the_same_for_wandb(run_dir):
+    ids = set()
+    for step in (1, 2):
+        with writing(run_dir) as lane:
+            put(lane, train(step))
+            finish(lane)
+        ids.add(json.loads((run_dir / "monitor" / "wandb.json").read_text())["id"])
+    assert len(ids) == 1
+    assert {wandb_files.run_of(path).run_id for path in wandb_files.files(run_dir)} == ids
+    assert steps(run_dir) == [1, 2]
+
+
+def test_where_its_id_cannot_be_kept_it_is_written_all_the_same(run_dir):
+    (run_dir / "monitor").write_text("in the way")
+    with writing(run_dir) as lane:
+        put(lane, train(1))
+        finish(lane)
+        assert lane.lost == 0
+    assert steps(run_dir) == [1]
