@@ -7,13 +7,18 @@ a ValueError.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from asyncrl.learner.algorithm import losses
+from asyncrl.learner.algorithm.advantage import advantages
 from asyncrl.reward import arguments
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "arguments": ("first-run.md", arguments.document),
+    "losses": ("algorithms.md", partial(losses.BUILT_IN.document, "`loss`", "token loss", "options", "for")),
+    "advantages": ("algorithms.md", partial(advantages.BUILT_IN.document, "`advantage`", "A of a turn", "for")),
 }
 
 

@@ -159,8 +159,7 @@ class LearnerConfig(Section):
     """Optimizer updates of a step, each from its share of the step's groups; from the second on the weights of the
     first are the proximal policy."""
     loss: str = "decoupled"
-    """decoupled, bypass, gspo, cispo, dppo, reinforce or distill (docs/algorithms.md), or MODULE:FUNCTION of your
-    own."""
+    """Name of a loss (docs/algorithms.md), or MODULE:FUNCTION of your own."""
     loss_options: dict[str, Any] = {}
     """Keyword arguments of the loss."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -178,7 +177,7 @@ class LearnerConfig(Section):
     teacher_server: TeacherServerConfig = TeacherServerConfig()
     """The server of a teacher that is a URL."""
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo or reinforce (docs/algorithms.md), or MODULE:FUNCTION of your own."""
+    """Name of an advantage (docs/algorithms.md), or MODULE:FUNCTION of your own."""
     advantage_options: dict[str, Any] = {}
     """Keyword arguments of the advantage."""
     aggregation: Literal["token", "sequence", "constant"] = "token"

@@ -81,7 +81,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
     counters: dict[str, float] = {}
-    """Counters and gauges; names, kinds and units are in telemetry/catalogue_table.py."""
+    """Counters and gauges; names, kinds and units are in telemetry/catalogue.py."""
     histograms: dict[str, Histogram] = {}
     """Counts by the buckets of the catalogue."""
     resources: list[ResourceRecord] = []

@@ -138,7 +138,7 @@ class Actor:
             spawn=self._spawn,
         )
         self.counters = self._endpoint.counters
-        """Counters and gauges by their names; see telemetry/catalogue_table.py."""
+        """Counters and gauges by their names; see telemetry/catalogue.py."""
         self.histograms = self._endpoint.histograms
         self.events = UntoldEvents(self.clock.wall)
         """Warnings and errors that the controller is to hear of."""

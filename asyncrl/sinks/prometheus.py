@@ -116,7 +116,7 @@ def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
     """The package's own server, bound, with bounds on its clients."""
     from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 
-    class Server(ThreadingWSGIServer):
+    class ScrapeServer(ThreadingWSGIServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         block_on_close = False
         clients: ClassVar[dict[Any, threading.Timer]] = {}
@@ -145,11 +145,11 @@ def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A client that went away or was cut off is nobody's concern."""
 
-    class Handler(WSGIRequestHandler):
+    class ScrapeHandler(WSGIRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
             """Keep messages of the server out of the log of the run."""
 
-    return make_server(host, port, make_wsgi_app(registry), Server, Handler)
+    return make_server(host, port, make_wsgi_app(registry), ScrapeServer, ScrapeHandler)
 
 
 def _cut_off(client: socket.socket) -> None:

@@ -1,8 +1,9 @@
-"""Every figure that asyncrl measures: its name, kind, unit and meaning, who has it, and the edges of its buckets.
+"""Figures that asyncrl measures: their names, kinds, units and meanings, who has them, and the edges of their buckets.
 
 A name is GROUP/WHAT with its unit at the end, where it has one. ``*`` stands for what a configuration or a reward
 function names, or for what its text lists. Buckets are closed above: a value that equals an edge is in the bucket below
-it; the last bucket is open. Found and shown by catalogue.py.
+it; the last bucket is open. Found and shown by catalogue.py, with those
+that are declared beside the code that computes them.
 """
 
 from __future__ import annotations
@@ -352,8 +353,6 @@ METRICS: tuple[Metric, ...] = (
         ),
         ("staleness/late_trained_groups", "groups", "trained with late tokens, under staleness.late = train"),
         ("staleness/late_masked_groups", "groups", "trained without their late tokens, under all other staleness.late"),
-        ("teacher/requests", "requests", "sent to the server of learner.teacher, each for a sequence"),
-        ("teacher/failed_requests", "requests", "of these, without log-probs; sent again where that may help"),
         ("learner/empty_steps", "steps", "not taken because every trajectory was masked; their groups are filtered"),
         ("groups/buffered", "groups", "taken into the buffer"),
         ("groups/duplicate", "groups", "delivered though they were there already"),

@@ -23,10 +23,8 @@ def check_name(name: str, kind: str = "") -> None:
     """Raise AssertionError for a name that is not declared, as ``kind`` if that is given, where ``strict`` is set."""
     if strict:
         metric = find(name)
-        assert metric is not None, f"{name} is not in telemetry/catalogue_table.py"
-        assert not kind or kind in metric.kinds, (
-            f"{name} is {metric.kinds} in telemetry/catalogue_table.py and not {kind}"
-        )
+        assert metric is not None, f"{name} is declared nowhere (telemetry/catalogue.py)"
+        assert not kind or kind in metric.kinds, f"{name} is {metric.kinds} in the catalogue and not {kind}"
 
 
 class Figures(dict[str, float]):

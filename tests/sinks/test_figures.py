@@ -13,7 +13,6 @@ from asyncrl.sinks.exposition import GAUGES, _Families, families_of, prometheus_
 from asyncrl.sinks.figures import Steps, numbers, run_figures, update_numbers
 from asyncrl.snapshot import Histogram
 from asyncrl.telemetry import catalogue
-from asyncrl.telemetry.catalogue_table import METRICS
 
 HEARD = ("counter", "gauge", "histogram")
 """Kinds of what comes with heartbeats."""
@@ -113,12 +112,12 @@ def test_kinds_and_descriptions_are_those_of_the_catalogue():
 
 def everything():
     """(lines, snapshot) with every figure that the catalogue knows, all of them with one actor."""
-    names = [metric.name.replace("*", "made") for metric in METRICS]
+    names = [metric.name.replace("*", "made") for metric in catalogue.every()]
     lines = [
         {"kind": kind, "replica": "rollouter/0"} | dict.fromkeys(names, 1.0) for kind in ("train", "eval", "update")
     ]
     (actor,) = snapshot().actors
-    heard = {kind: [metric for metric in METRICS if kind in metric.kinds] for kind in HEARD}
+    heard = {kind: [metric for metric in catalogue.every() if kind in metric.kinds] for kind in HEARD}
     actor = replace(
         actor,
         figures={metric.name: 1.0 for kind in ("counter", "gauge") for metric in heard[kind]},
@@ -129,7 +128,7 @@ def everything():
 
 def test_whatever_is_measured_reaches_prometheus_as_what_it_is():
     found = families_of(*everything())
-    for metric in METRICS:
+    for metric in catalogue.every():
         for kind in set(metric.kinds) & set(HEARD):
             family = found[prometheus_name(f"actor/{metric.name.removesuffix('/*')}")]
             assert family.kind == kind

@@ -2,19 +2,21 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.telemetry import metrics
-from asyncrl.telemetry.catalogue import EDGES, document, find, quantile
-from asyncrl.telemetry.catalogue_table import METRICS
+from asyncrl.telemetry import catalogue, metrics
+from asyncrl.telemetry.catalogue import EDGES, declare, document, every, find, quantile
+from asyncrl.telemetry.catalogue_table import SECONDS
 from asyncrl.telemetry.metrics import Figures, Histograms
 
 ROOT = Path(__file__).parents[2]
-GROUPS = {metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name}
+GROUPS = {metric.name.partition("/")[0] for metric in every() if "/" in metric.name}
 NAME = re.compile(rf"(?:{'|'.join(sorted(GROUPS))})/[a-z][a-z0-9_]*")
 
 
@@ -26,7 +28,7 @@ def test_the_page_is_what_the_catalogue_says():
 
 def test_every_name_is_declared_once_for_a_kind():
     seen = set()
-    for metric in METRICS:
+    for metric in every():
         for kind in metric.kinds:
             for role in re.split(r"[;,] ?", metric.where):
                 assert (metric.name, kind, role) not in seen
@@ -49,6 +51,27 @@ def test_every_name_in_the_code_is_declared():
 
 NOT_METRICS = {"reward/component"}
 """What a name begins with."""
+
+
+def test_a_module_declares_a_figure_for_processes_that_do_not_import_it():
+    code = """
+import sys
+from asyncrl.telemetry.catalogue import edges_of, find
+metric = find("teacher/requests")
+assert (metric.kinds, metric.where) == (("counter",), "learner")
+assert edges_of("teacher/requests") is None and "asyncrl.learner" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_name_is_declared_for_one_figure(monkeypatch):
+    monkeypatch.setattr(catalogue, "_BY_NAME", dict(catalogue._BY_NAME))
+    monkeypatch.setattr(catalogue, "EDGES", dict(EDGES))
+    figure = ("tried/waits_s", "histogram", "s", "learner", "for a trial", SECONDS)
+    assert declare(*figure) == declare(*figure) == "tried/waits_s"
+    assert (find("tried/waits_s").kinds, catalogue.edges_of("tried/waits_s")) == (("histogram",), SECONDS)
+    with pytest.raises(AssertionError, match="wire/refused is declared twice"):
+        declare("wire/refused", *figure[1:])
 
 
 def test_an_undeclared_name_is_an_error(monkeypatch):

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.named import find_function
+from asyncrl.learner.algorithm.named import BuiltIn, find_function
 from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
 """Token losses [N], and named sums."""
+BUILT_IN = BuiltIn()
+"""Losses of ours by name."""
 
 
 class Loss(Protocol):
@@ -84,6 +86,10 @@ def find_loss(config: LearnerConfig) -> tuple[Loss, Traits]:
     return loss, getattr(loss.func, "traits", Traits())
 
 
+@BUILT_IN.add(
+    "PPO-clip of pi / pi_prox, times the factor",
+    "the default; stale data, several updates a batch",
+)
 @traits(multiple_of_advantage=True)
 def decoupled(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
     """Decoupled PPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_prox.
@@ -94,12 +100,20 @@ def decoupled(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.
     return _clipped(batch, log_ratio(batch.logprobs, batch.proximal).exp(), clip_low, clip_high)
 
 
+@BUILT_IN.add(
+    "PPO-clip of pi / pi_b",
+    "little staleness; the clip bounds staleness and update together",
+)
 @traits(corrects=True, multiple_of_advantage=True)
 def bypass(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
     """PPO against the engine: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_b."""
     return _clipped(batch, log_ratio(batch.logprobs, batch.behaviour).exp(), clip_low, clip_high)
 
 
+@BUILT_IN.add(
+    "PPO-clip of the sequence's geometric mean of pi / pi_b",
+    'mixtures of experts, long responses; with `aggregation = "sequence"`',
+)
 @traits(corrects=True, multiple_of_advantage=True)
 def gspo(batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLosses:
     """Group sequence policy optimization: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A).
@@ -113,6 +127,10 @@ def gspo(batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) 
     return _clipped(batch, ratio, clip_low, clip_high)
 
 
+@BUILT_IN.add(
+    "-sg(clip(pi / pi_b)) A log pi",
+    "keeping the gradient of every token",
+)
 @traits(corrects=True, multiple_of_advantage=True)
 def cispo(batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLosses:
     """Clipped importance-sampling policy optimization: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
@@ -125,6 +143,10 @@ def cispo(batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 4.0) -
     return -clipped * batch.advantages * batch.logprobs, {"clipped_fraction": _count(batch, clipped != ratio)}
 
 
+@BUILT_IN.add(
+    "-A pi / pi_b, but for tokens that have moved by more than `threshold` in probability",
+    "rare tokens, which a ratio's clip holds back",
+)
 @traits(corrects=True, multiple_of_advantage=True)
 def dppo(batch: TokenBatch, *, threshold: float = 0.2) -> TokenLosses:
     """Divergence PPO with the binary total variation: -m A r, r = pi / pi_b.
@@ -139,6 +161,10 @@ def dppo(batch: TokenBatch, *, threshold: float = 0.2) -> TokenLosses:
     return losses, {"clipped_fraction": _count(batch, outside)}
 
 
+@BUILT_IN.add(
+    "-sg(min(pi / pi_b, `clamp`)) A log pi",
+    "the plainest; many engines, short steps",
+)
 @traits(corrects=True, multiple_of_advantage=True)
 def reinforce(batch: TokenBatch, *, clamp: float = 1.02) -> TokenLosses:
     """REINFORCE with a clamped weight: -sg(min(pi / pi_b, clamp)) A log pi."""
@@ -147,6 +173,10 @@ def reinforce(batch: TokenBatch, *, clamp: float = 1.02) -> TokenLosses:
     return losses, {"clipped_fraction": _count(batch, ratio > clamp)}
 
 
+@BUILT_IN.add(
+    "reverse KL to `learner.teacher` at each sampled token",
+    "learning from a larger model on the policy's own samples",
+)
 @traits(teacher=True)
 def distill(batch: TokenBatch, *, reward: float = 0.0) -> TokenLosses:
     """On-policy distillation: reverse KL to the teacher at each sampled token, -sg(D) pi / sg(pi).
@@ -159,9 +189,6 @@ def distill(batch: TokenBatch, *, reward: float = 0.0) -> TokenLosses:
     # exp(0), whose gradient is that of log pi.
     policy = (batch.logprobs - batch.logprobs.detach()).exp()
     return -(gap + reward * batch.advantages) * policy, {"teacher_kl": -(gap * (batch.weights > 0)).sum()}
-
-
-BUILT_IN: dict[str, Loss] = {f.__name__: f for f in (decoupled, bypass, gspo, cispo, dppo, reinforce, distill)}
 
 
 def supervised(logprobs: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """The functions that ``learner.loss`` and ``learner.advantage`` name: one of ours by its name, one of the user's by
-MODULE:FUNCTION. Ours are found in the same way, so that a new one is a function in its module and nothing else.
+MODULE:FUNCTION. Ours are declared where they are written (``BuiltIn.add``), with their rows of docs/algorithms.md.
 
 Fails with ConfigError naming the key when there is no such function, or it does not take its options.
 """
@@ -7,12 +7,46 @@ Fails with ConfigError naming the key when there is no such function, or it does
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.workers.user_code import Keys, NotCallable, accepted, did_you_mean, load
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class BuiltIn(dict[str, Any]):
+    """Functions of ours by name, filled by decorating them, with the rows of docs/algorithms.md about them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: dict[str, tuple[str, str]] = {}
+
+    def add(self, formula: str, use: str) -> Callable[[_Function], _Function]:
+        """Decorate a function: its name is found from now on. ``formula`` and ``use`` are cells of the page."""
+
+        def enter(function: _Function) -> _Function:
+            name = function.__name__
+            self[name], self._rows[name] = function, (formula, use)
+            return function
+
+        return enter
+
+    def document(self, *columns: str) -> str:
+        """The table of docs/algorithms.md: columns for the name, the formula, ``options`` or none, and the use."""
+        rows = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        for name, (formula, use) in self._rows.items():
+            options = [_options(self[name])] if "options" in columns else []
+            rows.append(f"| {' | '.join([f'`{name}`', formula, *options, use])} |")
+        return "\n".join(rows)
+
+
+def _options(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(f"`{p.name}` = {p.default}" for p in parameters if p.kind == p.KEYWORD_ONLY)
 
 
 def find_function(key: str, spec: str, module: str, given: str, options: Mapping[str, Any]) -> partial[Any]:

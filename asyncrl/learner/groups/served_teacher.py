@@ -22,8 +22,19 @@ from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.services import ActorServices
 from asyncrl.teacher import TeacherClient, TeacherFailed
+from asyncrl.telemetry.catalogue import declare
 from asyncrl.trajectories import sampled_positions
 
+REQUESTS = declare(
+    "teacher/requests", "counter", "requests", "learner", "sent to the server of learner.teacher, each for a sequence"
+)
+FAILED = declare(
+    "teacher/failed_requests",
+    "counter",
+    "requests",
+    "learner",
+    "of these, without log-probs; sent again where that may help",
+)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -97,11 +108,11 @@ class ServedTeacher:
         for attempt in range(1, self._config.tries + 1):
             try:
                 async with self._places:
-                    self._counters.add("teacher/requests")
+                    self._counters.add(REQUESTS)
                     with self._awaits.on(self._client.url, "log-probs by the teacher"):
                         return await self._client.logprobs(ids, places)
             except TeacherFailed as error:
-                self._counters.add("teacher/failed_requests")
+                self._counters.add(FAILED)
                 self._log.warning("the teacher did not score", uid=group.ticket.uid, attempt=attempt, error=str(error))
                 if not error.passing or attempt == self._config.tries:
                     times = f" ({attempt} times; learner.teacher_server.tries)" if error.passing else ""

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.snapshot import Count, Histogram, Snapshot
-from asyncrl.telemetry.catalogue import EDGES
+from asyncrl.telemetry.catalogue import edges_of
 from asyncrl.telemetry.metrics_line import is_sound
 
 LARGEST = 1e21
@@ -107,6 +107,6 @@ def _all_fine(values: Iterable[float]) -> bool:
 def _may_stay(key: str, value: object) -> bool:
     """Whether an entry of figures, of seconds by state or of histograms is sound."""
     if isinstance(value, Histogram):
-        edges, buckets = EDGES.get(key), len(value.counts)
+        edges, buckets = edges_of(key), len(value.counts)
         return _is_fine(value.sum) and (buckets == len(edges) + 1 if edges is not None else buckets > 0)
     return _is_fine(value)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.named import find_function
+from asyncrl.learner.algorithm.named import BuiltIn, find_function
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of GRPO: bounds the advantage of a group whose rewards all but agree."""
@@ -61,8 +61,14 @@ class ScoredGroup:
 Advantages = list[list[np.ndarray]]
 """Advantage of each turn: for each group and trajectory float64 [turns]."""
 Advantage = Callable[[Sequence[ScoredGroup]], Advantages]
+BUILT_IN = BuiltIn()
+"""Advantages of ours by name."""
 
 
+@BUILT_IN.add(
+    "(return - mean) / standard deviation of the group",
+    "the default",
+)
 def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     """A_it = (r_i - past_it - mean(r)) / (s + 1e-6).
 
@@ -79,6 +85,10 @@ def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     return found
 
 
+@BUILT_IN.add(
+    "return - mean of the group",
+    'no bias to very easy and very hard prompts; with `aggregation = "constant"`',
+)
 def dr_grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     """A_it = r_i - past_it - mean(r): without the standard deviation, which favours very easy and very hard prompts.
 
@@ -87,6 +97,10 @@ def dr_grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     return [_less_past(_centred(group), group) for group in groups]
 
 
+@BUILT_IN.add(
+    "return - mean of the others of the group",
+    "small groups",
+)
 def rloo(groups: Sequence[ScoredGroup]) -> Advantages:
     """A_it = n / (n - 1) * (r_i - mean(r)) - past_it, which is r_i - mean of the other n - 1 rewards where nothing is
     past.
@@ -102,6 +116,10 @@ def rloo(groups: Sequence[ScoredGroup]) -> Advantages:
     ]
 
 
+@BUILT_IN.add(
+    "return - mean of the step",
+    "rewards that compare across prompts; with `dynamic_sampling = false`",
+)
 def reinforce(groups: Sequence[ScoredGroup]) -> Advantages:
     """A_it = r_i - past_it - mean of all rewards of the step: REINFORCE with the batch's mean for a baseline.
 
@@ -112,9 +130,6 @@ def reinforce(groups: Sequence[ScoredGroup]) -> Advantages:
     return [
         [reward - baseline - turns for reward, turns in zip(group.rewards, group.past, strict=True)] for group in groups
     ]
-
-
-BUILT_IN: dict[str, Advantage] = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce)}
 
 
 def find_advantage(config: LearnerConfig) -> Advantage:
