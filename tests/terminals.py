@@ -34,7 +34,7 @@ class Terminal:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
     def text(self):
-        """What stands on it."""
+        """The screen as text."""
         return self._tmux("capture-pane", "-p")
 
     def escaped(self):
@@ -54,10 +54,10 @@ class Terminal:
         """Press keys faster than anybody types."""
         self._tmux("send-keys", *keys)
 
-    def until(self, text, within_s=60.0):
-        """What stands on it once it holds ``text``."""
+    def until(self, text, within_s=60.0, *, escaped=False):
+        """The screen once it holds ``text``; with its escapes where these are looked for."""
         end = time.monotonic() + within_s
-        while text not in (seen := self.text()):
+        while text not in (seen := self.escaped() if escaped else self.text()):
             assert time.monotonic() < end, f"{text!r} does not appear:\n{seen}"
             time.sleep(0.1)
         return seen

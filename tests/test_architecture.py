@@ -53,7 +53,6 @@ MAY_IMPORT = {
     "doctor": FOR_ACTORS | {"preflight", "launcher", "rollouter", "episodes"},
     "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS | VIEWERS,
     **dict.fromkeys(ACTORS, FOR_ACTORS),
-    "controller": FOR_ACTORS | {"sinks"},
 }
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),

@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.errors import WireError
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.calls.retry import log_away
+from asyncrl.runtime.calls.retry import wait_out
 from asyncrl.sinks.figures import Line
 from asyncrl.sinks.lane import Lane, Sink
 from asyncrl.sinks.prometheus import PrometheusSink
@@ -31,8 +31,6 @@ NICENESS = 10
 """Niceness of the process: training comes first."""
 LOOK_S = 1.0
 """Interval at which is looked how the sinks are."""
-AWAY_S = 0.5
-"""Pause before a controller that did not answer is asked again."""
 LAST_LINES_S = 1.0
 """Longest that a draining actor waits for the last lines."""
 FLUSH_S = 4.0
@@ -94,8 +92,7 @@ class Sinks(Actor):
             try:
                 found: Metrics = await self.peer(CONTROLLER).call(seen)
             except WireError as error:
-                log_away(self.log, "controller", error)
-                await asyncio.sleep(AWAY_S)
+                await wait_out(self.log, "controller", error)
                 continue
             seen = WatchMetrics(line=found.line, picture=found.picture)
             records: list[Line | Snapshot] = [*found.lines]

@@ -23,7 +23,7 @@ from textual.timer import Timer
 from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.top.drawing.table import LEVELS, Choice, PaneName
+from asyncrl.top.drawing.layout import LEVELS, Choice, PaneName
 from asyncrl.top.drawing.tables import sorted_next
 from asyncrl.top.drawing.text import ASCII, UNICODE, fit, rich_text
 from asyncrl.top.figures.document import Document

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from asyncrl.text.numbers import count, duration, exact, fixed, percent, rate
-from asyncrl.top.drawing.table import Choice, Pane, PaneName, facts, is_there
+from asyncrl.top.drawing.layout import Choice, Pane, PaneName, facts, is_there
 from asyncrl.top.drawing.tables import episodes, events, learner, rollouters, weights
 from asyncrl.top.drawing.text import Glyphs, Line, Style, joined, level_bar, state_bar
 from asyncrl.top.figures.bottleneck import by_kind

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from asyncrl.text.numbers import count, duration, fixed, percent, rate
 from asyncrl.text.phase import phase_and_reason, phase_word
-from asyncrl.top.drawing.table import LEVELS, NARROW, Choice, PaneName
+from asyncrl.top.drawing.layout import LEVELS, NARROW, Choice, PaneName
 from asyncrl.top.drawing.text import (
     Glyphs,
     Line,

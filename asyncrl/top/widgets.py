@@ -18,7 +18,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Static
 
 from asyncrl.top.detail import detail, help_page
-from asyncrl.top.drawing.table import Pane, Row, Table, TableLayout
+from asyncrl.top.drawing.layout import Pane, Row, Table, TableLayout
 from asyncrl.top.drawing.text import Glyphs, fit
 from asyncrl.top.figures.document import Document
 from asyncrl.top.source.log_tail import last_lines

@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.actors import ActorEnded
 from asyncrl.messages.monitor import MetricsLine
 from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.runtime.calls import retry
 from asyncrl.sinks import actor as sinks_module
 from asyncrl.sinks.actor import Sinks
 
@@ -142,6 +143,7 @@ async def test_those_that_are_started_again_go_on_where_the_others_died(tmp_path
         cluster.feed(train(1))
         await cluster.taken(1)
         await cluster.kill(NAME)
+        (cluster.run_dir / "monitor" / "prometheus.json").unlink()
         cluster.feed(train(2))
         await cluster.start(NAME)
         await cluster.taken(2)
@@ -155,7 +157,7 @@ async def test_those_that_are_started_again_go_on_where_the_others_died(tmp_path
 
 
 async def test_they_go_on_with_another_controller(tmp_path, monkeypatch):
-    monkeypatch.setattr(sinks_module, "AWAY_S", 0.01)
+    monkeypatch.setattr(retry, "AWAY_S", 0.01)
     async with living(tmp_path, **TENSORBOARD) as cluster:
         cluster.feed(train(1))
         await cluster.taken(1)

@@ -1,9 +1,14 @@
-"""Weights & Biases for real, offline, and what it writes; launcher/runs/test_sinks_run.py has what happens to it."""
+"""Weights & Biases for real, offline, and what it writes; launcher/whole_runs/test_sinks_run.py has whole runs with it."""
 
+import gc
 import json
 import os
+import shutil
+import subprocess
 import tempfile
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -99,6 +104,30 @@ def test_a_run_is_written_offline(run_dir, tmp_path):
     # Nobody has written the key down.
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
+
+
+def test_its_service_is_killed_and_it_goes_on_with_another(run_dir):
+    """Records given meanwhile are lost and counted; those after it are in W&B's files."""
+    with writing(run_dir) as lane:
+        put(lane, train(1))
+        killed = service()
+        killed.kill()
+        step = 1
+        while not lane.failures:
+            put(lane, train(step := step + 1))
+            time.sleep(0.1)
+        wait_for(lambda: lane.address)
+        put(lane, train(1000))
+        finish(lane)
+        assert lane.lost >= 1 and lane.dropped == 0
+        # W&B does not wait for the service that it has given up.
+        for left in [each for each in gc.get_objects() if isinstance(each, subprocess.Popen)]:
+            if left.pid == killed.pid:
+                left.wait(30)
+    assert 1000 in steps(run_dir)
+    # The actor removes its folder of temporary files (actor.py); here there is none.
+    for left in Path(tempfile.gettempdir()).iterdir():
+        shutil.rmtree(left)
 
 
 def test_a_resumed_run_is_the_same_for_wandb(run_dir):

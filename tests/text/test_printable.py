@@ -19,7 +19,7 @@ from asyncrl.snapshot import Event
 from asyncrl.telemetry.snapshots.recording import Recorder
 from asyncrl.text.printable import json_in_ascii, printable, say
 from asyncrl.top.detail import detail
-from asyncrl.top.drawing.table import Column, Row, Table
+from asyncrl.top.drawing.layout import Column, Row, Table
 from asyncrl.top.drawing.text import ASCII, UNICODE, fit, wrapped
 from asyncrl.top.model import build
 from asyncrl.top.source.history import History

@@ -18,7 +18,7 @@ from asyncrl.telemetry import catalogue
 from asyncrl.telemetry.metrics_line import number_in
 from asyncrl.text.numbers import count, duration, exact, size
 from asyncrl.top.detail import detail, help_page
-from asyncrl.top.drawing.table import Choice
+from asyncrl.top.drawing.layout import Choice
 from asyncrl.top.drawing.tables import SORTS, sorted_next
 from asyncrl.top.drawing.text import (
     ASCII,

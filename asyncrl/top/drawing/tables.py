@@ -10,7 +10,7 @@ from itertools import groupby
 from asyncrl.snapshot import Event
 from asyncrl.telemetry.snapshots.rates import total
 from asyncrl.text.numbers import ABSENT, count, duration, fixed, percent, size
-from asyncrl.top.drawing.table import (
+from asyncrl.top.drawing.layout import (
     BAR,
     LEVELS,
     Cell,
