@@ -1,4 +1,4 @@
-"""Weights & Biases for real, offline, and what it writes; launcher/whole_runs/test_sinks_run.py has whole runs with it."""
+"""Weights & Biases for real, offline, and what it writes; launcher/whole_runs/test_sinks_run.py has whole runs."""
 
 import gc
 import json
