@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from launcher.launched import launch_placed
 
 from asyncrl.config.load import validate_config
