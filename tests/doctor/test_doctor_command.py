@@ -106,7 +106,7 @@ def test_this_host_can_rehearse_and_what_is_left_is_named(config, tmp_path):
     by_check = {one["check"]: one for one in found}
     always = {"ssh", "versions", "placement", "ports", "model", "tokenizer", "data", "reward", "run_dir", "memory"}
     assert always | {"sinks", "descriptors"} <= set(by_check)
-    assert by_check["placement"]["detail"].startswith("7 actors: ")
+    assert by_check["placement"]["detail"].startswith("8 actors: ")
     # Not --fix: what else is left on this machine is not this test's.
     assert str(left) in by_check["leftovers"]["detail"] and left.exists()
     assert not list(tmp_path.rglob(".asyncrl-doctor-*"))

@@ -94,8 +94,14 @@ def test_exit_codes_in_words(exit_code, words):
 
 
 def test_roles_end_before_those_that_they_need():
-    order = [{"rollouter", "reward"}, {"parameter_server", "dataloader", "episodes"}, {"learner"}, {"controller"}]
-    by_rank = [{role for role in ROLES if drain_rank(f"{role}/0") == rank} for rank in (1, 2, 3, 4)]
+    order = [
+        {"rollouter", "reward"},
+        {"parameter_server", "dataloader", "episodes"},
+        {"learner"},
+        {"sinks"},
+        {"controller"},
+    ]
+    by_rank = [{role for role in ROLES if drain_rank(f"{role}/0") == rank} for rank in (1, 2, 3, 4, 5)]
     assert by_rank == order
 
 
