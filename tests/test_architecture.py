@@ -14,16 +14,15 @@ CONTRACT |= {"gathering", "trajectories", "chat", "outcome", "data", "sft", "tea
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes", "sinks"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "telemetry", "text", "weights", "checkpoint"}
 VIEWERS = {"top", "report", "explain"}
-SEEN = {"errors", "messages", "snapshot", "files", "telemetry", "text"}
 
 MAY_IMPORT = {
     "errors": set(),
     "disk": set(),
-    "files": {"errors", "disk"},
+    "files": set(),
     "snapshot": set(),
     "outcome": set(),
     "text": {"errors"},
-    "roles": {"errors"},
+    "roles": set(),
     "gathering": {"errors"},
     "config": {"errors", "roles"},
     "messages": {"snapshot", "roles"},
@@ -38,14 +37,14 @@ MAY_IMPORT = {
     "trajectories": {"messages"},
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "disk", "files", "config", "messages", "group_file"},
-    "wire": {"errors", "messages"},
+    "wire": {"errors"},
     "weights": {"errors", "messages"},
-    "telemetry": {"errors", "messages", "snapshot", "files", "text"},
+    "telemetry": {"messages", "snapshot", "files", "text"},
     "runtime": {"errors", "roles", "config", "messages", "snapshot", "wire", "telemetry"},
-    "explain": SEEN,
+    "explain": {"errors", "telemetry", "text"},
     # It asks a controller from outside.
-    "top": SEEN | {"config", "runtime", "wire"},
-    "report": SEEN | {"top"},
+    "top": {"errors", "messages", "snapshot", "telemetry", "text", "runtime", "wire"},
+    "report": {"errors", "snapshot", "files", "telemetry", "text", "top"},
     # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
     "preflight": FOR_ACTORS | {"dataloader", "reward", "episodes"},
     "launcher": FOR_ACTORS | {"preflight"},

@@ -196,7 +196,7 @@ class _Version(argparse.Action):
 def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
     """Run here, on the hosts of a file by ssh, or on the nodes of this job. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
-    from asyncrl.launcher.multi_host import run_hosts
+    from asyncrl.launcher.launch import run_hosts
 
     dry_run: bool | Literal["json"] = "json" if given.json else given.dry_run
     lines: list[HostLine] | None = None

@@ -50,7 +50,7 @@ from asyncrl.launcher.fleet.addresses import by_interface, by_route, interface_o
 from asyncrl.launcher.fleet.contact import Contact
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import StartCommand
-from asyncrl.launcher.multi_host import passed_on
+from asyncrl.launcher.launch import passed_on
 from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.terms.spec import RouteQuery, Routes
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn

@@ -1,4 +1,4 @@
-"""Orders of the doctor to a host and their answers, in the protocol of ``launcher/spec``.
+"""Orders of the doctor to a host and their answers, in the protocol of launcher/terms/spec.py.
 
 An answer that a host of another version gives can be read too: unknown fields are passed over, missing ones are empty.
 """
@@ -32,7 +32,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True, tag="host"):
-    """What the doctor wants to know of a host beside what the launcher does."""
+    """Facts of a host for the doctor, beside those for the launcher."""
 
     facts: HostOffer
     """Facts as the launcher gets them."""

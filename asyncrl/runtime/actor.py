@@ -157,7 +157,7 @@ class Actor:
             notify=self.notify,
             progress=self.progress,
         )
-        """What its parts share of it."""
+        """Services that its parts share."""
 
     # --- methods to override ---
 

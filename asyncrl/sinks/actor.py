@@ -149,6 +149,3 @@ def _own_temporary_files(run_id: str) -> str:
         shutil.rmtree(left, ignore_errors=True)
     made = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=prefix)
     return made
-
-
-ACTOR = Sinks

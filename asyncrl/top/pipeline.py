@@ -1,4 +1,4 @@
-"""What stands around the panes: the header, the pipeline with who waits on whom, tabs, time bar and foot. Pure."""
+"""Lines around the panes: the header, the pipeline with who waits on whom, tabs, time bar and foot. Pure."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ async def test_programs_end_with_a_host_that_is_killed(tmp_path):
     script.write_text(
         f"""
 import asyncio, sys
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}
+sys.path[:0] = {[str(Path(__file__).parents[at]) for at in range(3)]!r}
 from pathlib import Path
 from hosted import config_with, hosting
 

@@ -134,8 +134,8 @@ def command_line(pid: int) -> str:
 def launch_placed(config: Any, placed: Any, argv: tuple[str, ...] = (), resumption: Any = None) -> int:
     """A launch of actors that have their places already, all of them on this host; the exit code."""
     from asyncrl.launcher.fleet.hostfile import HostLine
+    from asyncrl.launcher.launch import Launch
     from asyncrl.launcher.local import ACTOR_ARGV
-    from asyncrl.launcher.multi_host import Launch
     from asyncrl.launcher.terminal.interrupts import undone_by_signals
     from asyncrl.launcher.terms.placement import PlacementHost
 

@@ -17,7 +17,7 @@ NVIDIA_SMI_S = 30.0
 
 
 def find_facts() -> HostOffer:
-    """What this host offers: the cores this process may use, the GPUs that CUDA_VISIBLE_DEVICES leaves, or all."""
+    """Offer of this host: the cores this process may use, the GPUs that CUDA_VISIBLE_DEVICES leaves, or all."""
     gpus, problem = _gpus()
     return HostOffer(
         version=version("asyncrl"),

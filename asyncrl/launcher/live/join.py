@@ -27,10 +27,10 @@ from asyncrl.launcher.fleet import addresses
 from asyncrl.launcher.fleet.fanout import Reached
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import StartCommand, shown
+from asyncrl.launcher.launch import host_of, host_spec, start_agent
 from asyncrl.launcher.live.joined_hosts import Guests
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
-from asyncrl.launcher.multi_host import host_of, host_spec, start_agent
 from asyncrl.launcher.run_folder.folders import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress

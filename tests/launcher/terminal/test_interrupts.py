@@ -10,7 +10,7 @@ import pytest
 from launcher.launched import config_tree
 
 from asyncrl.config.load import validate_config
-from asyncrl.launcher import multi_host
+from asyncrl.launcher import launch as launch_module
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terms.placement import PlacementHost
@@ -72,7 +72,7 @@ def test_causes_are_named_as_users_know_them():
 def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch, tmp_path):
     signal.signal(SIGINT, signal.SIG_IGN)
     config = validate_config(config_tree(tmp_path))
-    launch = multi_host.Launch(config, [HostLine("here")], head="here", head_is_here=True)
+    launch = launch_module.Launch(config, [HostLine("here")], head="here", head_is_here=True)
     launch.hosts = [PlacementHost(name="here", cpus=1)]
 
     async def start_guard(*_):
@@ -88,7 +88,7 @@ def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch, tmp_path):
                 await self.interrupts.first()
             return self.interrupts.signal
 
-    monkeypatch.setattr(multi_host, "start_guard", start_guard)
-    monkeypatch.setattr(multi_host, "Follower", Follower)
-    monkeypatch.setattr(multi_host, "show_end", lambda _config, _folder, ended, _progress: ended)
+    monkeypatch.setattr(launch_module, "start_guard", start_guard)
+    monkeypatch.setattr(launch_module, "Follower", Follower)
+    monkeypatch.setattr(launch_module, "show_end", lambda _config, _folder, ended, _progress: ended)
     assert asyncio.run(undone_by_signals(launch.run(), launch.progress)) == SIGINT
