@@ -1,1 +1,1 @@
-"""Scoring by a function: the pool of processes, its workers, built-in functions, shaping."""
+"""Scoring by a function: the pool of worker processes, built-in functions, shaping."""
