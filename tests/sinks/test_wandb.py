@@ -121,7 +121,7 @@ def test_its_service_is_killed_and_it_goes_on_with_another(run_dir):
         finish(lane)
         assert lane.lost >= 1 and lane.dropped == 0
         # W&B does not wait for the service that it has given up.
-        for left in [each for each in gc.get_objects() if isinstance(each, subprocess.Popen)]:
+        for left in [each for each in gc.get_objects() if type(each) is subprocess.Popen]:
             if left.pid == killed.pid:
                 left.wait(30)
     assert 1000 in steps(run_dir)
