@@ -162,12 +162,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_with_room_nothing_is_said(disk, thread) -> None:
-    scene = Scene(disk, thread, 0.01)
-    assert scene.play(lambda: None) == ""
-    assert (scene.complete, scene.left, scene.told) == (["v00000004", "v00000008"], ["export"], [])
-
-
 def test_without_room_the_failure_says_what_is_lost_and_what_to_do(disk, thread) -> None:
     scene = Scene(disk, thread, 0.05)
     scene.backend.checkpoint_size = MIB
