@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, RewardConfig
 from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan, build_step
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
 from asyncrl.trajectories import sampled_positions
 
@@ -140,6 +142,27 @@ def make_group(index: int, prompt: list[int], trajectories: list[Trajectory]) ->
         max_tokens=32,
     )
     return Group(ticket=ticket, trajectories=trajectories)
+
+
+def make_state(version: int = 3, **fields: Any) -> CheckpointState:
+    """The state in a checkpoint of a run that has trained the prompts 0, 1 and 5."""
+    ledger = Ledger()
+    for index in (0, 1, 5):
+        ledger.record("trained", 0, index)
+    made: dict[str, Any] = {
+        "version": version,
+        "trained_at_version": 3,
+        "step": 2 * version,
+        "start": 1,
+        "incarnation": 100,
+        "ledger": ledger.state,
+        "fingerprint": "abc",
+        "seed": 4,
+        "geometry": Geometry.of(make_config()),
+        "world_size": 1,
+        "rounds_closed": ["set@0"],
+    }
+    return CheckpointState(**(made | fields))
 
 
 def random_groups(seed: int, count: int, *, samples: int = 3, longest: int = 24) -> list[Group]:

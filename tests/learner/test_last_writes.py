@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 from disks import fill, small_disk
-from learner.learner_cases import make_config
+from learner.learner_cases import make_config, make_state
 from services import services
 
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
 from asyncrl.learner.checkpoint.writer import Checkpoints
 from asyncrl.learner.last_writes import LastWrites
-from asyncrl.ledger import Ledger
 from asyncrl.runtime.clock import Clock
 
 WAIT_S = 30.0
@@ -121,19 +120,7 @@ class Scene:
         self.on_notice()
 
     async def _write(self, checkpoints: Checkpoints) -> None:
-        version = self.training.version
-        state = CheckpointState(
-            version=version,
-            trained_at_version=version,
-            step=self.training.step,
-            start=1,
-            incarnation=100,
-            ledger=Ledger().state,
-            fingerprint="abc",
-            seed=4,
-            geometry=Geometry.of(self.config),
-            world_size=1,
-        )
+        state = make_state(self.training.version, step=self.training.step)
         await checkpoints.write(state, [], [], final=True)
 
     @property

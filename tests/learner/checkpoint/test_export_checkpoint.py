@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner.learner_cases import make_config, save_small_model, train
+from learner.learner_cases import make_config, make_state, save_small_model, train
 from learner.rank_pool import run_alone
 from safetensors.torch import load_file
 
 from asyncrl.checkpoint.contents import write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.state import Geometry
 from asyncrl.cli.export import main
 from asyncrl.config.load import config_to_json
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
-from asyncrl.messages.groups import LedgerState
 
 
 def _train_save_export(backend, config, trainer: Path, target: Path) -> None:
@@ -41,18 +40,7 @@ def write_run(tmp_path: Path, config, versions: list[int], run) -> Path:
     for version in versions:
         partial = checkpoints.begin(version)
         shutil.copytree(tmp_path / "trainer", partial / "trainer")
-        state = CheckpointState(
-            version=version,
-            trained_at_version=0,
-            step=version,
-            start=1,
-            incarnation=1,
-            ledger=LedgerState(),
-            fingerprint="f",
-            seed=0,
-            geometry=Geometry.of(config),
-            world_size=config.learner.ranks,
-        )
+        state = make_state(version, step=version, geometry=Geometry.of(config), world_size=config.learner.ranks)
         write_contents(partial, state, [], [])
         files = ["state.json", "groups.msgpack", "trainer/contents.json"]
         checkpoints.commit(partial, version=version, step=version, files=files)

@@ -195,18 +195,6 @@ def test_without_signal_the_run_ends_and_says_why():
     assert "To do: see in reward.function why every response gets the same reward" in (alike.problem() or "")
 
 
-def test_after_a_step_there_are_samples_to_look_at():
-    intake = Intake(LEARNER)
-    for index in range(2):
-        intake.deliver(group(index))
-    intake.begin_step()
-    intake.end_step()
-    for index in range(2, 7):
-        intake.deliver(group(index, rewards=(float(index), float(index))))
-    problem = intake.problem() or ""
-    assert "To do: see samples/ and reward.function" in problem and "learner.max_filtered_ratio waits longer" in problem
-
-
 @pytest.mark.parametrize(("every", "ends"), [(3, True), (10, False)])
 def test_too_many_dropped_trajectories_end_the_run(every, ends):
     """Two of four are left in each group that has dropped some: 0.17 or 0.05 of all trajectories, and 0.1 may be."""

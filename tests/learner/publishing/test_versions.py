@@ -295,25 +295,6 @@ def test_the_learner_stands_still_only_where_a_gather_outlasts_a_step(
         assert script.times["whole", version] - copied == pytest.approx(gather_s)
 
 
-def test_what_cannot_be_marked_is_not_even_gathered(tmp_path, monkeypatch) -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.versions.make([])
-        with monkeypatch.context() as patch:
-
-            def full(_self: VersionMark) -> int:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            patch.setattr(VersionMark, "advance", full)
-            events = list(scene.script.events)
-            with pytest.raises(OSError, match="No space left"):
-                await scene.versions.make([])
-            await asyncio.sleep(0.05)
-            assert [what for what, *_ in scene.script.events[len(events) :] if what != "publish"] == []
-        assert await scene.versions.make([]) == 1
-
-    play(tmp_path, scenario)
-
-
 def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_number_out(tmp_path) -> None:
     async def dies(scene: Scene) -> None:
         await scene.versions.make([])

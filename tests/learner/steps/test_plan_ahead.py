@@ -26,7 +26,6 @@ from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.steps.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
-from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
 from asyncrl.telemetry.metrics import Figures
 from tools.bench.planning import Loop, TimedTrainer
@@ -207,22 +206,6 @@ def test_the_groups_of_a_step_to_come(late, limit, steps_per_version, step, vers
     assert sorted(oldest_groups(buffer_of(*groups), {}, step, config)) == [f"0-{index}" for index in chosen]
 
 
-def test_a_plan_is_of_its_very_groups_under_its_version() -> None:
-    first, second, other = group(0), group(1), group(1, seed=1)
-    basis = Outlook(3, 2, 0).basis([first, second])
-    assert basis.is_that_of(Outlook(3, 2, 0).basis([first, second]))
-    for step, groups in (
-        (Outlook(4, 2, 0), [first, second]),
-        (Outlook(3, 3, 0), [first, second]),
-        (Outlook(3, 2, 1), [first, second]),
-        (Outlook(3, 2, 0), [first]),
-        (Outlook(3, 2, 0), [second, first]),
-        # The prompt was requeued, and another response has come.
-        (Outlook(3, 2, 0), [first, other]),
-    ):
-        assert not basis.is_that_of(step.basis(groups))
-
-
 # --- beside the training ---
 
 
@@ -316,22 +299,6 @@ def test_a_plan_for_other_groups_is_made_anew_and_one_withdrawn_while_it_was_mad
         assert (written(found[0]), found[1]) == (written(build(SECOND, configure())), 2)
         assert planner.sent == [(written(found[0]), Sending(2, 0))]
         assert planner.counters == {"learner/plans_ahead": 1.0, "learner/plans_discarded": 1.0}
-
-    play(scene)
-
-
-def test_what_is_sent_next_says_what_a_step_has_taken_and_leaves_out_what_none_has() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.go_on.release(100)
-        for number, (basis, taken) in enumerate([(FIRST, 0), (SECOND, 0), (FIRST, 2), (SECOND, 3)], start=1):
-            planner.expect(basis)
-            await planner.begins(number)
-            while len(planner.sent) < number:
-                await asyncio.sleep(0.001)
-            assert planner.sent[-1][1] == Sending(number, taken)
-            # The first one is withdrawn, for another came to be expected.
-            if number > 1:
-                assert await planner.ahead.take(basis) is not None
 
     play(scene)
 
@@ -465,19 +432,3 @@ def test_what_was_sent_ahead_of_a_step_that_is_not_finite_is_void() -> None:
     assert 1 not in trainer.trained
     named = [number for number in trainer.trained if number]
     assert len(set(named)) == len(named)
-
-
-def test_a_run_that_makes_way_trains_nothing_that_was_sent_ahead() -> None:
-    def make_way(loop: Loop) -> None:
-        def sent(plan: StepPlan) -> bool:
-            loop.training.preempted = True
-            return True
-
-        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
-        loop.training.supply.supply = Supply(number=0, exhausted=True, outstanding=0)
-
-    loop = run(configure(steps=9), range(8), ahead=True, on=make_way)
-    assert isinstance(loop.trainer, Held)
-    assert 1 in loop.trainer.sent
-    assert loop.trainer.trained == [0]
-    assert loop.training.step == 1
