@@ -8,14 +8,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
-from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
+from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, RewardConfig
 from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan, build_step
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
+from asyncrl.trajectories import sampled_positions
 
 VOCABULARY = 48
+TEMPERATURE = 0.8
 
 
 def save_small_model(folder: Path, *, tied: bool = False, seed: int = 0, **settings: Any) -> Path:
@@ -55,7 +59,9 @@ def make_config(model: Path | None = None, *, ranks: int = 1, budget: int = 64, 
     defaults: dict[str, Any] = {"lr": 1e-3, "device": "cpu", "collective_timeout_s": 30.0}
     return Config(
         model=ModelConfig(path=str(model) if model else None),
-        rollout=RolloutConfig(temperature=0.8, max_tokens=32),
+        # The check at start scores sequences as long as there may be.
+        data=DataConfig(max_prompt_tokens=96),
+        rollout=RolloutConfig(temperature=TEMPERATURE, max_tokens=32),
         reward=RewardConfig(truncated=truncated),
         weights=WeightsConfig(bucket_bytes=bucket_bytes),
         learner=LearnerConfig(ranks=ranks, tokens_per_microbatch=budget, **(defaults | learner)),
@@ -132,10 +138,31 @@ def make_group(index: int, prompt: list[int], trajectories: list[Trajectory]) ->
         prompt="",
         row={},
         samples=len(trajectories),
-        temperature=0.8,
+        temperature=TEMPERATURE,
         max_tokens=32,
     )
     return Group(ticket=ticket, trajectories=trajectories)
+
+
+def make_state(version: int = 3, **fields: Any) -> CheckpointState:
+    """The state in a checkpoint of a run that has trained the prompts 0, 1 and 5."""
+    ledger = Ledger()
+    for index in (0, 1, 5):
+        ledger.record("trained", 0, index)
+    made: dict[str, Any] = {
+        "version": version,
+        "trained_at_version": 3,
+        "step": 2 * version,
+        "start": 1,
+        "incarnation": 100,
+        "ledger": ledger.state,
+        "fingerprint": "abc",
+        "seed": 4,
+        "geometry": Geometry.of(make_config()),
+        "world_size": 1,
+        "rounds_closed": ["set@0"],
+    }
+    return CheckpointState(**(made | fields))
 
 
 def random_groups(seed: int, count: int, *, samples: int = 3, longest: int = 24) -> list[Group]:
@@ -182,6 +209,24 @@ def plan_of(backend: Any, config: Config, step: int, count: int = 4) -> StepPlan
 def train(backend: Any, config: Config, step: int, count: int = 4) -> dict[str, float]:
     metrics: dict[str, float] = backend.train(plan_of(backend, config, step, count))
     return metrics
+
+
+def exact_model(folder: Path) -> Any:
+    """The model of a folder in float64, as transformers loads it."""
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def exact_scores(model: Any, group: Group, sequence: Sequence) -> tuple[Any, Any]:
+    """Log-probs of the sampled tokens of a sequence by a model, and the entropies there: float64 [N] each, nats."""
+    import torch
+
+    prompt = (group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids).tolist()
+    ids, places = torch.tensor([*prompt, *sequence.tokens.tolist()]), sampled_positions(sequence) + len(prompt)
+    logp = torch.log_softmax(model(ids[None]).logits[0, places - 1].double() / TEMPERATURE, dim=-1)
+    return logp[torch.arange(len(places)), ids[places]], -(logp.exp() * logp).sum(-1)
 
 
 def gradients_of(backend: Any) -> list[dict[str, np.ndarray]]:

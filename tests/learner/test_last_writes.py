@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 from disks import fill, small_disk
-from learner.learner_cases import make_config
+from learner.learner_cases import make_config, make_state
 from services import services
 
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
 from asyncrl.learner.checkpoint.writer import Checkpoints
 from asyncrl.learner.last_writes import LastWrites
-from asyncrl.ledger import Ledger
 from asyncrl.runtime.clock import Clock
 
 WAIT_S = 30.0
@@ -121,19 +120,7 @@ class Scene:
         self.on_notice()
 
     async def _write(self, checkpoints: Checkpoints) -> None:
-        version = self.training.version
-        state = CheckpointState(
-            version=version,
-            trained_at_version=version,
-            step=self.training.step,
-            start=1,
-            incarnation=100,
-            ledger=Ledger().state,
-            fingerprint="abc",
-            seed=4,
-            geometry=Geometry.of(self.config),
-            world_size=1,
-        )
+        state = make_state(self.training.version, step=self.training.step)
         await checkpoints.write(state, [], [], final=True)
 
     @property
@@ -160,12 +147,6 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 def disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", 4 * MIB) as folder:
         yield folder
-
-
-def test_with_room_nothing_is_said(disk, thread) -> None:
-    scene = Scene(disk, thread, 0.01)
-    assert scene.play(lambda: None) == ""
-    assert (scene.complete, scene.left, scene.told) == (["v00000004", "v00000008"], ["export"], [])
 
 
 def test_without_room_the_failure_says_what_is_lost_and_what_to_do(disk, thread) -> None:

@@ -61,20 +61,11 @@ class Traits:
 _Function = TypeVar("_Function", bound=Callable[..., TokenLosses])
 
 
-def traits(
-    *,
-    corrects: bool = False,
-    entropy_gradient: bool = False,
-    reference: bool = False,
-    teacher: bool = False,
-    multiple_of_advantage: bool = False,
-) -> Callable[[_Function], _Function]:
-    """Decorate a loss with its needs; a loss without the decorator has none."""
+def traits(**needs: bool) -> Callable[[_Function], _Function]:
+    """Decorate a loss with its needs, the fields of Traits; a loss without the decorator has none."""
 
     def mark(function: _Function) -> _Function:
-        function.traits = Traits(  # type: ignore[attr-defined]
-            corrects, entropy_gradient, reference, teacher, multiple_of_advantage
-        )
+        function.traits = Traits(**needs)  # type: ignore[attr-defined]
         return function
 
     return mark

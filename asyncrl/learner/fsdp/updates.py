@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.loss.objective import Objective
@@ -34,7 +33,7 @@ from asyncrl.learner.algorithm.losses import supervised
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.learner.fsdp.gang.ranks import Ranks
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
 
 
 class TermShape(msgspec.Struct, frozen=True):
@@ -218,8 +217,8 @@ class Updates:
             said = [self._teach(*member, shape) for member in taught]
             names = list(done[0].named) if done else []
             named = [_sum([d.named[each] for d in done]) for each in names]
-            local = [_local(p.grad) for p in self._parameters if p.grad is not None]
-            square = torch.nn.utils.get_total_norm(local).double().square()
+            gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+            square = torch.nn.utils.get_total_norm(gradients).double().square()
             ours = _totals([d.statistics.tolist() for d in done])
             self._on_phase("sums of all ranks")
             losses = [_sum([d.loss for d in done]), _sum([d.loss for d in said])]
@@ -242,7 +241,7 @@ class Updates:
             if not math.isfinite(norm):
                 return "gradient norm", []
             if norm > self._config.max_grad_norm:
-                for gradient in local:
+                for gradient in gradients:
                     gradient.mul_(self._config.max_grad_norm / norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
@@ -365,7 +364,3 @@ def _mean(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         else:
             found[name] = math.fsum(values) / len(values)
     return found
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

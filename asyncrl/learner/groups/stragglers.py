@@ -107,14 +107,10 @@ class Stragglers:
         self._waiting = words, wait, self._clock.now()
         self.waited_groups += 1
         self._counters.add("staleness/waited_groups")
-        self._log.info("waits for a group that another step would make late", **facts_of(grant, version))
-
-
-def facts_of(grant: OpenGrant, version: int) -> dict[str, object]:
-    """Facts of a grant for the log."""
-    return {
-        "uid": grant.uid,
-        "rollouter": grant.rollouter,
-        "versions_old": version - grant.served_version,
-        "granted_s_ago": None if grant.age_s is None else round(grant.age_s, 3),
-    }
+        self._log.info(
+            "waits for a group that another step would make late",
+            uid=grant.uid,
+            rollouter=grant.rollouter,
+            versions_old=old,
+            granted_s_ago=None if grant.age_s is None else round(grant.age_s, 3),
+        )

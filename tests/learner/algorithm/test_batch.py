@@ -101,14 +101,6 @@ def test_a_group_has_a_signal_where_something_is_told_apart(group: Group, signal
     assert has_signal(group, LearnerConfig(signal=signal)) == expected
 
 
-def test_a_signal_that_no_reward_has_is_an_error() -> None:
-    config = LearnerConfig(signal="accuracy")
-    with pytest.raises(ConfigError, match=r'learner\.signal: is "accuracy", but the rewards of group 0-0 have compone'):
-        has_signal(_scored({"acuracy": 1.0}, {"style": 0.0}), config)
-    with pytest.raises(ConfigError, match="have no components"):
-        has_signal(_scored({}, {}), config)
-
-
 def test_metrics_of_a_step() -> None:
     trained = make_group(
         0,

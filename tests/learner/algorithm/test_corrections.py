@@ -27,8 +27,7 @@ CONFIGS = [
     CorrectionConfig(weight="token", mask=(0.5, 5.0), reject=RejectConfig(estimator="k3", over="mean", limit=0.05)),
     *(
         CorrectionConfig(weight="none", reject=RejectConfig(estimator=estimator, over=over, limit=0.2))
-        for estimator in ("k1", "k2", "k3")
-        for over in ("mean", "sum", "max")
+        for estimator, over in (("k1", "mean"), ("k2", "sum"), ("k3", "max"))
     ),
 ]
 

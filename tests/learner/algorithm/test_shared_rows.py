@@ -28,7 +28,8 @@ from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.messages.groups import Group
 
 CPU = torch.device("cpu")
-FAMILIES = {"Qwen2": "biases", "Llama": "", "Gemma2": "soft caps", "Gemma3": "mixed windows", "Mistral": "a window"}
+FAMILIES = ("Gemma2", "Gemma3", "Qwen3Moe")
+"""Soft caps, mixed windows, experts."""
 
 
 # --- attention ---
@@ -57,9 +58,15 @@ def _attend(pieces: Pieces, values: list[torch.Tensor], keys: int, **named: Any)
     return output
 
 
-@pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize(
-    "named", [{}, {"sliding_window": 5}, {"sliding_window": 1}, {"scaling": 0.9}, {"softcap": 2.0, "sliding_window": 8}]
+    ("keys", "named"),
+    [
+        (4, {}),
+        (2, {"sliding_window": 5}),
+        (1, {"sliding_window": 1}),
+        (2, {"scaling": 0.9}),
+        (2, {"softcap": 2.0, "sliding_window": 8}),
+    ],
 )
 def test_attention_is_that_of_whole_sequences(keys: int, named: dict[str, Any]) -> None:
     """In float64: what comes out, and the gradients by every query, key and value."""
@@ -118,7 +125,7 @@ def _learn(policy: Policy, update: UpdatePlan) -> tuple[torch.Tensor, ...]:
     return scores, total, *(parameter.grad.clone() for parameter in policy.parameters())
 
 
-@pytest.mark.parametrize(("family", "budget"), [("Qwen2", 10_000), *((name, 60) for name in (*FAMILIES, "Qwen3Moe"))])
+@pytest.mark.parametrize(("family", "budget"), [("Qwen2", 10_000), *((name, 60) for name in FAMILIES)])
 def test_a_model_learns_the_same_of_shared_rows(family: str, budget: int, tmp_path: Path) -> None:
     folder = save_family(tmp_path / "model", make_family(family, tied=False))
     policy = load_policy(ModelConfig(path=str(folder)))
@@ -217,11 +224,6 @@ def _told(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:
     return backend.packed, shared, *prefixes
 
 
-def test_a_run_shares_where_the_model_does(folder: Path, run) -> None:
-    assert run(make_config(folder, budget=10_000), _told)[0] == (True, True, {True}, {True})
-    assert run(make_config(folder, packing="off"), _told)[0][:2] == (False, False)
-
-
 def test_what_goes_wrong_in_long_rows_alone_is_seen(folder: Path, run, monkeypatch, caplog) -> None:
     forward = Policy.forward
 
@@ -243,6 +245,5 @@ def test_a_reference_that_cannot_share_has_its_say(folder: Path, run, monkeypatc
         return policy, msgspec.structs.replace(scoring, shared=False)
 
     config = make_config(folder, budget=10_000, kl={"coefficient": 0.1})
-    assert run(config, _told)[0][:2] == (True, True)
     monkeypatch.setattr(trainer_module, "build_frozen", alone)
     assert run(config, _told)[0] == (True, False, {False}, {False})

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.learner_cases import VOCABULARY, context_of, gradients_of, make_config, random_groups, same, train
+from learner.learner_cases import (
+    VOCABULARY,
+    context_of,
+    exact_model,
+    gradients_of,
+    make_config,
+    random_groups,
+    same,
+    train,
+)
 from learner.rank_pool import run_alone
 from segment_reading import weights_of
 
@@ -110,9 +119,7 @@ def _nll(model: Any, sequence: Encoded) -> torch.Tensor:
 
 def _plain(folder: Path, number: int) -> tuple[float, dict[str, np.ndarray]]:
     """The mean loss of the conversations of a step, and its gradient: float64, one sequence at a time."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = exact_model(folder)
     rows = _conversations().of_step(number)
     loss = torch.cat([_nll(model, sequence) for row in rows for sequence in row.sequences]).mean()
     loss.backward()
@@ -134,11 +141,10 @@ def _gradients(backend, config, *plans: str) -> list[tuple[dict[str, np.ndarray]
     return list(zip(found, metrics, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_gradient_is_that_of_the_mean_over_all_tokens_however_the_batch_is_cut(ranks, folder, run) -> None:
+def test_the_gradient_is_that_of_the_mean_over_all_tokens_however_the_batch_is_cut(folder, run) -> None:
     loss, expected = _plain(folder, 1)
     sft = {"weight": WEIGHT, "batch": 3, "warm_steps": 9, "lr": 0.0}
-    config = _config(folder, ranks=ranks, lr=0.0, max_grad_norm=1e9, sft=sft | {"warm_steps": 0})
+    config = _config(folder, ranks=2, lr=0.0, max_grad_norm=1e9, sft=sft | {"warm_steps": 0})
     # Warm steps are taken although the run has none, so that all plans have the same conversations.
     found, _ = run(config, _gradients, "warm", "mixed", "alone")
     count = len(BUDGETS)
@@ -157,15 +163,15 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens_however_the_batch_is_c
         assert "loss/sft" not in of_policy
 
 
-TAUGHT = {"warm_steps": 6, "lr": 1e-2, "weight": WEIGHT, "batch": 3}
+TAUGHT = {"warm_steps": 14, "lr": 1e-2, "weight": WEIGHT, "batch": 3}
 
 
 def _weights(backend) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in weights_of(backend.publish(1).result()).items()}
 
 
-def _warm_then_train(backend, config, save_at: int | None = None, target: Path | None = None) -> dict[str, Any]:
-    """All warm steps and three mixed ones; a checkpoint after so many steps of either kind."""
+def _warm_then_train(backend, config, save_at: int, target: Path) -> dict[str, Any]:
+    """All warm steps and three mixed ones; a checkpoint after so many warm steps."""
     steps = _steps(config, packed=backend.packed)
     losses, lrs = [], []
     while backend.warm_steps < config.sft.warm_steps:
@@ -175,38 +181,28 @@ def _warm_then_train(backend, config, save_at: int | None = None, target: Path |
         losses.append(metrics["loss/sft"])
         lrs.append(metrics["learner/lr"])
     fresh = not backend._optimizer.state
-    for step in range(backend.steps + 1, 4):
-        if save_at is not None and backend.warm_steps + step - 1 == save_at:
-            backend.save(target).result(60)
-        losses.append(backend.train(_mixed(config, step, packed=backend.packed))["loss/sft"])
+    losses += [backend.train(_mixed(config, step, packed=backend.packed))["loss/sft"] for step in (1, 2, 3)]
     return {"losses": losses, "lrs": lrs, "fresh": fresh, "weights": _weights(backend), "steps": backend.steps}
 
 
 def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
     backend.load(source)
     before = backend.warm_steps, backend.steps
-    return _warm_then_train(backend, config) | {"before": before}
+    return _warm_then_train(backend, config, -1, source) | {"before": before}
 
 
-def test_a_warm_start_teaches_and_mixed_steps_keep_it(folder, run) -> None:
-    config = _config(folder, sft=TAUGHT | {"warm_steps": 14})
-    found, _ = run(config, _warm_then_train)
+def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(folder, tmp_path, run) -> None:
+    config, target = _config(folder, ranks=2, sft=TAUGHT), tmp_path / "trainer"
+    found, _ = run(config, _warm_then_train, 10, target)
     warm, mixed = found["losses"][:14], found["losses"][14:]
     assert max(warm[-3:]) < 0.5 * warm[0]
     assert max(mixed) < 0.5 * warm[0]
     assert found["fresh"] and found["steps"] == 3
     assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 15) for step in range(1, 15)]
-
-
-@pytest.mark.parametrize(("at", "ranks"), [(4, 1), (6, 2), (8, 1)])
-def test_from_a_checkpoint_of_any_step_a_run_goes_on_with_the_same_bits(at, ranks, folder, tmp_path, run) -> None:
-    """In the midst of the warm steps, between the two kinds, and behind them."""
-    config, target = _config(folder, ranks=ranks, sft=TAUGHT), tmp_path / "trainer"
-    whole, _ = run(config, _warm_then_train, at, target)
     resumed, _ = run(config, _load_then_train, target)
-    assert resumed["before"] == (min(at, 6), max(0, at - 6))
-    assert resumed["losses"] == whole["losses"][at:]
-    assert same(resumed["weights"], whole["weights"])
+    assert resumed["before"] == (10, 0)
+    assert resumed["losses"] == found["losses"][10:]
+    assert same(resumed["weights"], found["weights"])
 
 
 def _refuse(backend, config) -> list[tuple[str, list[str], list[str], str, bool]]:

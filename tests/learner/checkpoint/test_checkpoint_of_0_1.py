@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_checkpoint_writer import make_state, same_groups
+from learner.learner_cases import make_state
+from test_checkpoint_writer import same_groups
 from test_group_file import of_0_1
 from test_messages import make_group
 

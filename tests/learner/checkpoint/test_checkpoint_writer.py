@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 from disks import fill, small_disk
-from learner.learner_cases import make_config, random_groups
+from learner.learner_cases import make_config, make_state, random_groups
 from virtual import LoopClock
 
 from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import GROUPS, STATE, TRAINER, read_contents, read_state, write_contents
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import writer as writer_module
@@ -31,26 +31,6 @@ from asyncrl.messages.groups import Group
 
 WAIT_S = 30.0
 CONFIG = make_config(backend="sim")
-
-
-def make_state(version: int = 3, **fields: Any) -> CheckpointState:
-    ledger = Ledger()
-    for index in (0, 1, 5):
-        ledger.record("trained", 0, index)
-    return CheckpointState(
-        version=version,
-        trained_at_version=3,
-        step=2 * version,
-        start=1,
-        incarnation=100,
-        ledger=ledger.state,
-        fingerprint="abc",
-        seed=4,
-        geometry=Geometry.of(CONFIG),
-        world_size=1,
-        rounds_closed=["set@0"],
-        **fields,
-    )
 
 
 def same_groups(left: list[Group], right: list[Group]) -> bool:
@@ -234,25 +214,19 @@ def test_the_ledger_is_written_beside_the_event_loop_and_counts_as_room(folder, 
     ledger = Ledger()
     for index in (0, 1, 9_999_999):
         ledger.record("trained", 0, index)
-    state = msgspec.structs.replace(make_state(3), ledger=ledger.state)
-    threads, needed = [], []
+    threads, needed, begin = [], [], Checkpoints._begin
 
     def write(*args: Any) -> None:
         threads.append(threading.current_thread())
         write_contents(*args)
 
-    def begin(self: Checkpoints, version: int, room: int) -> Path:
-        needed.append(room)
-        return begin_one(self, version, room)
-
     async def script(checkpoints: Checkpoints) -> None:
         await checkpoints.restore()
-        assert await checkpoints.write(state, [], [])
+        assert await checkpoints.write(make_state(3, ledger=ledger.state), [], [])
         await checkpoints.settle()
 
-    begin_one = Checkpoints._begin
     monkeypatch.setattr(writer_module, "write_contents", write)
-    monkeypatch.setattr(Checkpoints, "_begin", begin)
+    monkeypatch.setattr(Checkpoints, "_begin", lambda self, *of: needed.append(of[1]) or begin(self, *of))
     _World(folder, thread).play(script)
     assert threads and threading.main_thread() not in threads
     path = folder / "v00000003"
@@ -375,35 +349,6 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
         assert [w.version for w in world.written] == [2, 3, 5]
 
 
-def test_a_disk_that_fills_up_under_one_keeps_nothing_of_it(tmp_path, thread) -> None:
-    """The next one is tried when it is due where the disk refuses although it says that there is room."""
-    held = _Held(create(CONFIG, 0))
-
-    async def script(checkpoints: Checkpoints) -> None:
-        await checkpoints.restore()
-        await checkpoints.write(make_state(3), [], [])
-        held.finish()
-        await checkpoints.settle()
-        await checkpoints.write(make_state(4), random_groups(1, 2), [])
-        ballast = fill(disk)
-        held.finish(error=CheckpointError("trainer", "No space left on device", full=errno.ENOSPC))
-        await checkpoints.settle()
-        assert world.failed[0].full == errno.ENOSPC and checkpoints._looking is not None
-        checkpoints.close()
-        ballast.unlink()
-        await checkpoints.write(make_state(5), [], [])
-        held.finish(error=CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT))
-        await checkpoints.settle()
-        assert checkpoints._looking is None
-
-    with small_disk(tmp_path / "disk", 1 << 20) as disk:
-        folder = disk / "checkpoints"
-        world = _World(folder, thread, backend=held)
-        world.play(script)
-        assert world.failed[1].reason.startswith(f"the disk quota is used up on {folder}: ")
-        assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000003", "writer.json"]
-
-
 def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest(folder, thread) -> None:
     held = _Held(create(CONFIG, 0))
 
@@ -450,7 +395,6 @@ KINDS_OF_DAMAGE = [
     ("COMPLETE", os.unlink, "is not complete: it holds no COMPLETE"),
     ("COMPLETE", _empty, "cannot be read"),
     (STATE, _flip, "its checksum differs"),
-    (GROUPS, _shorten, "bytes instead of"),
     (f"{TRAINER}/contents.json", os.unlink, "cannot be read: No such file"),
 ]
 
@@ -495,7 +439,7 @@ def test_where_none_is_whole_nothing_is_renamed_and_nothing_begins_anew(two, thr
     assert sorted(path.name for path in two.glob("*v0*")) == ["v00000003", "v00000004"]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
 def test_an_unreadable_sector_is_damage_and_a_disk_that_is_away_says_nothing_of_the_checkpoint(
     two, thread, monkeypatch, code
 ) -> None:

@@ -18,17 +18,11 @@ MARK = "/no/such/folder/version_mark.json"
             "room on /no/such/folder",
         ),
         (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "free memory on this host: a version takes 3.0 GiB of it",
-            "memory for the weights",
-        ),
-        (
             OSError(errno.ENOMEM, "Cannot allocate memory"),
             "free memory on this host: a version takes 3.0 GiB of it",
             "memory for the weights",
         ),
         (OSError(errno.EIO, "Input/output error", MARK), "mend what is named", ""),
-        (OSError(errno.EMFILE, "Too many open files"), "mend what is named", ""),
     ],
 )
 def test_a_version_that_cannot_be_published_says_what_helps(error, to_do, waits_for):

@@ -22,8 +22,8 @@ def _bytes(backend: Any) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in weights_of(backend.publish(1).result()).items()}
 
 
-def _at_begin(backend: Any, config: Any, steps: list[int]) -> Trained:
-    return [backend.train(plan_of(backend, config, step)) for step in steps], _bytes(backend)
+def _at_begin(backend: Any, config: Any) -> Trained:
+    return [backend.train(plan_of(backend, config, step)) for step in range(STEPS)], _bytes(backend)
 
 
 def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
@@ -57,51 +57,9 @@ def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(folder: 
     config = make_config(folder, ranks=2, budget=50, updates_per_batch=2)
     (ahead, events), followers = run(config, _slow_steps)
     assert followers == [None]
-    assert events == [
-        "step 1 begins",
-        "1 is held",
-        "step 1 ends",
-        "step 2 begins",
-        "2 is held",
-        "step 2 ends",
-        "step 3 begins",
-        "step 3 ends",
-    ]
-    at_begin, followers = run(config, _at_begin, list(range(STEPS)))
+    held = [[f"step {n} begins", f"{n} is held", f"step {n} ends"] for n in (1, 2)]
+    assert events == [*held[0], *held[1], "step 3 begins", "step 3 ends"]
+    at_begin, followers = run(config, _at_begin)
     assert followers == [None]
     # In every bit: metrics, and weights by their bytes.
     assert ahead == at_begin
-
-
-def _withdrawn(backend: Any, config: Any) -> Trained:
-    plans = [plan_of(backend, config, step) for step in range(4)]
-    backend.send(plans[0], Sending(1, 0))
-    backend.send(plans[1], Sending(2, 0))
-    metrics = [backend.train(plans[1], 2)]
-    backend.send(plans[0], Sending(3, 2))
-    # It begins with other groups; the plan of the one after it takes the place of what was withdrawn.
-    metrics.append(backend.train(plans[2]))
-    backend.send(plans[3], Sending(4, 2))
-    metrics.append(backend.train(plans[3], 4))
-    return metrics, _bytes(backend)
-
-
-def test_what_was_withdrawn_is_never_trained(folder: Path, run: Callable) -> None:
-    config = make_config(folder, ranks=2, budget=50)
-    found, followers = run(config, _withdrawn)
-    assert followers == [None]
-    expected, _ = run(config, _at_begin, [1, 2, 3])
-    assert found == expected
-
-
-def _alone(backend: Any, config: Any) -> Trained:
-    plan = plan_of(backend, config, 0)
-    backend.send(plan, Sending(1, 0))
-    backend.send(plan, Sending(2, 1))
-    return [backend.train(plan, 2)], _bytes(backend)
-
-
-def test_a_single_rank_has_nobody_to_send_to(folder: Path, run: Callable) -> None:
-    config = make_config(folder, ranks=1, budget=50)
-    found, _ = run(config, _alone)
-    assert found == run(config, _at_begin, [0])[0]

@@ -102,13 +102,6 @@ def test_a_step_waits_for_whom_it_would_make_late(buffered, outstanding, version
     assert len(found.step) == (2 if waits_for is None else 0)
 
 
-def test_an_earlier_step_of_a_version_leaves_room_in_its_later_ones() -> None:
-    two = {"version": 5, "size": 2, "left": 4, "per_version": 4}
-    assert chosen((5, 5), (4, 4), **two).step
-    assert chosen((5, 5), (4, 4, 4), **two).waits_for is not None
-    assert chosen((4, 5), (4, 4), **two).step
-
-
 def test_only_groups_make_a_step_that_were_granted_before_the_dataloader_told() -> None:
     buffer = buffer_of(5, 5, 5)
     calendar = Calendar(5, 2, 2, 1)

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
-from learner.learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
+from learner.learner_cases import (
+    exact_model,
+    exact_scores,
+    make_config,
+    make_group,
+    make_sequence,
+    make_trajectory,
+    random_groups,
+)
 from services import services
 from teacher_server import logprob_of, scored, served
 
@@ -247,46 +255,28 @@ def test_keys_that_do_not_fit_a_teacher_on_a_server_are_refused(tree, told):
         validate_config(base | {"learner": learner, "rollout": rollout})
 
 
-def _distil(backend, config, scores) -> tuple[dict[str, float], np.ndarray]:
-    groups = random_groups(0, 2)
-    plan = build_step(
-        groups, teacher=scores, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed
-    )
-    metrics = backend.train(plan)
-    parameter = next(iter(backend._policy.parameters()))
-    return metrics, parameter.detach().to_local().clone().numpy()
+def _distil(backend, config, scores) -> dict[str, float]:
+    groups, ranks = random_groups(0, 2), config.learner.ranks
+    plan = build_step(groups, teacher=scores, version=0, config=config, world_size=ranks, packed=backend.packed)
+    metrics: dict[str, float] = backend.train(plan)
+    return metrics
 
 
-def _own_scores(other: Path, temperature: float):
-    """The teacher's, float64."""
+def _scores(model: Path) -> list[list[list[np.ndarray]]]:
+    """Of all groups by the model, float64."""
     import torch
-    import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
-    found = []
-    for group in random_groups(0, 2):
-        of_group = []
-        for trajectory in group.trajectories:
-            of_trajectory = []
-            for sequence in trajectory.sequences:
-                prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
-                ids = torch.tensor([*prompt.tolist(), *sequence.tokens.tolist()])
-                with torch.no_grad():
-                    logp = torch.log_softmax(model(ids[None]).logits[0] / temperature, dim=-1)
-                places = torch.from_numpy(sampled_positions(sequence)) + len(prompt)
-                of_trajectory.append(logp[places - 1, ids[places]].numpy())
-            of_group.append(of_trajectory)
-        found.append(of_group)
-    return found
+    exact = exact_model(model)
+    with torch.no_grad():
+        return [
+            [[exact_scores(exact, group, each)[0].numpy() for each in t.sequences] for t in group.trajectories]
+            for group in random_groups(0, 2)
+        ]
 
 
-def test_a_step_is_the_same_with_the_teacher_s_folder_and_with_its_scores(folder, other, run) -> None:
-    settings = {"loss": "distill", "ranks": 2, "lr": 1e-3, "budget": 40}
-    (by_folder, first), _ = run(make_config(folder, teacher=str(other), **settings), _distil, None)
-    # The learner's temperature is that of make_config; a server's would be 1.
-    scores = _own_scores(other, 0.8)
-    served = make_config(folder, teacher="http://nowhere/v1", **settings)
-    (by_scores, second), _ = run(served, _distil, scores)
-    assert by_scores["loss/teacher_kl"] == pytest.approx(by_folder["loss/teacher_kl"], rel=1e-5)
-    assert by_scores["loss/policy"] == pytest.approx(by_folder["loss/policy"], rel=1e-4)
-    assert np.abs(first - second).max() < 1e-5
+def test_scores_of_a_server_are_what_each_rank_learns_from(folder, other, run) -> None:
+    config = make_config(folder, loss="distill", teacher="http://nowhere/v1", ranks=2, budget=40)
+    ours, theirs = _scores(folder), _scores(other)
+    metrics, _ = run(config, _distil, theirs)
+    flat = [np.concatenate([each for group in of for t in group for each in t]) for of in (ours, theirs)]
+    assert metrics["loss/teacher_kl"] == pytest.approx(float((flat[0] - flat[1]).mean()), rel=1e-4)

@@ -161,18 +161,6 @@ def test_a_parameter_server_that_was_replaced_gets_the_same_version_at_once() ->
     play(scenario)
 
 
-def test_one_that_dies_in_the_middle_of_a_publication_has_a_successor_that_gets_it() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.stub.awake.clear()
-        scene.publisher.offer(make_publication(0))
-        await asyncio.sleep(0.05)
-        scene.replace()
-        await scene.until(lambda: scene.publisher.acknowledged == 0)
-        assert scene.stub.told == [0]
-
-    play(scenario)
-
-
 def test_a_version_that_is_offered_faster_than_it_is_answered_is_heard_of_all_the_same() -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.awake.clear()

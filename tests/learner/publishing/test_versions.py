@@ -219,27 +219,6 @@ def test_what_cannot_be_gathered_is_sent_to_nobody_and_its_number_is_used_up(tmp
     assert [event[0] for event in events].count("abort") == 1
 
 
-def test_training_goes_on_while_a_version_is_assembled_and_the_next_waits_for_it(tmp_path) -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.versions.make([])
-        await scene.versions.settled()
-        scene.script.go_on.clear()
-        # Returns though nothing of it is assembled, and no engine is asked to pause before the first bucket.
-        assert await scene.versions.make([]) == 1
-        next_one = asyncio.create_task(scene.versions.make([]))
-        await asyncio.sleep(0.1)
-        assert not next_one.done()
-        assert [event[:2] for event in scene.script.events if event[1] > 0] == [("copy", 1)]
-        scene.script.go_on.set()
-        assert await next_one == 2
-        await scene.until("publish", 2)
-        await scene.until("ended", 1)
-
-    events = [event[:2] for event in play(tmp_path, scenario).script.events]
-    assert events.index(("copy", 1)) < events.index(("announce", 1))
-    assert ("publish", 1) in events and ("publish", 2) in events
-
-
 class SlowGather(Script):
     """Seals a bucket every ``bucket_s`` on a virtual clock; nobody is there to send to."""
 
@@ -314,25 +293,6 @@ def test_the_learner_stands_still_only_where_a_gather_outlasts_a_step(
         assert announced == pytest.approx(script.times["first sealed", version])
         assert announced - copied == pytest.approx(gather_s / BUCKETS)
         assert script.times["whole", version] - copied == pytest.approx(gather_s)
-
-
-def test_what_cannot_be_marked_is_not_even_gathered(tmp_path, monkeypatch) -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.versions.make([])
-        with monkeypatch.context() as patch:
-
-            def full(_self: VersionMark) -> int:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            patch.setattr(VersionMark, "advance", full)
-            events = list(scene.script.events)
-            with pytest.raises(OSError, match="No space left"):
-                await scene.versions.make([])
-            await asyncio.sleep(0.05)
-            assert [what for what, *_ in scene.script.events[len(events) :] if what != "publish"] == []
-        assert await scene.versions.make([]) == 1
-
-    play(tmp_path, scenario)
 
 
 def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_number_out(tmp_path) -> None:

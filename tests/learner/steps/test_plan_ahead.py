@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from learner.learner_cases import make_group, make_trajectory
 from msgspec.structs import replace
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, NonFiniteStep
+from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.exchange.sent_ahead import Sending
@@ -27,7 +26,6 @@ from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.steps.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
-from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
 from asyncrl.telemetry.metrics import Figures
 from tools.bench.planning import Loop, TimedTrainer
@@ -190,22 +188,6 @@ def buffer_of(*groups: Group) -> GroupBuffer:
 
 
 @pytest.mark.parametrize(
-    ("before", "published", "after"),
-    [
-        ((3, 7, 0), 8, (4, 8, 0)),
-        # Two steps a version: the first of them publishes nothing.
-        ((3, 7, 0, 2), 8, (4, 7, 1)),
-        ((3, 7, 1, 2), 9, (4, 9, 0)),
-        # A version is owed, and tried again.
-        ((3, 7, 1), 9, (4, 9, 0)),
-    ],
-)
-def test_the_step_behind_one_has_the_version_that_is_published_between_them(before, published, after) -> None:
-    step, version, unpublished, *per_version = before
-    assert Outlook(step, version, unpublished).after(*per_version or [1], published) == Outlook(*after)
-
-
-@pytest.mark.parametrize(
     ("late", "limit", "steps_per_version", "step", "versions", "chosen"),
     [
         ("train", 1, 1, Outlook(2, 1, 0), [1, 0, 1], [0, 1]),
@@ -224,22 +206,6 @@ def test_the_groups_of_a_step_to_come(late, limit, steps_per_version, step, vers
     assert sorted(oldest_groups(buffer_of(*groups), {}, step, config)) == [f"0-{index}" for index in chosen]
 
 
-def test_a_plan_is_of_its_very_groups_under_its_version() -> None:
-    first, second, other = group(0), group(1), group(1, seed=1)
-    basis = Outlook(3, 2, 0).basis([first, second])
-    assert basis.is_that_of(Outlook(3, 2, 0).basis([first, second]))
-    for step, groups in (
-        (Outlook(4, 2, 0), [first, second]),
-        (Outlook(3, 3, 0), [first, second]),
-        (Outlook(3, 2, 1), [first, second]),
-        (Outlook(3, 2, 0), [first]),
-        (Outlook(3, 2, 0), [second, first]),
-        # The prompt was requeued, and another response has come.
-        (Outlook(3, 2, 0), [first, other]),
-    ):
-        assert not basis.is_that_of(step.basis(groups))
-
-
 # --- beside the training ---
 
 
@@ -250,23 +216,22 @@ class Planner:
         self.expected: Basis | None = None
         self.began: list[Basis] = []
         self.go_on = threading.Semaphore(0)
-        self.error: Exception | None = None
+        self.errors: dict[str, Exception] = {}
         self.counters = Figures()
         self.config = configure()
         self.sent: list[tuple[list[Any], Sending]] = []
-        self.cut_off: Exception | None = None
         self.ahead = PlanAhead(lambda: self.expected, self._plan, self._send, self.counters)
 
     def _send(self, plan: StepPlan, sending: Sending) -> None:
         self.sent.append((written(plan), sending))
-        if self.cut_off is not None:
-            raise self.cut_off
+        if "sending" in self.errors:
+            raise self.errors["sending"]
 
     def _plan(self, basis: Basis) -> StepPlan:
         self.began.append(basis)
         assert self.go_on.acquire(timeout=WAIT_S)
-        if self.error is not None:
-            raise self.error
+        if "planning" in self.errors:
+            raise self.errors["planning"]
         return build(basis, self.config)
 
     def expect(self, basis: Basis | None) -> None:
@@ -338,22 +303,6 @@ def test_a_plan_for_other_groups_is_made_anew_and_one_withdrawn_while_it_was_mad
     play(scene)
 
 
-def test_what_is_sent_next_says_what_a_step_has_taken_and_leaves_out_what_none_has() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.go_on.release(100)
-        for number, (basis, taken) in enumerate([(FIRST, 0), (SECOND, 0), (FIRST, 2), (SECOND, 3)], start=1):
-            planner.expect(basis)
-            await planner.begins(number)
-            while len(planner.sent) < number:
-                await asyncio.sleep(0.001)
-            assert planner.sent[-1][1] == Sending(number, taken)
-            # The first one is withdrawn, for another came to be expected.
-            if number > 1:
-                assert await planner.ahead.take(basis) is not None
-
-    play(scene)
-
-
 def test_a_plan_without_a_token_to_train_is_not_sent() -> None:
     async def scene(planner: Planner) -> None:
         planner.config = configure("mask")
@@ -369,34 +318,20 @@ def test_a_plan_without_a_token_to_train_is_not_sent() -> None:
     play(scene)
 
 
-def test_ranks_that_cannot_be_sent_a_plan_fail_the_step_that_takes_it_and_no_other() -> None:
+@pytest.mark.parametrize("where", ["planning", "sending"])
+def test_an_error_is_raised_to_the_step_that_takes_the_plan_and_to_nobody_else(where: str) -> None:
     async def scene(planner: Planner) -> None:
-        planner.cut_off = RuntimeError("Connection closed by peer")
-        planner.go_on.release(2)
-        planner.expect(FIRST)
-        await planner.begins(1)
-        planner.expect(SECOND)
-        await planner.begins(2)
-        with pytest.raises(RuntimeError, match="Connection closed by peer"):
-            await planner.ahead.take(SECOND)
-
-    play(scene)
-
-
-def test_an_error_is_raised_to_the_step_that_takes_the_plan_and_to_nobody_else() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.error = ConfigError(["learner.advantage: failed"])
-        planner.go_on.release(2)
+        planner.errors[where] = RuntimeError("Connection closed by peer")
+        planner.go_on.release(3)
         planner.expect(FIRST)
         await planner.begins(1)
         assert await planner.ahead.take(SECOND) is None
         planner.expect(SECOND)
         await planner.begins(2)
-        with pytest.raises(ConfigError, match=r"learner\.advantage: failed"):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
             await planner.ahead.take(SECOND)
         # It goes on.
-        planner.error = None
-        planner.go_on.release()
+        planner.errors.clear()
         planner.expect(FIRST)
         await planner.begins(3)
         assert await planner.ahead.take(FIRST) is not None
@@ -465,27 +400,6 @@ def test_steps_that_were_planned_ahead_are_those_that_would_be_planned_when_they
     assert lines[0] == lines[1]
 
 
-def test_an_older_group_that_comes_meanwhile_is_trained_before_younger_ones() -> None:
-    config = configure(steps=2)
-
-    def late_group_0_2(loop: Loop) -> None:
-        running = asyncio.get_running_loop()
-
-        def sent(plan: StepPlan) -> bool:
-            if "0-2" in plan.updates[0].uids:
-                return True
-            running.call_soon_threadsafe(loop.deliver, group(2))
-            return False
-
-        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
-
-    loop = run(config, [0, 1, 3, 4, 5], ahead=True, on=late_group_0_2)
-    assert [plan.updates[0].uids for plan in loop.trainer.plans] == [["0-0", "0-1"], ["0-2", "0-3"]]
-    assert (loop.counters["learner/plans_ahead"], loop.counters["learner/plans_discarded"]) == (1, 1)
-    # The first of the plans that were sent was withdrawn.
-    assert loop.trainer.trained == [0, 2]  # type: ignore[attr-defined]
-
-
 def test_what_was_sent_ahead_of_a_step_that_is_not_finite_is_void() -> None:
     """The groups go to another step, under the number that was to be the refused one's."""
     config = configure(steps=2)
@@ -518,41 +432,3 @@ def test_what_was_sent_ahead_of_a_step_that_is_not_finite_is_void() -> None:
     assert 1 not in trainer.trained
     named = [number for number in trainer.trained if number]
     assert len(set(named)) == len(named)
-
-
-def test_a_run_that_makes_way_trains_nothing_that_was_sent_ahead() -> None:
-    def make_way(loop: Loop) -> None:
-        def sent(plan: StepPlan) -> bool:
-            loop.training.preempted = True
-            return True
-
-        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
-        loop.training.supply.supply = Supply(number=0, exhausted=True, outstanding=0)
-
-    loop = run(configure(steps=9), range(8), ahead=True, on=make_way)
-    assert isinstance(loop.trainer, Held)
-    assert 1 in loop.trainer.sent
-    assert loop.trainer.trained == [0]
-    assert loop.training.step == 1
-
-
-def test_a_plan_for_a_version_that_cannot_be_made_is_made_anew(monkeypatch) -> None:
-    config = configure(steps=2)
-
-    def full_disk(loop: Loop) -> None:
-        make, made = loop.versions.make, list[int]()
-
-        async def once(probed: object) -> int:
-            made.append(0)
-            if len(made) == 2:
-                raise OSError(errno.ENOSPC, "No space left on device", "version_mark.json")
-            return await make(probed)
-
-        monkeypatch.setattr(loop.versions, "make", once)
-
-    loop = run(config, range(8), ahead=True, on=full_disk)
-    first, second = loop.trainer.plans
-    assert (first.fresh, second.fresh) == (True, False)
-    expected = Outlook(2, 0, 1).basis([group(2), group(3)])
-    assert written(second) == written(build(expected, config))
-    assert loop.counters["learner/plans_discarded"] >= 1

@@ -101,9 +101,4 @@ def kl_losses(batch: TokenBatch, estimator: str, cap: float) -> Tensor:
     importance = log_ratio(batch.logprobs, batch.behaviour).exp().clamp(max=cap)
     if estimator == "k2":
         importance = importance.detach()
-    return importance * kl_values(batch.logprobs, batch.reference, estimator)
-
-
-def kl_values(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """Value of the estimator at each token, [N], nats."""
-    return ESTIMATORS[estimator](log_ratio(reference, logprobs))
+    return importance * ESTIMATORS[estimator](log_ratio(batch.reference, batch.logprobs))

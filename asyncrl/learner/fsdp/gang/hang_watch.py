@@ -19,9 +19,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -109,7 +110,7 @@ def in_words(blamed: list[str]) -> str:
     return ", ".join(blamed[:MOST_NAMED]) + more
 
 
-def end_process(error: DeadlineExceeded) -> None:
+def end_process(error: DeadlineExceeded) -> NoReturn:
     """End this process at once with the error as its last words, which its node agent reports."""
     _LOG.error("%s", error)
     write_text(f"{error.who}: {error}\n")
@@ -133,11 +134,10 @@ class HangWatch:
         *,
         device: torch.device,
         timeout_s: float,
-        on_hang: Callable[[DeadlineExceeded], None] = end_process,
     ) -> None:
         """``store`` is this watch's own client of the ranks' store."""
         self._rank, self._world_size, self._store = rank, world_size, store
-        self._on_cuda, self._timeout_s, self._on_hang = device.type == "cuda", timeout_s, on_hang
+        self._on_cuda, self._timeout_s = device.type == "cuda", timeout_s
         self._others = Others(rank, world_size)
         self._watched = threading.get_ident()
         self._lock = threading.Lock()
@@ -241,5 +241,4 @@ class HangWatch:
                 hint = "see their logs; the limit is learner.collective_timeout_s"
                 with self._lock:
                     what = self._waits[-1].what if self._waits else ""
-                self._on_hang(DeadlineExceeded(f"learner/{self._rank}", in_words(blamed), what, lasted, hint))
-                return
+                end_process(DeadlineExceeded(f"learner/{self._rank}", in_words(blamed), what, lasted, hint))

@@ -13,7 +13,7 @@ from dataclasses import fields
 import msgspec
 import numpy as np
 
-from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.weights.segments import ALIGNMENT
 
@@ -29,22 +29,13 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-class ParcelHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a parcel: a body of MessagePack, then arrays."""
-
-    body: bytes
-    arrays: list[ArraySpec]
-
-
-def pack_parcel(body: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Parcel, uint8 [size]: 8 bytes length of the header, the header, and each array's bytes from an aligned offset
-    on.
-    """
+def _pack_parcel(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Parcel, uint8 [size]: 8 bytes length of the header (ArraySpecs), the header, each array at an aligned offset."""
     specs, offset = [], 0
     for array in arrays:
         specs.append(ArraySpec(array.dtype.str, array.shape, offset))
         offset += _aligned(array.nbytes)
-    header = msgspec.msgpack.encode(ParcelHeader(body, specs))
+    header = msgspec.msgpack.encode(specs)
     start = _aligned(8 + len(header))
     parcel = np.zeros(start + offset, dtype=np.uint8)
     parcel[:8] = np.frombuffer(len(header).to_bytes(8, "little"), dtype=np.uint8)
@@ -55,18 +46,18 @@ def pack_parcel(body: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
     return parcel
 
 
-def unpack_parcel(parcel: np.ndarray) -> tuple[bytes, list[np.ndarray]]:
-    """The body and the arrays (views) of pack_parcel's result."""
+def _unpack_parcel(parcel: np.ndarray) -> list[np.ndarray]:
+    """The arrays (views) of _pack_parcel's result."""
     length = int.from_bytes(parcel[:8].tobytes(), "little")
-    header = msgspec.msgpack.decode(parcel[8 : 8 + length].tobytes(), type=ParcelHeader)
+    specs = msgspec.msgpack.decode(parcel[8 : 8 + length].tobytes(), type=list[ArraySpec])
     start = _aligned(8 + length)
     arrays = []
-    for spec in header.arrays:
+    for spec in specs:
         dtype = np.dtype(spec.dtype)
         size = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
         raw = parcel[start + spec.offset : start + spec.offset + size]
         arrays.append(raw.view(dtype).reshape(spec.shape))
-    return header.body, arrays
+    return arrays
 
 
 def _aligned(size: int) -> int:
@@ -75,7 +66,7 @@ def _aligned(size: int) -> int:
 
 def pack(of_ranks: Sequence[Sequence[MicroBatch]]) -> Parcels:
     """A parcel of the micro-batches of each rank."""
-    return [np.empty(0, np.uint8), *(pack_parcel(b"", _arrays(batches)) for batches in of_ranks[1:])]
+    return [np.empty(0, np.uint8), *(_pack_parcel(_arrays(batches)) for batches in of_ranks[1:])]
 
 
 def pack_step(plan: StepPlan, world_size: int) -> Parcels:
@@ -84,14 +75,9 @@ def pack_step(plan: StepPlan, world_size: int) -> Parcels:
 
 
 def of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
-    """Micro-batches of a rank, one update's after the other's."""
-    return [batch for update in plan.updates for batch in _of_rank(update, rank)]
-
-
-def _of_rank(update: UpdatePlan, rank: int) -> list[MicroBatch]:
-    """Micro-batches of a rank in the order of UpdateShape."""
-    taught = update.supervised.ranks[rank] if update.supervised is not None else []
-    return [*update.ranks[rank], *taught]
+    """Micro-batches of a rank, one update's after the other's; in each the policy's before the supervised ones."""
+    terms = [term for update in plan.updates for term in (update, update.supervised) if term is not None]
+    return [batch for term in terms for batch in term.ranks[rank]]
 
 
 def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
@@ -100,6 +86,6 @@ def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
 
 def unpack(parcel: np.ndarray) -> list[MicroBatch]:
     """Micro-batches as views into a parcel of ``pack``."""
-    _, arrays = unpack_parcel(parcel)
+    arrays = _unpack_parcel(parcel)
     count = len(fields(MicroBatch))
     return [MicroBatch(*arrays[i : i + count]) for i in range(0, len(arrays), count)]

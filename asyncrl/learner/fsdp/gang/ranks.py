@@ -119,9 +119,7 @@ class Ranks:
         return StoreLine(name, self.rank, self.world_size, client=client, interrupter=self._interrupter)
 
     def scatter(self, parcels: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
-        """Give each rank its own uint8 array. ``parcels`` is rank 0's; ``size`` is this rank's, known
-        beforehand.
-        """
+        """Give each rank its own uint8 array. ``parcels`` is rank 0's; ``size`` is this rank's, known beforehand."""
         with self.waiting(what):
             if parcels is not None:
                 sent = [dist.isend(torch.from_numpy(parcels[r]), r) for r in range(1, self.world_size)]
@@ -136,13 +134,7 @@ class Ranks:
     def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
         """Broadcast rank 0's ``data`` to all."""
         with self.waiting(what):
-            size = torch.tensor([len(data or b"")])
-            dist.broadcast(size, 0)
-            buffer = torch.empty(int(size), dtype=torch.uint8)
-            if data:
-                buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            dist.broadcast(buffer, 0)
-            return bytes(buffer.numpy())
+            return _broadcast(data or b"", 0)
 
     def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
         """Numbers of every rank, the same on all: float64 [world size, len(values)]."""
@@ -153,23 +145,12 @@ class Ranks:
             return torch.stack(everyone).numpy()
 
     def agree(self, problem: str | None, what: str) -> list[str]:
-        """Tell all ranks the problem of any of them. Returns the problems in order of rank, the same on
-        all.
-        """
+        """Tell all ranks the problem of any of them. Returns the problems in order of rank, the same on all."""
         if not self.all_gather([float(problem is not None)], what).any():
             return []
-        found = []
         with self.waiting(what):
-            for rank in range(self.world_size):
-                size = torch.tensor([len((problem or "").encode())])
-                dist.broadcast(size, rank)
-                buffer = torch.zeros(int(size), dtype=torch.uint8)
-                if rank == self.rank and problem:
-                    buffer.copy_(torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8))
-                dist.broadcast(buffer, rank)
-                if len(buffer):
-                    found.append(bytes(buffer.numpy()).decode())
-        return found
+            said = [_broadcast((problem or "").encode() if r == self.rank else b"", r) for r in range(self.world_size)]
+        return [words.decode() for words in said if words]
 
     @property
     def replica(self) -> int:
@@ -253,6 +234,17 @@ class Ranks:
                 _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
         dist.destroy_process_group()
         del self.commands, self._store, self._told, self._interrupter
+
+
+def _broadcast(data: bytes, source: int) -> bytes:
+    """The ``data`` of rank ``source``, on all."""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, source)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, source)
+    return bytes(buffer.numpy())
 
 
 class StoreLine:

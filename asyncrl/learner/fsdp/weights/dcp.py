@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.checkpoint.damage import check_file, refused
@@ -49,6 +48,7 @@ from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.files import Digest, digest_file, sync, write_file
 from asyncrl.learner.fsdp.gang.ranks import Ranks
 from asyncrl.learner.fsdp.model.lora import A
+from asyncrl.learner.fsdp.model.policy import local
 
 METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0
@@ -101,7 +101,7 @@ class StagedState:
         self.steps, self.warm_steps = steps, warm_steps
         self.generators = msgspec.msgpack.encode(_generators(ranks.device))
         self.shapes = {
-            name: (tensor.shape, TensorProperties.create_from_tensor(_local(tensor))) for name, tensor in live.items()
+            name: (tensor.shape, TensorProperties.create_from_tensor(local(tensor))) for name, tensor in live.items()
         }
         self.planner = _CopiesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planner.set_up_planner(dict(live), is_coordinator=ranks.rank == 0)
@@ -116,8 +116,7 @@ class StagedState:
         self.plan = SavePlan(items)
         # Tensors in host memory already are copied, too: the next step changes them in place.
         self.planner.copies = {
-            name: _local(live[name]).detach().to("cpu", copy=True)
-            for name in dict.fromkeys(item.index.fqn for item in items)
+            name: local(live[name]).to("cpu", copy=True) for name in dict.fromkeys(item.index.fqn for item in items)
         }
 
 
@@ -316,10 +315,6 @@ def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 def _trained(policy: nn.Module) -> dict[str, Tensor]:
     """The parameters that are trained, by name: frozen ones come from model.path."""
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:

@@ -9,7 +9,6 @@ Fails with CheckpointError from the future that ``save`` returns; never in the t
 from __future__ import annotations
 
 import logging
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.errors import AsyncRLError, CheckpointError, DeadlineExceeded
+from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.gang.ranks import Ranks
 from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write
 
@@ -34,7 +34,7 @@ class Saver:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._group: Any = None
-        self._thread: threading.Thread | None = None
+        self._background = self._another_thread()
         self._done: Future[None] | None = None
         self.broken = False
         """Whether the ranks could not speak in the last save: the next one must be told to ``renew``."""
@@ -63,43 +63,35 @@ class Saver:
         self.broken = False
         staged: StagedState | CheckpointError
         try:
-            if self._thread is not None:
-                self._thread.join(BEFORE_WAIT_S)
-                if self._thread.is_alive():
-                    raise CheckpointError(str(folder), "the one before is still being written")
+            self._background.wait(BEFORE_WAIT_S)
             staged = StagedState(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
-        except CheckpointError as error:
-            staged = error
+        except DeadlineExceeded:
+            staged = CheckpointError(str(folder), "the one before is still being written")
+            # The others are told all the same.
+            self._background = self._another_thread()
         except (RuntimeError, MemoryError) as error:
             staged = CheckpointError(str(folder), f"cannot be copied: {error}")
-        self._done = done = Future[None]()
-        # Nobody may cancel it: the thread will set its result.
-        done.set_running_or_notify_cancel()
-        # A daemon: a disk that hangs must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._write, args=(folder, staged, self._group, done), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        group = self._group
+        self._done = done = self._background.start(lambda: self._write(folder, staged, group))
         return done
 
     def close(self) -> None:
         """Wait for a limited time for the save under way."""
-        if self._thread is not None:
-            self._thread.join(STOP_WAIT_S)
-            if self._thread.is_alive():
-                _LOG.warning("learner/%d stops while a checkpoint is being written", self._ranks.rank)
+        try:
+            self._background.wait(STOP_WAIT_S)
+        except DeadlineExceeded:
+            _LOG.warning("learner/%d stops while a checkpoint is being written", self._ranks.rank)
 
-    def _write(self, folder: Path, staged: StagedState | CheckpointError, group: Any, done: Future[None]) -> None:
+    def _another_thread(self) -> Background:
+        return Background("checkpoint", f"learner/{self._ranks.rank}")
+
+    def _write(self, folder: Path, staged: StagedState | CheckpointError, group: Any) -> None:
         try:
             write(folder, staged, self._ranks, group)
         except CheckpointError as error:
             _LOG.warning("%s", error)
-            done.set_exception(error)
+            raise
         except (AsyncRLError, RuntimeError) as error:
             self.broken = True
             _LOG.warning("checkpoint %s: the ranks could not speak: %s", folder, error)
-            done.set_exception(CheckpointError(str(folder), f"the ranks of the learner could not speak: {error}"))
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+            raise CheckpointError(str(folder), f"the ranks of the learner could not speak: {error}") from error

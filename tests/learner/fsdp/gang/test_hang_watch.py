@@ -102,10 +102,9 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
     ("stopped", "timeout_s", "exit_code", "on_whom"),
     [
         (1, TIMEOUT_S, 3, "learner/1 (silent for "),
-        (1, WAIT_S, 1, "learner/1 (silent for "),
         (0, WAIT_S, 1, "learner/0 (its store has not answered for "),
     ],
-    ids=["torch ends the wait", "torch does not", "rank 0 has stopped"],
+    ids=["torch ends the wait", "torch does not, and rank 0 has stopped"],
 )
 def test_a_rank_that_has_stopped_is_named(
     stopped: int, timeout_s: float, exit_code: int, on_whom: str, tmp_path: Path

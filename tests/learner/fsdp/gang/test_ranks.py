@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, meet
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.learner.fsdp.gang import ranks as rendezvous
 
 
@@ -92,24 +91,6 @@ def _late_reader(rank: int, addresses: Any) -> Any:
 
 def test_a_follower_that_comes_late_obeys_every_command_and_the_store_keeps_none_that_was_read(pools) -> None:
     assert pools.play(2, _late_reader)[1] == ([b"first", b"second", b"third"], [False] * 3)
-
-
-def _dying_rank_zero(rank: int, addresses: Any) -> ActorFailed:
-    ranks = meet(rank, addresses)
-    if rank == 0:
-        assert addresses.get(timeout=RANK_WAIT_S) == "waiting"
-        time.sleep(0.3)
-        os._exit(7)
-    addresses.put("waiting")
-    with pytest.raises(ActorFailed) as caught:
-        ranks.commands.next()
-    return caught.value
-
-
-def test_a_follower_knows_at_once_that_rank_zero_is_gone(pools) -> None:
-    _, error = pools.play(2, _dying_rank_zero)
-    assert error.actor == "learner/0"
-    assert "learner/1 awaited its next command" in str(error)
 
 
 @pytest.mark.parametrize("dead", [0, 1])

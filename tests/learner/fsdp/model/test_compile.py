@@ -82,7 +82,7 @@ def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> 
 
 
 @pytest.mark.parametrize(("attention", "most"), [("packed", 12), ("varlen", 4)])
-@pytest.mark.parametrize("counts", [10, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("counts", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
     counts: int, attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
@@ -90,6 +90,8 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
     # breaks them, and dynamo knows sizes of one and of several.
     policy = _load(save_family(tmp_path / "model", make_family("Gemma3", tied=True)), attention)
     graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
+    # A graph for each count is to be seen, whatever dynamo would allow.
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 100)
 
     def score(sequences: int, make: Any = _row) -> None:
         row = make(random, sequences, policy)
@@ -106,8 +108,7 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
     score(3, _shared_row)
     known = len(graphs)
     assert known <= whole + SHARED_GRAPHS
-    assert torch._dynamo.config.recompile_limit < counts, "dynamo would allow a graph for each count"
-    for sequences in random.permutation(np.arange(2, counts + 2)):
+    for sequences in random.permutation(np.arange(2, counts + 5))[:counts]:
         score(int(sequences))
         score(int(sequences), _shared_row)
     assert len(graphs) == known
@@ -132,7 +133,7 @@ def test_activations_are_computed_again_in_compiled_layers(
 ) -> None:
     if attention == "varlen":
         request.getfixturevalue("kernel")
-    folder, random = save_small_model(tmp_path / "model"), np.random.default_rng(1)
+    folder, random = save_small_model(tmp_path / "model", num_hidden_layers=1), np.random.default_rng(1)
     plain, compiled = _load(folder, attention), _load(folder, attention)
     rows = [_row(random, sequences, plain) for sequences in (3, 5)]
     _compiled(compiled, monkeypatch, backend="aot_eager_decomp_partition", activation_checkpointing=kind)

@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 import torch
 from learner.learner_cases import make_config
-from model_matrix import HALF, VOCABULARY, WINDOW, make_family, plain_logprobs, plain_model, save_family
+from model_matrix import HALF, VOCABULARY, WINDOW, make_family, plain_model, save_family
 from safetensors.torch import load_file
 from segment_reading import weights_of
 
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.model import head
 from asyncrl.learner.fsdp.model.policy import Likeliest, make_row
 
 TOLERANCE = 1e-4
 TEMPERATURE = 0.7
 LENGTHS = (9, 1, 3 * WINDOW, 4)
-PROBED = np.random.default_rng(5).integers(0, VOCABULARY, (4, 32)).tolist()
 
 
 def _sequences() -> list[np.ndarray]:
@@ -83,20 +81,3 @@ def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_p
     assert ("lm_head.weight" in written) == (not tied)
     for name, tensor in written.items():
         assert torch.equal(found["weights"][name], tensor), name
-
-
-def _probed(backend: Any, config: Any) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    probe = backend.probe([ProbeSequence(tokens, 1) for tokens in PROBED])
-    return probe.logprobs, weights_of(backend.publish(0).result())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tied"), HALF)
-def test_two_ranks_compute_and_publish_the_same(family: str, tied: bool, tmp_path: Path, run) -> None:
-    folder = save_family(tmp_path / "model", make_family(family, tied=tied))
-    (logprobs, weights), followers = run(make_config(folder, ranks=2), _probed)
-    assert followers == [None]
-    assert np.abs(logprobs - np.concatenate(plain_logprobs(folder, PROBED))).max() < TOLERANCE
-    written = load_file(folder / "model.safetensors")
-    assert weights.keys() == written.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in written.items())

@@ -18,7 +18,7 @@ import safetensors
 import torch
 from learner.learner_cases import make_config, save_small_model
 from learner.rank_pool import RANK_WAIT_S, Pools
-from model_matrix import HALF, make_family, save_family
+from model_matrix import make_family, save_family
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -87,13 +87,14 @@ def _differences(ranks: Ranks, mesh: Any, folder: Path, ours: Path | None = None
     return wrong, bool(read)
 
 
-@pytest.mark.parametrize(("family", "tied"), HALF)
+@pytest.mark.parametrize(("family", "tied"), [("Qwen2", False), ("Phi3", True), ("Gemma3", True), ("Qwen3Moe", False)])
 def test_each_rank_gets_its_rows_of_the_model_in_every_bit(family: str, tied: bool, tmp_path: Path, pools) -> None:
     folder = save_family(tmp_path / "model", make_family(family, tied=tied).to(torch.bfloat16))
     assert _play(pools, _differences, folder) == [([], False)] * 2
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (4, 2)])
 def test_so_does_each_of_any_number_and_of_several_copies(ranks: int, replicas: int, tmp_path: Path, pools) -> None:
     # Rows, and experts, that do not divide.
     dense = save_family(tmp_path / "dense", make_family("Gemma3", tied=True).to(torch.bfloat16))
@@ -189,12 +190,14 @@ def test_what_is_wrong_on_one_rank_is_told_by_all(tmp_path: Path, pools) -> None
     source = save_small_model(tmp_path / "source")
     name = "model.layers.1.mlp.up_proj.weight"
 
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights[name][-1, -1] = float("nan")
+    def spoil(weights: dict[str, torch.Tensor], value: float) -> None:
+        weights[name][-1, -1] = value
 
+    not_finite = f"not finite (NaN or infinity) in 1 tensors, the first {name}"
     cases = {
         "lacks": (lambda weights: weights.pop(name), f"lacks 1 weights of the model, the first {name}"),
-        "last row": (spoil, f"not finite (NaN or infinity) in 1 tensors, the first {name}"),
+        "NaN in the last row": (lambda weights: spoil(weights, float("nan")), not_finite),
+        "infinite": (lambda weights: spoil(weights, float("inf")), not_finite),
         "cut off": (lambda weights: None, "cannot be loaded as a causal LM"),
         "taller": (lambda weights: weights.update({name: torch.zeros(97, 64)}), "cannot be loaded as a causal LM"),
     }
@@ -246,9 +249,8 @@ def _counts(ranks: Ranks, mesh: Any, folder: Path) -> dict[str, Any]:
     return {name: each.counts.numpy() for name, each in slices.items()}
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
-def test_every_number_is_read_by_one_rank_once(family: str, tmp_path: Path, pools) -> None:
-    model = make_family(family, tied=True).to(torch.bfloat16)
+def test_every_number_is_read_by_one_rank_once(tmp_path: Path, pools) -> None:
+    model = make_family("Qwen3Moe", tied=True).to(torch.bfloat16)
     folder = save_family(tmp_path / "model", model)
     # In several files, with an index.
     model.save_pretrained(folder, max_shard_size="100KB")

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learner.learner_cases import make_config, random_groups
 from segment_reading import read_manifest
 
-from asyncrl.config.training import SimLearnerConfig
 from asyncrl.errors import WeightsCorrupt
-from asyncrl.learner.backends.backend import create
 from asyncrl.learner.exchange.publication import Publication, fill_buckets
 from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.weights.segments import ALIGNMENT, SEALS, Segment, layout
@@ -112,22 +109,3 @@ def test_buckets_hold_consecutive_units_within_the_limit(sizes: list[int], limit
     assert all(sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1 for bucket in buckets)
     # Never more than needed: two neighbours would not have fitted into one.
     assert all(sum(sizes[i] for i in first) + sizes[second[0]] > limit for first, second in pairwise(buckets))
-
-
-def test_the_simulated_learner_publishes_and_counts(tmp_path: Path) -> None:
-    config = make_config(None, backend="sim", sim=SimLearnerConfig(step_s=0.0, publish_bytes=1000), lr=0.5)
-    trainer = create(config, 0)
-    trainer.setup(*trainer.open_store("127.0.0.1"))
-    with trainer.publish(1).result() as first, trainer.publish(2).result() as second:
-        [(spec, view)] = read_manifest(first.manifest)
-        assert (spec.dtype, len(view)) == ("uint8", 1000)
-        assert first.manifest.buckets[0].checksum != second.manifest.buckets[0].checksum
-    from asyncrl.learner.algorithm.plan.batch import build_step
-
-    groups = random_groups(1, 1)
-    plan = build_step(groups, version=0, config=config, world_size=1, packed=trainer.packed)
-    assert trainer.train(plan) == {"learner/lr": 0.5}
-    empty = build_step([], version=0, config=config, world_size=1, packed=trainer.packed)
-    assert trainer.train(empty) == {}, "a step without a token is none"
-    trainer.export(tmp_path / "nothing")
-    trainer.stop()

@@ -16,7 +16,9 @@ from tiny_adapters import ALPHA, RANK, make_adapter, with_adapter
 from tiny_models import Publisher
 
 
-def check(families: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("families", [FEW + REST[0::3], REST[1::3], REST[2::3]], ids=lambda named: named[0][0])
+def test_adapters_of_every_family_are_served(families: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
     folders, manifests, models = [], [], {}
     with closing(Publisher()) as publisher:
         for family, tied in families:
@@ -31,9 +33,3 @@ def check(families: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
             manifests.append([msgspec.json.encode(manifest).decode() for manifest in published])
         jobs = make_jobs(folders, manifests, lora={"rank": RANK, "alpha": ALPHA})
         assert not wrong(compare(models, jobs, serve(jobs, tmp_path)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("families", [FEW, REST[0::3], REST[1::3], REST[2::3]], ids=lambda named: named[0][0])
-def test_adapters_of_every_family_are_served(families: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
-    check(families, tmp_path)
