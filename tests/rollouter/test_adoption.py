@@ -69,19 +69,6 @@ async def test_an_acknowledgement_that_nobody_has_looked_at_when_the_learner_is_
         assert life.rollouter.counters["rollout/delivered_again"] == 1
 
 
-async def test_what_was_released_before_the_adoption_is_not_in_the_answer(tmp_path):
-    old, new, dataloader = Learner(), Learner(), Dataloader()
-    async with between(old, dataloader, tmp_path) as life:
-        dataloader.grant("0-1")
-        await old.came.wait()
-        await life.until(lambda: not life.held)
-        assert life.open_tickets(learner=2).tickets == []
-        life.net.serve(new, "learner/0", 2)
-        dataloader.grant("0-2")
-        await life.until(lambda: new.uids)
-        assert new.uids == ["0-2"]
-
-
 @pytest.mark.parametrize("adopted", [1, 2])
 async def test_an_acknowledgement_of_the_learner_that_is_adopted_counts_whenever_it_came(tmp_path, adopted):
     learner, dataloader = Learner(open=False), Dataloader()

@@ -17,18 +17,12 @@ A, B, C = ALL = ("reward/0", "reward/1", "reward/2")
         # Rollouters begin with different ones.
         ({}, 0, ALL, (), A),
         ({}, 1, ALL, (), B),
-        ({}, 5, ALL, (), C),
         # The least busy one.
-        ({B: 1}, 1, ALL, (), C),
         ({A: 3, B: 2, C: 2}, 0, ALL, (), B),
         # One that answers, and another than before, where there is one.
-        ({A: 3}, 1, (A,), (), A),
         ({}, 1, (A, C), (), C),
-        ({}, 0, ALL, (A,), B),
         ({B: 9}, 0, (A, B), (A,), B),
-        ({}, 0, (A,), (A,), A),
         # All are away: one is waited for, rather another than before.
-        ({}, 2, (), (), C),
         ({}, 2, (), (C,), A),
         ({A: 1}, 0, (), ALL, B),
     ],

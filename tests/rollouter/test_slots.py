@@ -57,21 +57,6 @@ async def test_the_lowest_free_number_is_taken_and_whoever_asks_first_comes_firs
         await taker.let_go()
 
 
-async def test_fewer_slots_are_enough_once_so_many_are_given_back():
-    slots = Slots(3)
-    takers = [Taker(slots) for _ in range(4)]
-    await settled()
-    slots.resize(1)
-    await takers[0].let_go()
-    await takers[1].let_go()
-    await settled()
-    assert numbers(takers) == [None, None, 2, None]
-    await takers[2].let_go()
-    await settled()
-    assert takers[3].number == 0
-    await takers[3].let_go()
-
-
 async def test_a_slot_that_was_given_to_one_who_is_cancelled_goes_to_the_next():
     slots = Slots(1)
     takers = [Taker(slots) for _ in range(3)]

@@ -43,10 +43,7 @@ def test_pressure_cuts_it_once_until_no_more_run_than_are_allowed(pressure):
     again = {**pressure, "preemptions": pressure.get("preemptions", 0) + 1}
     assert control.look(load(**again), running=90) == 80
     assert control.look(load(kv_use=0.99, preemptions=9), running=80) == 64
-
-
-def test_what_was_not_used_is_cut_off_with_the_rest():
-    assert Concurrency(1, 256, 200).look(load(kv_use=0.97), running=50) == 40
+    assert Concurrency(1, 256, 200).look(load(kv_use=0.97), running=50) == 40, "what was not used is cut off, too"
 
 
 def test_nothing_is_raised_without_use_or_room():
@@ -57,17 +54,12 @@ def test_nothing_is_raised_without_use_or_room():
     assert control.look(load(), running=64) == 80
 
 
-def test_what_an_update_preempts_is_no_pressure():
+def test_neither_what_an_update_preempts_nor_another_engines_count_is_pressure():
     control = Concurrency(1, 256, 64)
     control.engine_reloaded(load(preemptions=64))
     assert control.look(load(preemptions=64, kv_use=0.9), running=64) == 64
-    assert control.look(load(preemptions=65, kv_use=0.9), running=64) < 64
-
-
-def test_another_engine_counts_from_0():
-    control = Concurrency(1, 256, 64)
-    control.look(load(preemptions=7, kv_use=0.9), running=64)
-    limit = control.limit
+    limit = control.look(load(preemptions=65, kv_use=0.9), running=64)
+    assert limit < 64
     assert control.look(load(preemptions=0, kv_use=0.9), running=limit) == limit
     assert control.look(load(preemptions=1, kv_use=0.9), running=limit) < limit
 

@@ -337,13 +337,6 @@ async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused(
         assert world.excused == [False] * 2 + [True, False, False] * 2
 
 
-async def test_a_prompt_that_kills_is_excused_though_there_is_nothing_else_to_do():
-    async with World(poison={"0-1": 0}, max_attempts=3) as world:
-        assert isinstance(await caught(world.response("0-1")), TrajectoryFailed)
-        await asyncio.sleep(1.0)
-        assert world.excused == [False] * 2 + [True] * 3
-
-
 async def test_an_engine_that_dies_of_an_abort_is_replaced():
     """The stop string was found; what was handed over stands."""
     async with World(stop=[chr(0x100 + 3)]) as world:
@@ -362,3 +355,19 @@ async def test_an_engine_that_dies_of_an_abort_is_replaced():
         while not world.reasons:
             await asyncio.sleep(0.01)
         assert "abort" in world.reasons[0]
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_the_requests_of_a_response_have_its_seed_or_none(own):
+    async with World(request_seeds=own) as world:
+        async with asyncio.TaskGroup() as tasks:
+            for sample in range(2):
+                tasks.create_task(world.response("0-1", 8, sample))
+            await asyncio.sleep(3.5)
+            world.engines[-1].die("killed")
+        seeds = [seed for _, seed in sorted(world.seeds)]
+        assert len(seeds) == 4, "each was submitted twice"
+        if own:
+            assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+        else:
+            assert seeds == [None] * 4

@@ -15,9 +15,7 @@ from inprocess import sim_config
 from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
-from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.engines.sim import SimEngine
-from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
 from asyncrl.rollouter.serving.group_events import SampleAccount
@@ -31,35 +29,26 @@ PROMPT = list(range(40))
 SIBLINGS, TOKENS = 4, 64
 
 
-@pytest.mark.parametrize(
-    ("prompt", "lost", "cached", "expected"),
-    [(40, 0, 0, 0), (40, 0, 32, 0), (60, 60, 0, 60), (60, 60, 32, 28), (60, 50, 0, 50), (60, 10, 32, 0)],
-)
-def test_it_counts_once_with_the_first_token_and_without_what_is_cached(prompt, lost, cached, expected):
-    reprefill = Reprefill()
-    reprefill.submitted("a", prompt, lost)
-    assert reprefill.tokens == 0
-    for _ in range(3):
-        reprefill.sampled("a", 5, cached)
-        assert reprefill.tokens == expected
-    reprefill.ended("a")
+STEPS = st.lists(st.tuples(*[st.integers(0, 30)] * 3, st.integers(0, 3)), max_size=6)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), max_size=6))
-def test_a_load_under_kept_requests_takes_all_that_they_hold(requests):
-    reprefill = Reprefill()
-    for number, (prompt, sampled) in enumerate(requests):
-        reprefill.submitted(str(number), prompt, 0)
-        if sampled:
-            reprefill.sampled(str(number), sampled, 0)
+@given(STEPS)
+def test_it_counts_once_with_the_first_token_and_with_a_load_all_that_is_held(requests):
+    """(prompt, tokens of it that were computed under older weights, those in the cache, deltas of two tokens)"""
+    reprefill, expected = Reprefill(), 0
+    for number, (more, lost, cached, deltas) in enumerate(requests):
+        reprefill.submitted(str(number), lost + more + 1, lost)
+        for _ in range(deltas):
+            reprefill.sampled(str(number), 2, cached)
+        expected += max(0, lost - cached) if deltas else 0
+    assert reprefill.tokens == expected
     reprefill.dropped()
     # One that has sampled nothing may not even be begun.
-    held = sum(prompt + sampled for prompt, sampled in requests if sampled)
-    assert reprefill.tokens == held
+    expected += sum(lost + more + 1 + 2 * deltas for more, lost, _, deltas in requests if deltas)
     for number in range(len(requests)):
         reprefill.ended(str(number))
     reprefill.dropped()
-    assert reprefill.tokens == held
+    assert reprefill.tokens == expected
 
 
 class Engine(SimEngine):
@@ -202,13 +191,3 @@ def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
     world = play(dies)
     assert [held for held, _, _ in world.computed if held] == [10] * SIBLINGS
     assert world.host.reprefill.tokens == 0
-
-
-def test_a_delta_tells_of_the_cache_also_where_it_is_merged_with_others():
-    async def main():
-        stream = DeltaStream(asyncio.get_running_loop())
-        stream.put(TokenDelta(tokens=[1], logprobs=[0.0], cached_tokens=32))
-        stream.put(TokenDelta(tokens=[], logprobs=[], finish_reason="abort"))
-        return await stream.get()
-
-    assert asyncio.run(main()).cached_tokens == 32
