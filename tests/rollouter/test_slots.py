@@ -42,21 +42,6 @@ def numbers(takers):
     return [taker.number for taker in takers]
 
 
-async def test_the_lowest_free_number_is_taken_and_whoever_asks_first_comes_first():
-    slots = Slots(2)
-    takers = [Taker(slots) for _ in range(4)]
-    await settled()
-    assert numbers(takers) == [0, 1, None, None]
-    await takers[0].let_go()
-    await settled()
-    assert numbers(takers) == [None, 1, 0, None]
-    slots.resize(3)
-    await settled()
-    assert numbers(takers) == [None, 1, 0, 2]
-    for taker in takers[1:]:
-        await taker.let_go()
-
-
 async def test_a_slot_that_was_given_to_one_who_is_cancelled_goes_to_the_next():
     slots = Slots(1)
     takers = [Taker(slots) for _ in range(3)]
@@ -98,12 +83,17 @@ def test_whatever_happens_no_number_is_held_twice_and_nobody_waits_beside_a_free
                 else:
                     await taker.let_go()
                 takers.remove(taker)
-            before = sum(taker.number is not None for taker in takers)
+            before = {taker.number for taker in takers if taker.number is not None}
             await settled()
+            assert sorted(numbers(takers), key=lambda number: number is None) == numbers(takers), (
+                "first come, first held"
+            )
             held = [taker.number for taker in takers if taker.number is not None]
             assert len(set(held)) == len(held) == slots.taken
             # More are held than there are slots only where these became fewer.
-            assert len(held) <= max(slots.size, before)
+            assert len(held) <= max(slots.size, len(before))
+            new = sorted(set(held) - before)
+            assert new == [number for number in range(99) if number not in before][: len(new)], "the lowest free ones"
             assert len(held) == len(takers) or len(held) >= slots.size
         for taker in takers:
             await taker.cancel()

@@ -144,27 +144,21 @@ class Stages:
         if due is None or due[0] > self._now:
             return None
         stage, config = due[1], self._config
+        outcome = self.outcome if stage == "close" else None
         if stage == "episode":
             text = f"it took {config.timeout_s:g} s beside its calls of the policy (episode.timeout_s)"
             self.end_by("time", text, now)
             return Expired(stage=stage, outcome="time", text=text)
-        if stage == "close":
-            outcome, text = self.outcome, self._close_text()
-        elif stage == "host":
-            outcome = None
+        if stage == "host":
             text = f"host: no worker began with it within {config.timeout_s:g} s (episode.timeout_s)"
-        elif stage == "start":
-            outcome = None
-            text = (
-                f"start: it did not call the policy within {config.start_timeout_s:g} s; raise episode.start_timeout_s "
-                "if it needs longer"
-            )
         else:
-            outcome = None
-            text = (
-                f"turn: it neither called the policy again nor ended within {config.turn_timeout_s:g} s of an answer "
-                f"(state: {self.state}); raise episode.turn_timeout_s if it needs longer"
-            )
+            text = {
+                "start": f"it did not call the policy within {config.start_timeout_s:g} s",
+                "turn": "it neither called the policy again nor ended within "
+                f"{config.turn_timeout_s:g} s of an answer (state: {self.state})",
+                "close": f"it had not ended {config.close_timeout_s:g} s after it was over ({self._over})",
+            }[stage]
+            text = f"{stage}: {text}; raise episode.{stage}_timeout_s if it needs longer"
         self._over = self._over or text
         self.end(now)
         return Expired(stage=stage, outcome=outcome, text=text)
@@ -176,18 +170,6 @@ class Stages:
         if self.state != _ENDED:
             seconds[self.state] = seconds.get(self.state, 0.0) + self._now - self._entered
         return seconds
-
-    def fractions(self, now: float) -> dict[str, float]:
-        """``seconds`` as shares of its life, which add up to 1; empty at its first moment."""
-        seconds = self.seconds(now)
-        life = sum(seconds.values())
-        return {state: spent / life for state, spent in seconds.items()} if life > 0 else {}
-
-    def _close_text(self) -> str:
-        return (
-            f"close: it had not ended {self._config.close_timeout_s:g} s after it was over ({self._over}); raise "
-            "episode.close_timeout_s if it needs longer"
-        )
 
     def _due(self) -> tuple[float, Stage] | None:
         """The earliest deadline that runs."""

@@ -117,7 +117,7 @@ class Changing:
         model = self.of[version] = self.models[version % 2]
         staged = await asyncio.to_thread(stage, self.publish(version, model))
         try:
-            await self.host.accept(staged)
+            await self.host.engine.accept(staged)
             assert await self.host.quiesced(60.0)
             self.borrowed.changing = True
             await self.host.pause(version)

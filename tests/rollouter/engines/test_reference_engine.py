@@ -317,19 +317,6 @@ def test_i4_checksums_agree_exactly_where_weights_do(folder, models, publisher):
     assert first != second
 
 
-def test_half_precision_is_loaded_as_it_is(folder, models, publisher):
-    halves = {name: tensor.bfloat16() for name, tensor in parameters_of(models[0]).items()}
-    rounded = make_model(1)
-    rounded.load_state_dict({name: tensor.float() for name, tensor in halves.items()}, strict=False)
-
-    async def go():
-        async with started(folder) as engine:
-            await load(engine, publisher.publish(0, halves))
-            return await engine.score(PROMPT)
-
-    assert worst(asyncio.run(go()), logprobs_of(rounded, PROMPT)) < TOLERANCE
-
-
 def test_broadcasts_are_received_verified_and_survived(folder, models, publisher):
     sender = Sender("gloo", "127.0.0.1", 60.0)
 

@@ -271,35 +271,6 @@ async def caught(work):
         return error
 
 
-async def test_the_innocent_survive_any_number_of_deaths_and_finish_alone():
-    async with World(max_attempts=1) as world:
-        long = [asyncio.create_task(world.response(f"0-{n}", 40)) for n in range(3)]
-        for _ in range(8):
-            # Only ever in company.
-            await asyncio.sleep(2.5)
-            if len(world.inside(world.engines[-1])) > 1:
-                world.engines[-1].die("of something else")
-        trajectories = await asyncio.gather(*long)
-        assert all(whole(t, 40) for t in trajectories)
-        assert len(world.reasons) == 2
-        assert all(len(inside) == 1 for inside in world.steps[-80:])
-        assert world.host.suspects.failed == 0
-
-
-async def test_a_ticket_that_is_to_run_alone_does_so_from_its_first_submission():
-    async with World() as world:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(world.response("0-1", 5))
-            await asyncio.sleep(1.5)
-            for sample in range(2):
-                tasks.create_task(world.response("0-2", 5, sample, alone=True))
-            await asyncio.sleep(0.1)
-            tasks.create_task(world.response("0-3", 5))
-        assert [uid for uid, _, _ in world.submitted] == ["0-1", "0-2", "0-2", "0-3"]
-        assert all(len(inside) == 1 for inside in world.steps)
-        assert world.host.turns.lone_turns == 1
-
-
 @pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
 async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode):
     async with World(on_update=mode) as world:
