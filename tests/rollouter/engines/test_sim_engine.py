@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouter.engines.engine_cases import LONG_S, broadcast, broken_off, load, part_of
+from rollouter.engines.engine_cases import LONG_S, load, part_of
 from tiny_models import Publisher
 from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.config.rollout import SimEngineConfig
-from asyncrl.errors import BroadcastFailed, EngineDied
+from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest, TokenDelta
@@ -321,51 +321,16 @@ async def test_crash_ends_streams_and_calls():
 # --- the engine in a broadcast ------------------------------------------------------------------------------
 
 
-@contextmanager
-def paused() -> Iterator[tuple[asyncio.Runner, Engine, Sender, Publisher]]:
-    """An engine that has served nothing, on a runner, and what a learner sends with."""
-    threads = threading.active_count()
-    publisher, sender = Publisher(), Sender("gloo", "127.0.0.1", LONG_S)
-    with asyncio.Runner() as runner:
-        engine = make_engine(config_for(load_s=0.0), "rollouter/0")
-        runner.run(engine.start())
-        runner.run(engine.pause("abort"))
-        yield runner, engine, sender, publisher
-        runner.run(engine.close())
-        sender.close()
-        publisher.close()
-    assert threading.active_count() == threads
-
-
-def tensors(version: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((64,), version), "v": torch.zeros(3)}
-
-
-def test_broadcast_loads_what_shared_memory_does_and_a_broken_one_nothing():
-    async def body(engine, sender, publisher):
-        for version in range(2):
-            manifest = publisher.publish(version, tensors(version))
-            assert await broadcast(engine, sender, manifest) == [None, None]
-            received = await engine.checksum()
-            await load(engine, manifest)
-            assert await engine.checksum() == received
-            assert (await collect(engine, request(f"r{version}")))[1].spans == [VersionSpan(version, 0, 40)]
-            await engine.pause("abort")
-        broken = publisher.publish(2, tensors(2))
-        for failed in await broadcast(engine, sender, broken, broken_off(sender, broken)):
-            assert isinstance(failed, BroadcastFailed)
-        await engine.resume()
-        assert (await collect(engine, request("r")))[1].spans == [VersionSpan(1, 0, 40)]
-
-    with paused() as (runner, *made):
-        runner.run(body(*made))
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.2])
 def test_close_ends_a_broadcast_that_nobody_sends(after_s):
-    async def body(engine, sender, publisher):
-        weights = part_of(sender, publisher.publish(1, tensors(1)))
-        loading = asyncio.create_task(engine.load(weights, recompute_kv=False))
+    async def go():
+        engine, manifest = (
+            make_engine(config_for(load_s=0.0), "rollouter/0"),
+            publisher.publish(1, {"v": torch.zeros(3)}),
+        )
+        await engine.start()
+        await engine.pause("abort")
+        loading = asyncio.create_task(engine.load(part_of(sender, manifest), recompute_kv=False))
         await asyncio.sleep(after_s)
         # Less than the wait for the others would take.
         async with asyncio.timeout(LONG_S / 2):
@@ -373,5 +338,7 @@ def test_close_ends_a_broadcast_that_nobody_sends(after_s):
             with pytest.raises(EngineDied, match="it was closed"):
                 await loading
 
-    with paused() as (runner, *made):
-        runner.run(body(*made))
+    threads = threading.active_count()
+    with closing(Publisher()) as publisher, closing(Sender("gloo", "127.0.0.1", LONG_S)) as sender:
+        asyncio.run(go())
+    assert threading.active_count() == threads

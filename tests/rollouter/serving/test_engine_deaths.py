@@ -1,34 +1,19 @@
 """Engines that die under their requests: no token is lost, the guilty prompt is found, the innocent are left alone."""
 
 import asyncio
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from harness import replace
+from hosting import Hosted
 from inprocess import sim_config
-from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import TokenDelta
-from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
-from asyncrl.rollouter.serving.group_events import SampleAccount
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.stops import Stops
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
 
 STEP_S = 1.0
 RUN = run_virtual
-
-
-class Letters:
-    eos_ids: set = set()
-
-    def decode(self, ids):
-        return "".join(chr(0x100 + id) for id in ids)
 
 
 class Engine:
@@ -123,16 +108,14 @@ class Engine:
         self.going.set()
 
 
-class World:
+class World(Hosted):
     """A host with such engines, and somebody who replaces them and brings them new weights."""
 
     def __init__(self, *, poison=None, **rollout):
-        self.config = sim_config(rollout=rollout)
+        super().__init__(sim_config(rollout=rollout), self.make)
         self.poison, self.unloadable = poison or {}, set()
         self.submitted, self.steps, self.engines, self.seeds = [], [], [], []
         self.reasons, self.excused = [], []
-        clock = LoopClock()
-        self.host = EngineHost(self.config, self.make, clock, StateLedger(clock.now, "engine"), Awaits(clock.now))
         self.version = 0
 
     def make(self):
@@ -153,21 +136,9 @@ class World:
 
     async def update(self):
         try:
-            while not await self.host.quiesced(5.0):
-                pass
-            await self.host.pause(self.version)
-            await self.host.load(SimpleNamespace(version=self.version))
-            await self.host.commit()
+            await self.load(self.version)
         except EngineDied as error:
             self.host.lost(str(error))
-
-    async def response(self, uid, tokens=8, sample=0, **changes):
-        ticket = replace(
-            make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
-        )
-        account = SampleAccount(uid, sample, LoopClock().now)
-        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())
-        return await single_turn(call, ticket, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from harness import replace
+from hosting import Hosted
 from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import sim_config
-from test_messages import make_group
-from virtual import LoopClock, run_virtual
+from virtual import run_virtual
 
 from asyncrl.rollouter.engines.sim import SimEngine
-from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
-from asyncrl.rollouter.serving.group_events import SampleAccount
 from asyncrl.rollouter.serving.reprefill import Reprefill
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.stops import Stops
-from asyncrl.telemetry.states import StateLedger
 
 PROMPT = list(range(40))
 """Two whole blocks of the simulated prefix cache, and half of one."""
@@ -73,48 +64,26 @@ class Engine(SimEngine):
         self._die("killed")
 
 
-class Letters:
-    eos_ids: set[int] = set()
-
-    def decode(self, ids):
-        return "x" * len(ids)
-
-
-class World:
+class World(Hosted):
     """Siblings of one prompt in a simulated engine, on a virtual clock: prefill takes no time, a token a second."""
 
     def __init__(self, **rollout: Any) -> None:
         sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": TOKENS}
-        self.config = sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
+        super().__init__(sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout}), lambda: Engine(self))
         self.computed: list[tuple[int, int, int]] = []
         """(held, prompt with them, cached) of each submission that came to sample something."""
-        clock = LoopClock()
-        self.host = EngineHost(
-            self.config, lambda: Engine(self), clock, StateLedger(clock.now, "engine"), Awaits(clock.now)
-        )
 
     async def update(self, *, at_once: bool = False) -> None:
-        version = self.host.version + 1
-        await self.host.quiesced(1000.0)
-        await self.host.pause(version)
-        await self.host.load(SimpleNamespace(version=version))
-        await self.host.commit()
+        await self.load(self.host.version + 1)
         if not at_once:
             await asyncio.sleep(10.0)
-
-    async def sibling(self, sample: int) -> None:
-        ticket = replace(
-            make_group("0-1").ticket, max_tokens=TOKENS, prompt_ids=np.array(PROMPT, np.int32), temperature=1.0
-        )
-        call = PolicyCall(self.host, Letters(), self.config, ticket, SampleAccount("0-1", sample, lambda: 0.0).call())
-        await single_turn(call, ticket, sample, Stops(), Letters())
 
     async def play(self, meanwhile: Any) -> None:
         await self.host.start()
         await self.update(at_once=True)
         async with asyncio.TaskGroup() as tasks:
             for sample in range(SIBLINGS):
-                tasks.create_task(self.sibling(sample))
+                tasks.create_task(self.response("0-1", TOKENS, sample, PROMPT))
             await asyncio.sleep(10.5)
             await meanwhile()
         await self.host.close()
