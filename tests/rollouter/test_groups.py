@@ -134,24 +134,18 @@ def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script, rea
     assert script.tries <= 1, "what failed for good is not tried again"
 
 
-def test_or_is_left_out_while_enough_survive():
-    group = run(Scripted(losses={2: 99}), rollout={"on_failed_trajectory": "drop"})
-    assert [t.sample for t in group.trajectories] == [0, 1, 3]
-    assert group.dropped == 1
-    group = run(Scripted(losses={0: 99, 1: 99, 2: 99}), rollout={"on_failed_trajectory": "drop"})
-    assert group.failure is not None
-
-
-def test_a_reward_that_fails_costs_its_trajectory_alone_where_it_may_be_left_out():
-    """A response on which a verifier hangs is left out: its siblings are scored once, and are the group."""
-    script = Scripted(refusals={2: 99})
-    group = run(script, rollout={"on_failed_trajectory": "drop", "max_attempts": 3})
+@pytest.mark.parametrize("fails", ["losses", "refusals"])
+def test_what_fails_is_left_out_while_enough_survive(fails):
+    """A response on which a verifier hangs costs its siblings nothing: they are scored once, and are the group."""
+    drop = {"on_failed_trajectory": "drop", "max_attempts": 3}
+    script = Scripted(**{fails: {2: 99}})
+    group = run(script, rollout=drop)
     assert (group.failure, group.dropped, group.failed_attempts) == (None, 1, 3)
     assert [(t.sample, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0), (3, 3.0)]
     calls = [text for kind, text, _ in script.events if kind == "score"]
-    assert sorted(calls) == ["0", "1", "2", "2", "2", "3"]
-    group = run(Scripted(refusals={0: 99, 1: 99, 3: 99}), rollout={"on_failed_trajectory": "drop"})
-    assert "scoring failed 3 times" in group.failure
+    assert sorted(calls) == ["0", "1", *["2"] * (3 if fails == "refusals" else 0), "3"]
+    group = run(Scripted(**{fails: {0: 99, 1: 99, 3: 99}}), rollout=drop)
+    assert "failed 3 times" in group.failure
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The choice of an episode's host, by tables and properties."""
+"""The choice of an episode's host and of a reward pool, by tables and properties."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollouter.episode.hosts import choose, shares
+from asyncrl.rollouter.episode.hosts import choose, choose_pool, shares
 
 OWN, X, Y = "episodes/0", "episodes/4", "episodes/5"
 ALL = (OWN, X, Y)
@@ -68,3 +68,44 @@ def test_hosts_are_as_full_as_one_another(rollouters, count, load):
     hosts = [*(name.replace("rollouter", "episodes") for name in names), *extra]
     mean = load * rollouters / (rollouters + count)
     assert all(abs(total[host] - mean) <= rollouters for host in hosts), total
+
+
+# --- reward pools ---
+
+
+A, B, C = POOLS = ("reward/0", "reward/1", "reward/2")
+
+
+@pytest.mark.parametrize(
+    ("open", "first", "ready", "avoid", "chosen"),
+    [
+        # Rollouters begin with different ones.
+        ({}, 0, POOLS, (), A),
+        ({}, 1, POOLS, (), B),
+        # The least busy one.
+        ({A: 3, B: 2, C: 2}, 0, POOLS, (), B),
+        # One that answers, and another than before, where there is one.
+        ({}, 1, (A, C), (), C),
+        ({B: 9}, 0, (A, B), (A,), B),
+        # All are away: one is waited for, rather another than before.
+        ({}, 2, (), (C,), A),
+        ({A: 1}, 0, (), POOLS, B),
+    ],
+)
+def test_the_least_busy_pool_that_answers_is_taken(open, first, ready, avoid, chosen):
+    assert choose_pool(POOLS, open, first=first, ready=ready, avoid=avoid) == chosen
+
+
+@given(count=st.integers(1, 6), first=st.integers(0, 99), calls=st.lists(st.booleans(), max_size=80))
+def test_pools_that_all_answer_differ_by_one_at_most_while_calls_only_come(count, first, calls):
+    pools, open = [f"reward/{at}" for at in range(count)], Counter()
+    for _ in calls:
+        open[choose_pool(pools, open, first=first, ready=pools)] += 1
+    assert max(open.values(), default=0) - min(open[pool] for pool in pools) <= 1
+
+
+@given(first=st.integers(0, 9), ready=st.sets(st.sampled_from(POOLS)), avoid=st.sets(st.sampled_from(POOLS)))
+def test_what_is_away_is_taken_only_where_nothing_else_is(first, ready, avoid):
+    chosen = choose_pool(POOLS, {}, first=first, ready=ready, avoid=avoid)
+    assert chosen in ready or not ready
+    assert chosen not in avoid or not (ready or set(POOLS)) - avoid
