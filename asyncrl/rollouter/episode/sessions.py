@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.messages.groups import Ticket
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
-from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
 from asyncrl.rollouter.serving.response import Response
 from asyncrl.rollouter.serving.stages import Phase, Stages
@@ -111,6 +111,13 @@ class _Call:
         self.reply: ChatReply | None = None
 
 
+class PolicyFunction(Protocol):
+    """One call of the policy; a PolicyCall."""
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """Sample an answer, as PolicyCall.generate."""
+
+
 class Sessions:
     """All sessions of a rollouter.
 
@@ -125,7 +132,7 @@ class Sessions:
         renderer: Renderer,
         tokenizer: Tokenizer,
         stops: Stops,
-        policy: Callable[..., PolicyCall],
+        policy: Callable[..., PolicyFunction],
         slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
         delta: Callable[[Session, str, int, str], None],
         figures: EpisodeFigures,

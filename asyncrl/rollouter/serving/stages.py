@@ -1,6 +1,6 @@
 """The life of an episode: where its time goes, which deadline comes next, and who is late. Pure; ``now`` is given.
 
-    start -> (calls of the policy | user's code)* -> close -> score -> ended
+    start -> (calls of the policy | user's code)* -> close -> ended
 
 It starts until it first calls the policy; before its host says that the user's code has begun, no time is the agent's.
 While any call is under way it is with the policy, else with the user's code: the deadlines ``start``, ``turn`` and
@@ -47,7 +47,7 @@ class Stages:
 
     def __init__(self, config: EpisodeConfig, now: float) -> None:
         self.state = "start"
-        """State for display: start, queue, engine, paused, tool NAME, user, close, judge, score, ended."""
+        """State for display: start, queue, engine, paused, tool NAME, user, close, ended."""
         self.turns = 0
         """Answers given."""
         self.outcome: FinishReason = "stop"
@@ -113,13 +113,6 @@ class Stages:
         if self._over is None:
             self.outcome, self._over, self._closing = outcome, reason, self._now
             self._show()
-
-    def score(self, now: float, *, state: Literal["judge", "score"] = "score") -> None:
-        """The user's code has ended; its conversation is scored."""
-        self._tick(now)
-        self._over = self._over or "it has ended"
-        self._calls.clear()
-        self._enter(state)
 
     def end(self, now: float) -> None:
         """End the episode, well or not: nothing more is to come of it."""

@@ -47,7 +47,6 @@ DEADLINES = {
         312.0,
     ),
     "it is over with a call under way": ([(8, "call", "a"), (31, "end_by", "length", "too long")], 36.0),
-    "it is scored": ([*answered("a", 8, 30), (31, "score")], None),
     "it has ended": ([(31, "end")], None),
 }
 
@@ -115,12 +114,10 @@ def test_no_turn_is_refused_but_the_one_past_the_limit_and_the_first_limit_stays
 
 
 def test_news_of_a_call_after_the_end_changes_nothing():
-    stages = played(
-        (1, "call", "a"), (2, "score", {"state": "judge"}), (3, "enter", "a", "engine"), (4, "answered", "a")
-    )
+    stages = played((1, "call", "a"), (2, "end"), (3, "enter", "a", "engine"), (4, "answered", "a"))
     stages.dropped("a", 5)
     stages.end_by("time", "late", 5)
-    assert (stages.state, stages.turns, stages.outcome) == ("judge", 0, "stop")
+    assert (stages.state, stages.turns, stages.outcome) == ("ended", 0, "stop")
 
 
 def test_states_as_they_are_shown():
@@ -138,22 +135,21 @@ def test_states_as_they_are_shown():
         (8, "call", "c"),
         (9, "answered", "c"),
         (10, "end_by", "time", "late"),
-        (11, "score", {"state": "judge"}),
         (12, "end"),
     ]:
         shown.append(stages.state)
         happens(stages, *event)
     assert shown == [
         *("start", "queue", "engine", "engine", "paused", "queue", "engine"),
-        *("tool search", "queue", "user", "close", "judge"),
+        *("tool search", "queue", "user", "close"),
     ]
-    spent = {"start": 1, "queue": 3, "engine": 3, "paused": 1, "tool search": 1, "user": 1, "close": 1, "judge": 1}
+    spent = {"start": 1, "queue": 3, "engine": 3, "paused": 1, "tool search": 1, "user": 1, "close": 2}
     assert stages.seconds(100) == spent
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["call", "queue", "engine", "paused", "answered", "dropped", "expire", "over", "score", "end"]),
+        st.sampled_from(["call", "queue", "engine", "paused", "answered", "dropped", "expire", "over", "end"]),
         st.integers(0, 3),
         st.floats(-1, 30, allow_nan=False),
     ),
@@ -200,9 +196,9 @@ def test_fractions_add_up_to_its_life_and_policy_time_is_nobody_elses(steps, tur
         elif what == "over":
             stages.end_by("length", "full", at)
             over = True
-        elif what in ("score", "end"):
-            getattr(stages, what)(at)
-            over, ended = True, ended or what == "end"
+        elif what == "end":
+            stages.end(at)
+            over = ended = True
             calls.clear()
         else:
             stages.enter(call, what, at)
