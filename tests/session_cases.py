@@ -203,7 +203,7 @@ class World:
             await self._load(SimpleNamespace(version=version))
             return
         with closing(await asyncio.to_thread(stage, self.publish(version))) as staged:
-            await self.host.accept(staged)
+            await self.host.engine.accept(staged)
             assert await self.host.quiesced(60.0)
             await self._load(staged)
 

@@ -7,10 +7,12 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from harness import Net
+from cuts import way_to
+from harness import Net, replace
 from rollouter_cases import Dataloader, Learner, living
 
 from asyncrl.errors import RemoteError
+from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets
 from asyncrl.runtime.calls import peer as peer_module
 
@@ -69,19 +71,6 @@ async def test_an_acknowledgement_that_nobody_has_looked_at_when_the_learner_is_
         assert life.rollouter.counters["rollout/delivered_again"] == 1
 
 
-async def test_what_was_released_before_the_adoption_is_not_in_the_answer(tmp_path):
-    old, new, dataloader = Learner(), Learner(), Dataloader()
-    async with between(old, dataloader, tmp_path) as life:
-        dataloader.grant("0-1")
-        await old.came.wait()
-        await life.until(lambda: not life.held)
-        assert life.open_tickets(learner=2).tickets == []
-        life.net.serve(new, "learner/0", 2)
-        dataloader.grant("0-2")
-        await life.until(lambda: new.uids)
-        assert new.uids == ["0-2"]
-
-
 @pytest.mark.parametrize("adopted", [1, 2])
 async def test_an_acknowledgement_of_the_learner_that_is_adopted_counts_whenever_it_came(tmp_path, adopted):
     learner, dataloader = Learner(open=False), Dataloader()
@@ -113,7 +102,7 @@ async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_grant_and_
         await life.until(lambda: learner.uids == ["0-1", "0-3"])
         life.rollouter._host.suspects.died(["0-2", "0-3"], "killed", alone=False)
         asker = life.net.client("rollouter/0", "dataloader/0", 7)
-        life.net.register(record_of(life))
+        life.net.register(ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address))
         answer = await asker.call(OpenTickets(learner=1))
         assert answer.tickets == [HeldTicket("0-1", 1, 0), HeldTicket("0-2", 2, 1), HeldTicket("0-3", 3, 2)]
         assert (answer.seen, answer.served_version) == (3, -1)
@@ -123,12 +112,6 @@ async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_grant_and_
         learner.open.set()
         life.gates["0-2"].set()
         await life.until(lambda: not life.held)
-
-
-def record_of(life):
-    from asyncrl.messages.actors import ActorRecord
-
-    return ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address)
 
 
 async def test_grants_of_a_dataloader_that_is_no_more_are_dropped_with_their_numbers(tmp_path):
@@ -207,3 +190,30 @@ async def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(tmp
         await life.task
         assert (dataloader.partings, dataloader.returned) == ([["0-2"], []], [])
         assert learner.uids == ["0-1", "0-2"]
+
+
+async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_along_and_tells_whom_it_misses(tmp_path):
+    def told():
+        return {record.whom: record.seconds for record in life.rollouter.heartbeat(1, 0.0).unreached}
+
+    async with Net() as net:
+        learner, dataloader = Learner(), Dataloader()
+        net.serve(learner, "learner/0")
+        net.serve(dataloader, "dataloader/0")
+        async with way_to(net.records["learner/0"].address) as way:
+            net.register(replace(net.records["learner/0"], address=way.address))
+            way.cut()
+            dataloader.grant("0-1")
+            async with living(net, tmp_path) as life:
+                await life.until(lambda: told().get("learner/0", 0.0) > 0.5)
+                assert set(told()) == {"learner/0"}
+                assert (dataloader.asked, life.held) == ([], set())
+                await way.open()
+                await life.until(lambda: learner.uids == ["0-1"] and not life.held)
+                assert told() == {}
+                # Once it was reached, it is kept busy: its learner may only be starting again.
+                way.cut()
+                dataloader.grant("0-2")
+                await life.until(lambda: life.held == {"0-2"} and told().get("learner/0", 0.0) > 0.1)
+                await way.open()
+                await life.until(lambda: not life.held)

@@ -1,6 +1,7 @@
 """Groups: trajectories fail, retry and are scored one by one; an error is never a reward."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 from harness import Net
@@ -26,17 +27,21 @@ def ticket():
 class Scripted:
     """Episodes and scores that fail as often as they are told to."""
 
-    def __init__(self, *, losses=(), refusals=(), final=(), lengths=(1, 2, 3, 4), components=None):
+    def __init__(self, *, losses=(), refusals=(), final=(), lengths=(1, 2, 3, 4), components=None, hopeless=None):
         self.losses, self.refusals = dict(losses), dict(refusals)
         self.final = set(final)
         self.lengths, self.components = lengths, components or {}
         self.events = []
-        self.generated = 0
+        self.generated = self.tries = 0
+        self.hopeless = hopeless
         self.has_worked = []
         """Each score's word on the function."""
 
     async def episode(self, ticket, sample):
         await asyncio.sleep(self.lengths[sample])
+        if sample == self.hopeless:
+            self.tries += 1
+            raise TrajectoryFailed("the engine died of it")
         if self.losses.get(sample, 0) > 0:
             self.losses[sample] -= 1
             raise DeadlineExceeded("rollouter/0", "env/0", "Step", 1.0)
@@ -77,10 +82,14 @@ def run(script, **tables):
     return run_virtual(main())
 
 
-def test_each_trajectory_is_scored_the_moment_it_is_finished():
+@pytest.mark.parametrize("per", ["trajectory", "group"])
+def test_each_trajectory_is_scored_the_moment_it_is_finished_or_the_group_when_all_are(per):
     script = Scripted()
-    group = run(script)
+    group = run(script, reward={"per": per})
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+    if per == "group":
+        assert [event for event in script.events if event[0] == "score"] == [("score", "0", 4)]
+        return
     finished = {sample: at for kind, sample, at in script.events if kind == "generated"}
     scored = {int(text): at for kind, text, at in script.events if kind == "score"}
     assert finished == scored == {0: 1, 1: 2, 2: 3, 3: 4}
@@ -96,13 +105,6 @@ def test_the_reward_pool_is_told_once_its_function_has_worked(components, told):
     assert script.has_worked == [False, False, False, told, told]
 
 
-def test_a_group_reward_waits_for_the_whole_group():
-    script = Scripted()
-    group = run(script, reward={"per": "group"})
-    assert [event for event in script.events if event[0] == "score"] == [("score", "0", 4)]
-    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
-
-
 def test_only_what_failed_is_tried_again_with_growing_pauses():
     script = Scripted(losses={1: 2}, refusals={3: 1})
     group = run(script, rollout={"max_attempts": 3, "retry_backoff_s": 1.0})
@@ -115,51 +117,35 @@ def test_only_what_failed_is_tried_again_with_growing_pauses():
 
 
 @pytest.mark.parametrize(
-    "script",
-    [Scripted(losses={2: 99}), Scripted(refusals={2: 99}), Scripted(final={2})],
-    ids=["episode", "score", "final"],
+    ("script", "reason"),
+    [
+        (Scripted(losses={2: 99}), "env/0"),
+        (Scripted(refusals={2: 99}), "timeout"),
+        (Scripted(final={2}), "nonsense"),
+        (Scripted(hopeless=2), "the engine died of it"),
+    ],
+    ids=["episode", "score", "final", "hopeless"],
 )
-def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script):
+def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script, reason):
     group = run(script, rollout={"on_failed_trajectory": "quarantine_group"})
     assert group.trajectories == []
-    assert any(word in group.failure for word in ("env/0", "timeout", "nonsense"))
+    assert reason in group.failure
     assert script.generated == SAMPLES
+    assert script.tries <= 1, "what failed for good is not tried again"
 
 
-def test_or_is_left_out_while_enough_survive():
-    group = run(Scripted(losses={2: 99}), rollout={"on_failed_trajectory": "drop"})
-    assert [t.sample for t in group.trajectories] == [0, 1, 3]
-    assert group.dropped == 1
-    group = run(Scripted(losses={0: 99, 1: 99, 2: 99}), rollout={"on_failed_trajectory": "drop"})
-    assert group.failure is not None
-
-
-def test_a_reward_that_fails_costs_its_trajectory_alone_where_it_may_be_left_out():
-    """A response on which a verifier hangs is left out: its siblings are scored once, and are the group."""
-    script = Scripted(refusals={2: 99})
-    group = run(script, rollout={"on_failed_trajectory": "drop", "max_attempts": 3})
+@pytest.mark.parametrize("fails", ["losses", "refusals"])
+def test_what_fails_is_left_out_while_enough_survive(fails):
+    """A response on which a verifier hangs costs its siblings nothing: they are scored once, and are the group."""
+    drop = {"on_failed_trajectory": "drop", "max_attempts": 3}
+    script = Scripted(**{fails: {2: 99}})
+    group = run(script, rollout=drop)
     assert (group.failure, group.dropped, group.failed_attempts) == (None, 1, 3)
     assert [(t.sample, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0), (3, 3.0)]
     calls = [text for kind, text, _ in script.events if kind == "score"]
-    assert sorted(calls) == ["0", "1", "2", "2", "2", "3"]
-    group = run(Scripted(refusals={0: 99, 1: 99, 3: 99}), rollout={"on_failed_trajectory": "drop"})
-    assert "scoring failed 3 times" in group.failure
-
-
-def test_what_failed_for_good_is_not_tried_again():
-    class Hopeless(Scripted):
-        tries = 0
-
-        async def episode(self, ticket, sample):
-            if sample == 1:
-                self.tries += 1
-                raise TrajectoryFailed("the engine died of it")
-            return await super().episode(ticket, sample)
-
-    script = Hopeless()
-    group = run(script, rollout={"on_failed_trajectory": "quarantine_group"})
-    assert (group.failure, group.trajectories, script.tries) == ("the engine died of it", [], 1)
-    assert script.generated == SAMPLES
+    assert sorted(calls) == ["0", "1", *["2"] * (3 if fails == "refusals" else 0), "3"]
+    group = run(Scripted(**{fails: {0: 99, 1: 99, 3: 99}}), rollout=drop)
+    assert "failed 3 times" in group.failure
 
 
 @pytest.mark.parametrize(
@@ -168,9 +154,6 @@ def test_what_failed_for_good_is_not_tried_again():
         DeadlineExceeded("rollouter/0", "reward/0", "Score", 1.0),
         PeerRestarted("reward/0", "Score"),
         RemoteError("reward/0", "AssertionError", "a bug", retryable=True),
-        RemoteError("reward/0", "reward_pool_ended", "the pool was closed", retryable=True),
-        RemoteError("reward/0", "reward_broken", "has failed in all of its calls", retryable=True),
-        RemoteError("reward/0", "cancelled", "the actor ends", retryable=True),
         RemoteError("reward/0", "deadline", "ran past the deadline", retryable=False),
     ],
     ids=lambda error: getattr(error, "code", type(error).__name__),
@@ -218,47 +201,40 @@ class Pool:
         return Scores(rewards=[1.0] * self.count, components=[{}] * self.count, run_s=0.0)
 
 
-@pytest.mark.parametrize("count", [1, SAMPLES])
-async def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count):
-    """A group reward has them all in one call."""
-
+@asynccontextmanager
+async def scoring(folder, count, patience_s=30.0):
+    """A rollouter with ``count`` completions at a reward pool, which answers when it is told to."""
     pool, completion = Pool(count), Completion(text="x", finish_reason="stop", tokens=1)
-    async with asyncio.timeout(30), Net(memory=True) as net:
-        for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner()), ("reward/0", pool)):
-            net.serve(served, name, 1)
-        async with living(net, tmp_path) as life:
-            request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
-            call = asyncio.create_task(life.rollouter._call_reward(request, set()))
-            await pool.came.wait()
-            assert life.rollouter.figures()["rollout/scoring"] == count
-            pool.answers.set()
-            await call
-            assert life.rollouter.figures()["rollout/scoring"] == 0
-
-
-@pytest.mark.parametrize("away", [False, True])
-async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path, away):
-    """However long its queue; silence ends the wait, though the queue of a large run may honestly take hours."""
-    patience_s = 1.0
-    pool, completion = Pool(), Completion(text="x", finish_reason="stop", tokens=1)
     async with asyncio.timeout(30), Net(memory=True) as net:
         for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner())):
             net.serve(served, name, 1)
         bound = net.serve(pool, "reward/0", 1)._bound
-        async with living(net, tmp_path) as life:
+        async with living(net, folder) as life:
             rollouter = life.rollouter
             network = rollouter.config.network.model_copy(update={"call_timeout_s": patience_s})
             reward = rollouter.config.reward.model_copy(update={"timeout_s": 3600.0})
             rollouter.config = rollouter.config.model_copy(update={"network": network, "reward": reward})
-            request = Score(uid="0-1", prompt="", row={}, completions=[completion])
+            request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
             call = asyncio.create_task(rollouter._call_reward(request, set()))
             await pool.came.wait()
-            if away:
-                bound.deliver = lambda client, frames: None
-                with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
-                    await call
-            else:
-                await asyncio.sleep(3 * patience_s)
-                pool.answers.set()
-                assert (await call).rewards == [1.0]
+            yield rollouter, pool, bound, call
             pool.answers.set()
+
+
+@pytest.mark.parametrize("count", [1, SAMPLES])
+async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path, count):
+    """However long its queue. A group reward has all trajectories in one call."""
+    async with scoring(tmp_path, count, patience_s=0.3) as (rollouter, pool, _, call):
+        assert rollouter.figures()["rollout/scoring"] == count
+        await asyncio.sleep(1.0)
+        pool.answers.set()
+        assert (await call).rewards == [1.0] * count
+        assert rollouter.figures()["rollout/scoring"] == 0
+
+
+async def test_silence_ends_the_wait_for_a_reward_pool(tmp_path):
+    """The queue of a large run may honestly take hours."""
+    async with scoring(tmp_path, 1, patience_s=1.0) as (_, _, bound, call):
+        bound.deliver = lambda client, frames: None
+        with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
+            await call

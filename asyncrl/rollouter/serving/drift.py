@@ -150,21 +150,17 @@ class DriftRecord:
     def __init__(self) -> None:
         self.warnings = 0
         """Drifts at or above drift.warn."""
-        self._figures: dict[str, float] = {}
+        self.figures: dict[str, float] = {}
+        """Figures for the monitor; empty before the first drift. From any thread."""
 
     def add(self, drift: Drift, verdict: Verdict) -> None:
         """Add one more drift, after an update."""
         self.warnings += verdict != "agrees"
-        self._figures = {
+        self.figures = {
             "rollout/drift": drift.nats,
-            "rollout/drift_largest": max(drift.nats, self._figures.get("rollout/drift_largest", 0.0)),
+            "rollout/drift_largest": max(drift.nats, self.figures.get("rollout/drift_largest", 0.0)),
             "rollout/drift_warnings": self.warnings,
         }
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Figures for the monitor; empty before the first drift. From any thread."""
-        return self._figures
 
 
 def explain(drift: Drift) -> str:

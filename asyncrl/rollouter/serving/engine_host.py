@@ -129,8 +129,7 @@ class EngineHost:
 
         An update has dropped the keys and values of the first ``lost`` tokens of its prompt.
         """
-        engine = self._engine
-        assert engine is not None
+        engine = self.engine
         assert self._open.is_set(), "submitted to an engine that does not serve"
         self._enter(ticket.uid)
         self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
@@ -182,14 +181,10 @@ class EngineHost:
     # --- updates ---
 
     @property
-    def workers(self) -> int:
-        """Processes of the engine that take part in a broadcast."""
+    def engine(self) -> Engine:
+        """The engine that is up."""
         assert self._engine is not None
-        return self._engine.workers
-
-    async def accept(self, staged: StagedVersion) -> None:
-        assert self._engine is not None
-        await self._engine.accept(staged)
+        return self._engine
 
     async def quiesced(self, timeout: float) -> bool:
         """Whether an update may begin. Under on_update = drain nothing more is admitted and all that runs ends first.
@@ -212,12 +207,11 @@ class EngineHost:
 
     async def pause(self, version: int) -> float:
         """Stop for the update to ``version``; returns the seconds until the engine was idle."""
-        assert self._engine is not None
         self._shut()
         self._states.enter("pausing", f"weights v{version}")
         began = self._clock.now()
         mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[self._config.rollout.on_update]
-        await self._engine.pause(mode)  # type: ignore[arg-type]
+        await self.engine.pause(mode)  # type: ignore[arg-type]
         self._frozen = True
         if self._states.state == "pausing":
             self._states.enter("paused", f"weights v{version}")
@@ -228,14 +222,13 @@ class EngineHost:
 
         It stays paused: ``commit`` follows, or after a failure another load.
         """
-        assert self._engine is not None
         rollout = self._config.rollout
         recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
         self._loaded = None
         self._states.enter("loading", f"weights v{weights.version}")
         try:
-            await self._engine.load(weights, recompute_kv=recompute)
+            await self.engine.load(weights, recompute_kv=recompute)
         finally:
             # Not where it has died meanwhile.
             if self._states.state == "loading":
@@ -252,19 +245,18 @@ class EngineHost:
         With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
         WeightsCorrupt raised: the load is to be repeated. Returns also the engine's drift from the probe.
         """
-        assert self._engine is not None
         version = self._loaded
         assert version is not None, "nothing complete is loaded"
         began = self._clock.now()
         self._frozen = False
-        await self._engine.resume()
+        await self.engine.resume()
         drift = None
         if probe is not None:
             self._states.enter("probing")
             drift = await self.drift(probe)
             if drift.nats >= stop:
                 self._loaded = None
-                await self._engine.pause("abort")
+                await self.engine.pause("abort")
                 self._frozen = True
                 self._states.enter("paused", f"weights v{version}")
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
@@ -274,10 +266,9 @@ class EngineHost:
 
     async def call_off(self) -> None:
         """Go on under the old weights; not after a load has failed: the engine then waits for one that succeeds."""
-        assert self._engine is not None
         if self._loaded is not None and self._loaded == self.version:
             self._frozen = False
-            await self._engine.resume()
+            await self.engine.resume()
             self._admit()
 
     @property
@@ -285,17 +276,11 @@ class EngineHost:
         """Seconds since requests were last admitted; for an update that was just committed, what it cost."""
         return self._clock.now() - self._shut_since
 
-    async def checksum(self) -> str:
-        assert self._engine is not None
-        return await self._engine.checksum()
-
     async def drift(self, probe: Probe) -> Drift:
         """Drift of the engine, under the weights that it serves, from the learner's word on them."""
-        assert self._engine is not None
         assert self._loaded is not None
-        return await probe_engine(
-            self._engine, probe, version=self._loaded, temperature=self._config.rollout.temperature
-        )
+        temperature = self._config.rollout.temperature
+        return await probe_engine(self.engine, probe, version=self._loaded, temperature=temperature)
 
     def _admit(self) -> None:
         self._open.set()

@@ -1,6 +1,6 @@
 """The life of an episode: where its time goes, which deadline comes next, and who is late. Pure; ``now`` is given.
 
-    start -> (calls of the policy | user's code)* -> close -> score -> ended
+    start -> (calls of the policy | user's code)* -> close -> ended
 
 It starts until it first calls the policy; before its host says that the user's code has begun, no time is the agent's.
 While any call is under way it is with the policy, else with the user's code: the deadlines ``start``, ``turn`` and
@@ -47,7 +47,7 @@ class Stages:
 
     def __init__(self, config: EpisodeConfig, now: float) -> None:
         self.state = "start"
-        """State for display: start, queue, engine, paused, tool NAME, user, close, judge, score, ended."""
+        """State for display: start, queue, engine, paused, tool NAME, user, close, ended."""
         self.turns = 0
         """Answers given."""
         self.outcome: FinishReason = "stop"
@@ -114,13 +114,6 @@ class Stages:
             self.outcome, self._over, self._closing = outcome, reason, self._now
             self._show()
 
-    def score(self, now: float, *, state: Literal["judge", "score"] = "score") -> None:
-        """The user's code has ended; its conversation is scored."""
-        self._tick(now)
-        self._over = self._over or "it has ended"
-        self._calls.clear()
-        self._enter(state)
-
     def end(self, now: float) -> None:
         """End the episode, well or not: nothing more is to come of it."""
         self._tick(now)
@@ -144,27 +137,21 @@ class Stages:
         if due is None or due[0] > self._now:
             return None
         stage, config = due[1], self._config
+        outcome = self.outcome if stage == "close" else None
         if stage == "episode":
             text = f"it took {config.timeout_s:g} s beside its calls of the policy (episode.timeout_s)"
             self.end_by("time", text, now)
             return Expired(stage=stage, outcome="time", text=text)
-        if stage == "close":
-            outcome, text = self.outcome, self._close_text()
-        elif stage == "host":
-            outcome = None
+        if stage == "host":
             text = f"host: no worker began with it within {config.timeout_s:g} s (episode.timeout_s)"
-        elif stage == "start":
-            outcome = None
-            text = (
-                f"start: it did not call the policy within {config.start_timeout_s:g} s; raise episode.start_timeout_s "
-                "if it needs longer"
-            )
         else:
-            outcome = None
-            text = (
-                f"turn: it neither called the policy again nor ended within {config.turn_timeout_s:g} s of an answer "
-                f"(state: {self.state}); raise episode.turn_timeout_s if it needs longer"
-            )
+            text = {
+                "start": f"it did not call the policy within {config.start_timeout_s:g} s",
+                "turn": "it neither called the policy again nor ended within "
+                f"{config.turn_timeout_s:g} s of an answer (state: {self.state})",
+                "close": f"it had not ended {config.close_timeout_s:g} s after it was over ({self._over})",
+            }[stage]
+            text = f"{stage}: {text}; raise episode.{stage}_timeout_s if it needs longer"
         self._over = self._over or text
         self.end(now)
         return Expired(stage=stage, outcome=outcome, text=text)
@@ -176,18 +163,6 @@ class Stages:
         if self.state != _ENDED:
             seconds[self.state] = seconds.get(self.state, 0.0) + self._now - self._entered
         return seconds
-
-    def fractions(self, now: float) -> dict[str, float]:
-        """``seconds`` as shares of its life, which add up to 1; empty at its first moment."""
-        seconds = self.seconds(now)
-        life = sum(seconds.values())
-        return {state: spent / life for state, spent in seconds.items()} if life > 0 else {}
-
-    def _close_text(self) -> str:
-        return (
-            f"close: it had not ended {self._config.close_timeout_s:g} s after it was over ({self._over}); raise "
-            "episode.close_timeout_s if it needs longer"
-        )
 
     def _due(self) -> tuple[float, Stage] | None:
         """The earliest deadline that runs."""

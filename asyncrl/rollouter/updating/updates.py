@@ -84,12 +84,9 @@ class UpdateFollower:
         self._config = config
         self._name, self._clock, self._log = services.name, services.clock, services.log
         self._awaits, self._notify = services.awaits, services.notify
-        self._host = host
-        self._call = call
-        self._committed = committed
-        self._updated = updated
-        self._track = track
-        self._place = place
+        self._host, self._call = host, call
+        self._committed, self._updated = committed, updated
+        self._track, self._place = track, place
         self.relay = Relay()
         """Versions that were brought to this host."""
         supervision = config.supervision
@@ -162,7 +159,7 @@ class UpdateFollower:
         request = NextUpdate(
             serving=self._host.version,
             host=self._place,
-            workers=self._host.workers,
+            workers=self._host.engine.workers,
             on_gpu=self._config.rollout.on_gpu,
             base=-1 if self._base is None else self._base.version,
         )
@@ -255,7 +252,7 @@ class UpdateFollower:
 
     async def _accept(self, staged: StagedVersion) -> None:
         try:
-            await self._host.accept(staged)
+            await self._host.engine.accept(staged)
         except WeightsCorrupt as error:
             # Neither another engine nor another version would change that.
             raise ActorFailed(
@@ -264,10 +261,9 @@ class UpdateFollower:
 
     async def _wait_for_pause(self, version: int, paths: list[str]) -> None:
         with self._awaits.on(PARAMETER_SERVER, "RequestPause"):
-            while True:
-                reply: PauseGranted | None = await self._ask(RequestPause(version=version, paths=paths))
-                if reply is not None and reply.granted:
-                    return
+            reply: PauseGranted | None = None
+            while reply is None or not reply.granted:
+                reply = await self._ask(RequestPause(version=version, paths=paths))
 
     # --- by broadcast ---
 
@@ -296,10 +292,10 @@ class UpdateFollower:
 
     async def _broadcast_begins(self, version: int, epoch: int) -> bool:
         with self._awaits.on(PARAMETER_SERVER, "JoinBroadcast"):
-            while True:
-                reply: BroadcastBegins | None = await self._ask(JoinBroadcast(version=version, epoch=epoch))
-                if reply is not None and reply.decided:
-                    return reply.begins
+            reply: BroadcastBegins | None = None
+            while reply is None or not reply.decided:
+                reply = await self._ask(JoinBroadcast(version=version, epoch=epoch))
+            return reply.begins
 
     # --- both ---
 
@@ -311,7 +307,7 @@ class UpdateFollower:
         self._track.enter(f"load v{times.version}", version=times.version, bytes=times.bytes)
         load_s = await host.load(weights)
         full = self._config.weights.verify == "full"
-        checksum = await host.checksum() if full else ""
+        checksum = await host.engine.checksum() if full else ""
         self._track.enter(f"resume v{times.version}", version=times.version)
         resume_s, drift = await host.commit(probe if full else None, limits.stop)
         times = msgspec.structs.replace(

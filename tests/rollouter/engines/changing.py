@@ -41,8 +41,12 @@ LONG_PROMPTS = [[(7 * i + 3) % 89 for i in range(104)], [(5 * i + 1) % 89 for i 
 """Three blocks of the KV cache and a part of one."""
 
 
-def config_for(folder: str, *, lora: dict[str, Any] | None = None, **rollout: Any) -> Config:
-    """An engine on the CPU for a model of ``folder``."""
+TABLES = ("lora", "learner")
+
+
+def config_for(folder: str, **rollout: Any) -> Config:
+    """An engine on the CPU for a model of ``folder``; what is not of the rollout by the names of TABLES."""
+    tables = {name: rollout.pop(name) for name in TABLES if name in rollout}
     vllm = {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32} | rollout.pop("vllm", {})
     defaults = {"gpus_per_replica": 0, "max_tokens": 512, "engine_timeout_s": 60.0, "stream_interval": 8}
     return validate_config(
@@ -50,7 +54,7 @@ def config_for(folder: str, *, lora: dict[str, Any] | None = None, **rollout: An
             "model": {"path": folder},
             "data": {"source": "synthetic", "max_prompt_tokens": 256},
             "rollout": {**defaults, "vllm": vllm, **rollout},
-            "lora": lora or {},
+            **tables,
         }
     )
 
@@ -113,7 +117,7 @@ class Changing:
         model = self.of[version] = self.models[version % 2]
         staged = await asyncio.to_thread(stage, self.publish(version, model))
         try:
-            await self.host.accept(staged)
+            await self.host.engine.accept(staged)
             assert await self.host.quiesced(60.0)
             self.borrowed.changing = True
             await self.host.pause(version)

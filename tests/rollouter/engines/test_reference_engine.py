@@ -7,31 +7,29 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from published_weights import stage
+from rollouter.engines import engine_cases
+from rollouter.engines.engine_cases import PROMPT, Answer, broadcast, broken_off, collect, in_parts, load, until, worst
 from tiny_models import EOS, Publisher, logprobs_of, make_model, parameters_of, save_model
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.reference.engine import ReferenceEngine
 from asyncrl.rollouter.engines.reference.model import choose
 from asyncrl.rollouter.engines.reference.noise import uniform
-from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.sender import Sender
 
 TOLERANCE = 1e-5
-PROMPT = [(7 * i + 3) % 90 for i in range(40)]
 
 
 def config_for(folder: str, **rollout: Any) -> Config:
@@ -45,41 +43,7 @@ def config_for(folder: str, **rollout: Any) -> Config:
     )
 
 
-@dataclass
-class Answer:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    reason: str | None = None
-
-
-def ask(id: str = "a", prompt: list[int] = PROMPT, **fields: Any) -> GenerationRequest:
-    defaults: dict[str, Any] = {"max_tokens": 64, "temperature": 1.0, "seed": 7}
-    return GenerationRequest(id=id, prompt_ids=prompt, **(defaults | fields))
-
-
-async def collect(engine: ReferenceEngine, request: GenerationRequest, answer: Answer | None = None) -> Answer:
-    answer = answer or Answer()
-    async for delta in engine.generate(request):
-        assert answer.reason is None
-        assert len(delta.tokens) == len(delta.logprobs)
-        answer.tokens += delta.tokens
-        answer.logprobs += delta.logprobs
-        answer.reason = delta.finish_reason
-        answer.spans = delta.spans
-    assert answer.reason is not None
-    return answer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def worst(found: list[float], expected: list[float]) -> float:
-    assert len(found) == len(expected)
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+ask = partial(engine_cases.ask, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -111,34 +75,17 @@ async def started(folder: str, **rollout: Any) -> AsyncIterator[ReferenceEngine]
     assert not any(thread.name.startswith("model") for thread in threading.enumerate())
 
 
-async def load(engine: ReferenceEngine, manifest: Manifest, *, mode: Any = "abort", recompute_kv: bool = True) -> None:
-    with closing(stage(manifest)) as staged:
-        await engine.accept(staged)
-        await engine.pause(mode)
-        await engine.load(staged, recompute_kv=recompute_kv)
-    await engine.resume()
-
-
-@dataclass
-class Made:
-    """A model's folder, models for its versions, and what publishes them."""
-
-    folder: str
-    models: list[Any]
-    publisher: Publisher
-
-
 @pytest.fixture
-def made(folder, models, publisher):
-    return Made(folder, models, publisher)
+def serving(folder, models, publisher):
+    """Engines that serve the first model as version 0."""
 
+    @asynccontextmanager
+    async def serving(**rollout: Any) -> AsyncIterator[ReferenceEngine]:
+        async with started(folder, **rollout) as engine:
+            await load(engine, publisher.publish_model(0, models[0]))
+            yield engine
 
-@asynccontextmanager
-async def serving(made: Made, **rollout: Any) -> AsyncIterator[ReferenceEngine]:
-    """With the first model as version 0."""
-    async with started(made.folder, **rollout) as engine:
-        await load(engine, made.publisher.publish_model(0, made.models[0]))
-        yield engine
+    return serving
 
 
 # --- tokens and log-probs -----------------------------------------------------------------------------------
@@ -172,16 +119,18 @@ async def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(tmp_pa
         assert reasons == ({"length"} if tied else {"stop", "length"})
 
 
-async def test_a_response_ends_with_its_first_stop_token(made):
-    async with serving(made) as engine:
-        whole = await collect(engine, ask("whole"))
+async def test_a_response_ends_with_its_first_stop_token(serving):
+    async with serving() as engine:
+        whole = await collect(engine, ask(id="whole"))
         stop = whole.tokens[20]
         first = whole.tokens.index(stop)
-        cut = await collect(engine, ask("cut", stop_token_ids=[stop]))
+        cut = await collect(engine, ask(id="cut", stop_token_ids=[stop]))
         assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
         assert cut.logprobs == whole.logprobs[: first + 1]
-        again = await collect(engine, ask("again"))
+        again = await collect(engine, ask(id="again"))
         assert again.tokens == whole.tokens, "it is the request's alone"
+        answers = [await collect(engine, ask(id=id, seed=None)) for id in ("a", "b", "a")]
+        assert answers[0] == answers[2] and answers[0].tokens != answers[1].tokens, "by its name where it has no seed"
 
 
 def test_i8_nothing_else_changes_a_bit_of_a_response(folder, models, publisher):
@@ -191,7 +140,7 @@ def test_i8_nothing_else_changes_a_bit_of_a_response(folder, models, publisher):
     async def alone():
         async with started(folder, stream_interval=64) as engine:
             await load(engine, manifest)
-            return [await collect(engine, ask(f"{n}", p, seed=n % 3)) for n, p in enumerate(prompts)]
+            return [await collect(engine, ask(id=f"{n}", prompt=p, seed=n % 3)) for n, p in enumerate(prompts)]
 
     async def crowded():
         async with started(folder, stream_interval=3) as engine:
@@ -199,7 +148,7 @@ def test_i8_nothing_else_changes_a_bit_of_a_response(folder, models, publisher):
             async with asyncio.TaskGroup() as tasks:
                 found = {}
                 for n in (5, 2, 7, 0, 1, 6, 4, 3):
-                    request = ask(f"x{n}", prompts[n], seed=n % 3, priority=n % 2)
+                    request = ask(id=f"x{n}", prompt=prompts[n], seed=n % 3, priority=n % 2)
                     found[n] = tasks.create_task(collect(engine, request))
                     await engine.score(PROMPT)
             return [found[n].result() for n in range(8)]
@@ -210,46 +159,19 @@ def test_i8_nothing_else_changes_a_bit_of_a_response(folder, models, publisher):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(made, temperature):
-    async with serving(made, stream_interval=4) as engine:
+async def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(serving, temperature):
+    async with serving(stream_interval=4) as engine:
         whole, seed = Answer(), 0
         while len(whole.tokens) < 100:
             seed += 1
             whole = await collect(engine, ask(max_tokens=120, temperature=temperature, seed=seed))
-        tokens = []
-        logprobs = []
-        submissions, reason = 0, ""
-        while reason in ("", "abort"):
-            submissions += 1
-            request = ask(
-                f"part {submissions}",
-                PROMPT + tokens,
-                held=len(tokens),
-                max_tokens=120 - len(tokens),
-                temperature=temperature,
-                seed=seed,
-            )
-            answer = Answer()
-            async with asyncio.TaskGroup() as tasks:
-                stream = tasks.create_task(collect(engine, request, answer))
-                await until(lambda: stream.done() or len(answer.tokens) > 20)  # noqa: B023
-                await engine.abort([request.id])
-            tokens += answer.tokens
-            logprobs += answer.logprobs
-            reason = answer.reason or ""
+        parts, submissions = await in_parts(engine, 120, 20, temperature=temperature, seed=seed)
         assert submissions > 1
-        assert (tokens, logprobs, reason) == (whole.tokens, whole.logprobs, whole.reason)
-
-
-async def test_requests_without_a_seed_differ_and_repeat(made):
-    async with serving(made) as engine:
-        answers = [await collect(engine, ask(id, seed=None)) for id in ("a", "b", "a")]
-        assert answers[0].tokens != answers[1].tokens
-        assert answers[0] == answers[2]
+        assert (parts.tokens, parts.logprobs, parts.reason) == (whole.tokens, whole.logprobs, whole.reason)
 
 
 def test_noise_is_uniform_and_the_choice_has_the_right_shares():
-    noise = [uniform(seed, position) for seed in range(40) for position in range(500)]
+    noise = [uniform(seed, position) for seed in range(20) for position in range(400)]
     assert all(0.0 <= u < 1.0 for u in noise) and len(set(noise)) == len(noise)
     logits = torch.tensor([0.0, -math.inf, 2.0, 1.0, -math.inf])
     for temperature in (0.5, 1.0):
@@ -262,13 +184,13 @@ def test_noise_is_uniform_and_the_choice_has_the_right_shares():
     assert [choose(logits, 1.0, u)[0] for u in (0.0, 1 - 2**-52)] == [0, 3]
 
 
-async def test_the_more_urgent_come_first(made):
-    async with serving(made) as engine:
+async def test_the_more_urgent_come_first(serving):
+    async with serving() as engine:
         await engine.pause("keep")
         ended = []
 
         async def one(id, priority):
-            await collect(engine, ask(id, priority=priority))
+            await collect(engine, ask(id=id, priority=priority))
             ended.append(id)
 
         async with asyncio.TaskGroup() as tasks:
@@ -283,19 +205,19 @@ async def test_the_more_urgent_come_first(made):
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-async def test_i3_kept_requests_go_on_under_the_new_weights(made, recompute_kv):
-    async with serving(made, stream_interval=4) as engine:
+async def test_i3_kept_requests_go_on_under_the_new_weights(serving, models, publisher, recompute_kv):
+    async with serving(stream_interval=4) as engine:
         begun, waiting = Answer(), Answer()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(collect(engine, ask("begun", temperature=0.0, max_tokens=200), begun))
-            tasks.create_task(collect(engine, ask("waiting", max_tokens=20), waiting))
+            tasks.create_task(collect(engine, ask(id="begun", temperature=0.0, max_tokens=200), begun))
+            tasks.create_task(collect(engine, ask(id="waiting", max_tokens=20), waiting))
             await until(lambda: len(begun.tokens) > 50)
-            manifest = made.publisher.publish_model(3, made.models[1])
+            manifest = publisher.publish_model(3, models[1])
             await load(engine, manifest, mode="keep", recompute_kv=recompute_kv)
         split = begun.spans[0].end
         assert 50 < split < 200
         assert begun.spans == [VersionSpan(0, 0, split), VersionSpan(3, split, 200, not recompute_kv)]
-        before, after = (logprobs_of(model, PROMPT + begun.tokens)[len(PROMPT) - 1 :] for model in made.models)
+        before, after = (logprobs_of(model, PROMPT + begun.tokens)[len(PROMPT) - 1 :] for model in models)
         assert worst(begun.logprobs[:split], before[:split]) < TOLERANCE
         if recompute_kv:
             assert worst(begun.logprobs[split:], after[split:]) < TOLERANCE
@@ -306,13 +228,13 @@ async def test_i3_kept_requests_go_on_under_the_new_weights(made, recompute_kv):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(made, mode):
-    async with serving(made, stream_interval=4) as engine:
-        expected = [await collect(engine, ask(id, max_tokens=90, temperature=0.0)) for id in "ab"]
+async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(serving, mode):
+    async with serving(stream_interval=4) as engine:
+        expected = [await collect(engine, ask(id=id, max_tokens=90, temperature=0.0)) for id in "ab"]
         answers = [Answer(), Answer()]
         async with asyncio.TaskGroup() as tasks:
             for id, answer in zip("ab", answers, strict=True):
-                tasks.create_task(collect(engine, ask(id, max_tokens=90, temperature=0.0), answer))
+                tasks.create_task(collect(engine, ask(id=id, max_tokens=90, temperature=0.0), answer))
             await until(lambda: len(answers[0].tokens) > 8)
             await engine.pause(mode)
             await asyncio.sleep(0)
@@ -327,10 +249,10 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(made, mo
         assert answers == expected
 
 
-async def test_an_aborting_pause_ends_all_with_what_they_have(made):
-    async with serving(made, stream_interval=512) as engine:
+async def test_an_aborting_pause_ends_all_with_what_they_have(serving):
+    async with serving(stream_interval=512) as engine:
         async with asyncio.TaskGroup() as tasks:
-            streams = [tasks.create_task(collect(engine, ask(id, max_tokens=512, temperature=0.0))) for id in "abc"]
+            streams = [tasks.create_task(collect(engine, ask(id=id, max_tokens=512, temperature=0.0))) for id in "abc"]
             await until(lambda: engine._fed > 20)
             await engine.pause("abort")
         begun, *waiting = (stream.result() for stream in streams)
@@ -380,53 +302,20 @@ def test_i4_checksums_agree_exactly_where_weights_do(folder, models, publisher):
     assert first != second
 
 
-def test_half_precision_is_loaded_as_it_is(folder, models, publisher):
-    halves = {name: tensor.bfloat16() for name, tensor in parameters_of(models[0]).items()}
-    rounded = make_model(1)
-    rounded.load_state_dict({name: tensor.float() for name, tensor in halves.items()}, strict=False)
-
-    async def go():
-        async with started(folder) as engine:
-            await load(engine, publisher.publish(0, halves))
-            return await engine.score(PROMPT)
-
-    assert worst(asyncio.run(go()), logprobs_of(rounded, PROMPT)) < TOLERANCE
-
-
 def test_broadcasts_are_received_verified_and_survived(folder, models, publisher):
     sender = Sender("gloo", "127.0.0.1", 60.0)
-
-    async def broadcast(engine, epoch, manifest, buckets):
-        group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host=sender.host, port=sender.port)
-        layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
-        collective = Collective(group=group, first_rank=1, buckets=layouts)
-        weights = BroadcastPart(version=manifest.version, collective=collective, timeout_s=60.0)
-        return await asyncio.gather(
-            asyncio.to_thread(sender.send, collective.group, manifest.version, collective.buckets, buckets),
-            engine.load(weights, recompute_kv=True),
-            return_exceptions=True,
-        )
-
-    def all_of(manifest):
-        return ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
-
-    def broken(manifest):
-        buckets = all_of(manifest)
-        yield next(buckets)
-        sender.abort("enough")
-        yield from buckets
 
     async def go():
         async with started(folder) as engine:
             for version, model in enumerate(models):
                 manifest = publisher.publish_model(version, model)
                 await engine.pause("abort")
-                assert await broadcast(engine, 1, manifest, all_of(manifest)) == [None, None]
+                assert await broadcast(engine, sender, manifest) == [None, None]
                 await engine.resume()
                 assert worst(await engine.score(PROMPT), logprobs_of(model, PROMPT)) < TOLERANCE
             manifest = publisher.publish_model(2, models[0])
             await engine.pause("abort")
-            for failed in await broadcast(engine, 1, manifest, broken(manifest)):
+            for failed in await broadcast(engine, sender, manifest, broken_off(sender, manifest)):
                 assert isinstance(failed, BroadcastFailed)
             assert worst(await engine.score(PROMPT), logprobs_of(models[1], PROMPT)) < TOLERANCE
             await load(engine, manifest)
@@ -441,13 +330,13 @@ def test_broadcasts_are_received_verified_and_survived(folder, models, publisher
 # --- errors and ends ----------------------------------------------------------------------------------------
 
 
-async def test_impossible_requests_are_value_errors(made):
-    async with serving(made) as engine:
+async def test_impossible_requests_are_value_errors(serving):
+    async with serving() as engine:
         for prompt in ([], [1] * 1024, [96], [-1]):
             with pytest.raises(ValueError, match="request a"):
-                await collect(engine, ask("a", prompt))
+                await collect(engine, ask(prompt, id="a"))
         # It fits, but not all that it may sample does.
-        near = await collect(engine, ask("a", [1] * 1020, max_tokens=64, temperature=0.0))
+        near = await collect(engine, ask([1] * 1020, max_tokens=64, temperature=0.0))
         assert near.reason == "length" and len(near.tokens) == 4
         assert await engine.score([1]) == []
 
@@ -465,8 +354,8 @@ def test_what_it_cannot_run_is_a_config_error(folder, tmp_path):
         config_for(folder, gpus_per_replica=1)
 
 
-async def test_the_event_loop_never_waits_for_the_model(made):
-    async with serving(made) as engine:
+async def test_the_event_loop_never_waits_for_the_model(serving):
+    async with serving() as engine:
         entered, go_on = threading.Event(), threading.Event()
         advance = engine._model.advance
 
@@ -489,7 +378,7 @@ async def test_the_event_loop_never_waits_for_the_model(made):
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-async def test_i5_an_engine_that_does_not_compute_is_dead(made, how):
+async def test_i5_an_engine_that_does_not_compute_is_dead(serving, how):
     released = threading.Event()
 
     def broken(*_):
@@ -497,9 +386,9 @@ async def test_i5_an_engine_that_does_not_compute_is_dead(made, how):
             released.wait(30)
         raise RuntimeError("out of order")
 
-    async with serving(made, engine_timeout_s=0.3) as engine:
+    async with serving(engine_timeout_s=0.3) as engine:
         engine._model.advance = broken
-        streams = [asyncio.create_task(collect(engine, ask(id))) for id in "ab"]
+        streams = [asyncio.create_task(collect(engine, ask(id=id))) for id in "ab"]
         words = "did nothing for request a for 0.3 s" if how == "hangs" else "out of order"
         for outcome in await asyncio.gather(*streams, return_exceptions=True):
             assert isinstance(outcome, EngineDied) and words in str(outcome)
@@ -509,8 +398,8 @@ async def test_i5_an_engine_that_does_not_compute_is_dead(made, how):
         released.set()
 
 
-async def test_i7_closing_ends_everything_at_once(made):
-    async with serving(made) as engine:
+async def test_i7_closing_ends_everything_at_once(serving):
+    async with serving() as engine:
         answer = Answer()
         stream = asyncio.create_task(collect(engine, ask(max_tokens=500, temperature=0.0), answer))
         await until(lambda: len(answer.tokens) > 8)
@@ -522,12 +411,12 @@ async def test_i7_closing_ends_everything_at_once(made):
         await engine.close()
 
 
-async def test_a_cancelled_reader_leaves_nothing_behind(made):
-    async with serving(made, stream_interval=4) as engine:
+async def test_a_cancelled_reader_leaves_nothing_behind(serving):
+    async with serving(stream_interval=4) as engine:
         answer = Answer()
         streams = [
-            asyncio.create_task(collect(engine, ask("a", max_tokens=512, temperature=0.0), answer)),
-            asyncio.create_task(collect(engine, ask("b"))),
+            asyncio.create_task(collect(engine, ask(id="a", max_tokens=512, temperature=0.0), answer)),
+            asyncio.create_task(collect(engine, ask(id="b"))),
         ]
         await until(lambda: len(answer.tokens) > 8)
         for stream in streams:
@@ -537,4 +426,4 @@ async def test_a_cancelled_reader_leaves_nothing_behind(made):
         await engine.pause("wait")
         assert not engine._flights and engine._current is None
         await engine.resume()
-        assert (await collect(engine, ask("b", max_tokens=3))).reason in ("stop", "length")
+        assert (await collect(engine, ask(id="b", max_tokens=3))).reason in ("stop", "length")

@@ -5,29 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_weights import stage
+from rollouter.engines.engine_cases import LONG_S, load, part_of
 from tiny_models import Publisher
 from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.config.rollout import SimEngineConfig
-from asyncrl.errors import BroadcastFailed, EngineDied, WeightsCorrupt
+from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest, TokenDelta
 from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, content, response_length
-from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective.sender import Sender
 
 RUN = run_virtual
@@ -86,16 +83,6 @@ def run(made: Batch, until: float = 1e9) -> tuple[Taken, float]:
     return taken, now
 
 
-def test_one_request_takes_prefill_and_its_steps():
-    made = batch()
-    made.submit(0.0, request("a", prompt=500))
-    taken, now = run(made)
-    assert now == pytest.approx(0.5 + 20 * 1.0)
-    assert len(taken.tokens["a"]) == 20
-    assert taken.last["a"].finish_reason == "stop"
-    assert taken.last["a"].spans == [VersionSpan(0, 0, 20)]
-
-
 def test_what_an_earlier_turn_left_is_not_prefilled_again():
     made = batch()
     question = [3] * 500
@@ -128,19 +115,15 @@ def test_the_prefix_cache_keeps_what_was_used_last():
     assert cache.blocks("", [0] * (6 * BLOCK + 5)) == contexts[0] != cache.blocks("v1", [0] * 6 * BLOCK)
 
 
-def test_steps_grow_with_the_number_running():
+@pytest.mark.parametrize("running", [1, 3])
+def test_requests_take_their_prefill_and_steps_that_grow_with_the_number_running(running):
     made = batch()
-    for id in "abc":
-        made.submit(0.0, request(id, prompt=[ord(id)] * 100))
-    assert run(made)[1] == pytest.approx(3 * 0.1 + 20 * (1.0 + 2 * 0.5))
-
-
-def test_max_tokens_cuts():
-    made = batch()
-    made.submit(0.0, request("a", max_tokens=7))
-    taken, _ = run(made)
-    assert taken.last["a"].finish_reason == "length"
-    assert len(taken.tokens["a"]) == 7
+    for id in range(running):
+        made.submit(0.0, request(f"{id}", prompt=[id] * 500))
+    taken, now = run(made)
+    assert now == pytest.approx(running * 0.5 + 20 * (1.0 + (running - 1) * 0.5))
+    assert taken.last["0"].finish_reason == "stop"
+    assert taken.last["0"].spans == [VersionSpan(0, 0, 20)]
 
 
 def test_requests_queue_for_the_cache_by_priority():
@@ -153,14 +136,6 @@ def test_requests_queue_for_the_cache_by_priority():
         made.advance(due)
         order += [id for id, delta in made.take() if delta.finish_reason]
     assert order == ["a", "b", "e", "d", "c"]
-
-
-def test_what_is_larger_than_the_cache_runs_alone():
-    made = batch(kv_tokens=25)
-    made.submit(0.0, request("a"))
-    made.submit(0.0, request("b"))
-    assert (made.running, made.waiting) == (1, 1)
-    assert run(made)[1] == pytest.approx(2 * (0.01 + 20))
 
 
 def test_frozen_requests_stand_still_and_carry_both_versions():
@@ -196,15 +171,6 @@ def test_crash_comes_after_its_steps():
     assert run(made)[1] == pytest.approx(0.01 + 6)
     assert made.crashed
     assert made.next_event() is None
-
-
-def test_lengths_are_lognormal():
-    config = sim(length="lognormal", length_median=100.0, length_sigma=1.0)
-    lengths = [response_length(config, 1, f"u{i}/0") for i in range(4000)]
-    assert median(lengths) == pytest.approx(100, rel=0.1)
-    assert sum(lengths) / len(lengths) == pytest.approx(100 * 2.718281828**0.5, rel=0.1)
-    assert lengths == [response_length(config, 1, f"u{i}/0") for i in range(4000)]
-    assert lengths != [response_length(config, 2, f"u{i}/0") for i in range(4000)]
 
 
 @given(
@@ -278,11 +244,8 @@ class Weights:
         self.publisher, self._engine = Publisher(), engine
 
     async def load(self, version: int, mode: str = "abort", *, recompute_kv: bool = True) -> None:
-        with closing(stage(self.publisher.publish(version, {"w": torch.full((64,), version)}))) as staged:
-            await self._engine.accept(staged)
-            await self._engine.pause(mode)
-            await self._engine.load(staged, recompute_kv=recompute_kv)
-        await self._engine.resume()
+        manifest = self.publisher.publish(version, {"w": torch.full((64,), version)})
+        await load(self._engine, manifest, mode=mode, recompute_kv=recompute_kv)
 
 
 async def collect(engine: Engine, asked: GenerationRequest) -> tuple[list[int], TokenDelta]:
@@ -333,16 +296,6 @@ async def test_updates_abort_keep_and_wait():
     assert old.spans == [VersionSpan(2, 0, 40)]
 
 
-async def test_requests_submitted_in_a_pause_run_after_it():
-    async with serving() as (engine, weights):
-        await engine.pause("keep")
-        stream = asyncio.ensure_future(collect(engine, request("a")))
-        await asyncio.sleep(10.0)
-        assert not stream.done()
-        await weights.load(5, "keep", recompute_kv=False)
-        assert (await stream)[1].spans == [VersionSpan(5, 0, 40)]
-
-
 async def test_cancelled_reader_frees_its_place():
     async with serving() as (engine, _):
         stream = asyncio.ensure_future(collect(engine, request("a")))
@@ -352,16 +305,6 @@ async def test_cancelled_reader_frees_its_place():
         began = asyncio.get_running_loop().time()
         await engine.pause("wait")
         assert asyncio.get_running_loop().time() == began
-
-
-async def test_other_weights_are_refused():
-    async with serving() as (engine, weights):
-        published = {name: torch.ones(64, dtype=torch.int64) for name in "vw"}
-        other, same = (stage(weights.publisher.publish(1, {name: each})) for name, each in published.items())
-        with closing(other), pytest.raises(WeightsCorrupt, match="missing"):
-            await engine.accept(other)
-        with closing(same):
-            await engine.accept(same)
 
 
 async def test_crash_ends_streams_and_calls():
@@ -378,96 +321,24 @@ async def test_crash_ends_streams_and_calls():
 # --- the engine in a broadcast ------------------------------------------------------------------------------
 
 
-BROADCAST_S = 60.0
-
-
-class Learner:
-    """Rank 0 of a group of two, sending from a thread."""
-
-    def __init__(self) -> None:
-        self.publisher = Publisher()
-        self.sender = Sender("gloo", "127.0.0.1", BROADCAST_S)
-
-    def published(self, version: int) -> Manifest:
-        return self.publisher.publish(version, {"w": torch.full((64,), version), "v": torch.zeros(3)})
-
-    def offered(self, epoch: int, manifest: Manifest) -> BroadcastPart:
-        group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host="127.0.0.1", port=self.sender.port)
-        layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
-        collective = Collective(group=group, first_rank=1, buckets=layouts)
-        return BroadcastPart(version=manifest.version, collective=collective, timeout_s=BROADCAST_S)
-
-    def send(self, epoch: int, manifest: Manifest) -> None:
-        collective = self.offered(epoch, manifest).collective
-        buckets = ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
-        self.sender.send(collective.group, manifest.version, collective.buckets, buckets)
-
-    def close(self) -> None:
-        self.sender.close()
-        self.publisher.close()
-
-
-def in_broadcast(body: Callable[[Engine, Learner], Awaitable[None]]) -> None:
-    """Run ``body`` on a paused engine that has served nothing, and a learner."""
-
-    async def go() -> None:
-        engine, learner = make_engine(config_for(load_s=0.0), "rollouter/0"), Learner()
-        try:
-            await engine.start()
-            await engine.pause("abort")
-            await body(engine, learner)
-        finally:
-            await engine.close()
-            learner.close()
-
-    threads = threading.active_count()
-    asyncio.run(go())
-    assert threading.active_count() == threads
-
-
-def test_broadcast_loads_what_shared_memory_does():
-    async def body(engine, learner):
-        for version in range(3):
-            manifest = learner.published(version)
-            sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, manifest))
-            await engine.load(learner.offered(1, manifest), recompute_kv=False)
-            await sending
-            received = await engine.checksum()
-            with closing(stage(manifest)) as staged:
-                await engine.load(staged, recompute_kv=False)
-            assert await engine.checksum() == received
-            await engine.resume()
-            assert (await collect(engine, request(f"r{version}")))[1].spans == [VersionSpan(version, 0, 40)]
-            await engine.pause("abort")
-
-    in_broadcast(body)
-
-
-def test_failed_broadcast_leaves_the_engine_to_the_next_load():
-    async def body(engine, learner):
-        manifest, other = learner.published(1), learner.published(2)
-        sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, other))
-        with pytest.raises(BroadcastFailed, match="expected OPEN"):
-            await engine.load(learner.offered(1, manifest), recompute_kv=False)
-        with pytest.raises(BroadcastFailed, match="rank 1: expected OPEN"):
-            await sending
-        with closing(stage(manifest)) as staged:
-            await engine.load(staged, recompute_kv=False)
-        await engine.resume()
-        assert (await collect(engine, request("r")))[1].spans == [VersionSpan(1, 0, 40)]
-
-    in_broadcast(body)
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.2])
 def test_close_ends_a_broadcast_that_nobody_sends(after_s):
-    async def body(engine, learner):
-        load = asyncio.create_task(engine.load(learner.offered(1, learner.published(1)), recompute_kv=False))
+    async def go():
+        engine, manifest = (
+            make_engine(config_for(load_s=0.0), "rollouter/0"),
+            publisher.publish(1, {"v": torch.zeros(3)}),
+        )
+        await engine.start()
+        await engine.pause("abort")
+        loading = asyncio.create_task(engine.load(part_of(sender, manifest), recompute_kv=False))
         await asyncio.sleep(after_s)
         # Less than the wait for the others would take.
-        async with asyncio.timeout(BROADCAST_S / 2):
+        async with asyncio.timeout(LONG_S / 2):
             await engine.close()
             with pytest.raises(EngineDied, match="it was closed"):
-                await load
+                await loading
 
-    in_broadcast(body)
+    threads = threading.active_count()
+    with closing(Publisher()) as publisher, closing(Sender("gloo", "127.0.0.1", LONG_S)) as sender:
+        asyncio.run(go())
+    assert threading.active_count() == threads

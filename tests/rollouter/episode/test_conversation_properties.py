@@ -95,7 +95,7 @@ def renderer(request):
     return request.param()
 
 
-plays = settings(max_examples=60, deadline=None)
+plays = settings(max_examples=40, deadline=None)
 
 
 @plays

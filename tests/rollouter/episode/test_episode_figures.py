@@ -6,11 +6,12 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inprocess import sim_config
 from session_cases import TOOL, call_of, played, result, said, user
 
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rollouter.episode.conversation import ConversationFigures
-from asyncrl.rollouter.episode.figures import MOST_TOOLS, OTHER_TOOLS, EpisodeFigures, by_kind
+from asyncrl.rollouter.episode.figures import MOST_TOOLS, OTHER_TOOLS, EpisodeFaults, EpisodeFigures, by_kind
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.telemetry.catalogue import find
 from asyncrl.telemetry.metrics import Figures, Histograms
@@ -39,17 +40,6 @@ def test_time_by_stage_is_all_of_the_time(seconds):
     assert sum(counters.values()) == pytest.approx(sum(seconds.values()))
     assert sum(by_kind(seconds).values()) == pytest.approx(sum(seconds.values()), abs=1e-4)
     assert not any(state.startswith("tool ") for state in by_kind(seconds))
-
-
-def test_the_cost_factor_is_over_all_tokens_of_all_episodes():
-    figures = EpisodeFigures(Figures(), Histograms())
-    assert "rollout/cost_factor" not in figures.gauges([], 0.0)
-    for context, linear in ((100, 100), (900, 100)):
-        figures.ended(
-            "stop",
-            ConversationFigures(turns=1, forks={}, sampled_tokens=0, context_tokens=context, linear_tokens=linear),
-        )
-    assert figures.gauges([], 0.0)["rollout/cost_factor"] == 5.0
 
 
 def test_an_episode_is_counted_with_its_turns_forks_and_time(tmp_path):
@@ -141,11 +131,34 @@ def test_what_an_update_makes_engines_compute_again(tmp_path):
 
 
 @pytest.mark.parametrize(("reward", "state"), [("relative_judge", "judge"), ("exact", "score")])
-def test_episodes_that_are_scored_are_open(reward, state):
+def test_episodes_that_are_scored_are_open_and_the_cost_factor_is_over_all_tokens(reward, state):
     counters = Figures()
     figures = EpisodeFigures(counters, Histograms(), reward)
+    for context in (100, 900):
+        counts = {"sampled_tokens": 0, "context_tokens": context, "linear_tokens": 100}
+        figures.ended("stop", ConversationFigures(turns=1, forks={}, **counts))
     gauges = figures.gauges(["user"], 1.0, scoring=3)
-    assert gauges["rollout/episodes"] == 4
-    assert gauges[f"rollout/episodes_at/{state}"] == 3
+    assert (gauges["rollout/episodes"], gauges[f"rollout/episodes_at/{state}"]) == (4, 3)
+    assert gauges["rollout/cost_factor"] == 5.0
     figures.scored(2.0)
     assert counters[f"rollout/episode_s/{state}"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "then"),
+    [
+        ({"on_failed_trajectory": "quarantine_group"}, "its group is quarantined"),
+        ({"on_failed_trajectory": "drop"}, "it is left out of its group"),
+    ],
+)
+def test_the_first_of_each_cause_is_told_and_then_counts(rollout, then):
+    config = sim_config(rollout={"max_attempts": 3, **rollout}, episode={"function": "pkg:play"})
+    faults = EpisodeFaults(config)
+    key, text, count = faults.add("turn", "turn: it took too long", "0-1") or ("", "", 0)
+    assert (key, count) == ("episode: turn", 1)
+    for words in ("function = pkg:play", "it took too long (prompt 0-1)", f"tried 3 times, then {then}"):
+        assert words in text
+    assert faults.add("turn", "turn: it took too long again", "0-2") == (key, text, 2)
+    assert faults.add("start", "start: it never began", "0-3")[2] == 1
+    # What others tell is not told twice.
+    assert faults.add("user", "text", "0-1") is None

@@ -1,7 +1,6 @@
 """Sessions: calls of agents, over a real chat template and engine host."""
 
 import asyncio
-import time
 
 import pytest
 from harness import replace
@@ -109,29 +108,6 @@ async def test_parallel_calls_have_noise_that_their_order_does_not_change(tmp_pa
         assert first["a"] != first["b"]
 
 
-async def test_calls_that_ask_the_same_are_told_apart_by_their_arrival(tmp_path):
-    async with World(tmp_path) as world:
-        session = world.open()
-        render, pauses = world.renderer.render, iter([0.1, 0.0])
-
-        def slower_at_first(*asked):
-            time.sleep(next(pauses))
-            return render(*asked)
-
-        world.renderer.render = slower_at_first
-        await asyncio.gather(*(world.chat(session.key, [user("hi")], call=name) for name in ("first", "second")))
-        assert [session.calls[name].key.rpartition("/")[2] for name in ("first", "second")] == ["1", "2"]
-
-
-async def test_the_most_turns_end_it(tmp_path):
-    async with World(tmp_path, episode={"max_turns": 1}) as world:
-        session = world.open()
-        reply = await world.chat(session.key, [user("hi")])
-        with pytest.raises(EpisodeOver, match=r"1 turns \(episode.max_turns\)"):
-            await world.chat(session.key, [user("hi"), said(reply), user("more")])
-        assert session.stages.outcome == "turns"
-
-
 async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_path):
     async with World(tmp_path, say=lambda prompt: "words " * 100, episode={"max_context_tokens": 40}) as world:
         session = world.open()
@@ -145,19 +121,15 @@ async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_p
         assert session.stages.outcome == "length"
 
 
-async def test_an_agent_may_ask_for_less_and_that_cuts_no_trajectory(tmp_path):
-    async with World(tmp_path) as world:
+@pytest.mark.parametrize("own", [False, True])
+async def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path, own):
+    """Nothing is streamed where the run has stops of its own."""
+    stops = {"stops": Stops(strings=("Observation:",))} if own else {}
+    async with World(tmp_path, say=lambda prompt: "Act. Observation: made up.", **stops) as world:
         session = world.open()
-        reply = await world.chat(session.key, [user("hi")], max_tokens=2)
-        assert (reply.finish_reason, reply.completion_tokens) == ("length", 2)
-        assert not session.cut
-
-
-async def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path):
-    async with World(tmp_path, say=lambda prompt: "Act. Observation: made up.") as world:
-        session = world.open()
-        reply = await world.chat(session.key, [user("hi")], stop=["Observation:"])
-        assert (reply.content, reply.finish_reason) == ("Act. ", "stop")
+        asked = {"stream": True} if own else {"stop": ["Observation:"]}
+        reply = await world.chat(session.key, [user("hi")], **asked)
+        assert (reply.content, reply.finish_reason, world.deltas) == ("Act. ", "stop", [])
         (sequence,) = session.conversation.sequences()
         assert "Observation:" in world.tokenizer.decode(sequence.tokens.tolist())
 
@@ -195,7 +167,9 @@ async def test_calls_that_cannot_be_asked_are_refused_and_hold_no_place(tmp_path
         with pytest.raises(ChatRefused, match=r"messages\[0\]\.role"):
             await world.chat(session.key, [{"role": "wizard", "content": "hi"}])
         assert session.stages.turns == 0
-        assert (await world.chat(session.key, [user("hi")])).content == "Hello."
+        reply = await world.chat(session.key, [user("hi")], max_tokens=2)
+        assert (reply.finish_reason, reply.completion_tokens) == ("length", 2)
+        assert not session.cut, "the agent asked for less, and that cuts no trajectory"
 
 
 async def test_text_is_told_as_it_is_sampled(tmp_path):
@@ -221,35 +195,6 @@ async def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
         world.speaks.set()
         assert {reply.content for reply in [await task for task in asked]} == {"Hello."}
         assert world.sessions.gauges()["rollout/episodes_at/user"] == 6
-
-
-async def test_a_fork_is_rendered_with_our_answers_as_they_were_given(tmp_path):
-    async with World(tmp_path, family="keeps thinking", say=lambda prompt: "<think>Because.</think>Yes.") as world:
-        session = world.open()
-        first = await world.chat(session.key, [user("hi")])
-        assert (first.reasoning, first.content) == ("Because.", "Yes.")
-        # A foreign answer in between lets it fork; the agent has dropped the reasoning of ours.
-        await world.chat(
-            session.key, [user("hi"), said(first), user("so"), {"role": "assistant", "content": "No."}, user("?")]
-        )
-        assert "Because." in world.tokenizer.decode(world.submitted[-1][0], keep_special=True)
-
-
-async def test_nothing_is_streamed_where_the_run_has_stops_of_its_own(tmp_path):
-    async with World(
-        tmp_path, say=lambda prompt: "Act. Observation: made up.", stops=Stops(strings=("Observation:",))
-    ) as world:
-        session = world.open()
-        reply = await world.chat(session.key, [user("hi")], stream=True)
-        assert reply.content == "Act. "
-        assert world.deltas == []
-
-
-async def test_answered_calls_hold_no_history(tmp_path):
-    async with World(tmp_path) as world:
-        session = world.open()
-        await world.chat(session.key, [user("hi")])
-        assert [(call.prompt, call.response) for call in session.calls.values()] == [(None, None)]
 
 
 async def test_an_evaluation_has_limits_of_its_own(tmp_path):

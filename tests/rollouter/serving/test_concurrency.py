@@ -1,6 +1,7 @@
-"""The limit of calls in an engine, against engines that are arithmetic."""
+"""The limit of calls in an engine, against engines that are arithmetic, and the slots that it gives them."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from inprocess import System, sim_config
 
 from asyncrl.rollouter import actor
 from asyncrl.rollouter.engines.base import EngineLoad
-from asyncrl.rollouter.serving.concurrency import FULL, GROWTH, ROOM, Concurrency
+from asyncrl.rollouter.serving.concurrency import FULL, GROWTH, ROOM, Concurrency, Slots
 
 
 def load(kv_use=0.0, queued=0, preemptions=0):
@@ -43,10 +44,7 @@ def test_pressure_cuts_it_once_until_no_more_run_than_are_allowed(pressure):
     again = {**pressure, "preemptions": pressure.get("preemptions", 0) + 1}
     assert control.look(load(**again), running=90) == 80
     assert control.look(load(kv_use=0.99, preemptions=9), running=80) == 64
-
-
-def test_what_was_not_used_is_cut_off_with_the_rest():
-    assert Concurrency(1, 256, 200).look(load(kv_use=0.97), running=50) == 40
+    assert Concurrency(1, 256, 200).look(load(kv_use=0.97), running=50) == 40, "what was not used is cut off, too"
 
 
 def test_nothing_is_raised_without_use_or_room():
@@ -57,17 +55,12 @@ def test_nothing_is_raised_without_use_or_room():
     assert control.look(load(), running=64) == 80
 
 
-def test_what_an_update_preempts_is_no_pressure():
+def test_neither_what_an_update_preempts_nor_another_engines_count_is_pressure():
     control = Concurrency(1, 256, 64)
     control.engine_reloaded(load(preemptions=64))
     assert control.look(load(preemptions=64, kv_use=0.9), running=64) == 64
-    assert control.look(load(preemptions=65, kv_use=0.9), running=64) < 64
-
-
-def test_another_engine_counts_from_0():
-    control = Concurrency(1, 256, 64)
-    control.look(load(preemptions=7, kv_use=0.9), running=64)
-    limit = control.limit
+    limit = control.look(load(preemptions=65, kv_use=0.9), running=64)
+    assert limit < 64
     assert control.look(load(preemptions=0, kv_use=0.9), running=limit) == limit
     assert control.look(load(preemptions=1, kv_use=0.9), running=limit) < limit
 
@@ -120,3 +113,99 @@ def test_a_rollouter_finds_what_its_engine_bears(tmp_path, monkeypatch):
     assert asyncio.run(system.run()).phase == "done"
     assert system.actors["rollouter/0"].figures()["rollout/concurrency"] == limits[-1]
     assert min(limits) < 40
+
+
+# --- slots ---
+
+
+class Taker:
+    """Holds a slot from its turn until it is let go."""
+
+    def __init__(self, slots):
+        self.number = None
+        self._let_go = asyncio.Event()
+        self.task = asyncio.create_task(self._hold(slots))
+
+    async def _hold(self, slots):
+        async with slots.take() as self.number:
+            await self._let_go.wait()
+        self.number = None
+
+    async def let_go(self):
+        self._let_go.set()
+        await self.task
+
+    async def cancel(self):
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+        self.number = None
+
+
+async def settled():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def numbers(takers):
+    return [taker.number for taker in takers]
+
+
+async def test_a_slot_that_was_given_to_one_who_is_cancelled_goes_to_the_next():
+    slots = Slots(1)
+    takers = [Taker(slots) for _ in range(3)]
+    await settled()
+    takers[0]._let_go.set()
+    # The second is given the slot, and does not run before it is cancelled.
+    while slots.taken and not takers[0].task.done():
+        await asyncio.sleep(0)
+    await takers[1].cancel()
+    await settled()
+    assert numbers(takers) == [None, None, 0]
+    await takers[2].let_go()
+    assert slots.taken == 0
+
+
+steps = st.lists(
+    st.one_of(
+        st.just(("take", 0)),
+        st.tuples(st.sampled_from(["give", "cancel"]), st.integers(0, 30)),
+        st.tuples(st.just("resize"), st.integers(1, 6)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_whatever_happens_no_number_is_held_twice_and_nobody_waits_beside_a_free_slot(script):
+    async def main():
+        slots, takers = Slots(2), []
+        for what, value in script:
+            if what == "take":
+                takers.append(Taker(slots))
+            elif what == "resize":
+                slots.resize(value)
+            elif takers:
+                taker = takers[value % len(takers)]
+                if what == "cancel" or taker.number is None:
+                    await taker.cancel()
+                else:
+                    await taker.let_go()
+                takers.remove(taker)
+            before = {taker.number for taker in takers if taker.number is not None}
+            await settled()
+            assert sorted(numbers(takers), key=lambda number: number is None) == numbers(takers), (
+                "first come, first held"
+            )
+            held = [taker.number for taker in takers if taker.number is not None]
+            assert len(set(held)) == len(held) == slots.taken
+            # More are held than there are slots only where these became fewer.
+            assert len(held) <= max(slots.size, len(before))
+            new = sorted(set(held) - before)
+            assert new == [number for number in range(99) if number not in before][: len(new)], "the lowest free ones"
+            assert len(held) == len(takers) or len(held) >= slots.size
+        for taker in takers:
+            await taker.cancel()
+        assert slots.taken == 0
+
+    asyncio.run(main())

@@ -1,34 +1,19 @@
 """Engines that die under their requests: no token is lost, the guilty prompt is found, the innocent are left alone."""
 
 import asyncio
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from harness import replace
+from hosting import Hosted
 from inprocess import sim_config
-from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import TokenDelta
-from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
-from asyncrl.rollouter.serving.group_events import SampleAccount
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.stops import Stops
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
 
 STEP_S = 1.0
 RUN = run_virtual
-
-
-class Letters:
-    eos_ids: set = set()
-
-    def decode(self, ids):
-        return "".join(chr(0x100 + id) for id in ids)
 
 
 class Engine:
@@ -123,16 +108,14 @@ class Engine:
         self.going.set()
 
 
-class World:
+class World(Hosted):
     """A host with such engines, and somebody who replaces them and brings them new weights."""
 
     def __init__(self, *, poison=None, **rollout):
-        self.config = sim_config(rollout=rollout)
+        super().__init__(sim_config(rollout=rollout), self.make)
         self.poison, self.unloadable = poison or {}, set()
         self.submitted, self.steps, self.engines, self.seeds = [], [], [], []
         self.reasons, self.excused = [], []
-        clock = LoopClock()
-        self.host = EngineHost(self.config, self.make, clock, StateLedger(clock.now, "engine"), Awaits(clock.now))
         self.version = 0
 
     def make(self):
@@ -153,21 +136,9 @@ class World:
 
     async def update(self):
         try:
-            while not await self.host.quiesced(5.0):
-                pass
-            await self.host.pause(self.version)
-            await self.host.load(SimpleNamespace(version=self.version))
-            await self.host.commit()
+            await self.load(self.version)
         except EngineDied as error:
             self.host.lost(str(error))
-
-    async def response(self, uid, tokens=8, sample=0, **changes):
-        ticket = replace(
-            make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
-        )
-        account = SampleAccount(uid, sample, LoopClock().now)
-        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())
-        return await single_turn(call, ticket, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())
@@ -271,35 +242,6 @@ async def caught(work):
         return error
 
 
-async def test_the_innocent_survive_any_number_of_deaths_and_finish_alone():
-    async with World(max_attempts=1) as world:
-        long = [asyncio.create_task(world.response(f"0-{n}", 40)) for n in range(3)]
-        for _ in range(8):
-            # Only ever in company.
-            await asyncio.sleep(2.5)
-            if len(world.inside(world.engines[-1])) > 1:
-                world.engines[-1].die("of something else")
-        trajectories = await asyncio.gather(*long)
-        assert all(whole(t, 40) for t in trajectories)
-        assert len(world.reasons) == 2
-        assert all(len(inside) == 1 for inside in world.steps[-80:])
-        assert world.host.suspects.failed == 0
-
-
-async def test_a_ticket_that_is_to_run_alone_does_so_from_its_first_submission():
-    async with World() as world:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(world.response("0-1", 5))
-            await asyncio.sleep(1.5)
-            for sample in range(2):
-                tasks.create_task(world.response("0-2", 5, sample, alone=True))
-            await asyncio.sleep(0.1)
-            tasks.create_task(world.response("0-3", 5))
-        assert [uid for uid, _, _ in world.submitted] == ["0-1", "0-2", "0-2", "0-3"]
-        assert all(len(inside) == 1 for inside in world.steps)
-        assert world.host.turns.lone_turns == 1
-
-
 @pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
 async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode):
     async with World(on_update=mode) as world:
@@ -337,13 +279,6 @@ async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused(
         assert world.excused == [False] * 2 + [True, False, False] * 2
 
 
-async def test_a_prompt_that_kills_is_excused_though_there_is_nothing_else_to_do():
-    async with World(poison={"0-1": 0}, max_attempts=3) as world:
-        assert isinstance(await caught(world.response("0-1")), TrajectoryFailed)
-        await asyncio.sleep(1.0)
-        assert world.excused == [False] * 2 + [True] * 3
-
-
 async def test_an_engine_that_dies_of_an_abort_is_replaced():
     """The stop string was found; what was handed over stands."""
     async with World(stop=[chr(0x100 + 3)]) as world:
@@ -362,3 +297,19 @@ async def test_an_engine_that_dies_of_an_abort_is_replaced():
         while not world.reasons:
             await asyncio.sleep(0.01)
         assert "abort" in world.reasons[0]
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_the_requests_of_a_response_have_its_seed_or_none(own):
+    async with World(request_seeds=own) as world:
+        async with asyncio.TaskGroup() as tasks:
+            for sample in range(2):
+                tasks.create_task(world.response("0-1", 8, sample))
+            await asyncio.sleep(3.5)
+            world.engines[-1].die("killed")
+        seeds = [seed for _, seed in sorted(world.seeds)]
+        assert len(seeds) == 4, "each was submitted twice"
+        if own:
+            assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+        else:
+            assert seeds == [None] * 4

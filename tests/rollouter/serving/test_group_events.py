@@ -26,34 +26,25 @@ def told(folder, agent, **options):
 def test_each_turn_is_told_from_its_context_to_its_reward(tmp_path):
     async def agent(world, key):
         reply = await world.chat(key, [user("hi")], tools=[TOOL])
-        world.sessions.credit(key, "episodes/0", None, 0.5)
+        # A turn that is worth nothing is no event unless it was worth something.
+        for value in (0.0, 0.5, 0.5, 0.0):
+            world.sessions.credit(key, "episodes/0", None, value)
         await world.chat(key, [user("hi"), said(reply), result(reply, "nothing")], tools=[TOOL])
         return EpisodeDone(reward=1.0)
 
     answers = iter([call_of("look"), "There is nothing."])
     account, words = told(tmp_path, agent, say=lambda prompt: next(answers))
     assert [event[1] for event in account.events] == [
-        *("episode", "asked", "answered", "turn reward", "asked", "answered", "ended")
+        *("episode", "asked", "answered", "turn reward", "turn reward", "turn reward", "asked", "answered", "ended")
     ]
     assert words[0] == "episode began at episodes/0"
     assert words[1].startswith("call 0 (the first): ") and " generation began at version 0 after " in words[1]
     assert words[2].startswith("call 0 gave turn 0: ") and words[2].endswith("; it calls look")
-    assert words[3] == "turn 0 is worth 0.500"
-    assert words[4].startswith("call 1 (goes on from turn 0): ")
-    tokens, new = account.events[4][7:9]
+    assert words[3:6] == [f"turn 0 is worth {value}" for value in ("0.500", "0.500", "0.000")]
+    assert words[6].startswith("call 1 (goes on from turn 0): ")
+    tokens, new = account.events[6][7:9]
     assert 0 < new < tokens
-    assert words[-1].startswith("episode ended (stop) with 2 turns, reward 1.500; ")
-
-
-def test_a_turn_that_is_worth_nothing_is_no_event_unless_it_was_worth_something(tmp_path):
-    async def agent(world, key):
-        await world.chat(key, [user("hi")])
-        for value in (0.0, 0.5, 0.0):
-            world.sessions.credit(key, "episodes/0", None, value)
-        return EpisodeDone(reward=1.0)
-
-    account, _ = told(tmp_path, agent)
-    assert [event[3] for event in account.events if event[1] == "turn reward"] == [0.5, 0.0]
+    assert words[-1].startswith("episode ended (stop) with 2 turns, reward 1.000; ")
 
 
 def test_calls_that_are_refused_are_told(tmp_path):

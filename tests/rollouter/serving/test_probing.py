@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from probes import TOKENS, make_probe, samples_of, scores_of
+from virtual import run_virtual
 
 from asyncrl.errors import EngineDied
 from asyncrl.rollouter.engines.base import GenerationRequest, TokenDelta
@@ -18,17 +19,17 @@ PROBE = make_probe()
 class Asked:
     """Answers as it should, but for what it is told; nothing before all is asked."""
 
-    def __init__(self, *, aborted: bool = False, dies: bool = False) -> None:
+    def __init__(self, *, aborted: bool = False, dies: bool = False, silent: bool = False) -> None:
         self.scored: list[list[int]] = []
         self.requests: list[GenerationRequest] = []
-        self.aborted, self.dies = aborted, dies
+        self.aborted, self.dies, self.silent = aborted, dies, silent
         self.running = 0
         self._all = asyncio.Event()
 
     async def _wait(self) -> None:
         self.running += 1
         try:
-            if len(self.scored) + len(self.requests) == len(TOKENS) + len(PROBE.places):
+            if len(self.scored) + len(self.requests) == len(TOKENS) + len(PROBE.places) and not self.silent:
                 self._all.set()
             await self._all.wait()
         finally:
@@ -53,12 +54,12 @@ class Asked:
             yield TokenDelta(tokens=[sample[0]], logprobs=[sample[1]], finish_reason="length")
 
 
-def probe(engine: Asked, timeout: float = 5.0):
+def probe(engine: Asked):
     async def main():
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(5.0):
             return await probe_engine(engine, PROBE, version=4, temperature=0.7)
 
-    return asyncio.run(main())
+    return run_virtual(main())
 
 
 def test_tokens_are_sampled_as_the_run_samples_them_and_all_at_once():
@@ -78,23 +79,8 @@ def test_what_is_aborted_is_left_out():
     assert (drift.nats, drift.tokens) == (pytest.approx(0.0), 5 + 8)
 
 
-def test_an_engine_that_dies_is_told_and_nothing_goes_on():
-    engine = Asked(dies=True)
-    with pytest.raises(EngineDied):
+@pytest.mark.parametrize(("engine", "error"), [(Asked(dies=True), EngineDied), (Asked(silent=True), TimeoutError)])
+def test_nothing_goes_on_where_an_engine_dies_or_is_too_busy(engine, error):
+    with pytest.raises(error):
         probe(engine)
-    assert engine.running == 0
-
-
-def test_an_engine_that_is_too_busy_is_asked_no_longer():
-    class Silent(Asked):
-        async def _wait(self):
-            self.running += 1
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                self.running -= 1
-
-    engine = Silent()
-    with pytest.raises(TimeoutError):
-        probe(engine, timeout=0.05)
     assert engine.running == 0

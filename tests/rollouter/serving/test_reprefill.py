@@ -3,63 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from harness import replace
+from hosting import Hosted
 from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import sim_config
-from test_messages import make_group
-from virtual import LoopClock, run_virtual
+from virtual import run_virtual
 
-from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.engines.sim import SimEngine
-from asyncrl.rollouter.engines.stream import DeltaStream
-from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
-from asyncrl.rollouter.serving.group_events import SampleAccount
 from asyncrl.rollouter.serving.reprefill import Reprefill
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.stops import Stops
-from asyncrl.telemetry.states import StateLedger
 
 PROMPT = list(range(40))
 """Two whole blocks of the simulated prefix cache, and half of one."""
 SIBLINGS, TOKENS = 4, 64
 
 
-@pytest.mark.parametrize(
-    ("prompt", "lost", "cached", "expected"),
-    [(40, 0, 0, 0), (40, 0, 32, 0), (60, 60, 0, 60), (60, 60, 32, 28), (60, 50, 0, 50), (60, 10, 32, 0)],
-)
-def test_it_counts_once_with_the_first_token_and_without_what_is_cached(prompt, lost, cached, expected):
-    reprefill = Reprefill()
-    reprefill.submitted("a", prompt, lost)
-    assert reprefill.tokens == 0
-    for _ in range(3):
-        reprefill.sampled("a", 5, cached)
-        assert reprefill.tokens == expected
-    reprefill.ended("a")
+STEPS = st.lists(st.tuples(*[st.integers(0, 30)] * 3, st.integers(0, 3)), max_size=6)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), max_size=6))
-def test_a_load_under_kept_requests_takes_all_that_they_hold(requests):
-    reprefill = Reprefill()
-    for number, (prompt, sampled) in enumerate(requests):
-        reprefill.submitted(str(number), prompt, 0)
-        if sampled:
-            reprefill.sampled(str(number), sampled, 0)
+@given(STEPS)
+def test_it_counts_once_with_the_first_token_and_with_a_load_all_that_is_held(requests):
+    """(prompt, tokens of it that were computed under older weights, those in the cache, deltas of two tokens)"""
+    reprefill, expected = Reprefill(), 0
+    for number, (more, lost, cached, deltas) in enumerate(requests):
+        reprefill.submitted(str(number), lost + more + 1, lost)
+        for _ in range(deltas):
+            reprefill.sampled(str(number), 2, cached)
+        expected += max(0, lost - cached) if deltas else 0
+    assert reprefill.tokens == expected
     reprefill.dropped()
     # One that has sampled nothing may not even be begun.
-    held = sum(prompt + sampled for prompt, sampled in requests if sampled)
-    assert reprefill.tokens == held
+    expected += sum(lost + more + 1 + 2 * deltas for more, lost, _, deltas in requests if deltas)
     for number in range(len(requests)):
         reprefill.ended(str(number))
     reprefill.dropped()
-    assert reprefill.tokens == held
+    assert reprefill.tokens == expected
 
 
 class Engine(SimEngine):
@@ -84,48 +64,26 @@ class Engine(SimEngine):
         self._die("killed")
 
 
-class Letters:
-    eos_ids: set[int] = set()
-
-    def decode(self, ids):
-        return "x" * len(ids)
-
-
-class World:
+class World(Hosted):
     """Siblings of one prompt in a simulated engine, on a virtual clock: prefill takes no time, a token a second."""
 
     def __init__(self, **rollout: Any) -> None:
         sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": TOKENS}
-        self.config = sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
+        super().__init__(sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout}), lambda: Engine(self))
         self.computed: list[tuple[int, int, int]] = []
         """(held, prompt with them, cached) of each submission that came to sample something."""
-        clock = LoopClock()
-        self.host = EngineHost(
-            self.config, lambda: Engine(self), clock, StateLedger(clock.now, "engine"), Awaits(clock.now)
-        )
 
     async def update(self, *, at_once: bool = False) -> None:
-        version = self.host.version + 1
-        await self.host.quiesced(1000.0)
-        await self.host.pause(version)
-        await self.host.load(SimpleNamespace(version=version))
-        await self.host.commit()
+        await self.load(self.host.version + 1)
         if not at_once:
             await asyncio.sleep(10.0)
-
-    async def sibling(self, sample: int) -> None:
-        ticket = replace(
-            make_group("0-1").ticket, max_tokens=TOKENS, prompt_ids=np.array(PROMPT, np.int32), temperature=1.0
-        )
-        call = PolicyCall(self.host, Letters(), self.config, ticket, SampleAccount("0-1", sample, lambda: 0.0).call())
-        await single_turn(call, ticket, sample, Stops(), Letters())
 
     async def play(self, meanwhile: Any) -> None:
         await self.host.start()
         await self.update(at_once=True)
         async with asyncio.TaskGroup() as tasks:
             for sample in range(SIBLINGS):
-                tasks.create_task(self.sibling(sample))
+                tasks.create_task(self.response("0-1", TOKENS, sample, PROMPT))
             await asyncio.sleep(10.5)
             await meanwhile()
         await self.host.close()
@@ -143,6 +101,8 @@ def play(meanwhile, **rollout: Any) -> World:
 def test_aborted_requests_count_what_their_resumes_compute():
     async def twice(world):
         await world.update()
+        # On its heels another: nothing is sampled in between.
+        await world.update(at_once=True)
         await world.update()
 
     world = play(twice)
@@ -151,17 +111,6 @@ def test_aborted_requests_count_what_their_resumes_compute():
     # All of the first one's, and of its siblings' not the blocks of the prompt that it has brought into the cache.
     assert sorted(cached for _, _, cached in resumed) == [0, 0, *[32] * 2 * (SIBLINGS - 1)]
     assert world.host.reprefill.tokens == sum(prompt - cached for _, prompt, cached in resumed) > 0
-
-
-def test_an_update_on_the_heels_of_another_counts_only_what_is_computed():
-    async def at_once(world):
-        await world.update(at_once=True)
-        await world.update()
-
-    world = play(at_once)
-    resumed = [each for each in world.computed if each[0]]
-    assert len(resumed) == SIBLINGS, "nothing was sampled in between"
-    assert world.host.reprefill.tokens == sum(prompt - cached for _, prompt, cached in resumed)
 
 
 @pytest.mark.parametrize(("keep_kv", "counts"), [("recompute", True), ("stale", False)])
@@ -174,17 +123,6 @@ def test_kept_requests_count_what_they_held_at_the_load(keep_kv, counts):
 
     world = play(once, on_update="keep", keep_kv=keep_kv)
     assert world.host.reprefill.tokens == (held[0] if counts else 0)
-
-
-def test_a_drain_and_a_run_without_updates_count_nothing():
-    async def nothing(world):
-        pass
-
-    async def update(world):
-        await world.update()
-
-    assert play(nothing).host.reprefill.tokens == 0
-    assert play(update, on_update="drain").host.reprefill.tokens == 0
 
 
 def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
@@ -202,13 +140,3 @@ def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
     world = play(dies)
     assert [held for held, _, _ in world.computed if held] == [10] * SIBLINGS
     assert world.host.reprefill.tokens == 0
-
-
-def test_a_delta_tells_of_the_cache_also_where_it_is_merged_with_others():
-    async def main():
-        stream = DeltaStream(asyncio.get_running_loop())
-        stream.put(TokenDelta(tokens=[1], logprobs=[0.0], cached_tokens=32))
-        stream.put(TokenDelta(tokens=[], logprobs=[], finish_reason="abort"))
-        return await stream.get()
-
-    assert asyncio.run(main()).cached_tokens == 32

@@ -39,7 +39,6 @@ DEADLINES = {
     "it is with the policy": ([(8, "call", "a")], None),
     "it is paused": ([(8, "call", "a"), (9, "enter", "a", "paused")], None),
     "after an answer": (answered("a", 8, 30), 50.0),
-    "after a call without answer": ([(8, "call", "a"), (9, "dropped", "a")], 29.0),
     "while another call is under way": ([(8, "call", "b"), *answered("a", 8, 30)], None),
     "after both": ([(8, "call", "b"), *answered("a", 8, 30), (33, "answered", "b")], 53.0),
     # 8 s before the first call and 15 s after it, so 27 are left.
@@ -47,10 +46,7 @@ DEADLINES = {
         [*answered("a", 8, 100), *answered("b", 115, 200), *answered("c", 215, 300)],
         312.0,
     ),
-    "it is over": ([*answered("a", 8, 30), (31, "end_by", "length", "too long")], 36.0),
     "it is over with a call under way": ([(8, "call", "a"), (31, "end_by", "length", "too long")], 36.0),
-    "it is scored": ([*answered("a", 8, 30), (31, "score")], None),
-    "it is over and scored": ([(31, "end_by", "length", "too long"), (32, "score")], None),
     "it has ended": ([(31, "end")], None),
 }
 
@@ -66,18 +62,12 @@ def test_which_deadline_comes_next(name):
 
 
 EXPIRIES = {
-    "start": (
-        [],
-        10,
-        None,
-        r"start: it did not call the policy within 10 s; raise episode\.start_timeout_s if it needs longer",
-    ),
+    "start": ([], 10, None, r"start: .* within 10 s; raise episode\.start_timeout_s"),
     "turn": (
         answered("a", 8, 30, "search", "add"),
         50,
         None,
-        r"turn: it neither called the policy again nor ended within 20 s of an answer \(state: tool search\); "
-        r"raise episode\.turn_timeout_s if it needs longer",
+        r"turn: .* within 20 s of an answer \(state: tool search\); raise episode\.turn_timeout_s",
     ),
     "episode": (
         [*answered("a", 8, 30), *answered("b", 48, 60), *answered("c", 78, 90)],
@@ -89,8 +79,7 @@ EXPIRIES = {
         [*answered("a", 8, 30), (31, "end_by", "length", "its context is full")],
         36,
         "length",
-        r"close: it had not ended 5 s after it was over \(its context is full\); raise episode\.close_timeout_s if it "
-        "needs longer",
+        r"close: .* 5 s after it was over \(its context is full\); raise episode\.close_timeout_s",
     ),
 }
 
@@ -102,7 +91,7 @@ def test_an_expiry_names_its_stage_the_seconds_and_the_key(stage):
     assert stages.expire(now - 0.01) is None
     expired = stages.expire(now)
     assert (expired.stage, expired.outcome) == (stage, outcome)
-    assert re.fullmatch(text, expired.text), expired.text
+    assert re.match(text, expired.text), expired.text
     with pytest.raises(EpisodeOver):
         stages.call("late", now)
     if stage == "episode":
@@ -111,41 +100,24 @@ def test_an_expiry_names_its_stage_the_seconds_and_the_key(stage):
         assert (stages.state, stages.next_deadline, stages.expire(now + 1000)) == ("ended", None, None)
 
 
-def test_no_turn_is_refused_but_the_one_past_the_limit():
+def test_no_turn_is_refused_but_the_one_past_the_limit_and_the_first_limit_stays():
     stages = played(*answered("a", 1, 2), (3, "call", "b"), (3, "call", "c"))
-    with pytest.raises(EpisodeOver, match=r"it has had its 3 turns \(episode.max_turns\)"):
-        stages.call("d", 4)
+    assert stages.outcome == "stop"
+    for late in ("d", "a"):
+        with pytest.raises(EpisodeOver, match=r"it has had its 3 turns \(episode.max_turns\)"):
+            stages.call(late, 4)
+    stages.end_by("time", "late", 5)
     assert (stages.outcome, stages.state, stages.next_deadline) == ("turns", "close", 9)
     stages.answered("b", 5)
     stages.answered("c", 6)
     assert stages.turns == 3 and stages.next_deadline == 9
 
 
-def test_an_episode_that_uses_all_its_turns_and_ends_is_not_truncated():
-    stages = played(*answered("a", 1, 2), *answered("b", 3, 4), *answered("c", 5, 6), (7, "score"))
-    assert stages.outcome == "stop" and stages.turns == 3
-
-
-def test_a_call_that_comes_again_after_the_end_is_refused_as_any_other():
-    stages = played((1, "call", "a"), (2, "end_by", "length", "full"))
-    with pytest.raises(EpisodeOver, match="full"):
-        stages.call("a", 3)
-
-
-def test_the_first_limit_stays():
-    stages = played((1, "end_by", "length", "full"), (2, "end_by", "time", "late"))
-    assert stages.outcome == "length" and stages.next_deadline == 6
-    with pytest.raises(EpisodeOver, match="full"):
-        stages.call("a", 3)
-
-
 def test_news_of_a_call_after_the_end_changes_nothing():
-    stages = played(
-        (1, "call", "a"), (2, "score", {"state": "judge"}), (3, "enter", "a", "engine"), (4, "answered", "a")
-    )
+    stages = played((1, "call", "a"), (2, "end"), (3, "enter", "a", "engine"), (4, "answered", "a"))
     stages.dropped("a", 5)
     stages.end_by("time", "late", 5)
-    assert (stages.state, stages.turns, stages.outcome) == ("judge", 0, "stop")
+    assert (stages.state, stages.turns, stages.outcome) == ("ended", 0, "stop")
 
 
 def test_states_as_they_are_shown():
@@ -163,30 +135,21 @@ def test_states_as_they_are_shown():
         (8, "call", "c"),
         (9, "answered", "c"),
         (10, "end_by", "time", "late"),
-        (11, "score", {"state": "judge"}),
         (12, "end"),
     ]:
         shown.append(stages.state)
         happens(stages, *event)
     assert shown == [
         *("start", "queue", "engine", "engine", "paused", "queue", "engine"),
-        *("tool search", "queue", "user", "close", "judge"),
+        *("tool search", "queue", "user", "close"),
     ]
-    assert stages.seconds(100) == {
-        "start": 1,
-        "queue": 3,
-        "engine": 3,
-        "paused": 1,
-        "tool search": 1,
-        "user": 1,
-        "close": 1,
-        "judge": 1,
-    }
+    spent = {"start": 1, "queue": 3, "engine": 3, "paused": 1, "tool search": 1, "user": 1, "close": 2}
+    assert stages.seconds(100) == spent
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["call", "queue", "engine", "paused", "answered", "dropped", "expire", "over", "score", "end"]),
+        st.sampled_from(["call", "queue", "engine", "paused", "answered", "dropped", "expire", "over", "end"]),
         st.integers(0, 3),
         st.floats(-1, 30, allow_nan=False),
     ),
@@ -233,16 +196,15 @@ def test_fractions_add_up_to_its_life_and_policy_time_is_nobody_elses(steps, tur
         elif what == "over":
             stages.end_by("length", "full", at)
             over = True
-        elif what in ("score", "end"):
-            getattr(stages, what)(at)
-            over, ended = True, ended or what == "end"
+        elif what == "end":
+            stages.end(at)
+            over = ended = True
             calls.clear()
         else:
             stages.enter(call, what, at)
         end = now if ended and end is None else end
         life = now if end is None else end
         assert sum(stages.seconds(at).values()) == pytest.approx(life)
-        assert not life or sum(stages.fractions(at).values()) == pytest.approx(1.0)
         if not over:
             policy = {"queue", "engine", "paused"}
             assert (stages.state in policy) == bool(calls)

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 
-import pytest
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,8 @@ def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
     a, b = ticket("0-1"), ticket("0-2")
     suspects.died(["0-1", "0-1", "0-2"], "killed", alone=False)
     assert [suspects.deaths(t) for t in (a, b)] == [1, 1], "once for each ticket, not for each sample"
-    assert not suspects.alone(a)
+    assert not suspects.alone(a) and suspects.alone(ticket("0-1", attempt=1))
+    assert suspects.alone(ticket("0-3", attempt=2)) and suspects.alone(ticket("0-3", alone=True))
     for _ in range(50):
         suspects.died(["0-1"], "killed", alone=False)
     assert suspects.alone(a) and not suspects.alone(b)
@@ -38,15 +38,9 @@ def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
     assert (suspects.deaths(a), suspects.failure(a), len(suspects)) == (0, None, 1)
 
 
-@pytest.mark.parametrize(
-    ("attempt", "alone", "deaths", "expected"),
-    [(0, False, 1, False), (1, False, 0, False), (1, False, 1, True), (2, False, 0, True), (0, True, 0, True)],
-)
-def test_who_runs_alone(attempt, alone, deaths, expected):
-    suspects = SuspectTickets(max_attempts=3)
-    for _ in range(deaths):
-        suspects.died(["0-1"], "killed", alone=False)
-    assert suspects.alone(ticket("0-1", attempt=attempt, alone=alone)) == expected
+async def rounds(count):
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 class Ground:
@@ -57,7 +51,7 @@ class Ground:
         self.inside = Counter()
         self.log = []
 
-    async def pass_through(self, uid, hold=0):
+    async def pass_through(self, uid, hold):
         """``hold`` is an event, or so many rounds of the loop."""
         await self.turns.take(ticket(uid))
         try:
@@ -68,10 +62,7 @@ class Ground:
                 assert self.turns.lone == uid
             else:
                 assert not self.lone_uids & set(+self.inside)
-            for _ in range(hold if isinstance(hold, int) else 0):
-                await asyncio.sleep(0)
-            if isinstance(hold, asyncio.Event):
-                await hold.wait()
+            await (hold.wait() if isinstance(hold, asyncio.Event) else rounds(hold))
         finally:
             self.inside[uid] -= 1
             self.turns.give_back(ticket(uid))
@@ -92,17 +83,14 @@ async def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_on
         ground.start("x", tasks, lone)
         ground.start("c", tasks)
         ground.start("x", tasks, lone)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         assert ground.log == ["a", "b"]
         first.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         # Its samples together, and nobody else.
         assert ground.log == ["a", "b", "x", "x"]
         ground.start("x", tasks, lone)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         assert ground.log[4:] == ["x"]
         lone.set()
     assert ground.log == ["a", "b", "x", "x", "x", "c"]
@@ -118,8 +106,7 @@ async def test_after_a_death_those_that_wait_come_before_the_one_that_ran_alone(
             for _ in range(3):
                 await ground.turns.take(ticket("x"))
                 ground.log.append("x")
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
+                await rounds(2)
                 ground.turns.end_lone()
                 ground.turns.give_back(ticket("x"))
 
@@ -167,8 +154,7 @@ def test_everybody_gets_a_turn_whoever_is_cancelled(script):
         tasks = []
         for number, (uid, hold, cancel, pause) in enumerate(script):
             tasks.append(asyncio.create_task(body(number, uid, hold)))
-            for _ in range(pause):
-                await asyncio.sleep(0)
+            await rounds(pause)
             if cancel and tasks[number // 2].cancel():
                 cancelled.add(number // 2)
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)

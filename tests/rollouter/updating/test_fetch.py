@@ -8,7 +8,6 @@ import os
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 from cuts import way_to
 from fetch_cases import Server, calling
@@ -28,7 +27,7 @@ from structlog.testing import capture_logs
 from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
+from asyncrl.errors import DeadlineExceeded, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk, Offer
@@ -82,13 +81,6 @@ def flipped(chunk: Chunk) -> Chunk:
     return replace(chunk, data=data)
 
 
-def with_checksum(offer: Offer, bucket: int, checksum: int) -> Offer:
-    assert offer.manifest is not None
-    buckets = list(offer.manifest.buckets)
-    buckets[bucket] = replace(buckets[bucket], checksum=checksum)
-    return replace(offer, manifest=replace(offer.manifest, buckets=buckets))
-
-
 @pytest.fixture
 def server():
     """Version 3, and version 4 with deltas against it."""
@@ -112,8 +104,11 @@ def base(server):
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 @pytest.mark.parametrize("delta", [False, True])
 def test_every_bit_arrives(transport, delta, server, base):
-    found = asyncio.run(take(server.offer(4, transport), server, base if delta else None))
+    offer, probe = server.offer(4, transport), make_probe()
+    offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
+    found = asyncio.run(take(offer, server, base if delta else None))
     staged, published = found.staged, server.snapshots[4].manifest
+    assert staged.manifest.probe is probe
     server.close()
     assert contents_of(staged.manifest) == NEW
     assert staged.version == 4
@@ -135,58 +130,35 @@ def test_every_bit_arrives(transport, delta, server, base):
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_the_probe_stays_with_the_weights(transport, server):
-    probe = make_probe()
-    offer = server.offer(4, transport)
-    offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
-    staged = asyncio.run(take(offer, server)).staged
-    assert staged.manifest.probe is probe
-    staged.close()
-
-
-@pytest.mark.parametrize("transport", ["shm", "stream"])
-@pytest.mark.parametrize("what", ["version", "layout", "nothing"])
-def test_a_base_that_does_not_fit_is_not_used(what, transport, server):
-    other = held(3 if what == "layout" else 2, [] if what == "nothing" else [content + b"ab" for content in OLD])
-    base = stage(other.manifest)
-    found = asyncio.run(take(server.offer(4, transport), server, base))
-    assert contents_of(found.staged.manifest) == NEW
-    assert found.encoded_bytes == sum(SIZES)
-    for each in (found.staged, base):
-        each.close()
-    other.release()
-
-
-@pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport, server):
-    # It says that it is version 3, and is not.
-    other = held(3, [random_bytes(size, 77) for size in SIZES])
+@pytest.mark.parametrize("what", ["version", "layout", "bytes"])
+def test_a_base_that_does_not_fit_is_not_used_and_a_delta_that_leads_elsewhere_made_good(what, transport, server):
+    """Of other bytes it says that it is version 3, and is not."""
+    contents = {"version": OLD, "layout": [content + b"ab" for content in OLD]}
+    contents["bytes"] = [random_bytes(size, 77) for size in SIZES]
+    other = held(2 if what == "version" else 3, contents[what])
     base = stage(other.manifest)
     with capture_logs() as logs:
         found = asyncio.run(take(server.offer(4, transport), server, base))
     assert contents_of(found.staged.manifest) == NEW
     said = [line for line in logs if line["event"] == "delta failed; the whole bucket is taken"]
-    assert sorted((line["version"], line["bucket"], line["base"]) for line in said) == [(4, 0, 3), (4, 2, 3)]
+    tried = [(4, 0, 3), (4, 2, 3)] if what == "bytes" else []
+    assert sorted((line["version"], line["bucket"], line["base"]) for line in said) == tried
     assert all("checksum" in line["error"] for line in said)
-    assert found.encoded_bytes > sum(SIZES)
+    assert (found.encoded_bytes > sum(SIZES)) == bool(tried)
     for each in (found.staged, base):
         each.close()
     other.release()
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_bit_flipped_in_a_segment_is_found(transport, server):
+def test_a_bit_flipped_in_a_segment_is_found_and_a_version_that_is_let_go_is_gone(transport, server):
     offer = server.offer(4, transport)
     assert offer.manifest is not None
-    wrong = with_checksum(offer, 2, offer.manifest.buckets[2].checksum ^ 1)
+    buckets = list(offer.manifest.buckets)
+    buckets[2] = replace(buckets[2], checksum=buckets[2].checksum ^ 1)
     with pytest.raises(WeightsCorrupt, match="version 4, bucket 2: its") as caught:
-        asyncio.run(take(wrong, server))
+        asyncio.run(take(replace(offer, manifest=replace(offer.manifest, buckets=buckets)), server))
     assert (caught.value.version, caught.value.bucket) == (4, 2)
-
-
-@pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_version_that_is_no_longer_held_is_gone(transport, server):
-    offer = server.offer(4, transport)
     server.snapshots.pop(4).release()
     with pytest.raises(VersionGone, match="version 4"):
         asyncio.run(take(offer, server))
@@ -226,7 +198,6 @@ def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch):
     [
         (flipped, "its checksum is"),
         (lambda chunk: replace(chunk, data=chunk.data[1:]), "4095 bytes instead of 4096"),
-        (lambda chunk: replace(chunk, data=np.empty(0, np.float32)), "0 bytes instead of"),
     ],
 )
 def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil, words):
@@ -240,7 +211,7 @@ def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil, words):
     server.close()
 
 
-@pytest.mark.parametrize("credit", [1, 2, 5, 100])
+@pytest.mark.parametrize("credit", [1, 5, 100])
 def test_no_more_is_asked_for_than_there_is_credit(credit):
     server = Server(held(4, NEW))
     weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=credit)
@@ -255,12 +226,9 @@ def test_no_more_is_asked_for_than_there_is_credit(credit):
     ("error", "again"),
     [
         (DeadlineExceeded("rollouter/4", "parameter_server/0", "FetchChunk", 30.0), True),
-        (PeerRestarted("parameter_server/0", "FetchChunk"), True),
         (RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True), True),
-        (RemoteError("parameter_server/0", "deadline", "too slow"), True),
         (ProtocolError("body of Chunk"), True),
         (RemoteError("parameter_server/0", "KeyError", "a defect"), False),
-        (RemoteError("parameter_server/0", "too_large", "raise it"), False),
     ],
 )
 def test_calls_that_fail_are_repeated_where_that_can_help(error, again):
@@ -329,7 +297,7 @@ def test_the_error_of_a_silent_fetch_says_what_was_tried_last():
 # --- the end before the end ---
 
 
-@pytest.mark.parametrize("chunks", range(CHUNKS))
+@pytest.mark.parametrize("chunks", [0, 3, CHUNKS - 1])
 async def test_a_cancelled_stream_leaves_nothing(chunks):
     arrived = asyncio.Event()
 

@@ -15,7 +15,7 @@ import asyncio
 import heapq
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -360,17 +360,15 @@ class ReferenceEngine:
             flight.stale = flight.it.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
-        from asyncrl.rollouter.engines.reference.model import bucket_tensors
+        from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_in
         from asyncrl.weights.collective.receiver import Receiver
 
         receiver = self._receiver = self._receiver or Receiver()
         if self._dead is not None:
             # Closed before there was anything to close.
             receiver.close()
-        tensors = {}
-        for memory, bucket in zip(receiver.receive(weights, worker=0), weights.collective.buckets, strict=True):
-            tensors.update(bucket_tensors(memory.numpy(), bucket.tensors))
-        return tensors
+        received = zip(receiver.receive(weights, worker=0), weights.collective.buckets, strict=True)
+        return _copies(named for memory, bucket in received for named in tensors_in(memory, bucket.tensors))
 
     async def checksum(self) -> str:
         self._require_alive()
@@ -378,9 +376,14 @@ class ReferenceEngine:
 
 
 def _read(staged: StagedVersion) -> dict[str, Tensor]:
-    from asyncrl.rollouter.engines.reference.model import staged_tensors
+    from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_of
 
-    return staged_tensors(staged)
+    return _copies(tensors_of(staged.manifest))
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    # In torch's own memory, whose alignment is always the same.
+    return {name: tensor.clone() for name, tensor in tensors}
 
 
 def _look_at(computing: asyncio.Future[T]) -> None:

@@ -13,22 +13,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError, WeightsCorrupt
-from asyncrl.messages.weights import TensorSpec
 from asyncrl.rollouter.engines.reference.noise import uniform
-from asyncrl.weights.segments import map_segment, size_of
-from asyncrl.weights.staging import StagedVersion
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,30 +174,3 @@ def choose(logits: Tensor, temperature: float, noise: float) -> tuple[int, float
         shares = logprobs.exp().cumsum(0)
         token = int(torch.searchsorted(shares, noise * shares[-1], right=True))
     return token, float(logprobs[token])
-
-
-def staged_tensors(staged: StagedVersion) -> dict[str, Tensor]:
-    """Copies of everything that is staged, by checkpoint name."""
-    found = {}
-    for bucket in staged.manifest.buckets:
-        descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            mapping = map_segment(descriptor, bucket.size)
-        finally:
-            os.close(descriptor)
-        memory = np.frombuffer(mapping, np.uint8)
-        found.update(bucket_tensors(memory, bucket.tensors))
-    return found
-
-
-def bucket_tensors(memory: np.ndarray, specs: Iterable[TensorSpec]) -> dict[str, Tensor]:
-    """Copies of the tensors in the bytes of a bucket (uint8 [size])."""
-    found = {}
-    for spec in specs:
-        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        # In torch's own memory, whose alignment is always the same.
-        size = size_of(spec)
-        if size:
-            tensor.reshape(-1).view(torch.uint8).numpy()[:] = memory[spec.offset : spec.offset + size]
-        found[spec.name] = tensor
-    return found

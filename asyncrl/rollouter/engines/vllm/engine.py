@@ -314,7 +314,8 @@ class VllmEngine:
     async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         version = weights.version
         assert self._paused, "only a paused engine may load"
-        async with self._control(f"the load of version {version}", self._load_deadline_s(weights)):
+        # The caller that waits for it has the same deadline from the pause on, and a name for it.
+        async with self._control(f"the load of version {version}", self._config.weights.deadline_s):
             try:
                 await self._give(weights)
                 if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
@@ -359,10 +360,6 @@ class VllmEngine:
         async with self._control("its checksums", self._timeout_s):
             workers: list[dict[str, str]] = await self._llm.compute_weight_checksums()
         return xxhash.xxh3_64_hexdigest(json.dumps([workers, self._checksums], sort_keys=True).encode())
-
-    def _load_deadline_s(self, weights: StagedVersion | BroadcastPart) -> float:
-        # The caller that waits for it has the same deadline from the pause on, and a name for it.
-        return self._config.weights.deadline_s
 
 
 def _import_adapter() -> Any:

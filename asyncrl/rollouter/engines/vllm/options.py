@@ -172,23 +172,17 @@ def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[
 
     ``cpu_head_sizes`` are the head dimensions that vLLM's CPU attention knows.
     """
-    problems = _cpu_problems(config, text_config(model), cpu_head_sizes) if on_cpu(config) else []
-    if problems:
-        raise ConfigError(problems)
-
-
-def _cpu_problems(config: Config, text: dict[str, Any], head_sizes: Sequence[int]) -> list[str]:
+    text = text_config(model)
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")
-    if not heads or not width or text.get("kv_lora_rank"):
-        return []
+    if not on_cpu(config) or not heads or not width or text.get("kv_lora_rank"):
+        return
     head = text.get("head_dim") or width // heads
-    if head not in head_sizes:
-        return [
-            f"model.path: its attention heads have {head} dimensions; vLLM's CPU attention knows "
-            f"{', '.join(map(str, head_sizes))}"
-        ]
+    if head not in cpu_head_sizes:
+        known = ", ".join(map(str, cpu_head_sizes))
+        problem = f"its attention heads have {head} dimensions; vLLM's CPU attention knows {known}"
+        raise ConfigError([f"model.path: {problem}"])
     if text.get("sliding_window") or set(text.get("layer_types") or ()) - {"full_attention"}:
-        return []
+        return
     # Keys and values of one request of full length, in whole blocks.
     block = config.rollout.vllm.block_size
     tokens = -(-max_model_len(config) // block) * block
@@ -196,8 +190,9 @@ def _cpu_problems(config: Config, text: dict[str, Any], head_sizes: Sequence[int
     need = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head * item * tokens
     have = config.rollout.vllm.cpu_kv_cache_bytes
     if have < need:
-        return [
-            f"rollout.vllm.cpu_kv_cache_bytes: is {have}, but one request of {max_model_len(config)} tokens needs "
-            f"{need}; raise it or lower rollout.max_tokens"
-        ]
-    return []
+        raise ConfigError(
+            [
+                f"rollout.vllm.cpu_kv_cache_bytes: is {have}, but one request of {max_model_len(config)} tokens needs "
+                f"{need}; raise it or lower rollout.max_tokens"
+            ]
+        )

@@ -20,6 +20,9 @@ NAME = "asyncrl-core"
 """A claim's name begins so, before the core's number. It is one of the kernel's own (unix(7), "abstract"), and leaves
 nothing on disk."""
 
+KILLED_S = 10.0
+"""Longest wait for a process that was killed."""
+
 
 class Processes:
     """Engine cores (direct children) and everything below them."""
@@ -51,7 +54,7 @@ class Processes:
         cores = [core.pid for core in self._cores if core.pid is not None and core.is_alive()]
         return cores + [pid for pid, process in self._descendants.items() if _lives(process)]
 
-    def end(self, grace_s: float, deadline_s: float = 10.0) -> list[int]:
+    def end(self, grace_s: float) -> list[int]:
         """Wait ``grace_s`` for them to end by themselves, then kill them; returns the survivors' numbers."""
         self.look()
         limit = time.monotonic() + grace_s
@@ -65,7 +68,7 @@ class Processes:
         for process in self._descendants.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        limit = time.monotonic() + deadline_s
+        limit = time.monotonic() + KILLED_S
         for core in self._cores:
             core.join(max(0.0, limit - time.monotonic()))
         while self.pids and time.monotonic() < limit:

@@ -96,12 +96,6 @@ def test_an_adapter_arrives_and_replaces_the_one_before(tp_size):
         assert manager.registered.loras.keys() == published.keys()
 
 
-def test_the_scaling_is_in_b_alone():
-    once, twice = layers(scaling=1.0), layers(scaling=2.0)
-    assert torch.equal(once["o_proj"][0], twice["o_proj"][0])
-    assert torch.equal(2 * once["o_proj"][1], twice["o_proj"][1])
-
-
 def _forget(manager: Manager) -> None:
     manager.forgotten = {"k_proj"}
 

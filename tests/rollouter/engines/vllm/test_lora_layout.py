@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import WeightsCorrupt
-from asyncrl.lora import layer_of, tensor_names
+from asyncrl.lora import tensor_names
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters, targets
 from asyncrl.weights.staging import StagedVersion
@@ -75,6 +75,7 @@ A, B = tensor_names("model.layers.1.mlp.down_proj")
         (dict(zip(tensor_names("model.layers.0.mlp.up_proj"), ((RANK, 8), (20, RANK)), strict=True)), {}, "unknown"),
         ({"model.norm.weight": (8,)}, {}, "model.norm.weight is no name of an adapter's tensor"),
         ({A.removeprefix("base_model.model."): (RANK, 20)}, {}, "is no name of an adapter's tensor"),
+        (dict.fromkeys(adapters()), {}, "it holds no adapter"),
         ({}, {"targets": ["q_proj"]}, "4 parameters are unknown"),
         ({}, {"targets": ["q_proj", "down_proj", "up_proj"]}, "no layer of lora.targets = 'up_proj' has an adapter"),
     ],
@@ -83,11 +84,6 @@ def test_others_are_refused(folder, change, lora, told):
     shapes = {name: shape for name, shape in (adapters() | change).items() if shape is not None}
     with pytest.raises(WeightsCorrupt, match=told):
         check_adapters(staged(shapes), folder, LoraConfig(rank=RANK, **lora))
-
-
-def test_a_version_without_adapters_is_refused(folder):
-    with pytest.raises(WeightsCorrupt, match="it holds no adapter"):
-        check_adapters(staged({}), folder, EVERYWHERE)
 
 
 @pytest.mark.parametrize("change", [{A: None}, {A: (RANK + 1, 20)}])
@@ -102,9 +98,3 @@ def test_layers_that_may_have_an_adapter_are_those_of_the_decoder(folder, tmp_pa
     assert targets(EVERYWHERE, folder) == ["down_proj", "q_proj"]
     assert targets(LoraConfig(rank=RANK, targets=["self_attn.q_proj"]), folder) == ["q_proj"]
     assert targets(EVERYWHERE, str(tmp_path / "none")) is None
-
-
-def test_names_are_read_as_they_are_made():
-    assert [layer_of(name) for name in tensor_names("a.b")] == [("a.b", "A"), ("a.b", "B")]
-    assert layer_of("a.b.lora_A.weight") is None
-    assert layer_of("base_model.model.a.b.weight") is None

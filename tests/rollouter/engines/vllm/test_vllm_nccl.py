@@ -9,25 +9,22 @@ from __future__ import annotations
 import base64
 import queue
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rollouter.engines.engine_cases import LONG_S, buckets_of, part_of, send
 from tiny_models import Publisher
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective import nccl as learner_side
 from asyncrl.weights.collective.packing import packed_bytes
 from asyncrl.weights.collective.sender import Sender
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning")
-
-LONG_S = 60.0
 
 
 class Wire:
@@ -141,29 +138,14 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def offered(sender: Sender, manifest: Manifest, timeout_s: float = LONG_S) -> BroadcastPart:
-    group = CollectiveGroup(backend="nccl", epoch=1, world_size=2, host=sender.host, port=sender.port)
-    layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
-    collective = Collective(group=group, first_rank=1, buckets=layouts)
-    return BroadcastPart(version=manifest.version, collective=collective, timeout_s=timeout_s)
-
-
-def send(sender: Sender, weights: BroadcastPart, buckets: Iterator[tuple[Bucket, int]]) -> None:
-    sender.send(weights.collective.group, weights.version, weights.collective.buckets, buckets)
-
-
-def with_descriptors(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
-    return ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
-
-
 def test_versions_arrive_over_one_group(wire, sender, worker, publisher):
     with ThreadPoolExecutor(1) as pool:
         for version in range(3):
             expected = tensors(version)
             manifest = publisher.publish(version, expected)
-            weights = offered(sender, manifest)
+            weights = part_of(sender, manifest, backend="nccl")
             receiving = pool.submit(worker.receive, weights)
-            send(sender, weights, with_descriptors(manifest))
+            send(sender, weights, buckets_of(manifest))
             receiving.result(LONG_S)
             assert worker.loaded.keys() == expected.keys()
             for name, tensor in expected.items():
@@ -174,30 +156,26 @@ def test_versions_arrive_over_one_group(wire, sender, worker, publisher):
     assert (info.rank_offset, info.world_size) == (1, 2)
 
 
-@pytest.mark.parametrize("why", ["aborted", "late"])
-def test_lost_bucket_does_not_pass_as_received(wire, sender, worker, publisher, why):
-    wire.lost = True
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("aborted", "enough"),
+        ("late", "waited 1 s for bucket 0 over NCCL"),
+        ("disabled", "vLLM has disabled NCCL"),
+    ],
+)
+def test_lost_bucket_does_not_pass_as_received_and_disabled_nccl_is_refused(
+    wire, sender, worker, publisher, why, words
+):
+    wire.lost, wire.disabled = why != "disabled", why == "disabled"
     manifest = publisher.publish(1, tensors(1))
-    weights = offered(sender, manifest, 1.0 if why == "late" else LONG_S)
+    weights = part_of(sender, manifest, backend="nccl", timeout_s=1.0 if why == "late" else LONG_S)
     if why == "aborted":
         threading.Timer(0.5, sender.abort, ["enough"]).start()
-    words = {"aborted": "enough", "late": "waited 1 s for bucket 0 over NCCL"}[why]
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(worker.receive, weights)
         with pytest.raises(BroadcastFailed, match=words):
-            send(sender, weights, with_descriptors(manifest))
+            send(sender, weights, buckets_of(manifest))
         with pytest.raises(BroadcastFailed, match=words):
             receiving.result(LONG_S)
-    assert wire.aborted.is_set()
-
-
-def test_disabled_nccl_is_refused(wire, sender, worker, publisher):
-    wire.disabled = True
-    manifest = publisher.publish(1, tensors(1))
-    weights = offered(sender, manifest)
-    with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(worker.receive, weights)
-        with pytest.raises(BroadcastFailed, match="rank 1: vLLM has disabled NCCL"):
-            send(sender, weights, with_descriptors(manifest))
-        with pytest.raises(BroadcastFailed, match="vLLM has disabled NCCL"):
-            receiving.result(LONG_S)
+    assert wire.aborted.is_set() == (why != "disabled")

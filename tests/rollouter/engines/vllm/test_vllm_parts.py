@@ -26,6 +26,7 @@ from asyncrl.rollouter.engines.vllm import checkpoint, options
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
 
+RUN = run_virtual
 HEADS = [32, 64, 128]
 MODEL = {"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32}
 
@@ -45,66 +46,43 @@ def config_for(**tree: Any) -> Config:
 # --- watch --------------------------------------------------------------------------------------------------
 
 
-def test_guard_ends_at_its_deadline_and_declares_death():
+async def test_a_guard_ends_at_its_deadline_and_declares_death():
     deaths = []
-
-    async def go():
-        watch = Watch("e", deaths.append)
-        loop = asyncio.get_running_loop()
-        async with watch.guard("quick", 5.0):
-            await asyncio.sleep(1.0)
-        with pytest.raises(EngineDied, match=r"did not answer slow within 5\.0 s"):
-            async with watch.guard("slow", 5.0):
-                await asyncio.sleep(100.0)
-        assert loop.time() == pytest.approx(6.0)
-        with pytest.raises(EngineDied, match="slow"):
-            async with watch.guard("another", 5.0):
-                raise AssertionError("entered although dead")
-
-    run_virtual(go())
+    watch, loop = Watch("e", deaths.append), asyncio.get_running_loop()
+    for error in (ValueError("mine"), TimeoutError("mine")):
+        with pytest.raises(type(error), match="mine"):
+            async with watch.guard("it", 5.0):
+                raise error
+    with pytest.raises(asyncio.CancelledError):
+        async with watch.guard("it", None):
+            raise asyncio.CancelledError
+    assert not watch.dead
+    async with watch.guard("quick", 5.0):
+        await asyncio.sleep(1.0)
+    with pytest.raises(EngineDied, match=r"did not answer slow within 5\.0 s"):
+        async with watch.guard("slow", 5.0):
+            await asyncio.sleep(100.0)
+    assert loop.time() == pytest.approx(6.0)
+    with pytest.raises(EngineDied, match="slow"):
+        async with watch.guard("another", 5.0):
+            raise AssertionError("entered although dead")
     assert deaths == ["did not answer slow within 5.0 s"]
 
 
-def test_death_ends_every_guard_at_once():
-    async def go():
-        watch = Watch("e", lambda _: None)
-        loop = asyncio.get_running_loop()
+async def test_death_ends_every_guard_at_once():
+    watch, loop = Watch("e", lambda _: None), asyncio.get_running_loop()
 
-        async def wait(deadline_s):
-            async with watch.guard("it", deadline_s):
-                await loop.create_future()
+    async def wait(deadline_s):
+        async with watch.guard("it", deadline_s):
+            await loop.create_future()
 
-        waits = [asyncio.ensure_future(wait(deadline_s)) for deadline_s in (50.0, None, 20.0)]
-        loop.call_later(3.0, watch.declare_dead, "gone")
-        loop.call_later(3.0, watch.declare_dead, "gone again")
-        for outcome in await asyncio.gather(*waits, return_exceptions=True):
-            assert isinstance(outcome, EngineDied)
-            assert outcome.reason == "gone"
-        assert loop.time() == pytest.approx(3.0)
-
-    run_virtual(go())
-
-
-def test_guard_lets_errors_and_cancellation_through():
-    async def go():
-        watch = Watch("e", lambda _: None)
-        for error in (ValueError("mine"), TimeoutError("mine")):
-            with pytest.raises(type(error), match="mine"):
-                async with watch.guard("it", 5.0):
-                    raise error
-
-        async def wait():
-            async with watch.guard("it", None):
-                await asyncio.get_running_loop().create_future()
-
-        task = asyncio.ensure_future(wait())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not watch.dead
-
-    run_virtual(go())
+    waits = [asyncio.ensure_future(wait(deadline_s)) for deadline_s in (50.0, None, 20.0)]
+    for reason in ("gone", "gone again"):
+        loop.call_later(3.0, watch.declare_dead, reason)
+    for outcome in await asyncio.gather(*waits, return_exceptions=True):
+        assert isinstance(outcome, EngineDied)
+        assert outcome.reason == "gone"
+    assert loop.time() == pytest.approx(3.0)
 
 
 # --- processes ----------------------------------------------------------------------------------------------
@@ -161,29 +139,23 @@ def test_nothing_of_an_engine_survives(how):
 def test_arguments_follow_the_configuration():
     config = config_for(rollout={"vllm": {"extra": {"block_size": 64}}})
     arguments = options.engine_arguments(config, "rollouter/0")
-    assert arguments["max_model_len"] == 128
-    assert arguments["dtype"] == "float32"
-    assert arguments["enforce_eager"] is True
-    assert arguments["enable_chunked_prefill"] is False
+    expected = {"max_model_len": 128, "dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False}
+    assert arguments.items() >= (expected | {"block_size": 64}).items()
     assert arguments["max_num_batched_tokens"] >= 128
-    assert arguments["block_size"] == 64
     assert arguments["ir_op_priority"]["rms_norm"] == ["asyncrl_cpu", "native"]
     assert arguments["seed"] != options.engine_arguments(config, "rollouter/1")["seed"]
-    gpu = config_for(rollout={"gpus_per_replica": 2})
-    arguments = options.engine_arguments(gpu, "rollouter/0")
-    assert (arguments["tensor_parallel_size"], arguments["dtype"]) == (2, "bfloat16")
-    assert arguments["enforce_eager"] is False
+    arguments = options.engine_arguments(config_for(rollout={"gpus_per_replica": 2}), "rollouter/0")
+    assert arguments.items() >= {"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False}.items()
     assert not {"enable_chunked_prefill", "ir_op_priority"} & set(arguments)
     assert options.dtype(config_for(learner={"dtype": "bfloat16"})) == "bfloat16"
 
 
-@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (64, 64), (257, 320), (512, 512)])
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (257, 320)])
 def test_an_adapter_goes_beside_the_models_own_weights(rank, room):
     config = config_for(lora={"rank": rank, "targets": ["self_attn.q_proj", "v_proj"]})
     arguments = options.engine_arguments(config, "rollouter/0")
-    assert (arguments["load_format"], arguments["enable_lora"]) == ("auto", True)
-    assert (arguments["max_loras"], arguments["max_lora_rank"]) == (1, room)
-    assert arguments["lora_target_modules"] == ["q_proj", "v_proj"]
+    expected = {"load_format": "auto", "enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    assert arguments.items() >= (expected | {"lora_target_modules": ["q_proj", "v_proj"]}).items()
     merged = options.engine_arguments(config_for(lora={"rank": rank, "publish": "merged"}), "rollouter/0")
     assert merged == options.engine_arguments(config_for(), "rollouter/0")
     assert merged["load_format"] == "dummy"
@@ -230,16 +202,6 @@ def test_possible_models_are_accepted():
     options.check_model(exact, MODEL, HEADS)
     options.check_model(config_for(), {"text_config": MODEL, "vision_config": {"head_dim": 48}}, HEADS)
     options.check_model(config_for(rollout={"gpus_per_replica": 1}), MODEL | {"head_dim": 48}, HEADS)
-
-
-def test_scratch_folder_leaves_room_for_sockets(monkeypatch, tmp_path):
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    folder = options.make_scratch_folder()
-    os.rmdir(folder)
-    assert len(folder) + 37 <= options.SOCKET_PATH_LIMIT
-    assert f"asyncrl-engine-{os.getpid()}-" in folder
 
 
 # --- model folders ------------------------------------------------------------------------------------------
@@ -309,7 +271,7 @@ def test_tied_heads_are_optional():
     assert checkpoint.optional_names({"architectures": ["NoSuchModel"]}, names) == frozenset()
 
 
-def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the_living(monkeypatch):
+def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the_living(monkeypatch, tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     # pytest's own folders are too deep for the sockets that go into such a folder.
@@ -321,3 +283,9 @@ def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the
         first = Path(options.make_scratch_folder())
         second = Path(options.make_scratch_folder())
         assert sorted(Path(short).iterdir()) == sorted([other, first, second])
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = options.make_scratch_folder()
+    os.rmdir(folder)
+    assert len(folder) + 37 <= options.SOCKET_PATH_LIMIT

@@ -88,8 +88,3 @@ def test_a_joined_output_says_how_it_began_and_how_it_ended():
     assert joined.events == [queued, preempted]
     assert (joined.finish_reason, joined.stop_reason) == (FinishReason.STOP, 3)
     assert first.new_token_ids == [1]
-
-
-def test_tokens_without_logprobs_are_joined_too():
-    outputs = [EngineCoreOutput(request_id="a", new_token_ids=[token]) for token in (4, 5)]
-    assert join(outputs) == EngineCoreOutput(request_id="a", new_token_ids=[4, 5])

@@ -1,4 +1,4 @@
-"""The tensors of a version that lies in sealed memory, as the worker of vLLM reads them."""
+"""The tensors of a version that lies in sealed memory. It imports nothing of vLLM."""
 
 from __future__ import annotations
 
