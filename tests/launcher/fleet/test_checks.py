@@ -71,20 +71,20 @@ def test_everything_is_reported_at_once(tmp_path):
     assert f"{port} of 127.0.0.1: Address already in use" in found[5]
 
 
-def test_a_model_that_is_no_folder_is_told_once(tmp_path):
-    (problem,) = problems(tmp_path, model={"path": "Qwen/Qwen3-0.6B"})
-    assert problem.startswith("model.path: Qwen/Qwen3-0.6B is not a folder here")
-
-
-def test_a_host_that_is_not_this_one(tmp_path):
-    (problem,) = problems(tmp_path, network={"host": "203.0.113.1"})
-    assert problem.startswith("network.host: 203.0.113.1 cannot be bound")
-
-
-def test_a_range_of_ports_that_is_too_small(tmp_path):
-    (problem,) = problems(tmp_path, network={"ports": "40001-40003"})
-    assert problem.startswith("network.ports: ") and "of 3 ports in 40001-40003" in problem
-    assert "need 6" in problem and "widen it to 12 ports or more" in problem
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"model": {"path": "Qwen/Qwen3-0.6B"}}, ["model.path: Qwen/Qwen3-0.6B is not a folder here"]),
+        ({"network": {"host": "203.0.113.1"}}, ["network.host: 203.0.113.1 cannot be bound"]),
+        (
+            {"network": {"ports": "40001-40003"}},
+            ["network.ports: ", "of 3 ports in 40001-40003", "need 6", "widen it to 12 ports or more"],
+        ),
+    ],
+)
+def test_a_fault_is_told_once(tmp_path, tables, told):
+    (problem,) = problems(tmp_path, **tables)
+    assert problem.startswith(told[0]) and all(words in problem for words in told)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,12 @@ def test_what_sinks_need_is_looked_for_on_the_head_and_the_way_to_it_told(tmp_pa
     ).sinks
     assert errors_of(check_sinks(sinks, ["tensorboard", "prometheus_client"], "far")) == [
         "far: sinks.wandb.mode: the package wandb is not installed; fix: pip install 'asyncrl[wandb]'"
+    ]
+    found = errors_of(check_sinks(sinks, []))
+    assert [each.partition(":")[0] for each in found] == [
+        "sinks.tensorboard",
+        "sinks.wandb.mode",
+        "sinks.prometheus.enabled",
     ]
     # What wandb leaves where it is used is no package.
     (tmp_path / "wandb").mkdir()
