@@ -51,10 +51,7 @@ def test_the_template_is_looked_at(model, template, result, said):
     found = finding(config_of(model, template))
     assert (found.result, said in found.detail) == (result, True), found
     assert bool(found.fix) == (result != "ok") and found.key == "model.path"
-
-
-def test_without_episodes_nobody_looks(model):
-    assert finding(config_of(model, None, episode=False)) is None
+    assert finding(config_of(model, template, episode=False)) is None
 
 
 def test_a_template_that_does_not_end_is_told_of_within_its_time(model):
