@@ -55,27 +55,6 @@ def say(talker, line):
     talker.stdin.flush()
 
 
-def test_ssh_leads_to_each_host_by_its_name(cluster):
-    for host in cluster.all_hosts:
-        said = cluster.ssh(host.name, "hostname; id -un; echo $SSH_CONNECTION").stdout.split()
-        assert said[:2] == [host.name, "root"]
-        assert said[2] == cluster.head.address and said[4:] == [host.address, "22"]
-        assert cluster["b"].run(["getent", "hosts", host.name]).stdout.split() == [host.address, host.name]
-
-
-def test_only_the_key_opens_and_only_the_known_host_is_trusted(cluster):
-    stranger = cluster.folder / "stranger"
-    cluster.head.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(stranger)])
-    config = stranger.with_suffix(".config")
-    config.write_text(cluster.ssh_config.read_text().replace(f"{cluster.folder}/user_key", str(stranger)))
-    refused = cluster.head.run(["ssh", "-F", str(config), "a", "true"], check=False)
-    assert refused.returncode == 255 and "Permission denied (publickey)" in refused.stderr
-    known = cluster.folder / "known_hosts"
-    known.write_text("".join(line for line in known.read_text().splitlines(True) if not line.startswith("a,")))
-    unknown = cluster.ssh("a", "true", check=False)
-    assert unknown.returncode == 255 and "Host key verification failed" in unknown.stderr
-
-
 def test_each_host_has_its_own_folders_and_all_have_python_and_what_is_shared(cluster, tmp_path):
     for host in cluster.hosts.values():
         for folder in ("/tmp", "/var/tmp", "/root", "/home", "/run", "/dev/shm"):
@@ -153,39 +132,6 @@ def test_a_capture_sees_what_is_said_in_the_clear_and_nothing_of_what_is_not(clu
     assert from_a == [said.upper().encode()]
     of_c = b"".join(data for ways, data in found.items() if c in (end[0] for end in ways))
     assert b"SSH-2.0" in of_c and b"hidden" not in of_c
-
-
-def test_processes_are_those_of_the_host_and_are_killed_without_its_sshd(cluster):
-    for name in "ab":
-        cluster.ssh(name, "nohup setsid sh -c 'sleep 1000 & sleep 2000' >/dev/null 2>&1 &")
-        wait_until(lambda name=name: {"sleep 1000", "sleep 2000"} <= set(cluster[name].processes().values()), "both")
-    (first,) = (pid for pid, words in cluster["a"].processes().items() if words == "sleep 1000")
-    assert not cluster["c"].processes() and not cluster.head.processes()
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: first not in cluster["a"].processes(), "its end")
-    cluster["a"].kill_all()
-    assert not cluster["a"].processes()
-    assert "sleep 1000" in cluster["b"].processes().values()
-    assert cluster.ssh("a", "hostname").stdout == "a\n"
-
-
-def test_signals_and_exit_codes_pass_through(cluster):
-    host = cluster["a"]
-    assert host.run(["sh", "-c", "exit 75"], check=False).returncode == 75
-    assert host.run(["no-such-program"], check=False).returncode == 127
-    trap = "trap 'echo usr2' USR2; trap 'echo term; exit 7' TERM; echo set; while :; do sleep 0.05; done"
-    with host.popen(["sh", "-c", trap], stdout=PIPE, text=True) as child:
-        assert child.stdout.readline() == "set\n"
-        child.send_signal(signal.SIGUSR2)
-        assert child.stdout.readline() == "usr2\n"
-        child.terminate()
-        assert child.wait(30) == 7
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        child = host.popen(["sleep", "1000"])
-        wait_until(lambda: "sleep 1000" in host.processes().values(), "the process")
-        child.send_signal(number)
-        assert child.wait(30) == -number
-        wait_until(lambda: not host.processes(), "its end")
 
 
 def test_a_host_without_power_says_nothing_and_boots_empty(cluster):
