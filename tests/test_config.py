@@ -3,13 +3,12 @@
 import json
 
 import pytest
+from run_settings import SIMULATED
 
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.publishing.broadcasting import collective_backend
-
-SIMULATED = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}}
 
 
 def problems(tree):

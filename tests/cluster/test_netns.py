@@ -17,43 +17,6 @@ from hypothesis import strategies as st
 from tools.cluster.capture import conversations
 from tools.cluster.netns import HERE, REPOSITORY, Cluster, remove_abandoned, wait_until, why_not
 
-ECHO = """
-import socket, sys
-with socket.create_server((sys.argv[1], 7000)) as listener:
-    print("listening", flush=True)
-    peer, _ = listener.accept()
-    while data := peer.recv(65536):
-        peer.sendall(data.upper())
-"""
-TALK = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 7000), timeout=20) as peer:
-    for line in sys.stdin:
-        peer.sendall(line.encode())
-        print(peer.recv(65536).decode(), end="", flush=True)
-"""
-CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 22), timeout=1)"
-PIPE = subprocess.PIPE
-
-
-@contextlib.contextmanager
-def echoing(cluster, server, client):
-    """A conversation over TCP: what is written to the client comes back in capitals."""
-    where = cluster[server].address
-    with cluster[server].popen([sys.executable, "-c", ECHO, where], stdout=PIPE, text=True) as listener:
-        assert listener.stdout.readline() == "listening\n"
-        argv = [sys.executable, "-c", TALK, where]
-        with cluster[client].popen(argv, stdin=PIPE, stdout=PIPE, text=True) as talker:
-            yield talker
-            talker.stdin.close()
-            assert talker.wait(30) == 0
-        assert listener.wait(30) == 0
-
-
-def say(talker, line):
-    talker.stdin.write(line + "\n")
-    talker.stdin.flush()
-
 
 def test_each_host_has_its_own_folders_and_all_have_python_and_what_is_shared(cluster, tmp_path):
     for host in cluster.hosts.values():
@@ -74,84 +37,6 @@ def test_each_host_has_its_own_folders_and_all_have_python_and_what_is_shared(cl
     assert cluster["b"].run(["ls", str(tmp_path / "shared")]).stdout == "from_a\n"
     for host in cluster.all_hosts:
         cluster.ssh(host.name, f"cd {HERE} && {sys.executable} -c 'import asyncrl.messages, zmq'")
-
-
-def test_loopback_is_each_hosts_own(cluster):
-    reach = [sys.executable, "-c", "import socket; socket.create_connection(('127.0.0.1', 7000), timeout=5)"]
-    with cluster["a"].popen([sys.executable, "-c", ECHO, "127.0.0.1"], stdout=PIPE, text=True) as listener:
-        assert listener.stdout.readline() == "listening\n"
-        refused = cluster["b"].run(reach, check=False)
-        assert refused.returncode == 1 and "Connection refused" in refused.stderr
-        assert cluster["a"].run(reach).returncode == 0
-        assert listener.wait(30) == 0
-
-
-def test_a_host_that_is_cut_off_is_unreachable_and_what_runs_there_goes_on(cluster):
-    with echoing(cluster, "a", "b") as talker:
-        say(talker, "one")
-        assert talker.stdout.readline() == "ONE\n"
-        cluster["a"].cut_off()
-        say(talker, "two")
-        assert cluster.ssh("a", "true", check=False).returncode == 255
-        assert cluster.ssh("b", "hostname").stdout == "b\n"
-        assert len(cluster["a"].processes()) == 1
-        cluster["a"].reconnect()
-        # TCP repeats what the cut swallowed.
-        assert talker.stdout.readline() == "TWO\n"
-    assert cluster.ssh("a", "hostname").stdout == "a\n"
-
-
-def test_what_one_host_sends_another_is_dropped_in_one_direction_and_for_that_pair_alone(cluster):
-    a, b, c = (cluster[name] for name in "abc")
-    with echoing(cluster, "a", "b") as talker:
-        say(talker, "before")
-        assert talker.stdout.readline() == "BEFORE\n"
-        b.drop_to(a)
-        for one, other, answers in ((b, a, False), (a, b, False), (b, c, True), (c, b, True), (a, c, True)):
-            # An answer needs both directions.
-            connected = one.run([sys.executable, "-c", CONNECT, other.address], check=False)
-            assert (connected.returncode == 0) == answers, (one, other)
-        say(talker, "meanwhile")
-        b.deliver_to(a)
-        assert talker.stdout.readline() == "MEANWHILE\n"
-
-
-def test_a_capture_sees_what_is_said_in_the_clear_and_nothing_of_what_is_not(cluster):
-    with cluster.capture() as capture:
-        with echoing(cluster, "a", "b") as talker:
-            for number in range(200):
-                say(talker, f"plain words {number} " + "x" * 4000)
-                assert talker.stdout.readline().startswith(f"PLAIN WORDS {number} ")
-        cluster.ssh("c", "cat >/dev/null; echo hidden answer", input="hidden words")
-    found = capture.conversations()
-    a, b, c = (cluster[name].address for name in "abc")
-    to_a = [data for (source, target), data in found.items() if (source[0], target) == (b, (a, 7000))]
-    from_a = [data for (source, target), data in found.items() if (source, target[0]) == ((a, 7000), b)]
-    said = "".join(f"plain words {number} " + "x" * 4000 + "\n" for number in range(200))
-    assert to_a == [said.encode()]
-    assert from_a == [said.upper().encode()]
-    of_c = b"".join(data for ways, data in found.items() if c in (end[0] for end in ways))
-    assert b"SSH-2.0" in of_c and b"hidden" not in of_c
-
-
-def test_a_host_without_power_says_nothing_and_boots_empty(cluster):
-    host = cluster["a"]
-    host.run(["touch", "/tmp/asyncrl-mark"])
-    server = host.popen([sys.executable, "-c", ECHO, host.address], stdout=PIPE, text=True)
-    assert server.stdout.readline() == "listening\n"
-    talker = cluster["b"].popen([sys.executable, "-c", TALK, host.address], stdin=PIPE, stdout=PIPE, text=True)
-    say(talker, "one")
-    assert talker.stdout.readline() == "ONE\n"
-    host.power_off()
-    assert server.returncode == -signal.SIGKILL
-    say(talker, "two")
-    # No FIN, no RST: the client waits on.
-    with pytest.raises(subprocess.TimeoutExpired):
-        talker.wait(1)
-    talker.kill()
-    assert cluster.ssh("a", "true", check=False).returncode == 255
-    host.power_on()
-    assert "asyncrl-mark" not in cluster.ssh("a", "ls /tmp").stdout
 
 
 MAKE_AND_DIE = f"""

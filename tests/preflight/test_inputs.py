@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from model_files import write_model, write_weights
+from run_settings import simulated_run
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.lora import LoraConfig
@@ -106,14 +107,7 @@ def test_a_digest_tells_models_apart(model, tmp_path):
 
 
 def config_of(model, **data):
-    return validate_config(
-        {
-            "model": {"path": str(model)},
-            "data": {"source": "synthetic"} | data,
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-        }
-    )
+    return simulated_run(model={"path": str(model)}, data=data)
 
 
 def without_unk(model):
@@ -244,14 +238,8 @@ HELLO = '{"prompt": "hello"}'
 
 def data(tmp_path, lines, **settings):
     (tmp_path / "data.jsonl").write_bytes("\n".join(lines).encode() + b"\n")
-    return validate_config(
-        {
-            "data": {"source": "jsonl", "path": str(tmp_path / "data.jsonl")} | settings,
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "eval": {"held": {"data": {"source": "synthetic"}}},
-        }
-    )
+    trained = {"source": "jsonl", "path": str(tmp_path / "data.jsonl")} | settings
+    return simulated_run(data=trained, eval={"held": {"data": {"source": "synthetic"}}})
 
 
 @pytest.mark.parametrize(

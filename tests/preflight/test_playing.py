@@ -4,8 +4,8 @@ import asyncio
 import sys
 
 import pytest
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.preflight.trials import check_command, check_episode
 
 PLAYS = """
@@ -23,8 +23,7 @@ def plays(tmp_path, monkeypatch):
 
 
 def checked(import_s=45.0, **episode):
-    simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
-    return asyncio.run(check_episode(validate_config({**simulated, "episode": episode}), import_s=import_s))
+    return asyncio.run(check_episode(simulated_run(episode=episode), import_s=import_s))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.config.training import RewardConfig
 from asyncrl.preflight.inputs import Sample
 from asyncrl.preflight.trials import RewardTrial, Trial, judge
@@ -41,14 +41,7 @@ def rewards(tmp_path, monkeypatch):
 
 
 def config(function, **reward):
-    return validate_config(
-        {
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim", "samples_per_prompt": 3},
-            "learner": {"backend": "sim"},
-            "reward": {"function": function} | reward,
-        }
-    )
+    return simulated_run(rollout={"samples_per_prompt": 3}, reward={"function": function} | reward)
 
 
 def tried(asked, samples=(), **bounds):

@@ -11,8 +11,8 @@ from importlib.metadata import version
 import msgspec
 import pytest
 from model_files import write_model, write_weights
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.errors import UsageError
 from asyncrl.launcher.fleet.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.fleet.start import SshStart
@@ -73,13 +73,7 @@ def test_the_addresses_of_an_interface():
 
 
 def test_collectives_go_over_the_interface_that_holds_the_address():
-    config = validate_config(
-        {
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim", "replicas": 2},
-            "learner": {"backend": "sim", "ranks": 2},
-        }
-    )
+    config = simulated_run(rollout={"replicas": 2}, learner={"ranks": 2})
     hosts = [
         PlacementHost(name=name, cpus=2, address=at, interface=f"ib{name}")
         for name, at in (("0", "10.0.0.1"), ("1", "10.0.0.2"))

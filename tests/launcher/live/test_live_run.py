@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from run_settings import simulated_run
 
 from asyncrl.cli import launch
 from asyncrl.config.load import validate_config
@@ -32,14 +33,8 @@ def hosts(tmp_path):
 
 
 def config(tmp_path, **rollout):
-    tree = {
-        "run": {"name": "trial", "dir": str(tmp_path / "runs")},
-        "data": {"source": "synthetic"},
-        "model": {"path": str(tmp_path)},
-        "rollout": {"engine": "sim"} | rollout,
-        "learner": {"backend": "sim"},
-    }
-    return validate_config(tree)
+    run = {"name": "trial", "dir": str(tmp_path / "runs")}
+    return simulated_run(run=run, model={"path": str(tmp_path)}, rollout=rollout)
 
 
 @pytest.fixture

@@ -6,23 +6,15 @@ import threading
 
 import pytest
 from disks import room_for
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.launcher.run_folder import begun
 from asyncrl.launcher.run_folder.begun import CONFIG, PART, UNBEGUN, claim, has_begun, leave_name
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
 
 
 def config(tmp_path, name="trial", **sections):
-    return validate_config(
-        {
-            "run": {"name": name, "dir": str(tmp_path / "runs")},
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-        }
-        | sections
-    )
+    return simulated_run(run={"name": name, "dir": str(tmp_path / "runs")}, **sections)
 
 
 @pytest.fixture

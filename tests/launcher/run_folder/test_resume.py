@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from run_settings import simulated_run
 
 from asyncrl.checkpoint.contents import TrainerContents, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
-from asyncrl.config.load import config_from_json, validate_config
+from asyncrl.config.load import config_from_json
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.files import write_file
 from asyncrl.launcher.local import begin
@@ -26,13 +27,10 @@ FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
 def config(tmp_path, **sections):
     tree = {
         "run": {"name": "trial", "dir": str(tmp_path / "runs"), "seed": 3},
-        "data": {"source": "synthetic"},
-        "rollout": {"engine": "sim", "samples_per_prompt": 2},
-        "learner": {"backend": "sim", "steps": 10, "groups_per_step": 4},
+        "rollout": {"samples_per_prompt": 2},
+        "learner": {"steps": 10, "groups_per_step": 4},
     }
-    for name, section in sections.items():
-        tree[name] = tree.get(name, {}) | section
-    return validate_config(tree)
+    return simulated_run(**tree | {name: tree.get(name, {}) | section for name, section in sections.items()})
 
 
 def write_checkpoint(settings, run, version, **changes):
