@@ -50,7 +50,6 @@ def test_help_loads_nothing_heavy():
         (["--nonsense"], "--nonsense"),
         (["--ssh-args", "-F x"], "--ssh-args belong to --hosts"),
         (["--exclude", "a"], "--include, --exclude and --ssh-args belong to --hosts"),
-        (["--hosts", "x", "--ssh-args", "'"], "--ssh-args"),
         (["--learner.lr", "1"], "no CONFIG file"),
         (["--timeout", "0"], "1 to 3600"),
         (["--agent"], "give the program, or a CONFIG"),
@@ -73,6 +72,7 @@ def test_wrong_usage(argv, said, capsys):
     ("lines", "argv", "said"),
     [
         ("a slots=many\n", [], "hosts:1"),
+        ("node-1\n", ["--ssh-args", "'"], "--ssh-args '"),
         ("node-1\n", ["--include", "node-11"], "--include: node-11 is not in the hostfile; did you mean node-1?"),
     ],
 )

@@ -172,7 +172,7 @@ def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends):
     speak(lived, "tcp://10.0.0.1:7000")
     named = Joined(hosts=[JoinedHost(host="c", agent="agent/1", rollouters=["rollouter/1"])], waiting_for=["reward/0"])
     controller = Told(named, ends)
-    joining = _Joining(find_living(str(lived.path)), [], None, False, [], None)
+    joining = _Joining(find_living(str(lived.path)), [], None, False, None)
     joining.hosts, joining.replicas = {"c": PlacementHost(name="c", cpus=8)}, {"c": 1}
     with pytest.raises(type(ends)):
         asyncio.run(joining._begin(controller))
