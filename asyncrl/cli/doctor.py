@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.flags import seconds, split_flags, split_names
+from asyncrl.cli.flags import Parser, seconds, split_flags, split_ssh_args
 from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
@@ -70,11 +70,6 @@ def _main(argv: list[str]) -> int:
         parser.error("--chat: give a CONFIG file, or --model.path DIR")
     if overrides and not given.configs and not given.chat and given.agent is None:
         parser.error(f"--{next(iter(overrides))}: no CONFIG file is given to lay it over")
-    try:
-        ssh_args = tuple(shlex.split(given.ssh_args))
-    except ValueError as error:
-        parser.error(f"--ssh-args {given.ssh_args}: {error}")
-
     import asyncio
 
     from asyncrl.config.load import load_config
@@ -87,7 +82,7 @@ def _main(argv: list[str]) -> int:
             command = shlex.split(given.agent)
             return _show_agent(given.configs, overrides, command, given.timeout, as_json=given.json)
         config: Config | None = load_config(given.configs, overrides) if given.configs else None
-        targets = _targets(given.hosts, given.include, given.exclude, ssh_args)
+        targets = _targets(given.hosts, given.include, given.exclude, split_ssh_args(given.ssh_args))
     except ConfigError as error:
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
@@ -150,22 +145,11 @@ def _require_agent_usage(parser: argparse.ArgumentParser, given: argparse.Namesp
         parser.error("--agent: give the program, or a CONFIG file with an [episode]")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [CONFIG...] [--hosts FILE | --chat | --agent [CMD]] [--json] [--fix] [--KEY VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    usage = f"{PROGRAM} [CONFIG...] [--hosts FILE | --chat | --agent [CMD]] [--json] [--fix] [--KEY VALUE ...]"
+    parser = Parser(PROGRAM, DESCRIPTION, EPILOG, usage)
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
-    parser.add_argument("--hosts", metavar="FILE", help="look at the hosts of this hostfile, by ssh")
-    parser.add_argument("--include", metavar="NAME,...", type=split_names, default=[], help="of the hosts only these")
-    parser.add_argument(
-        "--exclude", metavar="NAME,...", type=split_names, default=[], help="of the hosts all but these"
-    )
-    parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
+    parser.add_host_arguments("look at")
     parser.add_argument("--chat", action="store_true", help="look at the model's chat template")
     parser.add_argument(
         "--agent", metavar="CMD", nargs="?", const="", help="play a task with this program, or with CONFIG's [episode]"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.cli.flags import Parser
 from asyncrl.cli.which_run import run_folder
 from asyncrl.text.printable import say
 
@@ -48,13 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(PROGRAM, DESCRIPTION, EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder of a run, living or not")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     parser.add_argument("--version", metavar="N", type=int, help="of this version of the weights (the newest there is)")

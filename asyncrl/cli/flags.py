@@ -1,9 +1,48 @@
-"""Dotted flags of the commands, which are laid over the configuration. Standard library only."""
+"""Command lines: parsers, the flags that commands share, dotted flags of the configuration. Standard library only."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.text.printable import printable
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help stands as it is written; its complaints repeat typed text, so they are made printable."""
+
+    def __init__(self, program: str, description: str, epilog: str, usage: str | None = None) -> None:
+        super().__init__(
+            prog=program,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(printable(message, keep="\n"), file)
+
+    def add_host_arguments(self, what: str) -> None:
+        """Add --hosts and the flags that belong to it; ``what`` is done with the hosts."""
+        self.add_argument("--hosts", metavar="FILE", help=f"{what} the hosts of this hostfile, by ssh")
+        names: dict[str, Any] = {"metavar": "NAME,...", "type": split_names, "default": []}
+        self.add_argument("--include", **names, help="of the hosts only these")
+        self.add_argument("--exclude", **names, help="of the hosts all but these")
+        self.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
+
+
+def split_ssh_args(text: str) -> tuple[str, ...]:
+    """The words of --ssh-args. Raises UsageError."""
+    from asyncrl.errors import UsageError
+
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--ssh-args {text}: {error}") from None
 
 
 def split_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl.cli import living
-from asyncrl.cli.flags import split_flags, split_names
+from asyncrl.cli.flags import Parser, split_flags, split_ssh_args
 from asyncrl.launcher.terms.signals import heeded
 from asyncrl.text.printable import say
 from asyncrl.text.streams import send_nowhere
@@ -148,17 +148,13 @@ def _main(argv: list[str]) -> int:
         return _complain(f"{error.filename or 'the operating system'}: {error.strerror or error}", 1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} CONFIG... [--hosts FILE | --slurm --nodes N] [--dry-run] [--resume auto|PATH] [--KEY VALUE]\n"
+def _parser() -> Parser:
+    usage = (
+        f"{PROGRAM} CONFIG... [--hosts FILE | --slurm --nodes N] [--dry-run] [--resume auto|PATH] [--KEY VALUE]\n"
         f"       {PROGRAM} --stop RUN\n       {PROGRAM} --join RUN --hosts FILE\n       {PROGRAM} --leave HOST RUN\n"
-        f"       {PROGRAM} --bring-back NAME RUN",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        f"       {PROGRAM} --bring-back NAME RUN"
     )
+    parser = Parser(PROGRAM, DESCRIPTION, EPILOG, usage)
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
     parser.add_argument(
         "--dry-run", action="store_true", help="show placement, checks and the run folder, start nothing"
@@ -168,12 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
     for what, meaning in ALLOWED:
         parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")
-    parser.add_argument("--hosts", metavar="FILE", help="run on the hosts of this hostfile, by ssh")
-    parser.add_argument("--include", metavar="NAME,...", type=split_names, default=[], help="of the hosts only these")
-    parser.add_argument(
-        "--exclude", metavar="NAME,...", type=split_names, default=[], help="of the hosts all but these"
-    )
-    parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
+    parser.add_host_arguments("run on")
     living.add_arguments(parser)
     parser.add_argument("--slurm", action="store_true", help="submit this as a job of SLURM")
     parser.add_argument("--nodes", metavar="N", type=int, help="of the job")
@@ -215,7 +206,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
     if lines is not None:
         from asyncrl.launcher.fleet.start import SshStart
 
-        start = SshStart(config.supervision.start_timeout_s, living.split_ssh_args(given.ssh_args))
+        start = SshStart(config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
     return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached, command=command)
 
 

@@ -7,10 +7,9 @@ Wrong usage ends the program before anything beyond the standard library is load
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Mapping
 
-from asyncrl.cli.flags import seconds
+from asyncrl.cli.flags import seconds, split_ssh_args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,13 +86,3 @@ def run(given: argparse.Namespace) -> int:
     living = find_living(named(given.join))
     start = SshStart(living.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
     return join_run(living, lines, start, dry_run=given.dry_run)
-
-
-def split_ssh_args(text: str) -> tuple[str, ...]:
-    """The words of --ssh-args. Raises UsageError."""
-    from asyncrl.errors import UsageError
-
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"--ssh-args {text}: {error}") from None

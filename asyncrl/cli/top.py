@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from asyncrl.cli.flags import Parser
 from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
-from asyncrl.text.printable import json_in_ascii, printable, say
+from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
     from asyncrl.top.source.client import WatchedRun
@@ -123,21 +124,8 @@ def _why(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
-class _Parser(argparse.ArgumentParser):
-    """The parser; its complaints repeat typed text, so they are made printable."""
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        super()._print_message(printable(message, keep="\n"), file)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(PROGRAM, DESCRIPTION, EPILOG)
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder or name of a run, or HOST:PORT")
     parser.add_argument("--keys", metavar="DIR", help="folder with a viewer's keys: a copy of RUN/private")
     parser.add_argument("--once", action="store_true", help="print everything once, as text")

@@ -293,7 +293,7 @@ class Examination:
         """Whether all hosts that have ranks of the learner see one folder of checkpoints."""
         if self.config is None or self.config.learner.backend == "sim":
             return
-        ranked = [host for host in self._facts if any(_is_rank(actor, host) for actor in self._placed)]
+        ranked = [host for host in self._facts if host in self._ranked]
         if len(ranked) < 2:
             return
         folder = checkpoint_dir(self.config, Path(runs) / self.config.run.name)
@@ -354,6 +354,11 @@ class Examination:
             ] + found
 
     @property
+    def _ranked(self) -> set[str]:
+        """Hosts with ranks of the learner."""
+        return {actor.host for actor in self._placed if role_of(actor.name) == "learner"}
+
+    @property
     def _meets_anywhere(self) -> bool:
         config = self.config
         return config is not None and config.learner.backend != "sim" and bool(self._placed)
@@ -362,8 +367,7 @@ class Examination:
         """Ways by network.ports are needed always, others between ranks; ``stream`` makes up for a failed broadcast."""
         if ports == wanted:
             return True
-        ranked = {actor.host for actor in self._placed if role_of(actor.name) == "learner"}
-        return source in ranked and target in ranked
+        return {source, target} <= self._ranked
 
 
 async def _read_clock(contact: Contact) -> list[tuple[float, float, float]]:
@@ -375,7 +379,3 @@ async def _read_clock(contact: Contact) -> list[tuple[float, float, float]]:
         there = (await contact.ask(ReadClock(), Time)).wall_ns / 1e9
         rounds.append((asked, there, asked + time.monotonic() - begun))
     return rounds
-
-
-def _is_rank(actor: Placed, host: str) -> bool:
-    return actor.host == host and role_of(actor.name) == "learner"

@@ -9,7 +9,6 @@ where the file system keeps locks for each host by itself, or not at all: what l
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ import psutil
 from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, PART, PRIVATE
+from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, PART, PRIVATE, try_lock
 from asyncrl.preflight.findings import Finding, listed, ok, warn
 
 SCRATCH = "asyncrl-engine-"
@@ -115,18 +114,10 @@ def is_held(run: Path | None) -> bool:
 
 def _lock_is_free(path: Path) -> bool:
     try:
-        lock = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+        with try_lock(path) as is_free:
+            return is_free
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def locks_tell(path: Path, mounts: str | None = None) -> bool:
@@ -158,19 +149,12 @@ def _private_folders(runs: Path) -> Iterator[Leftover]:
 
 
 def _remove_private(path: Path) -> bool:
-    try:
-        lock = os.open(path / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        # Held while it goes, so that nobody takes it over meanwhile.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return not path.exists()
+    # Held while it goes, so that nobody takes it over meanwhile.
+    with contextlib.suppress(OSError), try_lock(path / LOCK) as is_free:
+        if is_free:
+            shutil.rmtree(path, ignore_errors=True)
+            return not path.exists()
+    return False
 
 
 def _checkpoints(runs: Path) -> Iterator[Leftover]:

@@ -91,7 +91,6 @@ def run_hosts(
     *,
     resume: str | None = None,
     dry_run: bool | Literal["json"] = False,
-    actor_argv: Sequence[str] = ACTOR_ARGV,
     shared: bool = False,
     everywhere: bool = False,
     detached: Detached | None = None,
@@ -105,7 +104,7 @@ def run_hosts(
     folder, and that the run runs; ``command`` goes on with it where --resume is added.
     """
     here = [HostLine(socket.gethostname())]
-    launch = Launch(config, here if lines is None else lines, start, actor_argv, detached, command)
+    launch = Launch(config, here if lines is None else lines, start, detached=detached, command=command)
     # First: nothing is to be checked of a run that lives or is finished.
     launch.look_here(resume, shared=shared, everywhere=everywhere)
     return asyncio.run(launch.main(dry_run))

@@ -7,12 +7,10 @@ and sample rows for the trial of the reward function.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -32,7 +30,7 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight.chatting import CONVERSATIONS, check_chat, check_conversations
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.frozen import check_frozen
-from asyncrl.runtime.lifecycle.supervision import describe_exit
+from asyncrl.preflight.process import ask_process
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
@@ -45,7 +43,6 @@ TOKENIZED_AT_ONCE = 100
 """Rows between two looks at the time."""
 CHEAP_ROWS = 10_000
 """Synthetic rows that take a moment."""
-END_S = 5.0
 SAMPLES = 3
 """Rows of the training prompts that the reward function is tried on; one of each other set."""
 LOOKED_AT = 100
@@ -113,41 +110,19 @@ async def check_inputs(
         + list(sets)
         + [CONVERSATIONS] * (for_learner and config.sft.data is not None)
     )
-    fix = "copy these files to a faster disk; the run itself waits longer for them"
     if config.episode.kind != "single":
         limit_s += config.chat.check_timeout_s
     order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, for_learner, known))
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
-        given.write(order)
-        given.seek(0)
-        reading = await asyncio.create_subprocess_exec(
-            *ARGV, stdin=given, stdout=asyncio.subprocess.PIPE, stderr=errors, process_group=0
-        )
-        try:
-            assert reading.stdout is not None
-            async with asyncio.timeout(limit_s):
-                answer = await reading.stdout.read()
-                await reading.wait()
-        except TimeoutError:
-            told = f"the tokenizer and the rows were not read within {limit_s:g} s"
-            return Inputs([warn("data", told, fix, key=keys)])
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(reading.pid, 9)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(END_S):
-                    await reading.wait()
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
     try:
+        answer, ended = await ask_process(ARGV, order, limit_s)
         return msgspec.msgpack.decode(answer, type=Inputs)
+    except TimeoutError:
+        told = f"the tokenizer and the rows were not read within {limit_s:g} s"
+        fix = "copy these files to a faster disk; the run itself waits longer for them"
+        return Inputs([warn("data", told, fix, key=keys)])
     except msgspec.DecodeError:
-        code = reading.returncode
-        told = f"the process that reads them ended: {describe_exit(code if code is not None else -9)}"
-        told += "".join(f": {line}" for line in said[-1:])
-        return Inputs(
-            [fail("data", told, "see what is wrong with these files, or the package that reads them", key=keys)]
-        )
+        fix = "see what is wrong with these files, or the package that reads them"
+        return Inputs([fail("data", f"the process that reads them ended: {ended}", fix, key=keys)])
 
 
 def read_inputs(

@@ -11,7 +11,6 @@ for which there was time and reward.on_timeout gives such a response no reward.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
 import os
@@ -29,10 +28,10 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, R
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.preflight.inputs import Sample
+from asyncrl.preflight.process import ask_process
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.pool import JudgePool, for_trial
 from asyncrl.reward.scoring.pool import RewardPool
-from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.runtime.workers.confinement import Confinement
 
 IMPORT_S = 45.0
@@ -217,31 +216,15 @@ async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Findin
     learner = config.learner
     if is_default(learner):
         return None
-    trial = await asyncio.create_subprocess_exec(
-        *ARGV,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        process_group=0,
-    )
     try:
-        async with asyncio.timeout(limit_s):
-            answer, said = await trial.communicate(learner.model_dump_json().encode())
+        answer, ended = await ask_process(ARGV, learner.model_dump_json().encode(), limit_s)
+        problems = json.loads(answer)
     except TimeoutError:
         told = f"{learner.loss} and {learner.advantage} were not tried within {limit_s:g} s"
         return warn("algorithm", told, "see what their modules do when they are imported", key="learner.loss")
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(trial.pid, 9)
-        await trial.wait()
-    try:
-        problems = json.loads(answer)
     except ValueError:
-        last = said.decode(errors="replace").strip().splitlines()[-1:]
-        told = f"the process that tries them ended: {describe_exit(trial.returncode or 0)}"
-        return fail(
-            "algorithm", ": ".join([told, *last]), "mend what their modules do when imported", key="learner.loss"
-        )
+        told = f"the process that tries them ended: {ended}"
+        return fail("algorithm", told, "mend what their modules do when imported", key="learner.loss")
     if problems:
         fix = "correct these keys; modules of your own have to be installed or lie where you launch"
         return fail("algorithm", listed(problems), fix)

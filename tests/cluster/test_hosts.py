@@ -85,15 +85,20 @@ def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder):
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
-def test_ctrl_c_ends_all_hosts_in_order(cluster, folder):
+def test_ctrl_c_ends_all_hosts_in_order_and_the_run_is_resumed(cluster, folder):
     """I7."""
-    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
-    launch.wait_to_show("step 2/")
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "80")
+    launch.wait_to_show("step 4/")
     launch.process.send_signal(signal.SIGINT)
     code, shown = launch.end()
     assert code == 75, shown
     assert "draining: ending the actors in order" in shown
     assert shown[-1].startswith("preempted by Ctrl-C with a checkpoint of version ")
+    assert not left(cluster, folder)
+    again = Launch(cluster, folder, "head\na\nb\n", "--resume", "auto", "--learner.steps", "80")
+    code, shown = again.end()
+    assert code == 0, shown
+    assert steps(again) == list(range(1, 81))
     assert not left(cluster, folder)
 
 
@@ -196,20 +201,6 @@ def test_an_agent_that_is_killed_ends_the_run_with_its_name(cluster, folder):
     assert code == 1
     assert shown[-1].startswith("agent/2 on b: killed by SIGKILL (log: ")
     assert not [host for host in cluster.all_hosts if host.processes()]
-
-
-def test_a_run_over_hosts_makes_way_and_is_resumed(cluster, folder):
-    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "80")
-    launch.wait_to_show("step 4/")
-    launch.process.send_signal(signal.SIGTERM)
-    code, shown = launch.end()
-    assert code == 75, shown
-    assert not left(cluster, folder)
-    again = Launch(cluster, folder, "head\na\nb\n", "--resume", "auto", "--learner.steps", "80")
-    code, shown = again.end()
-    assert code == 0, shown
-    assert steps(again) == list(range(1, 81))
-    assert not left(cluster, folder)
 
 
 def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(standing, folder):
@@ -349,6 +340,16 @@ def silent(host):
 
 
 @contextlib.contextmanager
+def refusing(host):
+    """A host that knows no key."""
+    keys = host.path("/run/cluster-ssh/authorized_keys")
+    admitted = keys.read_text()
+    keys.write_text("")
+    yield
+    keys.write_text(admitted)
+
+
+@contextlib.contextmanager
 def another_folder(host):
     host.run(["sh", "-c", 'mkdir -p "$0" && echo mine >"$0/notes"', str(host.trial)])
     yield
@@ -364,6 +365,7 @@ def another_folder(host):
         ("head\nb\n", (), other_version, 1, "b: asyncrl 9.9 is installed there, "),
         ("head\na\nb\n", ("--supervision.start_timeout_s", "20"), unreachable, 1, "b: "),
         ("head\nb\n", ("--supervision.start_timeout_s", "12"), silent, 1, "b: not reached within 12 s"),
+        ("head\nb\n", (), refusing, 1, "b: ssh: root@10.77.0.3: Permission denied (publickey)"),
         ("head\nb\n", (), another_folder, 2, "b: {run} is there already and is not part of this run"),
         ("head slots=2\nb slots=x\n", (), as_it_is, 2, ":2: slots='x' is no number of GPUs"),
         ("head\nb slots=4\n", (), as_it_is, 2, "b: slots=4 in the hostfile, but 0 GPUs are there"),
@@ -392,16 +394,6 @@ def test_what_is_wrong_with_a_host_is_said_in_one_message(standing, folder, host
     assert not list((folder / "runs").glob("*"))
 
 
-def test_more_gpus_are_asked_for_than_there_are(standing, folder):
-    write_model(folder / "model")
-    flags = ("--model.path", str(folder / "model"), "--rollout.engine", "vllm", "--rollout.gpus_per_replica", "3")
-    code, shown = Launch(standing, folder, "head\nb\n", *flags).end()
-    assert code == 78, shown
-    assert " = 2 x 3 = 6 makes 6, but there are 0: head 0, b 0; ask for fewer, or set " in shown[-1]
-    assert not left(standing, folder)
-    assert not (folder / "runs").exists()
-
-
 def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
     """The head's copy of the model is cut off, the other host has none, and its share of the ports is too small."""
     weights = write_model(folder / "model") / "model.safetensors"
@@ -417,28 +409,6 @@ def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
         assert [line.strip().startswith(told) for line in shown].count(True) == 1, shown
     assert not left(standing, folder)
     assert not (folder / "runs").exists()
-
-
-def test_a_key_that_is_refused(standing, folder):
-    keys = standing["b"].path("/run/cluster-ssh/authorized_keys")
-    admitted = keys.read_text()
-    keys.write_text("")
-    try:
-        code, shown = Launch(standing, folder, "head\nb\n").end()
-    finally:
-        keys.write_text(admitted)
-    assert code == 1, shown
-    assert shown[-1].startswith("asyncrl-launch: b: ssh: root@10.77.0.3: Permission denied (publickey)")
-    assert "`ssh b` has to work without a password" in shown[-1]
-    assert not left(standing, folder)
-
-
-def test_a_range_of_ports_that_is_used_up(standing, folder):
-    flags = ("--network.ports", "7000-7001")
-    code, shown = Launch(standing, folder, "head\na\nb\n", *flags).end()
-    assert code == 78, shown
-    assert "network.ports: " in shown[-1] and "7000-7001" in shown[-1]
-    assert not left(standing, folder)
 
 
 @pytest.mark.parametrize("needed", [1, 2])

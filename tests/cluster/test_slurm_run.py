@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 from cluster.launches import CONFIG
 from cluster.slurm import NODES, Slurm
 
@@ -68,23 +67,13 @@ class Job:
         assert not list(self.run_dir.glob("private*"))
 
 
-def places(job: Job, attempt: int = 1) -> dict[str, str]:
+def places(job: Job, attempt: int) -> dict[str, str]:
     """Rollouter to the agent that started it."""
     found = {}
     for index in range(len(NODES)):
         text = (job.run_dir / "logs" / f"attempt_{attempt}" / f"agent-{index}.log").read_text()
         found |= {name: NODES[index] for name in ("rollouter/0", "rollouter/1") if f'"{name}"' in text}
     return found
-
-
-def test_a_job_trains_on_both_nodes_to_the_end(slurm: Slurm) -> None:
-    job = Job(slurm)
-    ended = job.end()
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), job.shown
-    assert sorted(places(job).values()) == sorted(NODES)
-    config = json.loads((job.run_dir / "config.json").read_text())
-    assert config["security"]["curve"] == "required"
-    job.check(SHORT)
 
 
 def test_i1_a_job_that_makes_way_goes_on_where_it_was(slurm: Slurm) -> None:
@@ -101,6 +90,7 @@ def test_i1_a_job_that_makes_way_goes_on_where_it_was(slurm: Slurm) -> None:
     assert f"job {job.number}, start 2" in job.shown
     assert f", step {done}: " in job.shown, "not resumed from the checkpoint that it made way with"
     assert sorted(places(job, attempt=2).values()) == sorted(NODES)
+    assert json.loads((job.run_dir / "config.json").read_text())["security"]["curve"] == "required"
     job.check(LONG)
 
 
@@ -156,9 +146,9 @@ def test_a_job_submitted_by_the_command(slurm: Slurm) -> None:
     assert steps == list(range(1, SHORT + 1))
 
 
-@pytest.mark.parametrize("container", ["env ASYNCRL_HERE=1", "--comment=here env ASYNCRL_HERE=1"])
-def test_every_part_runs_in_the_sites_container(slurm: Slurm, container: str) -> None:
+def test_every_part_runs_in_the_sites_container(slurm: Slurm) -> None:
     """The words stand between srun and Python on all nodes, the head's too."""
+    container = "--comment=here env ASYNCRL_HERE=1"
     env = {"ASYNCRL_CONTAINER": container, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     job = Job(slurm, "--learner.steps", str(LONG), env=env)
     job.wait_to_show("step 2/")

@@ -88,28 +88,16 @@ def test_versions_are_those_of_the_head(there, needed, result, said):
     found = compare_versions({"a": facts("a"), "b": facts("b", **there)}, "a", {"b": needed})
     assert results(found) == {"a": "ok", "b": result}
     assert said in found[1].detail
-
-
-def test_a_torch_without_cuda_is_no_use_to_gpus():
     found = compare_versions({"a": facts("a", gpus=["0"], torch="2.13.0+cpu")}, "a", {})
-    assert results(found) == {"a": "fail"} and "CUDA" in found[0].fix
+    assert results(found) == {"a": "fail"} and "CUDA" in found[0].fix, "which is no use to GPUs"
 
 
-def test_only_what_its_actors_import_has_to_be_there():
-    config = validate_config(
-        {
-            "model": {"path": "m"},
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "vllm", "replicas": 1, "gpus_per_replica": 1},
-        }
-    )
-    placed = place(config, [PlacementHost(name="a", cpus=8, gpus=("0",)), PlacementHost(name="b", cpus=8, gpus=("0",))])
-    assert needed_packages(config, placed) == {"a": ["torch", "transformers"], "b": ["torch", "vllm"]}
-    playing = validate_config(config.model_dump(mode="json") | {"episode": {"env": "pkg:Game"}})
-    placed = place(
-        playing, [PlacementHost(name="a", cpus=8, gpus=("0",)), PlacementHost(name="b", cpus=8, gpus=("0",))]
-    )
-    assert needed_packages(playing, placed)["b"] == ["torch", "vllm", "aiohttp"]
+@pytest.mark.parametrize(("episode", "more"), [({}, []), ({"env": "pkg:Game"}, ["aiohttp"])])
+def test_only_what_its_actors_import_has_to_be_there(episode, more):
+    tree = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 1}}
+    config = validate_config(tree | {"episode": episode})
+    placed = place(config, [PlacementHost(name=name, cpus=8, gpus=("0",)) for name in "ab"])
+    assert needed_packages(config, placed) == {"a": ["torch", "transformers"], "b": ["torch", "vllm", *more]}
 
 
 H100 = Card(name="H100", driver="550", total_bytes=80 << 30, used_bytes=1 << 20)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from model_files import write_chat_template, write_model
 
 from asyncrl.cli import doctor
 from asyncrl.doctor.agent.speaker import Speaker, example_of
@@ -44,12 +45,6 @@ def loop():
     print(0.5)
 
 
-def streams():
-    with openai.OpenAI(max_retries=0) as client:
-        asked = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}], "tools": [TOOL]}
-        assert "weather" in str(list(client.chat.completions.create(**asked, stream=True)))
-
-
 def rewrites():
     messages = turns()
     messages[1] = {"role": "user", "content": "In the beginning I asked for the weather."}
@@ -71,14 +66,11 @@ def never_asks():
 
 
 def insists():
+    """Streams, goes on where it is refused, and crashes."""
     try:
-        turns(logit_bias={"5": 1})
+        ask([{"role": "user", "content": "Weather?"}], logit_bias={"5": 1})
     except openai.BadRequestError:
-        turns()
-
-
-def breaks():
-    turns()
+        assert "weather" in str(list(ask([{"role": "user", "content": "Weather?"}], stream=True)))
     sys.exit("no luck today")
 
 
@@ -147,21 +139,11 @@ def test_an_agent_that_sends_answers_back_goes_on(folder, capsys):
     assert (seen["ignored"], seen["relaxed"], seen["refused"]) == (["temperature"], ["tool_choice"], {})
     assert (seen["dialects"], seen["streamed"], seen["retries"]) == ({"/v1/chat/completions": 2}, 0, 0)
     assert set(seen["seconds"]) == {"first call", "last answer", "end"}
-
-
-def test_people_read_the_same(folder, capsys):
-    assert doctor.main(agent("loop")) == 0
-    shown = capsys.readouterr().out
+    shown = told(seen)
     assert "begins the conversation; calls weather" in shown and CAUSES["extend"] in shown
     assert "2 calls, 0 forked: the engine computes 1.00 times the tokens" in shown
     assert "warn  ignored: temperature" in shown and "warn  relaxed: tool_choice" in shown
-    assert shown.endswith("a run can train on this agent\n")
-
-
-def test_streams_are_counted(folder, capsys):
-    code, seen, _ = examine(capsys, *agent("streams"))
-    assert (code, seen["failure"]) == (0, ""), seen["printed"]
-    assert (seen["streamed"], len(seen["turns"]), seen["reward"]) == (1, 1, None)
+    assert shown.endswith("a run can train on this agent")
 
 
 def test_an_agent_that_rewrites_what_was_said_forks(folder, capsys):
@@ -189,15 +171,11 @@ def test_an_agent_that_hangs_is_ended_at_its_deadline(name, stage, folder, capsy
     assert f"episode.{stage}_timeout_s" in seen["failure"]
 
 
-def test_a_refused_field_fails_though_the_agent_goes_on(folder, capsys):
+def test_a_refused_field_and_the_last_words_of_a_crash_are_told_and_streams_are_counted(folder, capsys):
     code, seen, _ = examine(capsys, *agent("insists"))
-    assert (code, seen["failure"], len(seen["turns"])) == (1, "", 2)
+    assert code == 1 and "no luck today" in seen["failure"]
     assert list(seen["refused"]) == ["logit_bias"] and "logit_bias" in seen["refused"]["logit_bias"]
-
-
-def test_a_crash_is_told_with_the_last_words(folder, capsys):
-    code, seen, _ = examine(capsys, *agent("breaks"))
-    assert code == 1 and "no luck today" in seen["failure"] and len(seen["turns"]) == 2
+    assert (seen["streamed"], len(seen["turns"]), seen["reward"]) == (1, 1, None)
 
 
 def test_a_configuration_names_function_and_task(folder, capsys):
@@ -213,29 +191,17 @@ def test_a_function_that_is_not_there_is_a_wrong_configuration(folder, capsys):
     assert "episode.function" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--agent"], "give the program, or a CONFIG"),
-        (["--agent", "x.toml"], "put a CONFIG in front"),
-        (["--agent", "x", "--chat"], "--agent plays an agent here"),
-        (["--agent", "x", "--hosts", "h"], "--agent plays an agent here"),
-    ],
-)
-def test_wrong_usage(argv, said, capsys):
-    with pytest.raises(SystemExit) as end:
-        doctor.main(argv)
-    assert end.value.code == 2 and said in capsys.readouterr().err
-
-
 def test_neither_torch_nor_vllm_is_imported(folder):
+    """By --agent, nor by --chat."""
+    write_chat_template(model := write_model(folder / "model"), "{% for m in messages %}{{ m.content }}{% endfor %}")
     code = (
         "import sys\nfrom asyncrl.cli.doctor import main\n"
         "assert main(['sim.toml', '--agent', '--json']) == 0\n"
+        "assert main(['--chat', '--model.path', sys.argv[1]]) == 0\n"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
     )
-    environment = {"PYTHONPATH": str(Path(doctor.__file__).parents[2])}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL, env=environment)
+    argv, environment = [sys.executable, "-c", code, str(model)], {"PYTHONPATH": str(Path(doctor.__file__).parents[2])}
+    subprocess.run(argv, check=True, timeout=60, stdout=subprocess.DEVNULL, env=environment)
 
 
 # --- the speaker and the words ---
@@ -274,38 +240,14 @@ def test_arguments_keep_to_the_schema(schema, value):
     assert example_of(schema) == value
 
 
-def test_every_cause_has_words():
-    assert set(CAUSES) == set(Cause.__args__)
-
-
 def test_a_rendering_that_happens_to_go_on_is_no_fork():
-    turn = RehearsedTurn(
-        cause="fork:assistant",
-        goes_on=True,
-        context_tokens=5,
-        new_tokens=1,
-        sampled_tokens=1,
-        calls=[],
-        trained=True,
-    )
+    assert set(CAUSES) == set(Cause.__args__)
+    tokens = {"context_tokens": 5, "new_tokens": 1, "sampled_tokens": 1}
+    turn = RehearsedTurn(cause="fork:assistant", goes_on=True, calls=[], trained=True, **tokens)
     assert not turn.forked and turn.words.startswith(CAUSES["extend"])
-    played = Played(
-        failure="",
-        outcome="turns",
-        reward=None,
-        turn_rewards=0,
-        turns=[turn],
-        sequences=[6],
-        cost_factor=1.0,
-        dialects={},
-        streamed=0,
-        retries=0,
-        ignored=[],
-        relaxed=[],
-        refused={},
-        seconds={},
-        printed="",
-    )
+    nothing = dict.fromkeys(("turn_rewards", "streamed", "retries"), 0) | {"dialects": {}, "refused": {}, "seconds": {}}
+    nothing |= {"failure": "", "printed": "", "reward": None, "ignored": [], "relaxed": []}
+    played = Played(outcome="turns", turns=[turn], sequences=[6], cost_factor=1.0, **nothing)
     assert played.forks == {} and played.works
     told = "\n".join(played.lines(scored=False))
     assert "warn  it was ended by a limit (turns)" in told and "warn  it gave no reward" in told

@@ -1,25 +1,32 @@
-"""What tests of whole simulated runs share."""
+"""Runs that are launched by tests, and end with them at the latest."""
 
-import contextlib
-import os
-import signal
+import functools
 
 import pytest
-from launcher.sim_runs import Run
+from launcher.launched import placed_run, sim_run, stub_run
 
 
 @pytest.fixture
-def launch(tmp_path):
-    """Starts runs in the test's folder, which end with the test at the latest."""
+def started():
     runs = []
-
-    def start(*flags, terminal=None):
-        runs.append(Run(tmp_path, *flags, terminal=terminal))
-        return runs[-1]
-
-    yield start
+    yield runs
     for run in runs:
-        for pid in run.processes() if run.process.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait()
+        run.close()
+
+
+def starts(begin):
+    """A fixture with which tests start such runs in their folder."""
+
+    @pytest.fixture
+    def start(tmp_path, started):
+        @functools.wraps(begin)
+        def run(*arguments, **options):
+            started.append(begin(tmp_path, *arguments, **options))
+            return started[-1]
+
+        return run
+
+    return start
+
+
+launch, stub, launch_placed = starts(sim_run), starts(stub_run), starts(placed_run)

@@ -1,28 +1,39 @@
-"""A launched run with stub actors, as a process of its own: python launched.py BEHAVIOUR_JSON CONFIG_JSON RESUME."""
+"""Launched runs, each a process of its own, which leave nothing behind when their test ends.
+
+``python launched.py REQUEST_JSON`` launches a run over hosts that are all this machine, with the entry of its actors.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.keys import default_words
 from asyncrl.runtime.processes import children_of
+from asyncrl.telemetry.metrics_line import read_metrics
 
 STUB = Path(__file__).parent / "stub_actor.py"
+FAULTY = Path(__file__).parent / "whole_runs" / "faulty_actor.py"
 WAIT_S = 60.0
+STEPS = 40
+GROUPS = 4
+"""Prompt groups of a step."""
 
 
 def config_tree(run_dir: Path, sections: dict[str, Any] | None = None, **supervision: Any) -> dict[str, Any]:
-    """A simulated run in ``run_dir``/runs/trial; ``sections`` are laid over it."""
+    """A run of stubs in ``run_dir``/runs/trial; ``sections`` are laid over it."""
     return {
         "run": {"name": "trial", "dir": str(run_dir / "runs")},
         "data": {"source": "synthetic"},
@@ -32,15 +43,44 @@ def config_tree(run_dir: Path, sections: dict[str, Any] | None = None, **supervi
     } | (sections or {})
 
 
+def sim_tree(folder: Path, **tables: dict[str, Any]) -> dict[str, Any]:
+    """A simulated run of a few seconds in ``folder``/runs/trial; the keys of ``tables`` are laid over its own."""
+    found: dict[str, Any] = {
+        "run": {"name": "trial", "dir": str(folder / "runs")},
+        "data": {"source": "synthetic", "size": 400},
+        "rollout": {
+            "engine": "sim",
+            "replicas": 2,
+            "samples_per_prompt": 2,
+            "concurrency": 8,
+            "max_tokens": 64,
+            "sim": {"length_median": 16.0, "decode_step_s": 0.002, "load_s": 0.002},
+        },
+        "reward": {"function": "constant", "options": {"spread": 1.0}, "workers": 1},
+        "learner": {
+            "backend": "sim",
+            "steps": STEPS,
+            "groups_per_step": GROUPS,
+            "dynamic_sampling": False,
+            "sim": {"step_s": 0.15, "publish_bytes": 4096},
+        },
+        "checkpoint": {"every_versions": 5},
+        "supervision": {"heartbeat_s": 0.5},
+    }
+    return found | {name: found.get(name, {}) | table for name, table in tables.items()}
+
+
+def command_line(pid: int) -> str:
+    """The words of a process, or its title; empty once it is gone."""
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
 def marked(mark: object) -> dict[int, str]:
     """Command lines of the living processes that name ``mark``, this one excluded."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            words = command_line(int(entry))
-            if str(mark) in words:
-                found[int(entry)] = words
-    return found
+    found = {int(entry): command_line(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    return {pid: words for pid, words in found.items() if str(mark) in words and pid != os.getpid()}
 
 
 def end_marked(mark: object) -> None:
@@ -61,101 +101,126 @@ def wait_until(condition: Any, what: str | Callable[[], str]) -> Any:
     return found
 
 
-class Launched:
-    """After ``close`` nothing of it is left behind, whatever the test does."""
+class Run:
+    """A launch, followed by its output, or on a terminal of this descriptor. Its run is ``folder``/runs/trial."""
 
-    def __init__(
-        self,
-        folder: Path,
-        behaviour: dict[str, Any],
-        sections: dict[str, Any] | None = None,
-        *,
-        resume: str = "",
-        **supervision: Any,
-    ) -> None:
-        self.folder = folder
-        self.run_dir = folder / "runs" / "trial"
+    def __init__(self, folder: Path, argv: Sequence[str], terminal: int | None = None) -> None:
+        self.folder, self.run_dir = folder, folder / "runs" / "trial"
         self.out = folder / f"out-{len(list(folder.glob('out-*')))}.txt"
-        tree = config_tree(folder, sections, **supervision)
-        argv = [sys.executable, __file__, json.dumps(behaviour), json.dumps(tree), resume]
+        if terminal is not None:
+            on = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+            # It is the terminal's only when its session's leader has taken it.
+            self.process = subprocess.Popen(argv, **on, start_new_session=True, preexec_fn=_take_terminal)
+            return
         with self.out.open("w") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        """Kill the launcher, all below it and all that names its folder."""
+        pids = list(self.processes()) if self.process.poll() is None else []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
         end_marked(self.folder)
+        wait_until(lambda: not any(command_line(pid) for pid in pids), "the end of all")
 
     @property
     def shown(self) -> str:
         return self.out.read_text()
 
     def wait_to_show(self, text: str) -> None:
-        wait_until(lambda: text in self.shown or self.process.poll() is not None, f"{text!r} in {self.shown}")
-        assert text in self.shown
+        wait_until(lambda: text in self.shown or self.process.poll() is not None, lambda: f"{text!r} in {self.shown}")
+        assert text in self.shown, self.shown
 
     def end(self) -> tuple[int, list[str]]:
         """(exit code, lines shown), once all is over."""
-        code = self.process.wait(WAIT_S)
-        return code, self.shown.splitlines()
+        return self.process.wait(120), self.shown.splitlines()
+
+    def processes(self) -> dict[int, str]:
+        """Title by pid of the launcher and all below it. Real actors have the titles that people see."""
+        pids = [self.process.pid]
+        for pid in pids:
+            pids += children_of(pid)
+        return {pid: command_line(pid) for pid in pids}
+
+    def below(self, words: str) -> int:
+        """Pid of the first process of the run whose title has these words, once there is one."""
+        found: int = wait_until(lambda: next((p for p, title in self.processes().items() if words in title), 0), words)
+        return found
 
     def actor(self, name: str) -> int:
-        """Pid of an actor's process, once there is one."""
+        return self.below(f" {name} ")
 
-        def find() -> int | None:
-            return next((pid for pid, words in marked(self.run_dir).items() if f" {name} --run " in words), None)
+    def node(self, module: str) -> int:
+        """Pid of the guard or the agent."""
+        return self.below(f"asyncrl.launcher.node.{module}")
 
-        found: int = wait_until(find, name)
-        return found
-
-    def pid(self, module: str) -> int:
-        """Of the guard or the agent."""
-
-        def find() -> int | None:
-            below = [self.process.pid]
-            for pid in below:
-                for child in children_of(pid):
-                    if f"asyncrl.launcher.node.{module}" in command_line(child):
-                        return child
-                    below.append(child)
-            return None
-
-        found: int = wait_until(find, module)
-        return found
+    def steps(self) -> list[int]:
+        """The steps trained, as they stand."""
+        path = self.run_dir / "metrics.jsonl"
+        return [line["step"] for line in read_metrics(path) if line["kind"] == "train"] if path.exists() else []
 
 
-def command_line(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
+def placed_run(
+    folder: Path,
+    tree: dict[str, Any],
+    actor_argv: Sequence[str] = (),
+    *,
+    hosts: Sequence[str] = ("here",),
+    resume: str = "",
+) -> Run:
+    """A run whose hosts are all this machine; ``actor_argv`` is the entry of its actors, by default the real one."""
+    request = {"tree": tree, "argv": list(actor_argv), "hosts": list(hosts), "resume": resume}
+    return Run(folder, [sys.executable, __file__, json.dumps(request)])
 
 
-def launch_placed(config: Any, placed: Any, argv: tuple[str, ...] = (), resumption: Any = None) -> int:
-    """A launch of actors that have their places already, all of them on this host; the exit code."""
-    from asyncrl.launcher.fleet.hostfile import HostLine
-    from asyncrl.launcher.launch import Launch
-    from asyncrl.launcher.local import ACTOR_ARGV
-    from asyncrl.launcher.terminal.interrupts import undone_by_signals
-    from asyncrl.launcher.terms.placement import PlacementHost
+def stub_run(
+    folder: Path,
+    behaviour: dict[str, Any],
+    sections: dict[str, Any] | None = None,
+    *,
+    resume: str = "",
+    **supervision: Any,
+) -> Run:
+    """A run of stub actors that behave so."""
+    argv = [sys.executable, str(STUB), json.dumps(behaviour)]
+    return placed_run(folder, config_tree(folder, sections, **supervision), argv, resume=resume)
 
-    launch = Launch(config, [HostLine("here")], actor_argv=argv or ACTOR_ARGV, head="here", head_is_here=True)
-    launch.hosts, launch.resumption = [PlacementHost(name="here", cpus=2)], resumption
-    launch.placed = [dataclasses.replace(actor, host="here") for actor in placed]
-    return asyncio.run(undone_by_signals(launch.run(), launch.progress))
+
+def sim_run(folder: Path, *flags: str, terminal: int | None = None) -> Run:
+    """``asyncrl-launch`` of a simulated run, every real actor in its own process."""
+    config = folder / "sim.toml"
+    config.write_text("".join(f"{name} = {default_words(table)}\n" for name, table in sim_tree(folder).items()))
+    return Run(folder, [sys.executable, "-m", "asyncrl.cli.launch", str(config), *flags], terminal)
+
+
+def _take_terminal() -> None:
+    # Under nohup it would be ignored.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def main() -> int:
     from asyncrl.config.load import validate_config
+    from asyncrl.launcher.fleet.hostfile import HostLine
+    from asyncrl.launcher.launch import Launch
+    from asyncrl.launcher.local import ACTOR_ARGV
     from asyncrl.launcher.run_folder.resume import find_resumption
-    from asyncrl.launcher.terms.placement import PlacementHost, place
+    from asyncrl.launcher.terminal.interrupts import undone_by_signals
+    from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts, with_gpus
 
-    behaviour, tree, resume = sys.argv[1:]
-    config, resumption = validate_config(json.loads(tree)), None
-    if resume:
-        config, resumption = find_resumption(config, resume)
-    placed = place(config, [PlacementHost(name="box", cpus=2)])
-    return launch_placed(config, placed, (sys.executable, str(STUB), behaviour), resumption)
+    request = json.loads(sys.argv[1])
+    config, resumption = validate_config(request["tree"]), None
+    if request["resume"]:
+        config, resumption = find_resumption(config, request["resume"])
+    hosts = [PlacementHost(name=name, cpus=2) for name in request["hosts"]]
+    config = with_episode_hosts(with_gpus(config, hosts), hosts)
+    argv = request["argv"] or ACTOR_ARGV
+    launch = Launch(config, [HostLine("here")], actor_argv=argv, head="here", head_is_here=True)
+    launch.hosts, launch.resumption = [PlacementHost(name="here", cpus=2)], resumption
+    launch.placed = [dataclasses.replace(actor, host="here") for actor in place(config, hosts)]
+    return asyncio.run(undone_by_signals(launch.run(), launch.progress))
 
 
 if __name__ == "__main__":

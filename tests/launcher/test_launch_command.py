@@ -44,31 +44,25 @@ def config(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version", "--help-config"])
-def test_what_only_tells_loads_nothing_heavy(flag):
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--help", ["--learner.lr 1e-6", "--help-config", "--join RUN --hosts FILE", "--leave HOST RUN"]),
+        ("--version", ["0."]),
+    ],
+)
+def test_what_only_tells_loads_nothing_heavy(flag, told):
     code = (
-        "import sys\nfrom asyncrl.cli.launch import main\n"
+        "import sys, asyncrl.cli.actor\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'zmq', 'pydantic'}\n"
+        "assert not heavy & set(sys.modules), 'an actor handles signals before it imports'\n"
+        "from asyncrl.cli.launch import main\n"
         f"try: main(['{flag}'])\nexcept SystemExit as end: assert not end.code\n"
-        "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'zmq'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "assert 'pydantic' not in sys.modules or sys.argv[1] == '--help-config'\n"
     )
     done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout
-
-
-def test_the_actor_command_handles_signals_before_it_imports():
-    code = "import asyncrl.cli.actor, sys; assert not {'zmq', 'pydantic', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_help_explains_dotted_flags(capsys):
-    with pytest.raises(SystemExit):
-        launch.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "--learner.lr 1e-6" in shown
-    assert "--help-config" in shown
+    assert all(words in done.stdout for words in told)
 
 
 def test_every_key_is_listed(capsys):
@@ -77,6 +71,11 @@ def test_every_key_is_listed(capsys):
     for key, _, _, description in known_keys():
         assert f"{key}  (" in shown
         assert textwrap.indent(description, "    ") in shown
+
+
+JOIN = ["--join", "runs/x", "--hosts", "f"]
+LEAVE = ["--leave", "a", "runs/x"]
+STOP = ["--stop", "runs/x"]
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,33 @@ def test_every_key_is_listed(capsys):
         (["c.toml", "--detach", "--dry-run"], "--detach starts a run from here"),
         (["c.toml", "--detach", "--slurm", "--nodes", "2"], "--detach starts a run from here"),
         (["c.toml", "--detach", "--inside-slurm"], "--detach starts a run from here"),
-        (["c.toml", "--learner.lr"], "--learner.lr: a value is missing"),
         (["c.toml", "--learner.lr", "--dry-run"], "--learner.lr: a value is missing"),
         (["c.toml", "--learner.=3"], "not a key"),
+        (["c.toml", "--slurm"], "--nodes"),
+        (["c.toml", "--nodes", "2"], "--slurm"),
+        (["c.toml", "--sbatch-args", "-p gpu"], "--slurm"),
+        (["c.toml", "--container", "x"], "--slurm"),
+        (["c.toml", "--slurm", "--nodes", "2", "--inside-slurm"], "--inside-slurm"),
+        (["c.toml", "--inside-slurm", "--hosts", "hosts"], "--inside-slurm"),
+        (["--join", "runs/x"], "--join RUN: name the hosts by --hosts FILE"),
+        ([*JOIN, "c.toml"], "--join RUN --hosts FILE: only"),
+        ([*JOIN, "--leave", "a"], "--join RUN --hosts FILE: only"),
+        ([*JOIN, "--learner.lr", "1"], "so --learner.lr has no place here"),
+        ([*JOIN, "--resume", "auto"], "--join speaks to a run that lives"),
+        (["--leave", "a"], "--leave HOST RUN: name one run folder after the host"),
+        ([*LEAVE, "--hosts", "f"], "--leave HOST RUN: name one run folder"),
+        ([*LEAVE, "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
+        ([*LEAVE, "--slurm"], "--leave speaks to a run that lives"),
+        ([*LEAVE, "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),
+        ([*LEAVE, "--within", "nan"], "--within: nan: must be 0 to 86400 seconds"),
+        (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
+        (["--bring-back", "rollouter/1"], "--bring-back NAME RUN: name one run folder after the replica"),
+        (["--bring-back", "rollouter/1", "x", "--leave", "a"], "--bring-back NAME RUN: name one run folder"),
+        (["--bring-back", "rollouter/1", "x", "--detach"], "--bring-back speaks to a run that lives"),
+        ([*STOP, "--leave", "a"], "--stop RUN: name one run folder, and nothing else"),
+        ([*STOP, "--dry-run"], "--stop RUN: name one run folder, and nothing else"),
+        ([*STOP, "--learner.lr", "1"], "so --learner.lr has no place here"),
+        ([*STOP, "--resume", "auto"], "--stop speaks to a run that lives"),
     ],
 )
 def test_wrong_usage(argv, said, capsys):
@@ -175,31 +198,13 @@ def reward(*, completion, row):
 """
 
 
-def test_a_broken_reward_never_reaches_a_run(config, tmp_path):
+def test_a_broken_reward_never_reaches_a_run(config, tmp_path, monkeypatch, capsys):
     """Not even the launcher: what the function does happens in a process of its own."""
     (tmp_path / "mine.py").write_text(REWARD)
-    (tmp_path / "leaves.py").write_text("import os\ndef reward(*, completion): os._exit(0)\n")
-    argv = [sys.executable, "-m", "asyncrl.cli.launch", config]
-    for flags in (["--dry-run"], []):
-        done = subprocess.run(
-            [*argv, *flags, "--reward.function", "mine:reward"], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 78, done.stdout + done.stderr
-        assert f"raised KeyError: 'anwser' ({tmp_path}/mine.py:3), on synthetic:1" in done.stderr
-    done = subprocess.run([*argv, "--reward.function", "leaves:reward"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 78 and "ended its worker process (exit code 0)" in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_too_few_descriptors_end_the_launch_with_the_number_that_is_needed(config, tmp_path):
-    argv = [sys.executable, "-m", "asyncrl.cli.launch", config]
-    done = subprocess.run(
-        ["/bin/sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *argv], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 78, done.stdout + done.stderr
-    assert "a process may open 64 files (ulimit -Hn); the largest actor needs about 105" in done.stderr
-    assert "fix: raise the hard limit of open files to 574" in done.stderr
-    assert not (tmp_path / "runs").exists()
+    monkeypatch.chdir(tmp_path)
+    assert launch.main([config, "--reward.function", "mine:reward"]) == 78
+    assert f"raised KeyError: 'anwser' ({tmp_path}/mine.py:3), on synthetic:1" in capsys.readouterr().err
+    assert "mine" not in sys.modules and not (tmp_path / "runs").exists()
 
 
 def test_a_signal_ends_the_checks_and_what_they_have_started(config, tmp_path):

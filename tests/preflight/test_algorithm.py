@@ -43,14 +43,11 @@ def check(limit_s=120.0, **learner):
     return asyncio.run(check_algorithm(config, limit_s=limit_s))
 
 
-def test_a_configuration_without_keys_is_not_tried():
-    assert check() is None
-    assert check(backend="sim", loss="nothing") is None
-
-
-def test_what_can_be_called_is_found():
+def test_what_can_be_called_is_found_and_without_keys_nothing_is_tried():
     finding = check(loss="users_algorithm:mine", loss_options={"scale": 2.0}, advantage="users_algorithm:flat")
     assert (finding.result, finding.detail) == ("ok", "users_algorithm:mine with users_algorithm:flat can be called")
+    assert check() is None
+    assert check(backend="sim", loss="nothing") is None
 
 
 @pytest.mark.parametrize(

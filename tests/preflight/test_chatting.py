@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 from model_files import write_chat_template, write_model
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.preflight.inputs import check_inputs, read_inputs
 
 LINES = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -16,16 +16,8 @@ SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %
 def config_of(model, template, *, episode=True, **chat):
     if template is not None:
         write_chat_template(model, template)
-    return validate_config(
-        {
-            "model": {"path": str(model)},
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "episode": {"function": "m:f"} if episode else {},
-            "chat": chat,
-        }
-    )
+    playing = {"function": "m:f"} if episode else {}
+    return simulated_run(model={"path": str(model)}, episode=playing, chat=chat)
 
 
 def finding(config):
@@ -51,10 +43,7 @@ def test_the_template_is_looked_at(model, template, result, said):
     found = finding(config_of(model, template))
     assert (found.result, said in found.detail) == (result, True), found
     assert bool(found.fix) == (result != "ok") and found.key == "model.path"
-
-
-def test_without_episodes_nobody_looks(model):
-    assert finding(config_of(model, None, episode=False)) is None
+    assert finding(config_of(model, template, episode=False)) is None
 
 
 def test_a_template_that_does_not_end_is_told_of_within_its_time(model):
@@ -65,6 +54,5 @@ def test_a_template_that_does_not_end_is_told_of_within_its_time(model):
 
 
 def test_bytes_are_a_model_too(tmp_path):
-    simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
-    found = finding(validate_config(simulated | {"episode": {"function": "m:f"}}))
+    found = finding(simulated_run(episode={"function": "m:f"}))
     assert (found.result, "'json'" in found.detail) == ("ok", True)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from model_files import write_model, write_weights
+from run_settings import simulated_run
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.lora import LoraConfig
@@ -106,14 +107,7 @@ def test_a_digest_tells_models_apart(model, tmp_path):
 
 
 def config_of(model, **data):
-    return validate_config(
-        {
-            "model": {"path": str(model)},
-            "data": {"source": "synthetic"} | data,
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-        }
-    )
+    return simulated_run(model={"path": str(model)}, data=data)
 
 
 def without_unk(model):
@@ -148,7 +142,6 @@ def test_a_stop_token_must_be_one_of_the_model(model):
     assert finding.detail.startswith("99999: no token of the model")
 
 
-@pytest.mark.parametrize("engine", ["vllm", "reference"])
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
@@ -160,66 +153,54 @@ def test_a_stop_token_must_be_one_of_the_model(model):
         ({"max_position_embeddings": 128, "rope_scaling": {"factor": 4.0}}, True),
     ],
 )
-def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes, fits, engine):
+def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes, fits):
     """1,024 tokens of prompt and as many of response."""
-    rollout = {"gpus_per_replica": 0, "engine": engine}
-    config = validate_config({"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": rollout})
     (model / "config.json").write_text(json.dumps(changes))
-    found = check_window(config)
-    assert (found is None) == fits
+    for engine in ("vllm", "reference"):
+        rollout = {"gpus_per_replica": 0, "engine": engine}
+        config = validate_config({"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": rollout})
+        found = check_window(config)
+        assert (found is None) == fits
     if found is not None:
         assert (found.result, found.key) == ("fail", "data.max_prompt_tokens")
         assert "take 2048 tokens" in found.detail and "rollout.max_tokens = 1024" in found.detail
 
 
+LONG = {"rope_type": "longrope"}
+GPT2 = {"architectures": ["GPT2LMHeadModel"]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "lora", "words"),
     [
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, None),
-        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "are dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2047}}, "past 2047 tokens"),
-        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}, None),
-        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 2047}, "its context has 2048"),
-        ({"model_type": "gemma2", "tie_word_embeddings": False}, "gemma2 with a tied head alone"),
-        ({"model_type": "gemma2"}, None),
-        ({"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}, "is a mixture of experts"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "is a mixture of experts"),
-        ({"text_config": {"n_routed_experts": 64}}, "is a mixture of experts"),
-        ({"model_type": "olmo2", "num_experts": None}, None),
-        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, None),
+        (GPT2, {"rank": 8}, "vLLM's GPT2LMHeadModel takes no adapters"),
+        (GPT2, {"rank": 8, "publish": "merged"}, None),
+        (GPT2, {}, None),
+        ({"architectures": ["Qwen2ForCausalLM"]}, {"rank": 8}, None),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, {}, None),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "are dynamic"),
+        ({"rope_parameters": LONG | {"original_max_position_embeddings": 2047}}, {}, "past 2047 tokens"),
+        ({"rope_parameters": LONG | {"original_max_position_embeddings": 2048}}, {}, None),
+        ({"rope_scaling": LONG, "original_max_position_embeddings": 2047}, {}, "its context has 2048"),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, {}, "gemma2 with a tied head alone"),
+        ({"model_type": "gemma2"}, {}, None),
+        ({"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}, {}, "is a mixture of experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, {}, "is a mixture of experts"),
+        ({"text_config": {"n_routed_experts": 64}}, {}, "is a mixture of experts"),
+        ({"model_type": "olmo2", "num_experts": None}, {}, None),
+        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, {}, None),
     ],
 )
-def test_what_vllm_computes_in_another_way_is_refused_by_name(model, changes, words):
+def test_what_vllm_cannot_serve_or_computes_in_another_way_is_refused_by_name(model, changes, lora, words):
     (model / "config.json").write_text(json.dumps(changes))
-    settings = {"model": {"path": str(model)}, "data": {"source": "synthetic"}}
+    settings = {"model": {"path": str(model)}, "data": {"source": "synthetic"}, "lora": lora}
     found = check_served(validate_config(settings | {"rollout": {"gpus_per_replica": 0}}))
     assert (found is None) == (words is None)
     if found is not None:
-        assert (found.result, found.key) == ("fail", "model.path")
-        assert words in found.detail
-    assert check_served(validate_config(settings | {"rollout": {"engine": "reference"}})) is None
-
-
-@pytest.mark.parametrize(
-    ("architecture", "lora", "refused"),
-    [
-        ("GPT2LMHeadModel", {"rank": 8}, True),
-        ("GPT2LMHeadModel", {"rank": 8, "publish": "merged"}, False),
-        ("GPT2LMHeadModel", {}, False),
-        ("Qwen2ForCausalLM", {"rank": 8}, False),
-    ],
-)
-def test_a_class_of_vllm_without_adapters_is_refused_by_name_where_versions_are_adapters(
-    model, architecture, lora, refused
-):
-    (model / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    settings = {"model": {"path": str(model)}, "data": {"source": "synthetic"}, "lora": lora}
-    found = check_served(validate_config(settings | {"rollout": {"gpus_per_replica": 0}}))
-    assert (found is not None) == refused
-    if found is not None:
-        assert (found.result, found.key) == ("fail", "lora.publish")
-        assert "vLLM's GPT2LMHeadModel takes no adapters" in found.detail
-        assert 'lora.publish to "merged"' in found.fix
+        assert (found.result, found.key) == ("fail", "lora.publish" if lora else "model.path")
+        assert words in found.detail and ('lora.publish to "merged"' in found.fix) == bool(lora)
+    if not lora:
+        assert check_served(validate_config(settings | {"rollout": {"engine": "reference"}})) is None
 
 
 def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(model, tmp_path):
@@ -257,14 +238,8 @@ HELLO = '{"prompt": "hello"}'
 
 def data(tmp_path, lines, **settings):
     (tmp_path / "data.jsonl").write_bytes("\n".join(lines).encode() + b"\n")
-    return validate_config(
-        {
-            "data": {"source": "jsonl", "path": str(tmp_path / "data.jsonl")} | settings,
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "eval": {"held": {"data": {"source": "synthetic"}}},
-        }
-    )
+    trained = {"source": "jsonl", "path": str(tmp_path / "data.jsonl")} | settings
+    return simulated_run(data=trained, eval={"held": {"data": {"source": "synthetic"}}})
 
 
 @pytest.mark.parametrize(

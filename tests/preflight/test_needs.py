@@ -73,13 +73,10 @@ def test_the_export_is_in_the_run_folder():
 
 @pytest.mark.parametrize(("hard", "result"), [(99, "fail"), (100, "warn"), (999, "warn"), (1000, "ok")])
 def test_descriptors(hard, result):
+    assert descriptor_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[1], "the hard one, which actors take"
     found = judge_descriptors(hard, Need(least=100, wanted=1000))
     assert (found.result, bool(found.fix)) == (result, result != "ok")
     assert f"{hard} files" in found.detail and "100" in found.detail and "1000" in found.detail
-
-
-def test_the_limit_is_the_hard_one_which_actors_take():
-    assert descriptor_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 def test_descriptors_grow_with_the_run():

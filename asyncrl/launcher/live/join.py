@@ -30,7 +30,7 @@ from asyncrl.launcher.fleet.start import StartCommand, shown
 from asyncrl.launcher.launch import host_of, host_spec, start_agent
 from asyncrl.launcher.live.joined_hosts import Guests
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
-from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
+from asyncrl.launcher.local import agent_spec
 from asyncrl.launcher.run_folder.folders import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
@@ -45,17 +45,10 @@ ASK_S = 20.0
 WITHDRAW_S = 5.0
 
 
-def join_run(
-    run: LivingRun,
-    lines: Sequence[HostLine],
-    start: StartCommand,
-    *,
-    dry_run: bool = False,
-    actor_argv: Sequence[str] = ACTOR_ARGV,
-) -> int:
+def join_run(run: LivingRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
     """Have these hosts take part in the run, and follow them to their end; the exit code."""
     progress = Progress(sys.stdout, run.config.learner.steps)
-    return asyncio.run(_Joining(run, lines, start, dry_run, actor_argv, progress).main())
+    return asyncio.run(_Joining(run, lines, start, dry_run, progress).main())
 
 
 Pairs = list[dict[str, str]]
@@ -67,7 +60,6 @@ class _Joining:
     lines: Sequence[HostLine]
     start: StartCommand
     dry_run: bool
-    actor_argv: Sequence[str]
     progress: Progress
     facts: dict[str, HostOffer] = field(default_factory=dict)
     hosts: dict[str, PlacementHost] = field(default_factory=dict)
@@ -224,7 +216,6 @@ class _Joining:
             self.run.config,
             folder,
             place_replicas(self.run.config, host, names),
-            self.actor_argv,
             # Nobody of this attempt has had these names.
             above=attempt_begins_above(folder.attempt, 0),
             index=_index(joined),

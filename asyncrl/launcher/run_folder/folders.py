@@ -184,41 +184,40 @@ def in_use(path: Path) -> UsageError:
     return UsageError(f"{path} is in use: the run in it is still going on; end that first")
 
 
+@contextlib.contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Whether nobody else holds this lock; then it is held for as long as the context lasts. Raises OSError."""
+    lock = os.open(path, os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(lock)
+
+
 def is_living(path: Path, private: str = PRIVATE) -> bool:
     """Whether a run lives in this folder; ``private`` is the name of the private folder of the host in question."""
     try:
-        lock = os.open(path / private / LOCK, os.O_RDWR)
+        with try_lock(path / private / LOCK) as is_free:
+            return not is_free
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(lock)
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
     """Remove the private folders of runs that are no more; the folders removed."""
     removed = []
-    for lock_file in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
-        try:
-            lock = os.open(lock_file, os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            if lock_file.parent.name == PRIVATE:
-                leave_name(lock_file.parent.parent, None)
-            shutil.rmtree(lock_file.parent, ignore_errors=True)
-            removed.append(lock_file.parent)
-        finally:
-            os.close(lock)
+    for lock in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
+        with contextlib.suppress(OSError), try_lock(lock) as is_free:
+            if is_free:
+                if lock.parent.name == PRIVATE:
+                    leave_name(lock.parent.parent, None)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                removed.append(lock.parent)
     return removed
 
 

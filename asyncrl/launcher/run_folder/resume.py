@@ -43,10 +43,8 @@ class Resumption:
     """Checkpoint to go on from; None for the initial weights, as there is no checkpoint."""
     is_finished: bool
     """Whether nothing is left to be done."""
-    why: str = ""
-    """Reason that this run is chosen, where there are several of that name."""
-    later: tuple[str, ...] = ()
-    """Later runs of that name, in words for people."""
+    choice: ResumedRun | None = None
+    """Choice of this run among those of its name, where the user has named none."""
     search: StepBack | None = None
     """Search that has found the checkpoint, where the user has named none."""
     prompts: KnownPrompts | None = None
@@ -54,7 +52,7 @@ class Resumption:
 
     def describe(self) -> str:
         """One line for people."""
-        why = f" ({self.why})" if self.why else ""
+        why = f" ({self.choice.why})" if self.choice is not None and self.choice.why else ""
         if self.checkpoint is None:
             begins = "there is no complete checkpoint, so it begins from the initial weights"
             return f"resuming {self.folder.path}{why}: {begins}"
@@ -70,7 +68,7 @@ class Resumption:
     @property
     def warnings(self) -> list[str]:
         """Warnings for the user before it goes on, a line each."""
-        lines = list(self.later)
+        lines = list(self.choice.warnings) if self.choice is not None else []
         if self.checkpoint is None:
             lines.append(f"{self.folder.path} has no checkpoint: training begins from the initial weights, at step 1")
         elif self.search is not None:
@@ -127,8 +125,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         folder=next_attempt(path),
         checkpoint=found,
         is_finished=done,
-        why=choice.why if choice is not None else "",
-        later=tuple(choice.warnings) if choice is not None else (),
+        choice=choice,
         search=search,
         prompts=prompts,
     )

@@ -12,12 +12,9 @@ from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in
 from asyncrl.text.numbers import fixed
 
 TENTH = 10
-UNTRAINED = {
-    "ledger/filtered": "groups filtered",
-    "ledger/quarantined": "groups quarantined",
-    "rollout/dropped_trajectories": "trajectories dropped",
-    "rollout/failed_attempts": "failed attempts",
-}
+OF_THE_RUN = {"ledger/filtered": "groups filtered", "ledger/quarantined": "groups quarantined"}
+OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout/failed_attempts": "failed attempts"}
+"""Counts of what was generated and not trained, since the start of the run or of its learner."""
 
 
 def summarise(
@@ -87,9 +84,8 @@ def _steps(first: int, last: int) -> str:
 
 
 def _untrained(train: Sequence[Line]) -> str:
-    """Words for what was generated and not trained; trajectories are counted anew by each learner."""
     newest: dict[int, Line] = {line.get("start", 0): line for line in train}
-    counts = {key: int(number_in(train[-1], key) or 0) for key in ("ledger/filtered", "ledger/quarantined")}
-    for key in ("rollout/dropped_trajectories", "rollout/failed_attempts"):
-        counts[key] = int(sum(number_in(line, key) or 0 for line in newest.values()))
-    return ", ".join(f"{UNTRAINED[key]} {count}" for key, count in counts.items() if count)
+    counts = {words: int(number_in(train[-1], key) or 0) for key, words in OF_THE_RUN.items()}
+    for key, words in OF_A_LEARNER.items():
+        counts[words] = int(sum(number_in(line, key) or 0 for line in newest.values()))
+    return ", ".join(f"{words} {count}" for words, count in counts.items() if count)

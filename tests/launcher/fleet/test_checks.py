@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from model_files import write_model
+from run_settings import simulated_run
 
 from asyncrl.config.load import validate_config
 from asyncrl.launcher.fleet.checks import (
@@ -23,13 +24,7 @@ from asyncrl.preflight.part import Part, check_part
 
 
 def findings(tmp_path, **tables):
-    tree = {
-        "run": {"dir": str(tmp_path / "runs")},
-        "data": {"source": "synthetic"},
-        "rollout": {"engine": "sim"},
-        "learner": {"backend": "sim"},
-    }
-    config = validate_config(tree | tables)
+    config = simulated_run(run={"dir": str(tmp_path / "runs")}, **tables)
     return asyncio.run(check_head(config, config.actors, config.network.host))
 
 
@@ -40,7 +35,7 @@ def problems(tmp_path, **tables):
 def test_nothing_is_wrong(tmp_path):
     model = write_model(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
-    found = findings(tmp_path, model={"path": str(model)}, data={"path": str(tmp_path / "*.jsonl")})
+    found = findings(tmp_path, model={"path": str(model)}, data={"source": "jsonl", "path": str(tmp_path / "*.jsonl")})
     assert errors_of(found) == []
     shown = [each.check for each in found]
     assert shown == ["model", "tokenizer", "data", "reward", "ports", "run_dir", "descriptors"]
@@ -57,7 +52,7 @@ def test_everything_is_reported_at_once(tmp_path):
         found = problems(
             tmp_path,
             model={"path": str(model)},
-            data={"path": str(tmp_path / "none.jsonl")},
+            data={"source": "jsonl", "path": str(tmp_path / "none.jsonl")},
             eval={"math": {"data": {"source": "hf", "path": str(tmp_path / "runs")}}},
             network={"controller_port": port},
             reward={"function": "exakt"},
@@ -71,20 +66,20 @@ def test_everything_is_reported_at_once(tmp_path):
     assert f"{port} of 127.0.0.1: Address already in use" in found[5]
 
 
-def test_a_model_that_is_no_folder_is_told_once(tmp_path):
-    (problem,) = problems(tmp_path, model={"path": "Qwen/Qwen3-0.6B"})
-    assert problem.startswith("model.path: Qwen/Qwen3-0.6B is not a folder here")
-
-
-def test_a_host_that_is_not_this_one(tmp_path):
-    (problem,) = problems(tmp_path, network={"host": "203.0.113.1"})
-    assert problem.startswith("network.host: 203.0.113.1 cannot be bound")
-
-
-def test_a_range_of_ports_that_is_too_small(tmp_path):
-    (problem,) = problems(tmp_path, network={"ports": "40001-40003"})
-    assert problem.startswith("network.ports: ") and "of 3 ports in 40001-40003" in problem
-    assert "need 6" in problem and "widen it to 12 ports or more" in problem
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"model": {"path": "Qwen/Qwen3-0.6B"}}, ["model.path: Qwen/Qwen3-0.6B is not a folder here"]),
+        ({"network": {"host": "203.0.113.1"}}, ["network.host: 203.0.113.1 cannot be bound"]),
+        (
+            {"network": {"ports": "40001-40003"}},
+            ["network.ports: ", "of 3 ports in 40001-40003", "need 6", "widen it to 12 ports or more"],
+        ),
+    ],
+)
+def test_a_fault_is_told_once(tmp_path, tables, told):
+    (problem,) = problems(tmp_path, **tables)
+    assert problem.startswith(told[0]) and all(words in problem for words in told)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +127,15 @@ def test_errors_end_the_launch_warnings_are_said_and_all_is_shown():
 def test_what_sinks_need_is_looked_for_on_the_head_and_the_way_to_it_told(tmp_path, monkeypatch):
     wanted = {"tensorboard": True, "wandb": {"mode": "offline"}, "prometheus": {"enabled": True}}
     assert problems(tmp_path, sinks=wanted) == []
-    sinks = validate_config(
-        {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}, "sinks": wanted}
-    ).sinks
+    sinks = simulated_run(sinks=wanted).sinks
     assert errors_of(check_sinks(sinks, ["tensorboard", "prometheus_client"], "far")) == [
         "far: sinks.wandb.mode: the package wandb is not installed; fix: pip install 'asyncrl[wandb]'"
+    ]
+    found = errors_of(check_sinks(sinks, []))
+    assert [each.partition(":")[0] for each in found] == [
+        "sinks.tensorboard",
+        "sinks.wandb.mode",
+        "sinks.prometheus.enabled",
     ]
     # What wandb leaves where it is used is no package.
     (tmp_path / "wandb").mkdir()

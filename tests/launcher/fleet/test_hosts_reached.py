@@ -11,9 +11,9 @@ from importlib.metadata import version
 import msgspec
 import pytest
 from model_files import write_model, write_weights
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
-from asyncrl.errors import HostFailed, UsageError
+from asyncrl.errors import UsageError
 from asyncrl.launcher.fleet.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.fleet.start import SshStart
 from asyncrl.launcher.node.shipping import CHUNK_BYTES, LogShipper
@@ -73,13 +73,7 @@ def test_the_addresses_of_an_interface():
 
 
 def test_collectives_go_over_the_interface_that_holds_the_address():
-    config = validate_config(
-        {
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim", "replicas": 2},
-            "learner": {"backend": "sim", "ranks": 2},
-        }
-    )
+    config = simulated_run(rollout={"replicas": 2}, learner={"ranks": 2})
     hosts = [
         PlacementHost(name=name, cpus=2, address=at, interface=f"ib{name}")
         for name, at in (("0", "10.0.0.1"), ("1", "10.0.0.2"))
@@ -160,24 +154,20 @@ def spec(folder, **changed):
     return HostSpec(**fields | changed)
 
 
-def test_the_entry_point_tells_its_descriptors_and_whether_the_model_is_whole(tmp_path):
+def test_the_entry_point_tells_what_is_there_and_leaves_when_nobody_wants_anything(tmp_path):
     write_weights(write_model(tmp_path / "m") / "model.safetensors", cut=3)
     there, none = ModelQuery(path="m", folder=str(tmp_path)), ModelQuery(path="/nowhere/m", folder="/nowhere")
-    said, code = ask(there, none)
+    gone = EndOrder(run_dir=str(tmp_path / "trial"), index=1, patience_s=0.0)
+    said, code = ask(RouteQuery(head="localhost", addresses=["127.0.0.1"]), there, none, gone)
     assert code == 0
-    assert said[0]["descriptors"] == descriptor_limit()
-    cut, missing = (msgspec.convert(one, ModelFound).finding for one in said[1:])
+    assert (said[0]["version"], said[0]["descriptors"]) == (version("asyncrl"), descriptor_limit())
+    assert said[0]["interfaces"]["lo"] == "127.0.0.1"
+    assert said[1] == {"type": "routes", "named": ["127.0.0.1"], "via": {"127.0.0.1": "127.0.0.1"}}
+    cut, missing = (msgspec.convert(one, ModelFound).finding for one in said[2:4])
     assert cut.result == missing.result == "fail" and cut.key == missing.key == "model.path"
     assert f"{tmp_path}/m: model.safetensors is cut off" in cut.detail
     assert missing.detail == "/nowhere/m is not a folder here"
-
-
-def test_the_entry_point_tells_what_is_there_and_leaves_when_nobody_wants_anything(tmp_path):
-    said, code = ask(RouteQuery(head="localhost", addresses=["127.0.0.1"]))
-    assert code == 0
-    assert said[0]["version"] == version("asyncrl")
-    assert said[0]["interfaces"]["lo"] == "127.0.0.1"
-    assert said[1] == {"type": "routes", "named": ["127.0.0.1"], "via": {"127.0.0.1": "127.0.0.1"}}
+    assert said[4] == {"type": "gone", "living": False, "killed": False}
 
 
 def test_a_part_whose_launcher_is_gone_before_the_agent_lives_leaves_nothing(tmp_path):
@@ -195,11 +185,6 @@ def test_another_version_and_a_folder_that_is_not_ours_are_refused(tmp_path):
     said, code = ask(spec(tmp_path))
     assert "is there already and is not part of this run" in said[1]["reason"]
     assert not list((tmp_path / "runs" / "trial").iterdir())
-
-
-def test_where_nothing_lives_nothing_is_left(tmp_path):
-    said, _ = ask(EndOrder(run_dir=str(tmp_path / "trial"), index=1, patience_s=0.0))
-    assert said[1] == {"type": "gone", "living": False, "killed": False}
 
 
 def test_a_host_has_the_secrets_of_its_own_actors_alone(tmp_path):
@@ -236,8 +221,3 @@ def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
     log.write_text("one\ntwo\nthree" + "x" * (CHUNK_BYTES + 10))
     assert [len(text) for text in send(shipper, 10 * CHUNK_BYTES)] == [CHUNK_BYTES]
     assert send(shipper, 100, last=True) == ["x" * 10]
-
-
-def test_an_error_of_a_host_names_it():
-    error = HostFailed("b", "is not there")
-    assert (str(error), error.host, error.exit_code) == ("b: is not there", "b", 1)

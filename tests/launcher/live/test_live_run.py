@@ -1,9 +1,10 @@
-"""--stop, --join and --leave: the command line, which runs are found, and where engines go on a new host."""
+"""--stop, --join and --leave: which runs are found, and where engines go on a new host."""
 
 import asyncio
 import json
 
 import pytest
+from run_settings import simulated_run
 
 from asyncrl.cli import launch
 from asyncrl.config.load import validate_config
@@ -32,14 +33,8 @@ def hosts(tmp_path):
 
 
 def config(tmp_path, **rollout):
-    tree = {
-        "run": {"name": "trial", "dir": str(tmp_path / "runs")},
-        "data": {"source": "synthetic"},
-        "model": {"path": str(tmp_path)},
-        "rollout": {"engine": "sim"} | rollout,
-        "learner": {"backend": "sim"},
-    }
-    return validate_config(tree)
+    run = {"name": "trial", "dir": str(tmp_path / "runs")}
+    return simulated_run(run=run, model={"path": str(tmp_path)}, rollout=rollout)
 
 
 @pytest.fixture
@@ -55,43 +50,6 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
     (folder.private / "controller.json").write_text(json.dumps({"address": address}))
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--join", "runs/x"], "--join RUN: name the hosts by --hosts FILE"),
-        (["--join", "runs/x", "--hosts", "f", "c.toml"], "--join RUN --hosts FILE: only"),
-        (["--join", "runs/x", "--hosts", "f", "--leave", "a"], "--join RUN --hosts FILE: only"),
-        (["--join", "runs/x", "--hosts", "f", "--learner.lr", "1"], "so --learner.lr has no place here"),
-        (["--join", "runs/x", "--hosts", "f", "--resume", "auto"], "--join speaks to a run that lives"),
-        (["--leave", "a"], "--leave HOST RUN: name one run folder after the host"),
-        (["--bring-back", "rollouter/1"], "--bring-back NAME RUN: name one run folder after the replica"),
-        (["--bring-back", "rollouter/1", "x", "--leave", "a"], "--bring-back NAME RUN: name one run folder"),
-        (["--bring-back", "rollouter/1", "x", "--detach"], "--bring-back speaks to a run that lives"),
-        (["--leave", "a", "runs/x", "runs/y"], "--leave HOST RUN: name one run folder"),
-        (["--leave", "a", "runs/x", "--hosts", "f"], "--leave HOST RUN: name one run folder"),
-        (["--leave", "a", "runs/x", "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
-        (["--leave", "a", "runs/x", "--exclude", "b"], "only --within SECONDS goes with it"),
-        (["--leave", "a", "runs/x", "--slurm"], "--leave speaks to a run that lives"),
-        (["--stop", "runs/x", "runs/y"], "--stop RUN: name one run folder, and nothing else"),
-        (["--stop", "runs/x", "--leave", "a"], "--stop RUN: name one run folder, and nothing else"),
-        (["--stop", "runs/x", "--within", "3"], "--stop RUN: name one run folder, and nothing else"),
-        (["--stop", "runs/x", "--dry-run"], "--stop RUN: name one run folder, and nothing else"),
-        (["--stop", "runs/x", "--learner.lr", "1"], "so --learner.lr has no place here"),
-        (["--stop", "runs/x", "--resume", "auto"], "--stop speaks to a run that lives"),
-        (["--stop", "runs/x", "--detach"], "--stop speaks to a run that lives"),
-        (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
-        (["--leave", "a", "runs/x", "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),
-        (["--leave", "a", "runs/x", "--within", "nan"], "--within: nan: must be 0 to 86400 seconds"),
-        (["--leave", "a", "runs/x", "--within", "soon"], "--within: soon: must be 0 to 86400 seconds"),
-    ],
-)
-def test_wrong_usage(argv, said, capsys):
-    with pytest.raises(SystemExit) as end:
-        launch.main(argv)
-    assert end.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_run_that_lives_is_found_with_what_its_launcher_proves_itself_with(lived):
     speak(lived)
     found = find_living(str(lived.path))
@@ -101,11 +59,12 @@ def test_a_run_that_lives_is_found_with_what_its_launcher_proves_itself_with(liv
     assert found.credentials.secret not in repr(found)
 
 
-def test_a_call_that_may_be_repeated_is(lived, monkeypatch):
+def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controllers_words(lived, monkeypatch):
     monkeypatch.setattr(live_run, "AGAIN_S", 0.01)
     speak(lived)
+    crowded = Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
     ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
-    ends.append(RemoteError("controller/0", "invalid", "c cannot leave"))
+    ends += [RemoteError("controller/0", "invalid", "c cannot leave"), crowded, crowded]
 
     class Peer:
         async def call(self, request, timeout):
@@ -120,50 +79,32 @@ def test_a_call_that_may_be_repeated_is(lived, monkeypatch):
         async with live_run.LiveController(find_living(str(lived.path))) as controller:
             controller._peer = Peer()
             assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
-            with pytest.raises(UsageError, match="^c cannot leave$"):
-                await controller.ask(WatchMembers())
-
-    asyncio.run(main())
-
-
-def test_a_command_too_many_is_told_so(lived):
-    speak(lived)
-
-    class Peer:
-        async def call(self, request, timeout):
-            raise Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
-
-        def close(self):
-            pass
-
-    async def main():
-        async with live_run.LiveController(find_living(str(lived.path))) as controller:
-            controller._peer = Peer()
-            with pytest.raises(UsageError, match="at most 64 at once, .*wait until one has ended$"):
-                await controller.ask(WatchMembers())
+            for said in ("^c cannot leave$", "at most 64 at once, .*wait until one has ended$"):
+                with pytest.raises(UsageError, match=said):
+                    await controller.ask(WatchMembers())
             with pytest.raises(UsageError, match="wait until one has ended$"):
                 await anext(controller.members())
 
     asyncio.run(main())
 
 
-def test_there_is_no_such_run(tmp_path, hosts, capsys):
+def test_what_cannot_be_spoken_to_says_why(tmp_path, hosts, capsys):
     assert launch.main(["--join", str(tmp_path), "--hosts", hosts]) == 2
     assert "holds no run: name a run folder" in capsys.readouterr().err
-
-
-def test_a_run_that_has_ended_is_said_to(tmp_path, hosts, capsys):
     made = config(tmp_path)
     folder = create_run_folder(made)
     place = str(folder.path)
-    for argv in (["--join", place, "--hosts", hosts], ["--leave", "a", place], ["--stop", place]):
+    commands = (["--join", place, "--hosts", hosts], ["--leave", "a", place], ["--stop", place])
+    for argv in commands:
         assert launch.main(argv) == 2
         assert "the run in it has ended, or its head is another machine" in capsys.readouterr().err
-
-
-def test_a_run_whose_controller_has_no_address_yet(lived):
-    with pytest.raises(UsageError, match="only just starting"):
-        find_living(str(lived.path))
+    with private_folder(folder, made):
+        for argv in commands:
+            assert launch.main(argv) == 2
+            assert "only just starting" in capsys.readouterr().err
+        speak(folder)
+        assert launch.main(commands[0]) == 2
+        assert "listens on 127.0.0.1 alone, where no other host reaches it" in capsys.readouterr().err
 
 
 def test_only_who_reads_the_private_folder(lived, monkeypatch, hosts, capsys):
@@ -176,12 +117,6 @@ def test_only_who_reads_the_private_folder(lived, monkeypatch, hosts, capsys):
     monkeypatch.setattr(live_run, "load_credentials", closed)
     assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
     assert f"only who can read {lived.private} may stop this run, or change who serves it" in capsys.readouterr().err
-
-
-def test_a_run_on_one_host_is_not_joined(lived, hosts, capsys):
-    speak(lived)
-    assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
-    assert "listens on 127.0.0.1 alone, where no other host reaches it" in capsys.readouterr().err
 
 
 def test_the_launcher_s_key_lies_where_nobody_else_reads_it(tmp_path):
@@ -237,7 +172,7 @@ def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends):
     speak(lived, "tcp://10.0.0.1:7000")
     named = Joined(hosts=[JoinedHost(host="c", agent="agent/1", rollouters=["rollouter/1"])], waiting_for=["reward/0"])
     controller = Told(named, ends)
-    joining = _Joining(find_living(str(lived.path)), [], None, False, [], None)
+    joining = _Joining(find_living(str(lived.path)), [], None, False, None)
     joining.hosts, joining.replicas = {"c": PlacementHost(name="c", cpus=8)}, {"c": 1}
     with pytest.raises(type(ends)):
         asyncio.run(joining._begin(controller))
@@ -251,11 +186,3 @@ def test_new_hosts_are_reached_where_their_way_to_the_head_begins():
     for none in (Routes(named=[], via={}), Routes(named=[], via={"10.0.0.1": "10.0.0.1"})):
         with pytest.raises(UsageError, match="d: there is no way to 10.0.0.1"):
             addresses.towards("10.0.0.1", {"c": there, "d": none})
-
-
-def test_help_tells_of_both(capsys):
-    with pytest.raises(SystemExit):
-        launch.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "--join RUN --hosts FILE" in shown
-    assert "--leave HOST RUN" in shown

@@ -3,15 +3,15 @@
 import asyncio
 
 import pytest
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed
 from asyncrl.launcher.node.agent import FAREWELL_S, Agent
 from asyncrl.launcher.run_folder.folders import PART
 from asyncrl.launcher.terms.spec import ARRIVED, AgentSpec
 from asyncrl.messages.actors import RunState
 
-CONFIG = validate_config({"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}})
+CONFIG = simulated_run()
 
 
 @pytest.mark.parametrize(("others", "left"), [(["private-1"], []), (["private-3"], ["config.json", "logs", PART])])

@@ -36,13 +36,6 @@ def host(*, running=True):
     return found
 
 
-def test_the_others_are_started_once_the_controller_is_found():
-    found = host()
-    assert found.living == set(NAMES)
-    assert found.next_deadline() is None
-    assert found.tick(1e6) == []
-
-
 def test_nobody_is_started_before_the_controller_has_said_something():
     """Which may be what numbers the others have to be above."""
     found = host(running=False)
@@ -50,14 +43,8 @@ def test_nobody_is_started_before_the_controller_has_said_something():
     assert found.tick(2.0) == []
     assert found.state(state("running"), 3.0) == [Spawn(name) for name in NAMES[1:]]
     assert found.next_deadline() is None
-    assert found.state(state("running"), 4.0) == []
-
-
-def test_nobody_is_started_for_a_run_that_is_over():
-    found = AgentState({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
-    found.controller_at(1.0)
-    assert found.state(state("draining"), 3.0) == []
-    assert found.finished
+    assert found.state(state("running"), 4.0) == found.tick(1e6) == []
+    assert found.living == set(NAMES)
 
 
 def test_a_controller_that_never_says_a_word_is_killed():
@@ -128,17 +115,21 @@ def test_giving_up_ends_the_run_with_its_reason():
     found.state(state("draining", failed_actor="dataloader/0", reason=report.reason, exit_code=1), 20.1)
     assert found.failure.actor == "dataloader/0"
     assert found.next_deadline() == 30.0
+    # The reason that an actor gave itself wins.
+    found = host()
+    found.exited("learner/0", 2, "", 5.0)
+    found.state(state("draining", failed_actor="learner/0", reason="no signal", exit_code=1), 5.1)
+    assert str(found.failure) == "learner/0: no signal (log: /logs/learner-0.log)"
 
 
 def given_up():
-    """A host that has given rollouter/0 up, and the reason."""
+    """A host that has given rollouter/0 up."""
     found = host()
     for now in (1.0, 10.0):
         found.exited("rollouter/0", -9, "", now)
         found.tick(now + 5)
         found.spawned("rollouter/0", 100 + int(now))
-    (report,) = found.exited("rollouter/0", 3, "out of memory", 20.0)
-    assert (report.fatal, report.reason) == (True, "exit code 3, after 2 restarts within 1000 s: out of memory")
+    assert found.exited("rollouter/0", 3, "out of memory", 20.0)[0].fatal
     return found
 
 
@@ -179,19 +170,10 @@ def test_a_replica_that_lives_and_is_set_aside_is_killed_and_stays_so(exit_code)
     assert report.fatal and report.reason.endswith(": it cannot be kept alive")
     assert (found.tick(1e6), found.next_deadline(), found.ending) == ([], None, False)
     assert found.state(state("running"), 1e6) == [Spawn("rollouter/0")]
-
-
-def test_a_restart_that_is_due_is_given_up_for_one_that_is_set_aside():
+    # Nor does a restart that is due come.
     found = host()
-    found.exited("rollouter/0", -9, "", 5.0)
-    assert found.state(aside("rollouter/0"), 5.1) == []
-    assert found.tick(100.0) == []
-
-
-def test_a_replica_that_a_restart_would_not_mend_ends_the_run():
-    found = host()
-    (report,) = found.exited("rollouter/0", 78, "", 5.0)
-    assert report.fatal and found.ending and found.failure.exit_code == 78
+    found.exited("rollouter/0", exit_code, "", 5.0)
+    assert found.state(aside("rollouter/0"), 5.1) == found.tick(100.0) == []
 
 
 @pytest.mark.parametrize("exit_code", [2, 78])
@@ -206,11 +188,12 @@ def test_no_end_of_the_sinks_ends_the_run(exit_code):
     assert found.state(state("running"), 700.0) == [Spawn("sinks/0")]
 
 
-def test_what_a_restart_would_not_mend_ends_the_run():
+@pytest.mark.parametrize("name", ["learner/0", "rollouter/0"])
+def test_what_a_restart_would_not_mend_ends_the_run(name):
     found = host()
     reason = "ended with exit code 78, which a restart would not mend"
-    assert found.exited("learner/0", 78, "", 5.0) == [ReportEnd("learner/0", LEARNER, 78, True, reason)]
-    assert found.failure.exit_code == 78
+    assert found.exited(name, 78, "", 5.0) == [ReportEnd(name, found.incarnations[name], 78, True, reason)]
+    assert found.ending and found.failure.exit_code == 78
 
 
 def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller():
@@ -259,12 +242,15 @@ def test_too_many_ends_with_exit_code_0_end_the_run():
     assert found.ending
 
 
+FAR = ("learner/1", "rollouter/2")
+
+
 def far():
-    """A host beside the head."""
-    found = AgentState({"rollouter/0": "/logs/0", "rollouter/1": "/logs/1"}, POLICY, grace_s=GRACE_S)
+    """A host beside the head, with its actors of incarnations 1 and 2."""
+    found = AgentState({name: f"/logs/{name.replace('/', '-')}.log" for name in FAR}, POLICY, grace_s=GRACE_S)
     assert found.begin() == []
-    assert found.controller_found(0.0) == [Spawn("rollouter/0"), Spawn("rollouter/1")]
-    for incarnation, name in enumerate(("rollouter/0", "rollouter/1"), 1):
+    assert found.controller_found(0.0) == [Spawn(name) for name in FAR]
+    for incarnation, name in enumerate(FAR, 1):
         found.spawned(name, incarnation)
     found.state(state("running"), 0.0)
     return found
@@ -272,23 +258,25 @@ def far():
 
 def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
     found = far()
-    found.exited("rollouter/1", -9, "", 4.5)
+    found.exited("rollouter/2", -9, "", 4.5)
     assert found.leave(5.0, 5.0) == []
     assert (found.finished, found.next_deadline()) == (False, 20.0)
     assert found.tick(6.0) == []
-    assert found.exited("rollouter/0", 0, "", 7.0) == [ReportEnd("rollouter/0", 1, 0, False, "")]
-    assert found.finished
-    assert not found.ending
+    assert found.exited("learner/1", 0, "", 7.0) == [ReportEnd("learner/1", 1, 0, False, "")]
+    assert found.finished and not found.ending
+    # It has not failed when the controller wants nothing more of it.
+    assert found.controller_lost("controller/0 refuses this actor", 7.1) == []
+    assert (found.finished, found.ending, found.failure) == (True, False, None)
 
 
 def test_a_death_on_a_host_that_leaves_is_told_and_nothing_more():
     found = far()
     found.leave(5.0, 5.0)
-    assert found.exited("rollouter/0", -9, "", 7.0) == [ReportEnd("rollouter/0", 1, -9, False, "")]
+    assert found.exited("learner/1", -9, "", 7.0) == [ReportEnd("learner/1", 1, -9, False, "")]
     assert found.tick(19.9) == []
     assert found.tick(20.0) == [KillAll()]
     assert found.next_deadline() is None
-    found.exited("rollouter/1", -9, "", 20.1)
+    found.exited("rollouter/2", -9, "", 20.1)
     assert (found.finished, found.failure) == (True, None)
 
 
@@ -297,15 +285,6 @@ def test_a_host_that_leaves_before_it_has_started_anything_is_finished():
     found.leave(5.0, 1.0)
     assert found.controller_found(1.1) == []
     assert found.finished
-
-
-def test_a_host_that_has_left_has_not_failed_when_the_controller_wants_nothing_more_of_it():
-    found = far()
-    found.leave(5.0, 5.0)
-    for name in ("rollouter/0", "rollouter/1"):
-        found.exited(name, 0, "", 7.0)
-    assert found.controller_lost("controller/0 refuses this actor", 7.1) == []
-    assert (found.finished, found.ending, found.failure) == (True, False, None)
 
 
 def test_the_run_may_end_while_a_host_leaves():
@@ -319,13 +298,6 @@ def test_the_head_does_not_leave():
     found = host()
     found.leave(5.0, 5.0)
     assert not found.leaving
-
-
-def test_the_reason_that_an_actor_gave_itself_wins():
-    found = host()
-    found.exited("learner/0", 2, "", 5.0)
-    found.state(state("draining", failed_actor="learner/0", reason="no signal", exit_code=1), 5.1)
-    assert str(found.failure) == "learner/0: no signal (log: /logs/learner-0.log)"
 
 
 def test_nothing_is_started_while_the_run_ends():
@@ -406,20 +378,18 @@ def test_the_successor_of_a_controller_that_was_never_heard_is_found_by_its_firs
     assert found.stop("Ctrl-C", 8.0) == [AskStop("Ctrl-C")]
 
 
-def test_one_that_dies_before_its_first_word_is_not_waited_for():
+def test_a_controller_that_dies_at_its_start_or_before_its_first_word_is_started_again():
+    found = host(running=False)
+    assert found.exited("controller/0", -9, "", 5.0) == []
+    again = [AnnounceRestart("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.tick(6.0) == again
+    assert found.controller_found(7.0) == [Spawn(name) for name in NAMES[1:]]
     found = host()
     found.exited("controller/0", -9, "", 5.0)
     found.tick(6.0)
     found.exited("controller/0", -9, "", 7.0)
-    assert found.tick(12.0) == [AnnounceRestart("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.tick(12.0) == again
     assert found.next_deadline() == 12.0 + max(FIRST_WORD_S, POLICY.silence_s)
-
-
-def test_a_controller_that_dies_at_its_start_is_started_again():
-    found = host(running=False)
-    assert found.exited("controller/0", -9, "", 5.0) == []
-    assert found.tick(6.0) == [AnnounceRestart("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
-    assert found.controller_found(7.0) == [Spawn(name) for name in NAMES[1:]]
 
 
 def test_a_frozen_controller_is_killed_and_started_again():
@@ -536,19 +506,11 @@ def test_who_does_not_make_way_in_time_is_killed(checkpoint):
     assert (found.preempted, found.failure) == (checkpoint >= 0, None)
 
 
-def test_what_has_not_run_does_not_make_way():
-    found = host(running=False)
-    assert found.preempt("SIGTERM", 5.0) == [KillAll()]
-    assert (found.stopped, found.preempted) == ("SIGTERM", False)
-
-
-def test_a_second_wish_ends_at_once():
+@pytest.mark.parametrize("second", ["stop", "kill"])
+def test_a_second_wish_ends_at_once(second):
     found = host()
     found.preempt("SIGTERM", 5.0)
-    assert found.stop("SIGINT", 6.0) == [KillAll()]
-    found = host()
-    found.preempt("SIGTERM", 5.0)
-    assert found.kill("again", 6.0) == [KillAll()]
+    assert getattr(found, second)("again", 6.0) == [KillAll()]
     assert found.stopped == "again"
 
 
@@ -573,6 +535,9 @@ def test_the_first_stop_does_not_hurry_a_run_that_is_ending():
 def test_a_run_that_never_ran_is_not_waited_for():
     found = host(running=False)
     assert found.stop("SIGINT", 5.0) == [KillAll()]
+    found = host(running=False)
+    assert found.preempt("SIGTERM", 5.0) == [KillAll()]
+    assert (found.stopped, found.preempted) == ("SIGTERM", False)
     found = host(running=False)
     found.controller_found(1.0)
     found.state(state("starting", waiting_for=["learner/0"]), 1.0)
@@ -662,22 +627,8 @@ def test_invariants(history):
             assert found.failure or found.stopped or found.finished_run
 
 
-FAR = ("learner/1", "rollouter/2")
-
-
-def far_host():
-    """A host that is not the head, with its actors of incarnations 1 and 2."""
-    found = AgentState({name: f"/logs/{name.replace('/', '-')}.log" for name in FAR}, POLICY, grace_s=GRACE_S)
-    assert found.begin() == []
-    assert found.controller_found(0.0) == [Spawn(name) for name in FAR]
-    for incarnation, name in enumerate(FAR, 1):
-        found.spawned(name, incarnation)
-    found.state(state("running"), 0.0)
-    return found
-
-
 def test_who_lived_on_a_host_that_was_lost_is_started_again_without_counting():
-    found = far_host()
+    found = far()
     for round in range(5):
         back = 100.0 * (round + 1)
         incarnation = found.incarnations["rollouter/2"]
@@ -701,8 +652,8 @@ def test_who_lived_on_a_host_that_was_lost_is_started_again_without_counting():
     assert told.fatal
 
 
-def test_an_end_while_the_host_is_cut_off_counts_for_nothing_either():
-    found = far_host()
+def test_ends_while_the_host_is_cut_off_count_for_nothing_and_are_told_again():
+    found = far()
     for now in (40.0, 50.0, 60.0, 70.0):
         (told,) = found.exited("learner/1", 1, "gloo: connection closed", now)
         assert not told.fatal
@@ -710,7 +661,7 @@ def test_an_end_while_the_host_is_cut_off_counts_for_nothing_either():
 
 
 def test_ends_that_could_not_be_told_are_told_when_the_controller_is_heard_of_again():
-    found = far_host()
+    found = far()
     (told,) = found.exited("learner/1", 1, "gloo: connection closed", 5.0)
     found.controller_silent(10.0)
     assert found.state(state("running"), 12.0) == [told]
@@ -719,7 +670,7 @@ def test_ends_that_could_not_be_told_are_told_when_the_controller_is_heard_of_ag
 
 def test_a_host_without_launcher_and_controller_ends_by_itself():
     """I7: a host that stays cut off leaves nothing running."""
-    found = far_host()
+    found = far()
     found.launcher_gone()
     assert found.next_deadline() == POLICY.host_grace_s
     assert found.tick(POLICY.host_grace_s - 0.1) == []

@@ -107,10 +107,9 @@ def guarded(tmp_path):
         item.close()
 
 
-@pytest.mark.parametrize("processes", [1, 30, 150])
-def test_the_guard_ends_all_in_the_middle_of_a_storm_of_forks(guarded, processes):
+def test_the_guard_ends_all_in_the_middle_of_a_storm_of_forks(guarded):
     run = guarded(STORM)
-    wait_until(lambda: len(marked(run.folder.path)) > processes, "the storm")
+    wait_until(lambda: len(marked(run.folder.path)) > 30, "the storm")
     os.kill(run.agent, signal.SIGKILL)
     assert run.process.wait(30) == 128 + signal.SIGKILL
     assert marked(run.folder.path) == {}

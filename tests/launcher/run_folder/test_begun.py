@@ -6,23 +6,15 @@ import threading
 
 import pytest
 from disks import room_for
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.launcher.run_folder import begun
 from asyncrl.launcher.run_folder.begun import CONFIG, PART, UNBEGUN, claim, has_begun, leave_name
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
 
 
 def config(tmp_path, name="trial", **sections):
-    return validate_config(
-        {
-            "run": {"name": name, "dir": str(tmp_path / "runs")},
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-        }
-        | sections
-    )
+    return simulated_run(run={"name": name, "dir": str(tmp_path / "runs")}, **sections)
 
 
 @pytest.fixture
@@ -88,23 +80,23 @@ def test_checkpoints_elsewhere_count(tmp_path, failed):
 
 
 def test_the_next_start_of_the_name_goes_on_there_with_logs_of_its_own(tmp_path, failed):
+    (failed / "quarantine.jsonl").write_text('{"uid": "0-1"}\n')
     leave_name(failed, None)
     folder = create_run_folder(config(tmp_path))
     assert (folder.path, folder.attempt) == (failed, 2)
+    # So do the prompts that it gave up.
+    assert (failed / "logs" / "attempt_1" / "quarantine.jsonl").read_text() == '{"uid": "0-1"}\n'
+    assert not (failed / "quarantine.jsonl").exists()
     assert (failed / "logs" / "attempt_1" / "reward-0.log").read_text() == "there is no module\n"
     assert (folder.logs.name, list(folder.logs.iterdir())) == ("attempt_2", [])
     assert (failed / "config_attempt_1.json").exists() and not (failed / UNBEGUN).exists()
     assert folder.describe().endswith(f"its logs stay in {failed}/logs/attempt_1")
     # It holds the name from the first moment, before its private folder is there.
     assert create_run_folder(config(tmp_path)).path.name == "trial-2"
-
-
-def test_the_prompts_that_a_failed_start_gave_up_are_kept_with_its_logs(tmp_path, failed):
-    (failed / "quarantine.jsonl").write_text('{"uid": "0-1"}\n')
-    leave_name(failed, None)
-    assert create_run_folder(config(tmp_path)).path == failed
-    assert (failed / "logs" / "attempt_1" / "quarantine.jsonl").read_text() == '{"uid": "0-1"}\n'
-    assert not (failed / "quarantine.jsonl").exists()
+    # And gives it back each time.
+    with private_folder(folder, config(tmp_path)):
+        pass
+    assert create_run_folder(config(tmp_path)).attempt == 3
 
 
 def test_a_folder_that_is_only_just_made_is_not_taken(tmp_path):
@@ -162,17 +154,6 @@ def test_a_start_without_a_guard_gives_its_name_back_at_its_end(tmp_path):
     with private_folder(folder, settings):
         (folder.path / "checkpoints" / "v00000001").mkdir(parents=True)
     assert not (folder.path / UNBEGUN).exists()
-
-
-def test_each_failed_start_in_a_folder_gives_its_name_back(tmp_path, failed):
-    settings = config(tmp_path)
-    leave_name(failed, None)
-    for attempt in (2, 3):
-        folder = create_run_folder(settings)
-        assert (folder.path, folder.attempt) == (failed, attempt) and not (failed / UNBEGUN).exists()
-        with private_folder(folder, settings):
-            pass
-        assert (failed / UNBEGUN).is_file()
 
 
 def test_a_start_without_room_for_its_configuration_gives_its_name_back(tmp_path, failed):

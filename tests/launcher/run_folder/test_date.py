@@ -3,23 +3,15 @@
 import datetime
 
 import pytest
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.run_folder.date import with_date
 from asyncrl.launcher.run_folder.folders import create_run_folder
 
 
 def config(tmp_path, **chat):
-    return validate_config(
-        {
-            "run": {"dir": str(tmp_path / "runs")},
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "chat": chat,
-        }
-    )
+    return simulated_run(run={"dir": str(tmp_path / "runs")}, chat=chat)
 
 
 def test_a_run_has_the_date_of_its_first_start_unless_the_user_gives_one(tmp_path):

@@ -6,9 +6,9 @@ import os
 
 import msgspec
 import pytest
+from run_settings import simulated_run
 
 from asyncrl.checkpoint.retention import Found
-from asyncrl.config.load import validate_config
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.run_folder.ended import (
@@ -23,9 +23,7 @@ from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.spec import EndedEvent, StateEvent
 
-CONFIG = validate_config(
-    {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}},
-)
+CONFIG = simulated_run()
 STOPPED = EndedEvent(result="stopped", reason="Ctrl-C", exit_code=130)
 
 

@@ -6,21 +6,14 @@ import os
 import stat
 
 import pytest
+from run_settings import simulated_run
 
-from asyncrl.config.load import config_from_json, validate_config
+from asyncrl.config.load import config_from_json
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder, remove_abandoned
 
 
 def config(tmp_path, **security):
-    return validate_config(
-        {
-            "run": {"name": "trial", "dir": str(tmp_path / "runs")},
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "security": security,
-        }
-    )
+    return simulated_run(run={"name": "trial", "dir": str(tmp_path / "runs")}, security=security)
 
 
 def test_a_taken_name_makes_way(tmp_path):

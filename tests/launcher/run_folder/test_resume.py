@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from run_settings import simulated_run
 
 from asyncrl.checkpoint.contents import TrainerContents, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
-from asyncrl.config.load import config_from_json, validate_config
+from asyncrl.config.load import config_from_json
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.files import write_file
 from asyncrl.launcher.local import begin
@@ -26,13 +27,10 @@ FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
 def config(tmp_path, **sections):
     tree = {
         "run": {"name": "trial", "dir": str(tmp_path / "runs"), "seed": 3},
-        "data": {"source": "synthetic"},
-        "rollout": {"engine": "sim", "samples_per_prompt": 2},
-        "learner": {"backend": "sim", "steps": 10, "groups_per_step": 4},
+        "rollout": {"samples_per_prompt": 2},
+        "learner": {"steps": 10, "groups_per_step": 4},
     }
-    for name, section in sections.items():
-        tree[name] = tree.get(name, {}) | section
-    return validate_config(tree)
+    return simulated_run(**tree | {name: tree.get(name, {}) | section for name, section in sections.items()})
 
 
 def write_checkpoint(settings, run, version, **changes):
@@ -161,14 +159,6 @@ def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path, left, place):
     with pytest.raises((UsageError, CheckpointError)):
         find_resumption(config(tmp_path), str(tmp_path / place))
-
-
-def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path, left):
-    path = left / "checkpoints" / "v00000004"
-    (path / "COMPLETE").unlink()
-    with pytest.raises(CheckpointError, match="not complete"):
-        find_resumption(config(tmp_path), str(path))
-    assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
 
 
 @pytest.mark.parametrize(
@@ -314,38 +304,33 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
-def test_a_damaged_newest_checkpoint_is_stepped_back_from_and_set_aside(tmp_path, left, name, damage, said):
+def test_a_damaged_checkpoint_is_refused_by_name_and_else_stepped_back_from_and_set_aside(
+    tmp_path, left, name, damage, said, monkeypatch
+):
     newest = left / "checkpoints" / "v00000004"
     damage(newest / name)
+    # What is named is read to its last byte.
+    with monkeypatch.context() as bounded:
+        bounded.setattr(resume, "CHECKED_BYTES", 0)
+        with pytest.raises(CheckpointError, match=said) as refused:
+            find_resumption(config(tmp_path), str(newest))
+    assert str(newest) in str(refused.value)
+    assert f"go on from the newest whole one by --resume {left}" in str(refused.value)
     for place in ("auto", str(left)):
         settings, resumption = find_resumption(config(tmp_path), place)
         assert (resumption.checkpoint.version, resumption.is_finished) == (2, False)
         (warning,) = resumption.warnings
         assert warning.startswith(f"checkpoint v00000004 is damaged: {newest}") and said in warning
         again = 3 if damage is _another_step else 2
-        assert warning.endswith(
-            f"goes on from the newest whole one, v00000002 of step 2: {again} steps are trained again"
-        )
+        from_where = f"goes on from the newest whole one, v00000002 of step 2: {again} steps are trained again"
+        assert warning.endswith(from_where)
     # Nothing is changed by looking.
-    assert newest.exists()
+    assert sorted(path.name for path in newest.parent.glob("*v0*")) == ["v00000002", "v00000004"]
     with private_folder(resumption.folder, settings):
         (aside,) = resumption.begin(settings)
     assert aside == left / "checkpoints" / "damaged-v00000004" and aside.is_dir()
     _, after = find_resumption(config(tmp_path), "auto")
     assert (after.checkpoint.version, after.warnings) == (2, [])
-
-
-@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
-def test_a_damaged_checkpoint_that_is_named_is_refused(tmp_path, left, name, damage, said, monkeypatch):
-    # What is named is read to its last byte.
-    monkeypatch.setattr(resume, "CHECKED_BYTES", 0)
-    newest = left / "checkpoints" / "v00000004"
-    damage(newest / name)
-    with pytest.raises(CheckpointError, match=said) as refused:
-        find_resumption(config(tmp_path), str(newest))
-    assert str(newest) in str(refused.value)
-    assert f"go on from the newest whole one by --resume {left}" in str(refused.value)
-    assert sorted(path.name for path in newest.parent.glob("*v0*")) == ["v00000002", "v00000004"]
 
 
 def test_before_the_start_reading_is_bounded_and_sizes_are_always_seen(tmp_path, left, monkeypatch):
@@ -357,20 +342,15 @@ def test_before_the_start_reading_is_bounded_and_sizes_are_always_seen(tmp_path,
     assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
 
 
-def test_where_none_is_whole_the_run_does_not_begin_anew(tmp_path, left):
-    for version in (2, 4):
-        _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")
-    with pytest.raises(
-        CheckpointError, match="no checkpoint here is whole; of the newest, .*v00000004/state.json: has"
-    ):
-        find_resumption(config(tmp_path), "auto")
-
-
-def test_several_damaged_ones_are_all_told(tmp_path, left):
+def test_several_damaged_ones_are_all_told_and_where_none_is_whole_the_run_does_not_begin_anew(tmp_path, left):
     write_checkpoint(config(tmp_path), left, 6)
     for version in (4, 6):
         _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")
     settings, resumption = find_resumption(config(tmp_path), "auto")
     assert [warning.split()[1] for warning in resumption.warnings] == ["v00000006", "v00000004"]
+    _shorten(left / "checkpoints" / "v00000002" / "state.json")
+    said = "no checkpoint here is whole; of the newest, .*v00000006/state.json: has"
+    with pytest.raises(CheckpointError, match=said):
+        find_resumption(config(tmp_path), "auto")
     with private_folder(resumption.folder, settings):
         assert [path.name for path in resumption.begin(settings)] == ["damaged-v00000006", "damaged-v00000004"]

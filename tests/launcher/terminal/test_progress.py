@@ -69,38 +69,29 @@ def test_an_evaluation_is_told_by_the_versions_that_it_sampled(versions, said):
     assert describe_eval(line) == said
 
 
-def test_the_time_from_a_learners_death_to_its_next_step_is_told():
-    out, now = io.StringIO(), [100.0]
-    progress = Progress(out, steps=10, now=lambda: now[0])
-    progress.show(MetricsEvent(line=LINE | {"start": 1}))
-    progress.show(RestartEvent(name="learner/1", reason="killed by SIGKILL", after_s=0.5))
-    now[0] = 103.0
-    progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL", after_s=0.5))
-    progress.show(MetricsEvent(line=LINE | {"start": 1}))
-    assert "goes on" not in out.getvalue()
-    now[0] = 106.0
-    progress.show(MetricsEvent(line=LINE | {"start": 2, "step": 3}))
-    progress.show(MetricsEvent(line=LINE | {"start": 2, "step": 4}))
-    assert out.getvalue().count("goes on") == 1
-    told = "training goes on: step 3 6.5 s after learner/1 died, from the checkpoint of step 2; step 3 is trained again"
-    assert told in out.getvalue().splitlines()
-
-
 @pytest.mark.parametrize(
     ("heard", "first", "told"),
     [
+        (3, 3, "from the checkpoint of step 2; step 3 is trained again"),
         (9, 6, "from the checkpoint of step 5; steps 6 to 9 are trained again"),
         (9, 10, "from the checkpoint of step 9; no step is trained again"),
         (3, 1, "from the initial weights; steps 1 to 3 are trained again"),
     ],
 )
-def test_what_a_learner_goes_on_from_is_told(heard, first, told):
-    out = io.StringIO()
-    progress = Progress(out, steps=10, now=lambda: 0.0)
+def test_a_learners_next_step_tells_how_long_it_took_and_what_it_goes_on_from(heard, first, told):
+    out, now = io.StringIO(), [100.0]
+    progress = Progress(out, steps=10, now=lambda: now[0])
     progress.show(MetricsEvent(line=LINE | {"start": 1, "step": heard}))
-    progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL"))
-    progress.show(MetricsEvent(line=LINE | {"start": 2, "step": first}))
-    assert out.getvalue().splitlines()[1].endswith(told)
+    progress.show(RestartEvent(name="learner/1", reason="killed by SIGKILL", after_s=0.5))
+    now[0] = 103.0
+    progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL", after_s=0.5))
+    progress.show(MetricsEvent(line=LINE | {"start": 1, "step": heard}))
+    assert "goes on" not in out.getvalue()
+    now[0] = 106.0
+    for step in (first, first + 1):
+        progress.show(MetricsEvent(line=LINE | {"start": 2, "step": step}))
+    said = [line for line in out.getvalue().splitlines() if "goes on" in line]
+    assert said == [f"training goes on: step {first} 6.5 s after learner/1 died, {told}"]
 
 
 def test_the_return_of_an_actor_is_told_once():
@@ -176,25 +167,15 @@ def test_plain_lines():
 def test_a_step_line_tells_what_was_not_trained_when_that_moves():
     out = io.StringIO()
     progress = Progress(out, steps=10, now=lambda: 0.0)
-    for step, counts in enumerate([(0, 0), (3, 0), (3, 1), (3, 1)], 1):
-        filtered, quarantined = counts
-        line = {"kind": "train", "step": step, "ledger/filtered": filtered, "ledger/quarantined": quarantined}
-        progress.show(MetricsEvent(line=line))
+    for step, counts in enumerate([(0, 0, 3), (3, 0, 3), (3, 1, 3), (3, 1, 9)], 1):
+        told = zip(("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts"), counts, strict=True)
+        progress.show(MetricsEvent(line={"kind": "train", "step": step} | dict(told)))
     assert out.getvalue().splitlines() == [
-        "step 1/10  elapsed 0:00",
+        "step 1/10  elapsed 0:00  failed attempts 3 (+3)",
         "step 2/10  elapsed 0:00  left 0:00  filtered 3 (+3)",
         "step 3/10  elapsed 0:00  left 0:00  quarantined 1 (+1)",
-        "step 4/10  elapsed 0:00  left 0:00",
+        "step 4/10  elapsed 0:00  left 0:00  failed attempts 9 (+6)",
     ]
-
-
-def test_attempts_that_failed_are_called_so():
-    lines = [{"kind": "train", "step": step, "rollout/failed_attempts": 3 * step} for step in (1, 2)]
-    out = io.StringIO()
-    progress = Progress(out, steps=2, now=lambda: 0.0)
-    for line in lines:
-        progress.show(MetricsEvent(line=line))
-    assert out.getvalue().splitlines()[1] == "step 2/2  elapsed 0:00  failed attempts 6 (+3)"
 
 
 def test_notices_go_to_the_error_output_and_stand_in_the_summary():
@@ -216,6 +197,7 @@ MORE = AWAY | {"c (agent/3)": ["reward/0"]}
 LOST_B = "host b (agent/2) is lost: nothing is heard of it; dead with it: rollouter/1, rollouter/2"
 LOST_C = "host c (agent/3) is lost: nothing is heard of it; dead with it: reward/0"
 BACK_B = "host b (agent/2) is back; fenced, and started again there: rollouter/1, rollouter/2"
+LEFT_B = "host b (agent/2) leaves the run, which goes on without: rollouter/1, rollouter/2"
 
 
 @pytest.mark.parametrize(
@@ -226,28 +208,20 @@ BACK_B = "host b (agent/2) is back; fenced, and started again there: rollouter/1
         # A successor of the controller knows of none at first, which does not say that they are back.
         ([(7, AWAY), (9, {}), (9, {})], [LOST_B]),
         ([(7, AWAY), (9, {}), (9, AWAY), (9, {})], [LOST_B, LOST_B, BACK_B]),
+        # One that leaves is not said to be back.
+        ([(7, MORE), (7, {"c (agent/3)": ["reward/0"]}, *AWAY["b (agent/2)"], "agent/2")], [LOST_B, LOST_C, LEFT_B]),
     ],
 )
 def test_a_host_that_is_lost_or_back_is_told_once(states, told):
     out, err, both = io.StringIO(), io.StringIO(), []
     progress = Progress(out, 10, err)
-    for controller, lost in states:
-        progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller))
+    for controller, lost, *leaving in states:
+        progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller, leaving=leaving))
         for stream in (err, out):
             both += stream.getvalue().splitlines()
             stream.seek(0)
             stream.truncate()
     assert [line for line in both if line != "running"] == told
-
-
-def test_a_lost_host_that_leaves_is_not_said_to_be_back():
-    out, err = io.StringIO(), io.StringIO()
-    progress = Progress(out, 10, err)
-    for lost, leaving in ((MORE, []), ({"c (agent/3)": ["reward/0"]}, ["agent/2", "rollouter/1", "rollouter/2"])):
-        progress.show(StateEvent(phase="running", lost_hosts=lost, leaving=leaving))
-    left = "host b (agent/2) leaves the run, which goes on without: rollouter/1, rollouter/2"
-    assert err.getvalue().splitlines() == [LOST_B, LOST_C]
-    assert out.getvalue().splitlines() == ["running", left]
 
 
 def test_a_terminal_has_one_live_line():
@@ -330,27 +304,22 @@ def test_the_summary_tells_what_was_not_trained_and_where_that_stands(run_dir):
     assert [row for row in rows if row.startswith(told)]
 
 
-def test_the_summary_of_a_run_without_a_step_tells_what_was_not_trained(run_dir):
+def test_the_summary_of_a_run_without_a_step_tells_what_was_not_trained_and_who_was_started_again(run_dir):
     figures = {
         "ledger/filtered": 28.0,
         "ledger/quarantined": 13.0,
         "rollout/failed_attempts": 40.0,
         "learner/step": 0.0,
     }
-    rows = summarise([], run_dir, run_dir / "logs", steps=4, figures=figures)
-    assert rows[1] == "not trained  groups filtered 28, groups quarantined 13, failed attempts 40"
-
-
-def test_the_summary_tells_who_was_started_again(run_dir):
     progress = Progress(io.StringIO(), steps=4)
     for name in ("rollouter/1", "learner/0", "rollouter/1"):
         progress.show(RestartEvent(name=name, reason="killed by SIGKILL"))
-    rows = summarise([], run_dir, run_dir / "logs", steps=4, restarts=progress.restarts)
-    assert rows[1] == "restarts    learner/0 1, rollouter/1 2"
-
-
-def test_the_summary_of_a_run_that_never_ran(run_dir):
-    assert summarise([], run_dir, run_dir / "logs", steps=4)[0] == "steps       0 of 4"
+    rows = summarise([], run_dir, run_dir / "logs", steps=4, figures=figures, restarts=progress.restarts)
+    assert [row.split(maxsplit=row.startswith("not ") + 1)[-1] for row in rows[:3]] == [
+        "0 of 4",
+        "groups filtered 28, groups quarantined 13, failed attempts 40",
+        "learner/0 1, rollouter/1 2",
+    ]
 
 
 def test_the_summary_tells_what_was_trained_and_what_is_complete(run_dir):
@@ -422,15 +391,12 @@ watchdog: the run moves again
 """
 
 
-def test_who_holds_up_the_run_is_told_on_the_error_output():
+def test_who_holds_up_the_run_is_told_on_the_error_output_and_the_live_line_makes_way():
     out, err = io.StringIO(), io.StringIO()
     progress = Progress(out, 10, err)
     for event in STUCK:
         progress.show(event)
     assert (out.getvalue(), err.getvalue()) == ("", TOLD)
-
-
-def test_on_a_terminal_the_live_line_makes_way_for_it_and_comes_back():
     both = Terminal()
     progress = Progress(both, 10, both)
     progress.show(MetricsEvent(line=LINE))

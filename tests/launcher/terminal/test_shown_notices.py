@@ -21,13 +21,6 @@ def test_another_text_is_news_and_another_actor_is_another_notice():
     assert notices.summary() == ["reward/0: worst", "reward/1: bad"]
 
 
-def test_what_holds_while_the_run_goes_on_is_not_in_the_summary():
-    notices = ShownNotices()
-    event = NoticeEvent(actor="learner/0", key="k", text="no checkpoint of version 3", count=2, meanwhile="Free some")
-    assert notices.take(event, 0.0) == "learner/0: no checkpoint of version 3 (2 times). Free some"
-    assert notices.summary() == ["learner/0: no checkpoint of version 3 (2 times)"]
-
-
 def test_a_count_alone_comes_without_what_to_do():
     notices = ShownNotices()
     event = NoticeEvent(actor="reward/0", key="k", text="f raised", count=1, meanwhile="Mend it", of="3 calls")

@@ -4,8 +4,6 @@ FAULTS_JSON maps an actor's name to what is wrong with it, while the file ``brok
 
     {"cut": [PEER, ...]}   no TCP connection that it opens to these holds
     {"dies": true}         its process ends at its start, with exit code 3
-
-``python faulty_actor.py launch FAULTS_JSON CONFIG_JSON`` runs a run of such actors.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cuts import Way
 
@@ -71,20 +68,7 @@ def cut_off(peers: list[str], broken: Path) -> None:
     ZmqTransport.connect = connect_by_way  # type: ignore[method-assign]
 
 
-def launch(faults: str, tree: str) -> int:
-    from launcher.launched import launch_placed
-
-    from asyncrl.config.load import validate_config
-    from asyncrl.launcher.terms.placement import PlacementHost, place
-
-    config = validate_config(json.loads(tree))
-    placed = place(config, [PlacementHost(name="box", cpus=2)])
-    return launch_placed(config, placed, (sys.executable, __file__, faults))
-
-
-def main() -> int:
-    if sys.argv[1] == "launch":
-        return launch(*sys.argv[2:])
+def main() -> None:
     fault = json.loads(sys.argv.pop(1)).get(sys.argv[1], {})
     broken = mark(Path(sys.argv[sys.argv.index("--run") + 1]), sys.argv[1])
     if fault.get("dies") and broken.exists():
@@ -99,4 +83,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,8 +5,7 @@ import os
 import signal
 
 import pytest
-from launcher.launched import command_line, wait_until
-from launcher.sim_runs import STEPS
+from launcher.launched import STEPS, command_line, wait_until
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 
@@ -30,21 +29,12 @@ def troubles(run, attempt):
     return found
 
 
-@pytest.mark.parametrize(
-    "left", [None, pytest.param(b'{"address": "tcp:', marks=pytest.mark.slow)], ids=["whole", "torn"]
-)
-def test_training_goes_on_while_the_controller_is_away(launch, left):
-    """And it is found again, even if the file in which it keeps its address is damaged meanwhile."""
+@pytest.mark.slow
+def test_a_controller_is_found_again_though_its_address_file_is_torn(launch):
     run = launch("--learner.steps", "100")
     run.wait_to_show("step 8/")
-    learner = run.actor("learner/0")
-    if left is not None:
-        (run.run_dir / "private" / "controller.json").write_bytes(left)
+    (run.run_dir / "private" / "controller.json").write_bytes(b'{"address": "tcp:')
     os.kill(run.actor("controller/0"), signal.SIGKILL)
-    run.wait_to_show("controller/0 died (killed by SIGKILL) and is started again")
-    # Its successor hands on what is trained from then on.
-    wait_until(lambda: "step " in run.shown.partition("is started again")[2], "another step")
-    assert run.actor("learner/0") == learner
     code, shown = run.end()
     assert code == 0, shown
     assert sum(" died " in line for line in shown) == 1, shown
@@ -69,9 +59,6 @@ def test_a_preempted_run_is_resumed_where_it_stopped(launch):
     groups, different = trained_once(again)
     assert groups == different > 0
     assert sorted(entry.name for entry in (run.run_dir / "logs").iterdir()) == ["attempt_1", "attempt_2"]
-    done = launch("--resume", "auto", "--checkpoint.export_at_end", "false")
-    code, shown = done.end()
-    assert (code, shown) == (0, [f"{run.run_dir} is finished: step {STEPS} of {STEPS}; raise learner.steps to go on"])
 
 
 @pytest.mark.slow

@@ -25,27 +25,34 @@ def document(run):
 
 @needs_tmux
 def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
+    """By its folder's place, and by its address from another folder, with a copy of its keys."""
     run = launch("--learner.steps", "4000", "--data.size", "16000")
     run.wait_to_show("step 1/")
     before = run.processes()
-    # Each way to end it, at each of the two sizes.
-    for number in range(6):
-        size = (200, 50) if number % 2 else (80, 24)
-        with Terminal(*size, [*TOP], cwd=tmp_path, env={}) as terminal:
+    keys = shutil.copytree(run.run_dir / "private", tmp_path / "keys")
+    address = json.loads((keys / "controller.json").read_text())["address"].removeprefix("tcp://")
+    for end in ("q", "kill", "hang up"):
+        size = (200, 50) if end == "kill" else (80, 24)
+        argv, cwd = ([*TOP, address, "--keys", keys], "/") if end == "kill" else ([*TOP], tmp_path)
+        with Terminal(*size, argv, cwd=cwd, env={}) as terminal:
             text = terminal.until("live")
-            if number < 2:
+            if end != "hang up":
                 text = terminal.until("groups/s")
                 assert "trial" in text and "rollouters" in text and "learner" in text
-            if number % 3 == 0:
+            if end == "q":
                 terminal.press("q")
                 terminal.ended()
-            elif number % 3 == 1:
+            elif end == "kill":
                 os.kill(terminal.pid(), signal.SIGKILL)
     assert run.processes() == before
     found = document(run)
     jsonschema.Draft202012Validator(json_schema()).validate(found)
     assert found["run"]["name"] == "trial" and not any(row["restarts"] for row in found["rollouters"])
-    by_address(run, tmp_path)
+    run_json = json.loads((keys / "run.json").read_text())
+    (keys / "run.json").write_text(json.dumps(run_json | {"run_id": "another"}))
+    said = f"tcp://{address}: these keys are not those of the run there (run_id: ours another, theirs"
+    done = subprocess.run([*TOP, address, "--keys", keys, "--once"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and said in done.stderr and "copy its RUN/private again" in done.stderr
     assert run.processes() == before
     run.process.send_signal(signal.SIGINT)
     code, lines = run.end()
@@ -56,23 +63,6 @@ def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
     assert steps == list(range(1, len(steps) + 1))
     logs = "".join(path.read_text() for path in (run.run_dir / "logs").rglob("*.log"))
     assert '"level": "error"' not in logs and '"level":"error"' not in logs
-
-
-def by_address(run, tmp_path):
-    """From another folder, with a copy of its keys; with others it is told that they are not the run's."""
-    keys = shutil.copytree(run.run_dir / "private", tmp_path / "keys")
-    address = json.loads((keys / "controller.json").read_text())["address"].removeprefix("tcp://")
-    with Terminal(80, 24, [*TOP, address, "--keys", keys], cwd="/", env={}) as terminal:
-        assert "trial" in terminal.until("groups/s")
-        terminal.press("q")
-        terminal.ended()
-    run_json = json.loads((keys / "run.json").read_text())
-    (keys / "run.json").write_text(json.dumps(run_json | {"run_id": "another"}))
-    said = f"tcp://{address}: these keys are not those of the run there (run_id: ours another, theirs"
-    done = subprocess.run([*TOP, address, "--keys", keys, "--once"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and said in done.stderr and "copy its RUN/private again" in done.stderr
-    with Terminal(120, 24, [*TOP, address, "--keys", keys], cwd="/", env={}, lasting=True) as terminal:
-        assert "live" not in terminal.until("these keys are not those")
 
 
 SLOW = {

@@ -5,8 +5,7 @@ import os
 import signal
 
 import pytest
-from launcher.launched import wait_until
-from launcher.sim_runs import Run
+from launcher.launched import sim_run, wait_until
 from ledgers import assert_ledgers_add_up
 from recordings import read_recording
 
@@ -26,7 +25,7 @@ def is_recorded(run, name):
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """(run, snapshots seen, snapshots recorded) of a run in which a rollouter was killed."""
-    run = Run(tmp_path_factory.mktemp("watched"), "--learner.steps", str(STEPS))
+    run = sim_run(tmp_path_factory.mktemp("watched"), "--learner.steps", str(STEPS))
     seen = []
 
     async def look():
@@ -43,9 +42,7 @@ def watched(tmp_path_factory):
         code, shown = run.end()
         assert code == 0, shown
     finally:
-        for pid in run.processes() if run.process.poll() is None else ():
-            os.kill(pid, signal.SIGKILL)
-        run.process.wait()
+        run.close()
     return run, [one for one in seen if isinstance(one, Snapshot)], read_recording(run.run_dir)
 
 
