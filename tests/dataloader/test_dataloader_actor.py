@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_dataloader import LEARNER, A, B, Learner, restored, run, running, small_config, uids
+from serving_dataloader import LEARNER, A, B, restored, run, running, small_config, uids
 
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.actor import Dataloader
 from asyncrl.dataloader.prompt_queue import TOO_LONG
-from asyncrl.errors import ConfigError, DataError, RemoteError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import Leased, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
 
@@ -154,21 +154,6 @@ def test_a_call_that_is_given_up_takes_nothing(tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_orphans_of_a_dead_rollouter_are_granted_again_once_the_learner_has_spoken(tmp_path: Path) -> None:
-    async def main() -> None:
-        learner = Learner()
-        config = small_config(staleness={"max": 0})
-        async with running(config, tmp_path, learner) as it:
-            granted = uids(await it.lease(A, 4))
-            learner.held = set(granted[:1])
-            again = await it.lease(A, 4, incarnation=2)
-            assert uids(again) == granted[1:]
-            assert learner.asked[-1] == granted
-            assert it.actor.counters["tickets/orphaned"] == 4
-
-    run(main())
-
-
 def test_the_learner_is_woken_when_the_supply_changes(tmp_path: Path) -> None:
     async def main() -> None:
         config = small_config(learner={"steps": 1})
@@ -200,16 +185,6 @@ def test_rollouters_are_sent_away_when_the_run_is_finished(tmp_path: Path) -> No
             assert seen == OutcomesSeen(number=1, limit=1.0)
             assert await parked == Leased(tickets=[], closed=True)
             assert (await it.lease(B)).closed
-
-    run(main())
-
-
-def test_an_outcome_of_what_is_no_prompt_is_the_learners_error(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(small_config(), tmp_path) as it:
-            with pytest.raises(RemoteError, match="0-700") as caught:
-                await it.report("0-700")
-            assert caught.value.code == "ProtocolError"
 
     run(main())
 

@@ -98,13 +98,6 @@ def test_a_prompt_that_is_evaluated_while_it_waits_is_not_granted() -> None:
     assert take_all(rounds, 0) == ["a@0-1"]
 
 
-def test_each_opening_and_closing_is_a_change() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), at_start=True)])
-    before = rounds.changes
-    rounds.finish_prompt("a@0-0")
-    assert rounds.changes == before + 1
-
-
 def test_rounds_that_are_open_go_on_with_what_the_learner_has() -> None:
     """Whoever has started again knows the rounds from the learner."""
     sets = [EvalSet("a", (0, 1, 2), every_versions=4, at_start=True)]

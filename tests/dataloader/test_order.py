@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,8 +68,3 @@ def test_all_permutations_are_about_equally_likely() -> None:
 def test_as_it_stands_without_shuffle() -> None:
     order = EpochOrder("f", 0, 4, shuffle=False)
     assert [order.at(position) for position in range(6)] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-
-
-def test_a_position_before_the_first_is_our_own_fault() -> None:
-    with pytest.raises(AssertionError):
-        EpochOrder("f", 0, 4).at(-1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.ledger import Ledger
@@ -28,14 +26,6 @@ def test_what_came_back_goes_first_and_the_oldest_of_it_first_of_all() -> None:
     assert queue.take() == second
 
 
-def test_a_returned_prompt_that_is_finished_meanwhile_is_not_taken_again() -> None:
-    queue = make_queue()
-    prompt = queue.take()
-    queue.give_back(prompt)
-    queue.finish("filtered", 0, 0)
-    assert queue.take().uid == "0-1"
-
-
 def test_oversize_prompts_are_passed_over_and_named_until_they_are_reported() -> None:
     queue = make_queue(3, 1)
     assert [queue.take().uid for _ in range(4)] == ["0-0", "0-2", "1-0", "1-2"]
@@ -43,19 +33,6 @@ def test_oversize_prompts_are_passed_over_and_named_until_they_are_reported() ->
     queue.finish("quarantined", 0, 1)
     assert list(queue.rejected) == ["1-1"]
     assert queue.rejections == 2
-
-
-def test_a_prompt_comes_back_only_once() -> None:
-    queue = make_queue()
-    prompt = queue.take()
-    queue.give_back(prompt)
-    with pytest.raises(AssertionError):
-        queue.give_back(prompt)
-
-
-def test_a_queue_without_any_prompt_to_grant_is_our_own_fault() -> None:
-    with pytest.raises(AssertionError):
-        make_queue(2, 0, 1)
 
 
 def test_what_the_ledger_knows_is_passed_over_and_finished_epochs_are_not_looked_at() -> None:

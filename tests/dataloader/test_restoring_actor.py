@@ -24,7 +24,7 @@ from serving_dataloader import (
 
 from asyncrl.errors import RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import EvalRound, Leased, OpenGrants, Outcome, Outcomes, ReturnTickets
+from asyncrl.messages.dataloader import EvalRound, Leased, OpenGrants, Outcomes, ReturnTickets
 from asyncrl.messages.groups import LedgerState
 from asyncrl.messages.rollouter import HeldTicket
 
@@ -119,30 +119,6 @@ def test_what_is_out_is_told_to_a_learner_that_waits_and_lower_attempts_are_nobo
             assert uids(leased) == ["0-0", "0-1", "0-4"]
             (again,) = (await it.lease("rollouter/1", served_version=3, free=1)).tickets
             assert (again.uid, again.requeues) == ("0-5", 2)
-
-    run(main())
-
-
-def test_the_run_needs_what_the_learner_says_and_not_what_the_config_would_give(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(small_config(**IN_ORDER), tmp_path, restore=False) as it:
-            await it.restore(restored(groups_left=3, ledger=ledger(0, 1), trained_at_version=2, claims=["0-2"]))
-            assert uids(await it.lease(free=9)) == ["0-3", "0-4"]
-            assert (await it.supply()).exhausted
-
-    run(main())
-
-
-def test_grants_that_a_lost_reply_carried_stay_granted_over_a_restore(tmp_path: Path) -> None:
-    async def main() -> None:
-        rollouters = {A: Rollouter(seen=0)}
-        async with running(small_config(**IN_ORDER), tmp_path, rollouters=rollouters) as it:
-            lost = await it.lease(free=2)
-            await it.restore(restored(outcomes_number=1))
-            assert (await it.supply()).outstanding == 2
-            again = await it.lease(free=3)
-            assert uids(again) == [*uids(lost), "0-2"]
-            assert [ticket.grant for ticket in again.tickets] == [1, 2, 3]
 
     run(main())
 
@@ -425,91 +401,4 @@ def test_the_round_at_the_start_is_held_once(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_multiple_that_was_passed_since_the_last_round_is_made_up_for(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(small_config(**IN_ORDER, eval=EVAL), tmp_path, restore=False) as it:
-            where = {"version": 7, "trained_at_version": 1, "ledger": ledger(0), "rounds_closed": ["held@0", "held@4"]}
-            await it.restore(restored(**where))
-            assert (await it.supply()).evals == {"eval/held@7": 2}
-
-    run(main())
-
-
-def test_a_finished_run_has_its_last_round_left(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(small_config(**IN_ORDER, eval=EVAL), tmp_path, restore=False) as it:
-            where: dict[str, Any] = {"version": 7, "trained_at_version": 1, "ledger": ledger(0), "finished": True}
-            await it.restore(restored(**where, rounds_closed=["held@0", "held@6"]))
-            assert uids(await it.lease(served_version=7, free=3)) == ["held@7-0", "held@7-1"]
-            where["outcomes_number"] = 1
-            await it.restore(restored(**where, rounds_closed=["held@0", "held@6", "held@7"]))
-            assert (await it.lease(seen=2, served_version=7)).closed
-
-    run(main())
-
-
 # --- suspects ---
-
-
-def test_a_prompt_that_kills_is_told_from_those_beside_it_and_rejected(tmp_path: Path) -> None:
-    async def main() -> None:
-        config = small_config(**IN_ORDER, rollout={"max_attempts": 2})
-        async with running(config, tmp_path) as it:
-            incarnation = 1
-            for attempt in range(2):
-                leased = await it.lease(free=2, incarnation=incarnation)
-                assert [(t.uid, t.attempt, t.alone) for t in leased.tickets] == [
-                    ("0-0", attempt, False),
-                    ("0-1", attempt, False),
-                ]
-                # It says that it has seen them, and serves nothing that more may be granted for.
-                said = {"seen": 2, "holding": ["0-0", "0-1"], "served_version": -1}
-                assert await it.lease(incarnation=incarnation, wait_s=0.2, **said) == Leased()
-                await it.dies(A, incarnation)
-                incarnation += 1
-            # 0-1 proves innocent; 0-0 does not.
-            for uid, attempt in (("0-0", 2), ("0-1", 2), ("0-0", 3)):
-                leased = await it.lease(free=4, incarnation=incarnation)
-                assert [(t.uid, t.attempt, t.alone) for t in leased.tickets] == [(uid, attempt, True)]
-                assert await it.lease(free=3, incarnation=incarnation, seen=1, holding=[uid], wait_s=0.2) == Leased()
-                if uid == "0-1":
-                    await it.report(uid)
-                await it.dies(A, incarnation)
-                assert (await it.supply()).attempts["0-0"] >= 2
-                incarnation += 1
-            leased = await it.lease(free=4, incarnation=incarnation)
-            assert "0-0" not in uids(leased)
-            supply = await it.supply()
-            assert [(r.uid, r.reason) for r in supply.rejected] == [
-                ("0-0", "killed its rollouter 2 times while it ran alone (rollout.max_attempts)")
-            ]
-            await it.report("0-0", kind="quarantined")
-            supply = await it.supply()
-            assert (supply.rejected, "0-0" in supply.attempts) == ([], False)
-
-    run(main())
-
-
-def test_suspects_are_known_over_a_restart_by_the_ledger(tmp_path: Path) -> None:
-    async def main() -> None:
-        config = small_config(**IN_ORDER, rollout={"max_attempts": 2})
-        async with running(config, tmp_path, restore=False) as it:
-            await it.restore(restored(ledger=ledger(0, attempts={"0-0": 1, "0-1": 4, "0-2": 3})))
-            leased = await it.lease(free=4)
-            assert [(t.uid, t.attempt, t.alone) for t in leased.tickets] == [("0-2", 3, True)]
-            supply = await it.supply()
-            assert ([r.uid for r in supply.rejected], supply.attempts) == (["0-1"], {"0-1": 4, "0-2": 3})
-
-    run(main())
-
-
-def test_an_outcome_of_what_was_never_granted_here_is_taken(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(small_config(**IN_ORDER), tmp_path) as it:
-            await it.call(
-                LEARNER,
-                Outcomes(number=1, version=0, trained_at_version=0, outcomes=[Outcome("0-1", "filtered")]),
-            )
-            assert uids(await it.lease(free=2)) == ["0-0", "0-2"]
-
-    run(main())

@@ -38,12 +38,6 @@ def test_a_prompt_runs_alone_from_its_second_death_on() -> None:
     assert marks(book.lease(A, 2, incarnation=3, seen=1)) == [("0-2", 0, False), ("0-3", 0, False)]
 
 
-def test_a_lone_grant_that_was_lost_is_granted_again_and_nothing_beside_it() -> None:
-    book = suspicious(Book(), 0)
-    assert book.lease(A, 4) == book.lease(A, 4)
-    assert marks(book.lease(A, 4)) == [("0-0", 2, True)]
-
-
 def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
     book = suspicious(Book(staleness_max=5), 4, 5)
     assert uids(book.lease(A, 2)) == ["0-0", "0-1"]
@@ -57,13 +51,6 @@ def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
     assert book.lease(A, 1, seen=3, holding=("0-0", "0-1", "0-6")) == []
     assert marks(book.lease(A, 4, seen=3)) == [("0-5", 2, True)]
     assert uids(book.lease(B, 1, seen=3)) == ["0-7"]
-
-
-def test_an_only_rollouter_is_set_aside_too() -> None:
-    book = suspicious(Book(), 1)
-    assert uids(book.lease(A, 1)) == ["0-0"]
-    assert book.lease(A, 3, seen=1, holding=("0-0",)) == []
-    assert marks(book.lease(A, 4, seen=1)) == [("0-1", 2, True)]
 
 
 def test_when_the_rollouter_that_was_set_aside_dies_another_is() -> None:

@@ -49,14 +49,6 @@ def test_each_host_has_its_own():
     assert play.next("r/3", -1, **HERE).transport == "shm"
 
 
-def test_on_the_host_of_the_parameter_server_its_own_segments_are_opened():
-    play = on_hosts()
-    for name in R:
-        offer = play.next(name, -1, same_host=True, host="head")
-        assert (offer.transport, offer.share) == ("shm", False)
-        assert play.conductor.source_paths(name) == ()
-
-
 @pytest.mark.parametrize("why", ["stream", "unknown", "failed"])
 def test_who_takes_no_part_fetches_by_itself(why):
     play = on_hosts(transport="stream" if why == "stream" else "auto", max_attempts=1)
@@ -75,20 +67,12 @@ def dies(play):
     play.left("r/0")
 
 
-def comes_again(play):
-    assert play.next("r/0", -1, incarnation=2, **HERE) is None
-
-
 def fails(play):
     play.report("r/0", 0, committed=False)
 
 
 def takes_too_long(play):
     play.later(60)
-
-
-def asks_for_the_next(play):
-    assert play.next("r/0", -1, **HERE) is None
 
 
 @pytest.mark.parametrize("what", [dies, fails, takes_too_long], ids=lambda what: what.__name__)
@@ -165,19 +149,6 @@ def test_who_finds_nothing_where_it_was_sent_fetches_itself_at_once():
     offer = play.next("r/1", -1, **HERE)
     assert (offer.transport, offer.share) == ("stream", True)
     assert play.next("r/2", -1, **HERE) is None
-
-
-def test_who_has_it_itself_loads_it_from_there_again():
-    play = on_hosts()
-    play.next("r/0", -1, **HERE)
-    fetched(play, "r/0")
-    play.report("r/0", 0, committed=False)
-    assert play.next("r/0", -1, **HERE).transport == "shm"
-    assert play.conductor.source_paths("r/0") == PATHS
-    assert play.pause("r/0", 0)
-    # It was asked to hold nothing anew, and holds what it held.
-    play.report("r/0", 0)
-    assert play.replica("r/0").held_version == 0
 
 
 def test_what_came_another_way_ends_the_holding():
