@@ -158,14 +158,6 @@ def test_an_epoch_lasts_for_as_long_as_nobody_joins_leaves_or_fails():
             play.next(name, version)
 
 
-def joins(play):
-    play.commit("r/3", 1)
-
-
-def leaves(play):
-    play.left("r/1")
-
-
 def comes_again(play):
     play.left("r/1")
     assert play.next("r/1", -1, incarnation=2).version == 1
@@ -180,15 +172,17 @@ def has_another_engine(play):
     play.commit("r/1", 1, serving=-1)
 
 
-def has_more_workers(play):
-    play.next("r/1", 1, workers=2)
+ANOTHER_SET = [
+    lambda play: play.commit("r/3", 1),
+    lambda play: play.left("r/1"),
+    comes_again,
+    has_another_engine,
+    lambda play: play.next("r/1", 1, workers=2),
+    lambda play: play.ended(1, 1, "connection reset"),
+]
 
 
-def breaks_late(play):
-    play.ended(1, 1, "connection reset")
-
-
-@pytest.mark.parametrize("what", [joins, leaves, comes_again, has_another_engine, has_more_workers, breaks_late])
+@pytest.mark.parametrize("what", ANOTHER_SET)
 def test_another_set_of_engines_has_another_epoch(what):
     play = Play()
     play.serve(*R)
@@ -230,78 +224,30 @@ def test_a_broadcast_that_was_called_off_spends_no_epoch():
 # --- what calls it off ---
 
 
-def dies_announced(play, epoch):
-    play.left("r/2")
-
-
-def dies_paused(play, epoch):
-    play.left("r/0")
-
-
-def comes_back_announced(play, epoch):
-    assert play.next("r/2", -1, incarnation=2).version == 0
-
-
-def loses_its_engine_announced(play, epoch):
-    play.next("r/2", -1)
-
-
-def cancels_its_pause(play, epoch):
-    play.cancel("r/0")
-
-
-def asks_for_the_next_instead(play, epoch):
-    play.next("r/0", 0)
-
-
-def fails_announced(play, epoch):
-    play.report("r/2", 1, committed=False)
-
-
-def fails_paused(play, epoch):
-    play.report("r/0", 1, committed=False)
-
-
-def does_not_come(play, epoch):
-    play.later(4)
-
-
-def the_learner_dies(play, epoch):
-    play.left("learner/0")
-
-
-def the_learner_gives_up(play, epoch):
-    play.cancel("learner/0")
-
-
-def the_learner_cannot_send(play, epoch):
-    play.ended(1, epoch, "no memory")
-
-
 BLAMELESS = {
-    dies_announced: ("r/0", "r/1"),
-    dies_paused: ("r/1", "r/2"),
-    comes_back_announced: ("r/0", "r/1"),
-    loses_its_engine_announced: ("r/0", "r/1"),
-    cancels_its_pause: ("r/1", "r/2"),
-    asks_for_the_next_instead: ("r/1", "r/2"),
-    fails_announced: ("r/0", "r/1"),
-    fails_paused: ("r/1", "r/2"),
-    does_not_come: ("r/0", "r/1"),
-    the_learner_dies: R,
-    the_learner_gives_up: R,
-    the_learner_cannot_send: R,
+    "dies announced": (lambda play, epoch: play.left("r/2"), R[:2]),
+    "dies paused": (lambda play, epoch: play.left("r/0"), R[1:]),
+    "comes back announced": (lambda play, epoch: play.next("r/2", -1, incarnation=2), R[:2]),
+    "loses its engine announced": (lambda play, epoch: play.next("r/2", -1), R[:2]),
+    "cancels its pause": (lambda play, epoch: play.cancel("r/0"), R[1:]),
+    "asks for the next instead": (lambda play, epoch: play.next("r/0", 0), R[1:]),
+    "fails announced": (lambda play, epoch: play.report("r/2", 1, committed=False), R[:2]),
+    "fails paused": (lambda play, epoch: play.report("r/0", 1, committed=False), R[1:]),
+    "does not come": (lambda play, epoch: play.later(4), R[:2]),
+    "the learner dies": (lambda play, epoch: play.left("learner/0"), R),
+    "the learner gives up": (lambda play, epoch: play.cancel("learner/0"), R),
+    "the learner cannot send": (lambda play, epoch: play.ended(1, epoch, "no memory"), R),
 }
 
 
-@pytest.mark.parametrize("what", BLAMELESS, ids=lambda what: what.__name__)
+@pytest.mark.parametrize("what", BLAMELESS)
 def test_who_is_missing_calls_it_off_for_all(what):
+    happens, blameless = BLAMELESS[what]
     play = Play()
     play.serve(*R)
     epoch = play.gather(1, *R)
     play.conductor.take_effects()
-    what(play, epoch)
-    blameless = BLAMELESS[what]
+    happens(play, epoch)
     effects = play.conductor.take_effects()
     assert {name for name in blameless if name != "r/2"} <= effects.wake
     [note] = [note for note in effects.notes if note.event == "broadcast called off"]
@@ -317,7 +263,7 @@ def test_who_is_missing_calls_it_off_for_all(what):
     for name in set(R) - set(blameless):
         if name in play.conductor.replicas():
             assert play.phases()[name] != "serving"
-    if not what.__name__.startswith("the_learner"):
+    if not what.startswith("the learner"):
         assert play.look("learner/0").group is None
         assert play.announce(1).group is None
     # The version goes to all by itself, once it is published.
@@ -332,50 +278,21 @@ def test_who_is_missing_calls_it_off_for_all(what):
 # --- what breaks it ---
 
 
-def breaks_dies(play, epoch):
-    play.left("r/0")
-
-
-def breaks_fails(play, epoch):
-    play.report("r/0", 1, committed=False)
-
-
-def breaks_asks_for_the_next(play, epoch):
-    play.next("r/0", 0)
-
-
-def breaks_has_another_engine(play, epoch):
-    play.next("r/0", -1)
-
-
-def breaks_takes_too_long(play, epoch):
-    play.later(10)
-
-
-def breaks_the_learner_says_so(play, epoch):
-    play.ended(1, epoch, "connection reset", again=True)
-
-
-BREAKS = [
-    breaks_dies,
-    breaks_fails,
-    breaks_asks_for_the_next,
-    breaks_has_another_engine,
-    breaks_takes_too_long,
-    breaks_the_learner_says_so,
-]
-
-
-SURVIVORS = {
-    breaks_takes_too_long: ["r/0", "r/1"],
-    breaks_the_learner_says_so: ["r/0", "r/1"],
+BREAKS = {
+    "dies": (lambda play, epoch: play.left("r/0"), ["r/1"]),
+    "fails": (lambda play, epoch: play.report("r/0", 1, committed=False), ["r/1"]),
+    "asks for the next": (lambda play, epoch: play.next("r/0", 0), ["r/1"]),
+    "has another engine": (lambda play, epoch: play.next("r/0", -1), ["r/1"]),
+    "takes too long": (lambda play, epoch: play.later(10), ["r/0", "r/1"]),
+    "the learner says so": (lambda play, epoch: play.ended(1, epoch, "reset", again=True), ["r/0", "r/1"]),
 }
-"""Who is not to blame and has not committed, where that is not r/1 alone."""
+"""How it breaks, and who is not to blame and has not committed."""
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
-@pytest.mark.parametrize("what", BREAKS, ids=lambda what: what.__name__)
+@pytest.mark.parametrize("what", BREAKS)
 def test_who_survives_a_broken_broadcast_is_in_the_next_one(what, published):
+    breaks, survivors = BREAKS[what]
     play = Play()
     play.serve(*R)
     epoch = play.begin(1, *R)
@@ -384,10 +301,9 @@ def test_who_survives_a_broken_broadcast_is_in_the_next_one(what, published):
     if published:
         play.publish(1)
     play.conductor.take_effects()
-    what(play, epoch)
+    breaks(play, epoch)
     [note] = [note for note in play.conductor.take_effects().notes if note.event == "broadcast broken"]
     assert note.level == "warning" and note.facts["reason"]
-    survivors = SURVIVORS.get(what, ["r/1"])
     assert {name for name, phase in play.phases().items() if phase == "regrouping"} == {*survivors}
     assert play.phases()["r/2"] == "serving"
     # Whoever asks first is not sent the version by itself, published or not, and nobody is paused for it so far.
@@ -449,19 +365,14 @@ def test_a_version_that_breaks_twice_is_left_to_the_rolling_transports():
         assert (offer.version, offer.transport, offer.collective) == (1, "stream", None)
 
 
-def goes_silent(play, epoch):
-    play.later(4)
+SILENT = {
+    "goes silent": lambda play, epoch: play.later(4),
+    "will not": lambda play, epoch: play.ended(1, epoch, "no memory left"),
+    "dies": lambda play, epoch: play.left("learner/0"),
+}
 
 
-def will_not(play, epoch):
-    play.ended(1, epoch, "no memory left")
-
-
-def dies(play, epoch):
-    play.left("learner/0")
-
-
-@pytest.mark.parametrize("what", [goes_silent, will_not, dies], ids=lambda what: what.__name__)
+@pytest.mark.parametrize("what", SILENT)
 def test_nobody_waits_for_a_learner_that_does_not_announce_it_anew(what):
     play = Play()
     play.serve(*R)
@@ -471,11 +382,11 @@ def test_nobody_waits_for_a_learner_that_does_not_announce_it_anew(what):
     for name in R[1:]:
         assert play.next(name, 0) is None
     play.conductor.take_effects()
-    what(play, epoch)
+    SILENT[what](play, epoch)
     assert play.conductor.take_effects().wake >= {"r/1", "r/2"}
     for name in R[1:]:
         assert play.look(name).transport == "stream"
-    if what is not dies:
+    if what != "dies":
         assert play.announce(1).group is None
 
 

@@ -38,10 +38,6 @@ def test_a_file_has_a_track_for_each_actor_and_shows_what_goes_on(tmp_path):
     assert names.count("process_name") == 2 and names.count("thread_name") == 3
 
 
-def test_an_empty_trace_is_a_file_too(tmp_path):
-    assert load(TraceFile(tmp_path, "demo").finish()) == {}
-
-
 class Scene:
     """A controller's traces, without the controller."""
 
@@ -173,22 +169,6 @@ def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over(tmp_p
         trace = load(tmp_path / "trace" / "trace-001.json")
         assert [s.name for s in trace["rollouter/0"]["state"]] == ["the first life", "the second"]
         assert [p.name for p in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
-
-    run(main)
-
-
-def test_a_full_disk_costs_the_trace_and_nothing_else(tmp_path):
-    async def main(tasks):
-        (tmp_path / "trace").write_text("in the way")
-        scene = Scene(tmp_path)
-        writing = tasks.create_task(scene.traces.write(tasks, 10.0))
-        while not scene.asked:
-            await asyncio.sleep(0.001)
-        for actor in ("learner/0", "rollouter/0"):
-            await scene.hand_in(actor, 8, "x")
-        written = await writing
-        assert written.path == "" and written.error
-        assert not list(tmp_path.rglob("*.part"))
 
     run(main)
 

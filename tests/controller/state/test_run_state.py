@@ -32,47 +32,6 @@ def end(run, name, now):
     return run.ended(name, 0, False, "", "", now)
 
 
-def test_it_runs_once_everybody_is_ready():
-    run = machine(running=False)
-    assert run.waiting_for == sorted(ACTORS)
-    for i in range(len(ACTORS)):
-        assert run.phase == "starting"
-        number = run.number
-        assert run.ready(ACTORS[: i + 1], 1.0)
-        assert run.number == number + 1
-    assert (run.phase, run.waiting_for, run.draining) == ("running", [], [])
-    assert not run.ready(ACTORS, 2.0)
-
-
-def test_a_death_that_is_followed_by_a_restart_does_not_stop_the_run():
-    run = machine()
-    assert not run.ended("rollouter/0", -9, False, "", "", 5.0)
-    assert run.phase == "running"
-    run.started("rollouter/0")
-    run.ready(ACTORS, 6.0)
-    assert run.phase == "running"
-    assert run.next_deadline() is None
-
-
-def test_ranks_drain_in_order_each_when_the_one_before_has_ended():
-    run = machine()
-    assert run.finish(10.0)
-    assert run.phase == "draining"
-    assert set(run.draining) == RANKS[0]
-    assert not end(run, "rollouter/0", 10.1)
-    assert not end(run, "reward/0", 10.1)
-    assert end(run, "rollouter/1", 10.2)
-    assert set(run.draining) == RANKS[1]
-    end(run, "dataloader/0", 10.3)
-    end(run, "parameter_server/0", 10.3)
-    assert set(run.draining) == RANKS[2]
-    end(run, "learner/1", 10.4)
-    assert not run.final
-    assert end(run, "learner/0", 10.5)
-    assert set(run.draining) == RANKS[3]
-    assert (run.phase, run.outcome.exit_code, run.final, run.next_deadline()) == ("done", 0, True, None)
-
-
 def test_a_rank_whose_time_is_over_makes_way():
     run = machine()
     run.stop("Ctrl-C", 10.0)
@@ -165,14 +124,6 @@ def test_the_exit_code_of_a_failed_run(exit_code, expected):
     assert run.outcome.reason
 
 
-def test_a_failure_after_the_last_step_changes_nothing():
-    run = machine()
-    run.finish(5.0)
-    run.ended("rollouter/0", -11, True, "killed by SIGSEGV", "", 5.1)
-    run.fail("reward/0", "broken", "", 1, 5.2)
-    assert (run.outcome.actor, run.outcome.exit_code) == ("", 0)
-
-
 def test_who_is_not_ready_in_time_fails_the_run():
     run = machine(running=False)
     run.ready(ACTORS[:-2], 5.0)
@@ -218,12 +169,6 @@ def test_draining_has_deadlines_of_its_own():
     number = run.number
     assert not run.condemn([FROZEN, Condemned("learner/0", 6, "")])
     assert (run.condemned, run.number, run.outcome.exit_code) == ([], number, 0)
-
-
-def test_strangers_are_not_looked_after():
-    run = machine()
-    assert not run.condemn([Condemned("rollouter/9", 6, "")])
-    assert run.condemned == []
 
 
 def test_a_run_makes_way_until_a_checkpoint_is_written():
@@ -291,21 +236,6 @@ def test_deaths_and_late_starts_do_not_keep_a_run_from_making_way():
     run.started("learner/1")
     run.ready(ACTORS, 80.0)
     assert run.phase == "preempting"
-
-
-def test_a_controller_that_is_new_makes_way_before_everybody_is_back():
-    run = machine(running=False)
-    assert run.preempt("SIGTERM", 2.0)
-    assert (run.phase, run.waiting_for) == ("preempting", [])
-
-
-def test_a_run_can_be_stopped_before_it_runs():
-    run = machine(running=False)
-    assert run.stop("Ctrl-C", 1.0)
-    assert run.phase == "draining"
-    assert run.waiting_for == []
-    run.ready(ACTORS, 1.5)
-    assert run.phase == "draining"
 
 
 events = st.one_of(
