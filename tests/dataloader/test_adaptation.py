@@ -200,7 +200,7 @@ def simulate(
         training = [uid for _, uid in buffer[:step]]
         del buffer[:step]
         report(buffered_groups=len(buffer), waited=waited, step_began=True)
-        limits.append(tickets.limit)
+        limits.append(tickets.gate.limit.versions)
         waited = False
         heapq.heappush(events, (now + train_time / steps_per_version, next(tie), "trained", None))
 

@@ -246,7 +246,7 @@ def test_an_outcome_of_a_prompt_whose_turn_has_not_come_is_recorded_and_the_prom
     book.report("0-2", "1-0")
     assert uids(book.lease(A, 2)) == ["0-0", "0-3"]
     assert book.tickets.outstanding == 2
-    assert book.tickets._gate.trained == 2
+    assert book.tickets.gate.trained == 2
 
 
 def test_an_outcome_that_is_known_changes_nothing() -> None:
@@ -256,7 +256,7 @@ def test_an_outcome_that_is_known_changes_nothing() -> None:
     book.report("0-1", kind="filtered")
     book.report("a@0-0", kind="evaluated")
     book.report("a@0-0", "a@9-0", kind="evaluated")
-    assert book.tickets._gate.trained == 2
+    assert book.tickets.gate.trained == 2
     assert book.tickets.supply.evals == {"eval/a@0": 2}
 
 

@@ -137,9 +137,9 @@ class Loop(RuleBasedStateMachine):
 
     def send(self, rollouter: Rollouter, free_groups: int, *, received: bool) -> None:
         ask = Ask(rollouter.name, 1, rollouter.seen, free_groups, rollouter.served, frozenset(rollouter.holding))
-        newest_known = self.tickets.newest_version
+        newest_known = self.tickets.gate.newest_version
         self.tickets.meet(ask)
-        before, limit_groups = len(self.out), round(self.tickets.limit * self.per_version)
+        before, limit_groups = len(self.out), round(self.tickets.gate.limit.versions * self.per_version)
         grants = self.tickets.lease(ask)
         assert len(grants) <= free_groups
         assert [grant.number for grant in grants] == sorted({grant.number for grant in grants})

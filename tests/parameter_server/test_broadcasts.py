@@ -11,7 +11,7 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
     play.serve(*R)
     assert play.announce(1) is None
     assert set(play.phases().values()) == {"announced"}
-    assert play.conductor.take_effects().wake == {*R}
+    assert play.conductor.fleet.take_effects().wake == {*R}
     offers = [play.look(name) for name in R]
     assert {offer.version for offer in offers} == {1}
     assert [offer.collective.first_rank for offer in offers] == [1, 2, 3]
@@ -21,7 +21,7 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
         assert play.join(name, 1, group.epoch) is None
     assert play.look("learner/0") is None
     assert play.join("r/2", 1, group.epoch) is True
-    assert play.conductor.take_effects().wake >= {"r/0", "r/1", "learner/0"}
+    assert play.conductor.fleet.take_effects().wake >= {"r/0", "r/1", "learner/0"}
     assert [play.look(name) for name in R[:2]] == [True, True]
     assert play.look("learner/0").group == group
     assert set(play.phases().values()) == {"receiving"}
@@ -193,7 +193,7 @@ def test_another_set_of_engines_has_another_epoch(what):
         play.next(name, 1)
     what(play)
     assert play.announce(2) is None
-    offers = [play.look(name) for name in play.conductor.replicas()]
+    offers = [play.look(name) for name in play.conductor.fleet.replicas]
     assert {offer.collective.group.epoch for offer in offers} == {2}
 
 
@@ -246,9 +246,9 @@ def test_who_is_missing_calls_it_off_for_all(what):
     play = Play()
     play.serve(*R)
     epoch = play.gather(1, *R)
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     happens(play, epoch)
-    effects = play.conductor.take_effects()
+    effects = play.conductor.fleet.take_effects()
     assert {name for name in blameless if name != "r/2"} <= effects.wake
     [note] = [note for note in effects.notes if note.event == "broadcast called off"]
     assert note.level == "warning" and note.facts["reason"] and note.facts["version"] == 1
@@ -261,7 +261,7 @@ def test_who_is_missing_calls_it_off_for_all(what):
         assert play.join(name, 1, epoch) is False
         assert play.next(name, 0) is None
     for name in set(R) - set(blameless):
-        if name in play.conductor.replicas():
+        if name in play.conductor.fleet.replicas:
             assert play.phases()[name] != "serving"
     if not what.startswith("the learner"):
         assert play.look("learner/0").group is None
@@ -300,9 +300,9 @@ def test_who_survives_a_broken_broadcast_is_in_the_next_one(what, published):
     assert play.next("r/2", 1) is None
     if published:
         play.publish(1)
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     breaks(play, epoch)
-    [note] = [note for note in play.conductor.take_effects().notes if note.event == "broadcast broken"]
+    [note] = [note for note in play.conductor.fleet.take_effects().notes if note.event == "broadcast broken"]
     assert note.level == "warning" and note.facts["reason"]
     assert {name for name, phase in play.phases().items() if phase == "regrouping"} == {*survivors}
     assert play.phases()["r/2"] == "serving"
@@ -318,7 +318,7 @@ def test_who_survives_a_broken_broadcast_is_in_the_next_one(what, published):
     [group] = {offer.collective.group for offer in offers}
     assert group.world_size == 1 + len(survivors)
     # Whoever is to blame is served by itself.
-    if "r/0" in play.conductor.replicas() and "r/0" not in survivors:
+    if "r/0" in play.conductor.fleet.replicas and "r/0" not in survivors:
         assert play.phases()["r/0"] in ("behind", "staging")
         if published and play.phases()["r/0"] == "behind":
             assert play.next("r/0", 0).transport == "stream"
@@ -381,9 +381,9 @@ def test_nobody_waits_for_a_learner_that_does_not_announce_it_anew(what):
     play.publish(1)
     for name in R[1:]:
         assert play.next(name, 0) is None
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     SILENT[what](play, epoch)
-    assert play.conductor.take_effects().wake >= {"r/1", "r/2"}
+    assert play.conductor.fleet.take_effects().wake >= {"r/1", "r/2"}
     for name in R[1:]:
         assert play.look(name).transport == "stream"
     if what != "dies":

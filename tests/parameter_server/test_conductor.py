@@ -8,7 +8,7 @@ def test_a_replica_is_offered_what_is_newer_than_what_it_serves():
     play = Play()
     assert play.next("r/0", -1) is None
     play.publish(0)
-    assert play.conductor.take_effects().wake == {"r/0"}
+    assert play.conductor.fleet.take_effects().wake == {"r/0"}
     offer = play.look("r/0")
     assert (offer.version, offer.transport, offer.collective) == (0, "stream", None)
     assert play.pause("r/0", 0)
@@ -82,13 +82,13 @@ def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
     play.publish(0)
     play.next("r/0", -1)
     play.publish(1)
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     play.later(59)
     assert play.conductor.publications.needed() == {0, 1}
     play.later(1)
     assert play.conductor.publications.needed() == {1}
     assert play.phases() == {"r/0": "behind"}
-    [note] = [note for note in play.conductor.take_effects().notes if note.level == "warning"]
+    [note] = [note for note in play.conductor.fleet.take_effects().notes if note.level == "warning"]
     assert (note.event, note.facts) == ("staging overdue", {"replica": "r/0", "version": 0, "waited_s": 60.0})
     # It was about to be done: it goes on.
     assert play.pause("r/0", 0)
@@ -129,9 +129,9 @@ def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fracti
     for i in range(at_once, replicas):
         # Asking again keeps the place.
         play.pause(names[i], 0)
-        play.conductor.take_effects()
+        play.conductor.fleet.take_effects()
         play.report(names[i - at_once], 0)
-        assert play.conductor.take_effects().wake == {names[i]}
+        assert play.conductor.fleet.take_effects().wake == {names[i]}
         assert [name for name in names[i:] if play.look(name)] == [names[i]]
 
 

@@ -114,7 +114,7 @@ def what_is_held(world):
     assert conductor.publications.newest in needed or conductor.publications.newest < 0
     assert len(needed) <= world.weights.versions_held
     for caller in world.replicas.values():
-        known = conductor.replicas().get(caller.name)
+        known = conductor.fleet.replicas.get(caller.name)
         # Another server's offers, and a successor that has not said a word, are not known here.
         if caller.state[0] == "staging" and known and known.incarnation == caller.incarnation:
             assert caller.state[1] in needed or known.target == -1 or known.outrun

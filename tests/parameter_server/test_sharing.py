@@ -29,13 +29,13 @@ def test_one_of_a_host_fetches_and_the_others_are_given_what_it_has():
     first = play.next("r/0", -1, **HERE)
     assert (first.version, first.transport, first.share, first.sources) == (0, "stream", True, [])
     assert [play.next(name, -1, **HERE) for name in R[1:]] == [None] * 7
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     fetched(play, "r/0")
-    assert play.conductor.take_effects().wake >= {*R[1:]}
+    assert play.conductor.fleet.take_effects().wake >= {*R[1:]}
     for name in R[1:]:
         offer = play.look(name)
         assert (offer.version, offer.transport, offer.share) == (0, "shm", False)
-        assert play.conductor.source_paths(name) == PATHS
+        assert play.conductor.fleet.replicas[name].source_paths == PATHS
     # Nothing more has to be held for them than is held anyway.
     assert play.conductor.publications.needed() == {0}
 
@@ -81,9 +81,9 @@ def test_where_the_one_that_fetches_is_lost_another_takes_its_place(what):
     play.next("r/0", -1, **HERE)
     for name in R[1:]:
         play.next(name, -1, **HERE)
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     what(play)
-    assert play.conductor.take_effects().wake >= {*R[1:]}
+    assert play.conductor.fleet.take_effects().wake >= {*R[1:]}
     offers = [play.look(name) for name in R[1:]]
     assert (offers[0].version, offers[0].transport, offers[0].share) == (0, "stream", True)
     assert offers[1:] == [None] * 6

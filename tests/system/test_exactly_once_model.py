@@ -425,7 +425,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             if isinstance(grant.prompt, EvalPrompt):
                 assert rollouter.served >= grant.prompt.version
             else:
-                assert self.tickets._queue.ledger.is_open(*position_of(uid))
+                assert self.tickets.ledger.is_open(*position_of(uid))
             if uid not in before and not self.blind:
                 assert not self.has(uid), "the learner has it"
                 assert not any(other.generates(uid, grant.requeues) for other in self.rollouters), "somebody does"
@@ -595,7 +595,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     @invariant()
     def the_copy_of_the_ledger_is_never_ahead(self) -> None:
         if hasattr(self, "tickets") and self.tickets is not None and self.restored_by == self.learner:
-            theirs, ours = self.tickets._queue.ledger, self.intake.ledger
+            theirs, ours = self.tickets.ledger, self.intake.ledger
             for epoch in range(theirs.next_epoch):
                 for index in range(self.size):
                     assert theirs.is_open(epoch, index) or not ours.is_open(epoch, index)

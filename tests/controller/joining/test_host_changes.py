@@ -10,6 +10,7 @@ from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
 from played import played
 
 from asyncrl.config.load import validate_config
+from asyncrl.controller.joining import host_changes
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, Dead, StopRun, WatchRun
@@ -260,7 +261,7 @@ async def test_of_the_last_two_hosts_one_stays_though_both_are_asked_to_leave_at
 @on_cluster()
 async def test_who_asks_a_host_to_leave_is_answered_once_a_successor_of_the_controller_would_know(cluster, tmp_path):
     found = await serve(cluster)
-    with nothing_written(cluster):
+    with nothing_written():
         call = cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
         assert await is_parked(call)
     assert (await call).agent == found.agent
@@ -268,15 +269,20 @@ async def test_who_asks_a_host_to_leave_is_answered_once_a_successor_of_the_cont
 
 
 @contextlib.contextmanager
-def nothing_written(cluster):
-    """Until it is left, or the controller is another."""
-    may_write, members = threading.Event(), cluster.controller._members
-    write, members._write = members._write, lambda *item: (may_write.wait(10), write(*item))
-    try:
-        yield
-    finally:
-        members._write = write
-        may_write.set()
+def nothing_written():
+    """Until it is left."""
+    may_write, write = threading.Event(), host_changes.replace_file
+
+    def late(*item, **how):
+        may_write.wait(10)
+        write(*item, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_changes, "replace_file", late)
+        try:
+            yield
+        finally:
+            may_write.set()
 
 
 @on_cluster()
@@ -284,7 +290,7 @@ async def test_the_last_word_of_a_host_is_answered_once_a_successor_of_the_contr
     found = await serve(cluster)
     await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
     agent = cluster.caller(found.agent)
-    with nothing_written(cluster):
+    with nothing_written():
         # Not even when it can be parked no longer.
         with pytest.raises(RemoteError, match="members.json is not written so far") as caught:
             await agent.call(HostLeft(), timeout=1.0)
@@ -309,7 +315,7 @@ async def test_the_last_word_of_a_host_outlives_a_controller_that_dies_of_it(clu
     while not link.ready:
         await asyncio.sleep(0.01)
     await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
-    with nothing_written(cluster):
+    with nothing_written():
         farewell = asyncio.create_task(link.say_farewell(10.0))
         members = cluster.controller._members._membership
         while not members.departures[found.agent].left:
