@@ -363,17 +363,6 @@ def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end
     run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
 
 
-@on_cluster()
-async def test_steps_that_a_learner_trains_again_are_there_once(cluster):
-    viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
-    await cluster.register("learner/0")
-    for start, step in ((1, 4), (1, 5), (1, 6), (2, 5)):
-        await cast(learner, MetricsLine(line={"kind": "train", "start": start, "step": step}))
-    seen = await until(viewer, lambda s: s.train and s.train[-1]["start"] == 2)
-    assert [(line["start"], line["step"]) for line in seen.train] == [(1, 4), (2, 5)]
-    assert seen.run.step == 5
-
-
 def test_nothing_is_left_of_steps_that_a_learner_trains_again():
     """Neither their lines nor the updates and evaluations that were told with them."""
     lines = RecentMetrics()
