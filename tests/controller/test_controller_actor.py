@@ -18,7 +18,6 @@ from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
-    CheckpointWritten,
     Notice,
     Register,
     ReportFailure,
@@ -364,44 +363,6 @@ async def test_a_late_word_of_an_older_end_is_ignored(cluster):
     await agent.call(StopRun(reason="Ctrl-C"))
     state = await agent.call(WatchRun())
     assert (state.phase, state.reason, state.failed_actor) == ("draining", "Ctrl-C", "")
-
-
-@on_cluster(validate_config(CONFIG.model_dump() | {"learner": {"backend": "sim", "ranks": 2}}))
-async def test_the_death_of_a_rank_is_the_end_of_the_others(cluster):
-    for name in cluster.config.actors:
-        if name != CONTROLLER:
-            await cluster.register(name, incarnation=100)
-    agent = cluster.caller()
-    assert (await agent.call(WatchRun())).phase == "running"
-    end = ActorEnded(name="learner/1", incarnation=100, exit_code=-9, fatal=False, reason="killed")
-    await agent.call(end)
-    state = await agent.call(WatchRun())
-    assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("learner/0", 100)]
-    # Before it is killed nobody finds it any more, and it cannot come back.
-    assert (await agent.call(Resolve(name="learner/0", unready=True), timeout=1.0)).record is None
-    with pytest.raises(RemoteError, match="Refused"):
-        await cluster.register("learner/0", incarnation=100)
-    await agent.call(ActorEnded(name="learner/0", incarnation=100, exit_code=-9, fatal=False, reason="killed"))
-    assert state.generations == {"learner": 101}
-    await cluster.register("learner/0", incarnation=101)
-    await cluster.register("learner/1", incarnation=101)
-    state = await agent.call(WatchRun())
-    assert (state.phase, state.condemned) == ("running", [])
-
-
-@on_cluster()
-async def test_a_run_that_is_preempted_ends_with_its_checkpoint(cluster):
-    await cluster.all_ready()
-    agent, learner = cluster.caller(), cluster.caller("learner/0")
-    assert (await agent.call(WatchRun())).checkpoint == -1
-    await agent.call(StopRun(reason="preempted", preempt=True))
-    state = await agent.call(WatchRun())
-    assert (state.phase, state.draining) == ("preempting", [])
-    await learner.call(CheckpointWritten(version=3, step=6, path="/runs/x/checkpoints/v00000003"))
-    assert (await agent.call(WatchRun(seen=state.number))).checkpoint == 3
-    await learner.call(RunFinished(preempted=True))
-    state = await agent.call(WatchRun())
-    assert (state.phase, state.exit_code, state.failed_actor) == ("draining", 75, "")
 
 
 def test_a_run_that_has_never_run_does_not_make_way(tmp_path):

@@ -77,31 +77,6 @@ def numbers(grants: list[Grant]) -> list[int]:
 # --- grants ---
 
 
-def test_grants_are_numbered_by_rollouter_and_stop_at_the_gate() -> None:
-    book = Book()
-    assert numbers(book.lease(A, 3)) == [1, 2, 3]
-    assert numbers(book.lease(B, 3)) == [1, 2, 3]
-    assert uids(book.lease(A, 9, seen=3)) == ["0-6", "0-7"]
-    assert book.lease(B, 9, seen=3) == []
-    assert book.tickets.outstanding == 8
-
-
-def test_what_a_lost_reply_granted_is_granted_again_first() -> None:
-    book = Book()
-    lost = book.lease(A, 2)
-    again = book.lease(A, 3)
-    assert again[:2] == lost
-    assert numbers(again) == [1, 2, 3]
-    assert book.tickets.counts["granted_again"] == 2
-
-
-def test_a_call_that_a_later_one_has_overtaken_gets_nothing() -> None:
-    book = Book()
-    book.lease(A, 2)
-    assert len(book.lease(A, 1, seen=2)) == 1
-    assert book.lease(A, 4, seen=0) == []
-
-
 def test_no_number_is_given_twice_whatever_the_dataloader_has_forgotten() -> None:
     book = Book()
     book.lease(A, 2)
@@ -111,13 +86,6 @@ def test_no_number_is_given_twice_whatever_the_dataloader_has_forgotten() -> Non
     previous, book = book.tickets, Book()
     book.tickets.adopt(A, 1, TicketsHeld(seen=7, served_version=0, tickets=[]), previous)
     assert numbers(book.lease(A, 2, seen=7)) == [10, 11]
-
-
-def test_a_ticket_carries_the_newest_version_at_its_grant() -> None:
-    book = Book()
-    granted = uids(book.lease(A, 4))
-    book.report(*granted, version=1, trained_at=4)
-    assert {grant.param_version for grant in book.lease(A, 4, seen=4, served=0)} == {1}
 
 
 def test_the_share_counts_what_a_rollouter_really_holds() -> None:
@@ -130,15 +98,6 @@ def test_the_share_counts_what_a_rollouter_really_holds() -> None:
 
 
 # --- returns and deaths ---
-
-
-def test_a_returned_prompt_frees_its_place_and_goes_to_the_next_who_asks_with_its_attempt_number() -> None:
-    book = Book(staleness_max=0)
-    grants = book.lease(A, 4)
-    book.tickets.give_back(A, 1, ["0-2", "0-1", "0-2"])
-    assert book.tickets.outstanding == 2
-    again = book.lease(B, 4)
-    assert [grant.prompt for grant in again] == [grants[1].prompt, grants[2].prompt]
 
 
 @pytest.mark.parametrize(("name", "incarnation"), [(B, 1), (A, 0), (A, 2), ("rollouter/9", 1)])
@@ -261,17 +220,6 @@ def test_an_outcome_that_is_known_changes_nothing() -> None:
 
 
 # --- the supply ---
-
-
-def test_exhausted_when_all_that_the_run_needs_is_granted_and_not_when_one_is_filtered() -> None:
-    book = Book(steps=2, staleness_max=5)
-    assert not book.tickets.supply.exhausted
-    book.lease(A, 9)
-    assert (book.tickets.supply.exhausted, book.tickets.supply.outstanding) == (True, 8)
-    book.report("0-3", kind="filtered")
-    assert (book.tickets.supply.exhausted, book.tickets.supply.outstanding) == (False, 7)
-    assert uids(book.lease(A, 9, seen=8)) == ["0-8"]
-    assert book.tickets.supply.exhausted
 
 
 def test_the_number_moves_with_what_the_learner_must_know_and_not_with_every_grant() -> None:

@@ -4,20 +4,6 @@ import pytest
 from conductor_play import Play
 
 
-def test_a_replica_is_offered_what_is_newer_than_what_it_serves():
-    play = Play()
-    assert play.next("r/0", -1) is None
-    play.publish(0)
-    assert play.conductor.fleet.take_effects().wake == {"r/0"}
-    offer = play.look("r/0")
-    assert (offer.version, offer.transport, offer.collective) == (0, "stream", None)
-    assert play.pause("r/0", 0)
-    assert play.report("r/0", 0)
-    assert play.next("r/0", 0) is None
-    assert play.replica("r/0").serving == 0
-    assert play.phases() == {"r/0": "serving"}
-
-
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("most", [4, 6])
 def test_of_64_slow_replicas_no_more_versions_are_held_than_may_be_and_each_comes_to_a_newer_one(most, delta):

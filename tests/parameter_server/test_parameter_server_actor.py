@@ -14,7 +14,6 @@ from harness import RUN_ID, SECRET, Net, replace
 from inprocess import sim_config
 from played import played
 from probes import make_probe
-from segment_reading import read_manifest
 from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import RemoteError
@@ -183,28 +182,6 @@ def no_leak():
 
 
 @staged(transport="auto")
-async def test_an_update_by_shared_memory(stage, publication):
-    waiting = stage.next("rollouter/0")
-    await stage.parked(waiting)
-    manifest = publication(0, probe=PROBE)
-    await stage.publish(manifest)
-    offer = (await waiting).offer
-    assert (offer.version, offer.transport) == (0, "shm")
-    assert offer.manifest.probe is not None
-    # What is held here stays when the publisher is gone.
-    assert offer.manifest.buckets[0].path != manifest.buckets[0].path
-    [(_, content)] = read_manifest(offer.manifest)
-    assert xxhash.xxh3_64_intdigest(content) == manifest.buckets[0].checksum
-    content.release()
-    assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-    await stage.report("rollouter/0", 0)
-    counters = stage.server.counters
-    assert (counters["weights/updates_committed"], counters["weights/replicas"]) == (1, 1)
-    assert stage.server.param_version == 0
-    await stage.parked(stage.next("rollouter/0", 0))
-
-
-@staged(transport="auto")
 async def test_an_update_by_chunks(stage, publication):
     manifest = publication(3)
     await stage.publish(manifest)
@@ -228,28 +205,6 @@ async def test_an_update_by_chunks(stage, publication):
         with pytest.raises(RemoteError) as caught:
             await stage.call("rollouter/0", request)
         assert (caught.value.code, caught.value.retryable) == (code, False)
-
-
-@staged(transport="auto")
-async def test_replicas_of_another_host_are_given_what_one_of_them_fetched(stage, publication):
-    manifest = publication(3)
-    await stage.publish(manifest)
-    first = (await stage.next("rollouter/0", host="elsewhere")).offer
-    assert (first.transport, first.share, first.sources) == ("stream", True, [])
-    others = [stage.next(f"rollouter/{index}", host="elsewhere") for index in (1, 2)]
-    await stage.parked(*others)
-    # A host of its own is below the first.
-    stage.next("rollouter/3", host="another")
-    below = (await stage.next("rollouter/4", host="a third")).offer
-    assert (below.transport, below.sources, below.more_sources) == ("stream", ["rollouter/0"], [["rollouter/3"]])
-    paths = ["/proc/4711/fd/12"]
-    pausing = stage.asking("rollouter/0", RequestPause(version=3, paths=paths))
-    for call in others:
-        offer = (await call).offer
-        assert (offer.version, offer.transport, offer.share) == (3, "shm", False)
-        [bucket] = offer.manifest.buckets
-        assert (bucket.path, bucket.checksum, bucket.delta) == (paths[0], manifest.buckets[0].checksum, None)
-    assert (await pausing).granted
 
 
 @staged(transport="shm")

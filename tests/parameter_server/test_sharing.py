@@ -40,15 +40,6 @@ def test_one_of_a_host_fetches_and_the_others_are_given_what_it_has():
     assert play.conductor.publications.needed() == {0}
 
 
-def test_each_host_has_its_own():
-    play = on_hosts()
-    assert play.next("r/0", -1, **HERE).share
-    assert play.next("r/1", -1, **THERE).share
-    fetched(play, "r/0")
-    assert play.next("r/2", -1, **THERE) is None
-    assert play.next("r/3", -1, **HERE).transport == "shm"
-
-
 @pytest.mark.parametrize("why", ["stream", "unknown", "failed"])
 def test_who_takes_no_part_fetches_by_itself(why):
     play = on_hosts(transport="stream" if why == "stream" else "auto", max_attempts=1)
@@ -89,13 +80,6 @@ def test_where_the_one_that_fetches_is_lost_another_takes_its_place(what):
     assert offers[1:] == [None] * 6
     fetched(play, "r/1")
     assert {play.look(name).transport for name in R[2:]} == {"shm"}
-
-
-def test_a_fetch_that_is_begun_again_waits_for_nobody():
-    play = on_hosts()
-    play.next("r/0", -1, **HERE)
-    assert play.next("r/0", -1, **HERE).share
-    assert play.next("r/0", -1, incarnation=2, **HERE).share
 
 
 def test_who_waited_is_given_what_it_waited_for_though_a_newer_one_is_there():
