@@ -163,24 +163,6 @@ def test_ended_epochs_cost_nothing_however_their_kinds_alternate(size: int) -> N
     assert ledger.state.concluded == finished(12, size).state.concluded
 
 
-@pytest.mark.parametrize("epoch", [0, 2, 3])
-def test_an_outcome_amid_epochs_that_are_over_is_of_its_epoch_alone(epoch: int) -> None:
-    ledger = finished(4, 8)
-    ledger.record("trained", epoch, 9)
-    assert [at for at in range(5) if not ledger.is_open(at, 9)] == [epoch]
-    assert [ledger.concluded(at) for at in range(5)] == [8 + (at == epoch) for at in range(4)] + [0]
-    for at in range(4):
-        if at != epoch:
-            ledger.record("filtered", at, 9)
-    assert [(item.first, item.epochs) for item in ledger.state.concluded] == [(0, 4)]
-
-
-def test_sets_of_more_than_a_byte_are_not_compared() -> None:
-    """Or an outcome amid an epoch under way would cost as much as the epoch has prompts."""
-    ledger = made({(0, 9): "trained", (1, 9): "trained"})
-    assert [item.epochs for item in ledger.state.concluded] == [1, 1]
-
-
 def test_at_ten_million_groups_the_ledger_is_a_bit_for_each_prompt_of_the_open_epoch() -> None:
     """Ten epochs of a million, a hundred thousand of a hundred: both with one more under way, in shuffled order."""
     for epochs, size in ((10, 1_000_000), (100_000, 100)):
@@ -283,13 +265,6 @@ def test_sets_that_are_no_ledger_are_refused(runs: list[tuple[int, int, int, byt
     concluded = [ConcludedEpochs(first=f, epochs=e, below=b, bits=bits) for f, e, b, bits in runs]
     with pytest.raises(ValueError, match=match):
         Ledger.restore(LedgerState(concluded=concluded, counts={"trained": trained}))
-
-
-def test_a_value_is_added_once() -> None:
-    values = IndexSet()
-    values.add(3)
-    with pytest.raises(AssertionError):
-        values.add(3)
 
 
 @pytest.mark.parametrize("uid", ["", "x", "a@3-1", "1", "1-", "-", "1--5", "-1-5"])

@@ -15,14 +15,13 @@ that were recorded. It takes the largest incarnation that it hears of each that 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.health.liveness import Oversight
-from asyncrl.controller.joining.host_changes import MEMBERS_FILE, ComingAndGoing
+from asyncrl.controller.joining.host_changes import ComingAndGoing
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.observation.observers import Watching
 from asyncrl.controller.observation.recent_lines import RecentLines, is_proper
@@ -144,20 +143,7 @@ class Controller(Actor):
         self._said: tuple[int, RunState] | None = None
         """The state that watchers are told, and its number: made once for all of them."""
         self._registered = ParkingLot()
-        self._members = ComingAndGoing(
-            curve=context.credentials.curve,
-            start_timeout_s=self.config.supervision.start_timeout_s,
-            registry=self._registry,
-            run=self._run,
-            hosts=self._hosts,
-            peers=lambda: self.roster.peers,
-            take_in=self.take_in,
-            tell=self._members_changed,
-            write=partial(replace_file, mode=0o600),
-            path=self._address_file.with_name(MEMBERS_FILE),
-            now=self.clock.now,
-            log=self.log,
-        )
+        self._members = ComingAndGoing(self, self._registry, self._run, self._hosts, tell=self._members_changed)
         self._oversight = Oversight(
             self,
             self._registry,

@@ -219,8 +219,8 @@ class Dataloader(Actor):
             return Resumed(
                 fingerprint=order.fingerprint,
                 seed=order.seed,
-                limit=self._tickets.limit,
-                first_epoch=self._tickets.first_epoch,
+                limit=self._tickets.gate.limit.versions,
+                first_epoch=self._tickets.ledger.first_epoch,
                 prompts=order.size,
             )
 
@@ -310,7 +310,7 @@ class Dataloader(Actor):
         self._tickets, self._previous = tickets, None
         # The learner's checkpoint has the outcome of the others, which nobody reports any more.
         self._granted = {uid: at for uid, at in self._granted.items() if tickets.is_out(uid)}
-        self.param_version = tickets.newest_version
+        self.param_version = tickets.gate.newest_version
         self._note_orphans("")
         self.progress()
         self._opened.wake()
@@ -426,10 +426,10 @@ class Dataloader(Actor):
         for outcome in request.outcomes:
             if (granted := self._granted.pop(outcome.uid, None)) is not None:
                 self.histograms.observe("tickets/age_s", self.clock.now() - granted)
-        self.param_version = tickets.newest_version
+        self.param_version = tickets.gate.newest_version
         self.progress()
         self._changed()
-        return OutcomesSeen(number=number, limit=tickets.limit)
+        return OutcomesSeen(number=number, limit=tickets.gate.limit.versions)
 
     @handler
     async def watch_supply(self, request: WatchSupply, caller: Caller) -> Supply:
@@ -512,8 +512,9 @@ class Dataloader(Actor):
         for name in {*self._counts, *tickets.counts}:
             self.counters[f"tickets/{name}"] = self._counts[name] + tickets.counts[name]
         self.counters["tickets/outstanding"] = tickets.outstanding
-        self.counters["tickets/gate"] = tickets.admitted
-        self.counters["staleness/limit"] = tickets.limit
+        gate = tickets.gate
+        self.counters["tickets/gate"] = gate.room(gate.newest_version, 0)
+        self.counters["staleness/limit"] = gate.limit.versions
         if tickets.supply_number != self._supply_number:
             self._supply_number = tickets.supply_number
             self._watchers.wake()

@@ -46,25 +46,17 @@ class Gate:
         self._versions = [first_version]
         self._trained_at = [trained if trained_at_version is None else trained_at_version]
         self._first_version = first_version
-        self._finished = False
+        self.finished = False
+        """Whether nothing more is to be granted for training."""
 
     @property
     def newest_version(self) -> int:
         """The newest published version that was reported."""
         return self._versions[-1]
 
-    @property
-    def finished(self) -> bool:
-        """Whether the last step is trained."""
-        return self._finished
-
     def needed(self, outstanding: int) -> int:
         """Groups that are still to be granted until the end of the run, if all that are outstanding are trained."""
-        return 0 if self._finished else max(0, self._groups_of_run - self.trained - outstanding)
-
-    def admitted(self, served_version: int) -> int:
-        """Groups that may be outstanding for a rollouter whose engines serve this version."""
-        return self.room(served_version, 0)
+        return 0 if self.finished else max(0, self._groups_of_run - self.trained - outstanding)
 
     def room(self, served_version: int, outstanding: int) -> int:
         """Groups that staleness admits for a rollouter whose engines serve this version or newer ones.
@@ -103,7 +95,3 @@ class Gate:
         at = bisect_right(self._versions, version) - 1
         if at > 0:
             del self._versions[:at], self._trained_at[:at]
-
-    def finish(self) -> None:
-        """Nothing more is to be granted for training."""
-        self._finished = True

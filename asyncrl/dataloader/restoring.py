@@ -95,7 +95,7 @@ def rebuild(
         overdue=trained > 0,
     )
     if request.finished:
-        gate.finish()
+        gate.finished = True
         evals.finish(request.version)
     tickets = Tickets(
         PromptQueue(source.order, ledger, source.oversize),

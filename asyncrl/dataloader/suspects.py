@@ -27,19 +27,12 @@ class SuspectPrompts:
         self._attempts = attempts
         self._max_attempts = max_attempts
         self._waiting: dict[str, Prompt] = {}
-        self._training = 0
+        self.reserved = 0
+        """Training prompts that wait to run alone: places that nobody else may take."""
         self.set_aside: str | None = None
         """The rollouter that is granted nothing until it holds nothing."""
         self.changes = 0
         """Deaths counted so far."""
-
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._waiting
-
-    @property
-    def reserved(self) -> int:
-        """Training prompts that wait to run alone: places that nobody else may take."""
-        return self._training
 
     def attempt(self, uid: str) -> int:
         """Deaths that a prompt was held in."""
@@ -78,12 +71,12 @@ class SuspectPrompts:
     def add(self, prompt: Prompt) -> None:
         """A prompt waits to run alone."""
         self._waiting[prompt.uid] = prompt
-        self._training += isinstance(prompt, TrainingPrompt)
+        self.reserved += isinstance(prompt, TrainingPrompt)
 
     def discard(self, uid: str) -> None:
         """A prompt does not wait any more."""
         prompt = self._waiting.pop(uid, None)
-        self._training -= isinstance(prompt, TrainingPrompt)
+        self.reserved -= isinstance(prompt, TrainingPrompt)
 
     def next(self, may_run: Callable[[Prompt], bool]) -> Prompt | None:
         """The prompt that has waited longest of those that may run."""

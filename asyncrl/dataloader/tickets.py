@@ -35,7 +35,10 @@ from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
 
 
 class Tickets:
-    """A run's tickets. ``number`` is that of the learner's last report, ``supply_number`` that of the last supply."""
+    """A run's tickets. ``number`` is that of the learner's last report, ``supply_number`` that of the last supply.
+
+    ``gate`` and ``ledger`` are there to be looked at.
+    """
 
     def __init__(
         self,
@@ -47,9 +50,8 @@ class Tickets:
         number: int = 0,
         supply_number: int = 0,
     ) -> None:
-        self._queue = queue
-        self._gate = gate
-        self._evals = evals
+        self.gate, self.ledger = gate, queue.ledger
+        self._queue, self._evals = queue, evals
         self._holders = Holders()
         self._suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
         self._orphans: dict[str, int] = {}
@@ -80,29 +82,9 @@ class Tickets:
         return uid in self._holders
 
     @property
-    def admitted(self) -> int:
-        """Groups that may be outstanding for an engine that serves the newest version."""
-        return self._gate.admitted(self._gate.newest_version)
-
-    @property
-    def limit(self) -> float:
-        """The working limit, in versions."""
-        return self._gate.limit.versions
-
-    @property
-    def newest_version(self) -> int:
-        """The newest version that the learner has reported."""
-        return self._gate.newest_version
-
-    @property
-    def first_epoch(self) -> int:
-        """The oldest epoch from which prompts are granted."""
-        return self._queue.ledger.first_epoch
-
-    @property
     def closed(self) -> bool:
         """Whether nothing will ever be granted again."""
-        return self._gate.finished and not self._evals.sizes
+        return self.gate.finished and not self._evals.sizes
 
     @property
     def orphans(self) -> dict[str, int]:
@@ -124,7 +106,7 @@ class Tickets:
             exhausted=self._exhausted,
             outstanding=self.outstanding,
             rejected=[Rejected(uid, reason) for uid, reason in rejected.items()],
-            attempts=dict(self._queue.ledger.attempts),
+            attempts=dict(self.ledger.attempts),
             evals=self._evals.sizes,
         )
 
@@ -136,7 +118,7 @@ class Tickets:
         if holder is not None and ask.incarnation > holder.incarnation:
             self.died(ask.rollouter, holder.incarnation)
         self._holders.update(ask)
-        self._gate.forget_below(self._holders.oldest_served)
+        self.gate.forget_below(self._holders.oldest_served)
 
     def knows(self, rollouter: str) -> bool:
         """Whether a rollouter has been met and is not known to be dead."""
@@ -165,7 +147,7 @@ class Tickets:
             grant = self._holders.grant(
                 ask,
                 prompt,
-                self._gate.newest_version,
+                self.gate.newest_version,
                 attempt=attempt,
                 alone=attempt >= ALONE_FROM,
                 requeues=self._requeues(prompt.uid),
@@ -265,7 +247,7 @@ class Tickets:
             prompt = self._hold(ticket.uid)
             if prompt is not None:
                 self._suspects.raise_to(ticket.uid, ticket.attempt)
-                version = self._gate.newest_version
+                version = self.gate.newest_version
                 grant = Grant(number, prompt, version, ticket.attempt, alone, ticket.requeues, ticket.served_version)
                 self._holders.restore(rollouter, grant)
         self._note_supply()
@@ -276,7 +258,7 @@ class Tickets:
 
     def inherit(self, previous: Tickets) -> None:
         """Take over the deaths that only ``previous`` knows of, once all that is out is known."""
-        for uid, attempt in previous._queue.ledger.attempts.items():
+        for uid, attempt in previous.ledger.attempts.items():
             if self._is_open(uid):
                 self._suspects.raise_to(uid, attempt)
         for uid in self.missing(previous):
@@ -307,15 +289,15 @@ class Tickets:
         for outcome in report.outcomes:
             if self._is_open(outcome.uid):
                 self._conclude(outcome)
-        previous = self._gate.newest_version
+        previous = self.gate.newest_version
         if report.version > previous:
-            self._gate.published(report.version, report.trained_at_version)
+            self.gate.published(report.version, report.trained_at_version)
             self._evals.published(report.version, previous)
         if report.step_began:
-            self._gate.limit.step_began(report.buffered_groups, waited=report.waited)
-        if report.finished and not self._gate.finished:
-            self._gate.finish()
-            self._evals.finish(self._gate.newest_version)
+            self.gate.limit.step_began(report.buffered_groups, waited=report.waited)
+        if report.finished and not self.gate.finished:
+            self.gate.finished = True
+            self._evals.finish(self.gate.newest_version)
         self._note_supply()
         return self.number
 
@@ -335,11 +317,11 @@ class Tickets:
         self.counts["orphaned"] += 1
 
     def _requeues(self, uid: str) -> int:
-        return self._queue.ledger.requeues.get(uid, 0)
+        return self.ledger.requeues.get(uid, 0)
 
     @property
     def _exhausted(self) -> bool:
-        return self._stopped or not self._gate.needed(self.outstanding)
+        return self._stopped or not self.gate.needed(self.outstanding)
 
     def _next_prompt(self, ask: Ask, generating: int, *, empty: bool) -> Prompt | None:
         """The prompt granted next to a rollouter that holds nothing, if ``empty``; it is out from here on."""
@@ -365,12 +347,12 @@ class Tickets:
     def _may_run(self, prompt: Prompt, served_version: int) -> bool:
         if isinstance(prompt, EvalPrompt):
             return prompt.version <= served_version
-        return not self._evals.starting and self._gate.has_place(served_version, self.outstanding)
+        return not self._evals.starting and self.gate.has_place(served_version, self.outstanding)
 
     def _next_in_turn(self, ask: Ask, generating: int) -> Prompt | None:
         """Training and evaluation take turns where both may be granted."""
         served_version = ask.served_version
-        may_train = not self._evals.starting and self._gate.admits(
+        may_train = not self._evals.starting and self.gate.admits(
             served_version,
             outstanding=self.outstanding + self._suspects.reserved,
             generating=generating,
@@ -383,8 +365,8 @@ class Tickets:
             self._eval_turn = True
             # A requeued prompt that it holds is of an earlier attempt, for which it would take the new one. The last
             # places of the run are kept for these.
-            held = self._queue.ledger.requeues.keys() & ask.holding
-            return self._queue.take(but=held) if self._gate.needed(self.outstanding) > len(held) else None
+            held = self.ledger.requeues.keys() & ask.holding
+            return self._queue.take(but=held) if self.gate.needed(self.outstanding) > len(held) else None
         return None
 
     def _hold(self, uid: str) -> Prompt | None:
@@ -407,7 +389,7 @@ class Tickets:
         """Whether a prompt has no outcome."""
         if "@" in uid:
             return uid in self._evals
-        return self._queue.ledger.is_open(*position_of(uid))
+        return self.ledger.is_open(*position_of(uid))
 
     def _conclude(self, outcome: Outcome) -> None:
         uid = outcome.uid
@@ -423,11 +405,11 @@ class Tickets:
         else:
             self._queue.finish(outcome.kind, *position_of(uid))
         self.counts[outcome.kind] += 1
-        self._gate.trained += outcome.kind == "trained"
+        self.gate.trained += outcome.kind == "trained"
 
     def _requeue(self, uid: str, requeues: int) -> None:
         """A prompt's group was too stale: the prompt is to be granted again, unless it is to come anyway."""
-        self._queue.ledger.requeues[uid] = max(requeues, self._requeues(uid))
+        self.ledger.requeues[uid] = max(requeues, self._requeues(uid))
         if uid in self._holders:
             self._orphans.pop(uid, None)
             self._put_back(self._holders.release(uid).prompt)
@@ -444,14 +426,14 @@ class Tickets:
 
     def _forget_deaths(self) -> None:
         """Forget the deaths of prompts that have an outcome, or that nobody asks for any more."""
-        for uid in list(self._queue.ledger.attempts):
+        for uid in list(self.ledger.attempts):
             if not self._is_open(uid):
                 self._suspects.forget(uid)
 
     def _put_back(self, prompt: Prompt) -> None:
         """A prompt that nobody has is to be granted again, if it may be, and alone if it must be."""
         reason = self._suspects.verdict(prompt.uid)
-        if isinstance(prompt, TrainingPrompt) and prompt.epoch < self._queue.ledger.first_epoch:
+        if isinstance(prompt, TrainingPrompt) and prompt.epoch < self.ledger.first_epoch:
             self._queue.give_back(prompt)
         elif reason is not None:
             self.counts["rejected"] += 1

@@ -116,7 +116,7 @@ class ParameterServer(Actor):
     async def announce(self, request: Announce, caller: Caller) -> Announced:
         """Park the call until the members are paused, or there will be no broadcast."""
         number = self._conductor.announce(caller.name, caller.incarnation, request, self._now())
-        found = await self._parked(caller, number, lambda: self._conductor.decided(request.version))
+        found = await self._parked(caller, number, lambda: self._conductor.broadcasts.decided(request.version))
         return found or Announced(decided=False)
 
     @handler
@@ -146,7 +146,7 @@ class ParameterServer(Actor):
         if offer is None or offer.collective is not None:
             return Update(offer=offer)
         held = self._held.manifest(offer.version)
-        paths = self._conductor.source_paths(caller.name)
+        paths = self._conductor.fleet.replicas[caller.name].source_paths
         manifest = shared_manifest(held, paths) if paths else manifest_for(held, offer.transport, request.base)
         return Update(offer=msgspec.structs.replace(offer, manifest=manifest))
 
@@ -227,7 +227,7 @@ class ParameterServer(Actor):
         """The answer; None for "ask again", when the time is over or the caller has asked something else since."""
 
         def ask() -> tuple[T | None] | None:
-            if not self._conductor.asks(caller.name, number):
+            if not self._conductor.fleet.asks(caller.name, number):
                 return (None,)
             found = answer()
             return None if found is None else (found,)
@@ -246,7 +246,7 @@ class ParameterServer(Actor):
 
     def _changed(self) -> None:
         """Do the work that follows from a change in the conductor."""
-        effects = self._conductor.take_effects()
+        effects = self._conductor.fleet.take_effects()
         for note in effects.notes:
             getattr(self.log, note.level)(note.event, **note.facts)
         self._wake(list(effects.wake))

@@ -1,8 +1,8 @@
 """The conductor: which replica takes over which version, by which way, and when it may pause. Pure.
 
 Callers' words come in as methods and change phases by the table in replicas.py; their questions are opened with the
-word and answered by ``offer``, ``may_pause``, ``begins`` and ``decided``, which give None for as long as there is
-no answer. Times are given, in seconds on any monotonic clock; ``pass_time`` is due at ``next_deadline``.
+word and answered by ``offer``, ``may_pause``, ``begins`` and ``broadcasts.decided``, which give None for as long as
+there is no answer. Times are given, in seconds on any monotonic clock; ``pass_time`` is due at ``next_deadline``.
 
 Invariants: no pause is granted past ``max_paused``, and in the order of asking among those that wait just then; a
 replica is given a newer version only while no update is under way there. A replica that holds a pause past its
@@ -19,9 +19,9 @@ from itertools import islice
 import msgspec
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.messages.weights import Announce, Announced, Offer, Transport
+from asyncrl.messages.weights import Announce, Offer, Transport
 from asyncrl.parameter_server.broadcasts import Broadcasts
-from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Effects, Fleet
+from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Fleet
 from asyncrl.parameter_server.offers import rolling_transport
 from asyncrl.parameter_server.publications import Publications
 from asyncrl.parameter_server.replicas import BROADCAST_PHASES, FAILED_PHASES, IDLE_PHASES, Phase, Replica, ReplicaEvent
@@ -33,10 +33,10 @@ class Conductor:
 
     def __init__(self, weights: WeightsConfig, *, first_epoch: int = 1) -> None:
         self._weights = weights
-        self._fleet = Fleet()
-        self._broadcasts = Broadcasts(weights, self._fleet, first_epoch=first_epoch)
-        self._sharing = Sharing(weights, self._fleet)
-        self.publications = Publications(weights, self._fleet, self._sharing)
+        self.fleet = Fleet()
+        self.broadcasts = Broadcasts(weights, self.fleet, first_epoch=first_epoch)
+        self._sharing = Sharing(weights, self.fleet)
+        self.publications = Publications(weights, self.fleet, self._sharing)
         self._last_seniority = 0
 
     # --- words and questions of replicas ---
@@ -57,7 +57,7 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
-        number = self._fleet.ask(name)
+        number = self.fleet.ask(name)
         if serving >= 0 and (
             serving == replica.target or (replica.phase in FAILED_PHASES and serving > replica.serving)
         ):
@@ -65,7 +65,7 @@ class Conductor:
             self._commit(replica, now)
         replaced, changed = serving < replica.serving, serving != replica.serving
         replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
-        self._fleet.settle_in(replica, host)
+        self.fleet.settle_in(replica, host)
         if replaced:
             replica.engine += 1
         if replica.phase is Phase.ANNOUNCED and (changed or workers != replica.workers):
@@ -83,14 +83,14 @@ class Conductor:
 
     def offer(self, name: str, now: float) -> Offer | None:
         """Version for the asking replica to take over next; the manifest is to be filled in under shm and stream."""
-        replica = self._fleet.replicas[name]
+        replica = self.fleet.replicas[name]
         if replica.phase is Phase.ANNOUNCED:
-            collective = self._broadcasts.collective(replica)
+            collective = self.broadcasts.collective(replica)
             return Offer(version=replica.target, transport=collective.group.backend, collective=collective)
         newest = self.publications.newest
         if replica.phase not in IDLE_PHASES or replica.serving >= newest or newest <= self.publications.condemned:
             return None
-        if self._broadcasts.holds_back(replica):
+        if self.broadcasts.holds_back(replica):
             return None
         # A replica that cannot read this host's memory, for any reason, is served over the wire.
         same_host = replica.same_host and replica.failed_attempts < self._weights.max_attempts
@@ -102,7 +102,7 @@ class Conductor:
             replica.source_paths = holder.held_paths
             return self._make_offer(replica, holder.held_version, "shm", now)
         if (fetcher := self._sharing.fetcher(replica)) is not None:
-            self._fleet.await_other(replica, fetcher.name)
+            self.fleet.await_other(replica, fetcher.name)
             return None
         offer = self._make_offer(replica, newest, transport, now)
         replica.fetches = True
@@ -110,18 +110,14 @@ class Conductor:
         return msgspec.structs.replace(offer, share=True, sources=sources, more_sources=more_sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
-        self._fleet.move(replica, ReplicaEvent.OFFERED)
+        self.fleet.move(replica, ReplicaEvent.OFFERED)
         replica.target, replica.staging_since = version, now
         replica.outrun, replica.fetches = False, False
-        self._fleet.await_other(replica, "")
+        self.fleet.await_other(replica, "")
         if not replica.seniority:
             self._last_seniority += 1
             replica.seniority = self._last_seniority
         return Offer(version=version, transport=transport)
-
-    def source_paths(self, name: str) -> tuple[str, ...]:
-        """Paths, on the replica's host, of the segments that it was offered; empty for those that are held here."""
-        return self._fleet.replicas[name].source_paths
 
     def request_pause(self, name: str, incarnation: int, version: int, now: float, *, paths: Sequence[str] = ()) -> int:
         """Take a replica's request to pause for ``version``, staged: see ``may_pause``. Returns the question's number.
@@ -131,20 +127,20 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
-        number = self._fleet.ask(name)
+        number = self.fleet.ask(name)
         if version > replica.serving and self._word(replica, ReplicaEvent.ASKED, "", now):
             replica.target = version
             if paths or version != replica.held_version:
                 replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
                 replica.paused_since = now
-                self._fleet.begin_anew(replica)
+                self.fleet.begin_anew(replica)
         self._settle(now)
         return number
 
     def may_pause(self, name: str, version: int) -> bool | None:
         """True once the asking replica may pause to load ``version``."""
-        replica = self._fleet.replicas[name]
+        replica = self.fleet.replicas[name]
         return (replica.phase is Phase.LOADING and replica.target == version) or None
 
     def join(self, name: str, incarnation: int, version: int, epoch: int, now: float) -> int:
@@ -152,16 +148,16 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
-        number = self._fleet.ask(name)
-        if self._broadcasts.is_current(version, epoch):
+        number = self.fleet.ask(name)
+        if self.broadcasts.is_current(version, epoch):
             self._word(replica, ReplicaEvent.JOINED, "", now)
         self._settle(now)
         return number
 
     def begins(self, name: str, version: int, epoch: int) -> bool | None:
         """Whether the broadcast that the asking replica has paused for begins; None while that is open."""
-        phase = self._fleet.replicas[name].phase
-        if not self._broadcasts.is_current(version, epoch):
+        phase = self.fleet.replicas[name].phase
+        if not self.broadcasts.is_current(version, epoch):
             return False
         return None if phase is Phase.PAUSED else phase is Phase.RECEIVING
 
@@ -185,7 +181,7 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
-        late = epoch >= 0 and not self._broadcasts.is_current(version, epoch)
+        late = epoch >= 0 and not self.broadcasts.is_current(version, epoch)
         if late and not committed and replica.phase in BROADCAST_PHASES:
             return False
         replica.target = version
@@ -205,41 +201,33 @@ class Conductor:
     # --- words and questions of the learner ---
 
     def announce(self, name: str, incarnation: int, announcement: Announce, now: float) -> int:
-        """Take the learner's offer to broadcast a version: see ``decided``. Returns the question's number."""
-        number = self._fleet.ask(name)
-        self._broadcasts.announce((name, incarnation), announcement, self.publications.accepted, now)
+        """Take the learner's offer of a broadcast: see ``broadcasts.decided``. Returns the question's number."""
+        number = self.fleet.ask(name)
+        self.broadcasts.announce((name, incarnation), announcement, self.publications.accepted, now)
         return number
-
-    def decided(self, version: int) -> Announced | None:
-        """Members of the broadcast of ``version``, or that there is none; None while that is open."""
-        return self._broadcasts.decided(version)
 
     def broadcast_ended(self, version: int, epoch: int, error: str, now: float, *, again: bool = False) -> None:
         """Take the learner's word that it has sent everything, or failed to; ``again``: it announces it anew next."""
-        self._broadcasts.ended(version, epoch, error, now, again=again)
+        self.broadcasts.ended(version, epoch, error, now, again=again)
         self._settle(now)
 
     # --- questions, deaths, time ---
 
-    def asks(self, name: str, number: int) -> bool:
-        """Whether the question of this number is still waiting for its answer."""
-        return self._fleet.asks(name, number)
-
     def answered(self, name: str, number: int, now: float) -> None:
         """Note that a question is answered, be it with the request to ask again."""
-        if self._fleet.asks(name, number):
-            self._fleet.close(name)
-            if (replica := self._fleet.replicas.get(name)) is not None:
+        if self.fleet.asks(name, number):
+            self.fleet.close(name)
+            if (replica := self.fleet.replicas.get(name)) is not None:
                 replica.heard = now
 
     def withdrew(self, name: str, number: int, now: float) -> None:
         """Note that a caller has cancelled its question, so that its work is over there: its engine died, say."""
-        if not self._fleet.asks(name, number):
+        if not self.fleet.asks(name, number):
             return
-        self._fleet.close(name)
-        replica = self._fleet.replicas.get(name)
+        self.fleet.close(name)
+        replica = self.fleet.replicas.get(name)
         if replica is None:
-            self._broadcasts.withdrew(name, now)
+            self.broadcasts.withdrew(name, now)
             return
         replica.heard = SILENT
         if replica.phase not in IDLE_PHASES:
@@ -248,46 +236,46 @@ class Conductor:
 
     def left(self, name: str, incarnation: int, now: float) -> None:
         """Note that this incarnation of a replica, or of the learner, is dead."""
-        replica = self._fleet.replicas.get(name)
+        replica = self.fleet.replicas.get(name)
         if replica is None or replica.incarnation <= incarnation:
-            self._fleet.close(name)
+            self.fleet.close(name)
         if replica is not None and replica.incarnation <= incarnation:
             before = replica.phase
-            self._fleet.remove(replica)
-            self._broadcasts.member_lost(replica, before, "is gone", now)
-        self._broadcasts.left(name, incarnation, now)
+            self.fleet.remove(replica)
+            self.broadcasts.member_lost(replica, before, "is gone", now)
+        self.broadcasts.left(name, incarnation, now)
         self._settle(now)
 
     def next_deadline(self) -> float | None:
         """Time at which time alone will change something."""
         weights = self._weights
         deadlines = []
-        if (loading := self._fleet.first(Phase.LOADING)) is not None:
+        if (loading := self.fleet.first(Phase.LOADING)) is not None:
             deadlines.append(loading.paused_since + weights.deadline_s)
-        if (staging := self._fleet.first(Phase.STAGING)) is not None:
+        if (staging := self.fleet.first(Phase.STAGING)) is not None:
             deadlines.append(staging.staging_since + weights.stage_deadline_s)
-        if (deadline := self._broadcasts.deadline()) is not None:
+        if (deadline := self.broadcasts.deadline()) is not None:
             deadlines.append(deadline)
         return min(deadlines, default=None)
 
     def pass_time(self, now: float) -> None:
         """Take back pauses, give up stagings, and end a broadcast, that are past their deadline."""
-        for replica in list(self._fleet.of(Phase.STAGING)):
+        for replica in list(self.fleet.of(Phase.STAGING)):
             if now >= replica.staging_since + self._weights.stage_deadline_s:
-                self._fleet.note(
+                self.fleet.note(
                     "staging overdue",
                     level="warning",
                     replica=replica.name,
                     version=replica.target,
                     waited_s=now - replica.staging_since,
                 )
-                self._fleet.move(replica, ReplicaEvent.OVERDUE)
-        for replica in list(self._fleet.of(Phase.LOADING)):
+                self.fleet.move(replica, ReplicaEvent.OVERDUE)
+        for replica in list(self.fleet.of(Phase.LOADING)):
             if now >= replica.paused_since + self._weights.deadline_s:
-                self._fleet.counts["pauses_taken_back"] += 1
-                self._fleet.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
-                self._fleet.move(replica, ReplicaEvent.OVERDUE)
-        self._broadcasts.pass_time(now)
+                self.fleet.counts["pauses_taken_back"] += 1
+                self.fleet.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
+                self.fleet.move(replica, ReplicaEvent.OVERDUE)
+        self.broadcasts.pass_time(now)
         self._settle(now)
 
     # --- figures and effects for the shell ---
@@ -295,69 +283,61 @@ class Conductor:
     @property
     def max_paused(self) -> int:
         """Largest number of replicas that may load by a rolling transport at once."""
-        return max(1, math.floor(self._weights.max_paused_fraction * len(self._fleet.replicas)))
-
-    def replicas(self) -> dict[str, Replica]:
-        """All replicas, to be looked at."""
-        return self._fleet.replicas
-
-    def take_effects(self) -> Effects:
-        """Callers to wake and notes to log, since the last call."""
-        return self._fleet.take_effects()
+        return max(1, math.floor(self._weights.max_paused_fraction * len(self.fleet.replicas)))
 
     def figures(self) -> dict[str, float]:
         """Counts since the start, and the present numbers of replicas by state."""
         return {
-            **{name: self._fleet.counts[name] for name in COUNTED},
-            "replicas": len(self._fleet.replicas),
-            "replicas_behind": self._fleet.count(Phase.BEHIND),
-            "replicas_paused": self._fleet.count(Phase.LOADING),
-            "failed_attempts": self._fleet.failed_attempts,
+            **{name: self.fleet.counts[name] for name in COUNTED},
+            "replicas": len(self.fleet.replicas),
+            "replicas_behind": self.fleet.count(Phase.BEHIND),
+            "replicas_paused": self.fleet.count(Phase.LOADING),
+            "failed_attempts": self.fleet.failed_attempts,
         }
 
     # --- the inside ---
 
     def _hear(self, name: str, incarnation: int, now: float) -> Replica | None:
         """The replica that speaks; None if a newer incarnation has replaced it."""
-        replica = self._fleet.replicas.get(name)
+        replica = self.fleet.replicas.get(name)
         if replica is not None and replica.incarnation < incarnation:
             self.left(name, replica.incarnation, now)
             replica = None
         if replica is None:
             replica = Replica(name, incarnation)
-            self._fleet.add(replica)
+            self.fleet.add(replica)
         elif replica.incarnation > incarnation:
             return None
         replica.heard = now
         return replica
 
     def _commit(self, replica: Replica, now: float) -> bool:
-        if not self._fleet.move(replica, ReplicaEvent.COMMITTED):
+        if not self.fleet.move(replica, ReplicaEvent.COMMITTED):
             return False
-        self._broadcasts.advance(now)
+        self.broadcasts.advance(now)
         return True
 
     def _word(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
         """Take a replica's own word; a broadcast that the replica leaves with it is over for all."""
         before = replica.phase
-        if not self._fleet.move(replica, event):
+        if not self.fleet.move(replica, event):
             return False
         if replica.phase in FAILED_PHASES:
-            self._broadcasts.member_lost(replica, before, why, now)
+            self.broadcasts.member_lost(replica, before, why, now)
         return True
 
     def _settle(self, now: float) -> None:
         """Take the steps that have become possible by a word, or by its absence."""
-        self._broadcasts.advance(now)
+        self.broadcasts.advance(now)
         self._sharing.settle()
         self._grant(now)
 
     def _grant(self, now: float) -> None:
-        free = self.max_paused - self._fleet.count(Phase.LOADING)
+        free = self.max_paused - self.fleet.count(Phase.LOADING)
         if free <= 0:
             return
         # A replica between two questions keeps its place, but nobody waits for it.
-        asking = (replica for replica in self._fleet.of(Phase.WAITING) if self._fleet.asks(replica.name))
+        asking = (replica for replica in self.fleet.of(Phase.WAITING) if self.fleet.asks(replica.name))
         for replica in list(islice(asking, free)):
-            self._fleet.move(replica, ReplicaEvent.GRANTED)
+            self.fleet.move(replica, ReplicaEvent.GRANTED)
             replica.paused_since = now

@@ -10,7 +10,7 @@ Phases are changed by ``move``, hosts by ``settle_in`` and waits by ``await_othe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -154,9 +154,9 @@ class Fleet:
         del of_phase[replica.name]
         of_phase[replica.name] = replica
 
-    def beside(self, replica: Replica) -> Iterator[Replica]:
+    def beside(self, replica: Replica) -> Collection[Replica]:
         """Replicas of a replica's host, itself included."""
-        return iter(self._on_host[replica.host].values())
+        return self._on_host[replica.host].values()
 
     def waits(self) -> Iterator[tuple[str, Mapping[str, Replica]]]:
         """Names of replicas that are waited for, each with those that wait."""

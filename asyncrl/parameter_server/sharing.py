@@ -43,7 +43,7 @@ class Sharing:
 
     def holder(self, replica: Replica, newest: int) -> Replica | None:
         """Replica of the same host, itself included, that has the version that ``replica`` is to take over next."""
-        beside = self._beside(replica)
+        beside = self._fleet.beside(replica)
         awaited = next((other for other in beside if other.name == replica.waits_for), None)
         if awaited is not None and awaited.held_version > replica.serving and is_held_for(awaited):
             return awaited
@@ -51,12 +51,12 @@ class Sharing:
 
     def fetcher(self, replica: Replica) -> Replica | None:
         """Replica of the same host that fetches a newer version than ``replica`` serves."""
-        beside = self._beside(replica)
+        beside = self._fleet.beside(replica)
         return next((other for other in beside if fetches(other) and other.target > replica.serving), None)
 
     def found_nothing(self, replica: Replica) -> None:
         """Forget offered segments that a replica asks anew for: the replica that held them need not be alive."""
-        for other in self._beside(replica):
+        for other in self._fleet.beside(replica):
             if other.held_paths == replica.source_paths != ():
                 other.held_version, other.held_paths = -1, ()
 
@@ -93,9 +93,6 @@ class Sharing:
     def forget_below(self, version: int) -> None:
         """Forget the trees of older versions, which are offered to nobody any more."""
         self._trees = {of: tree for of, tree in self._trees.items() if of >= version}
-
-    def _beside(self, replica: Replica) -> list[Replica]:
-        return list(self._fleet.beside(replica))
 
 
 def fetches(replica: Replica) -> bool:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from disks import fill, small_disk
+from played import played
 from virtual import run_virtual
 
 from asyncrl.checkpoint.folder import CheckpointFolder
@@ -17,7 +18,6 @@ from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
-    CheckpointWritten,
     Notice,
     Register,
     ReportFailure,
@@ -122,24 +122,25 @@ def run(tmp_path, scenario, config=CONFIG, *, runner=asyncio.run):
     runner(main())
 
 
+on_cluster = played(run)
+
+
 async def is_parked(call):
     await asyncio.sleep(0.03)
     return not call.done()
 
 
-def test_it_leaves_its_address_for_the_agent(tmp_path):
-    async def scenario(cluster):
-        path = tmp_path / "private" / "controller.json"
-        said = json.loads(path.read_text())
-        assert said.pop("began") == pytest.approx(cluster.controller.clock.wall(), abs=60)
-        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}, "restarts": 0} | EMPTY
-        assert path.stat().st_mode & 0o077 == 0
-        assert [p.name for p in path.parent.iterdir()] == ["controller.json"]
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_it_leaves_its_address_for_the_agent(cluster, tmp_path):
+    path = tmp_path / "private" / "controller.json"
+    said = json.loads(path.read_text())
+    assert said.pop("began") == pytest.approx(cluster.controller.clock.wall(), abs=60)
+    assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}, "restarts": 0} | EMPTY
+    assert path.stat().st_mode & 0o077 == 0
+    assert [p.name for p in path.parent.iterdir()] == ["controller.json"]
 
 
-@pytest.mark.parametrize("left", [b"", b'{"address": "memo', b"[]", b'{"address": 5}', b"\xff\xfe", None])
+@pytest.mark.parametrize("left", [b'{"address": "memo', b'{"address": 5}', b"\xff\xfe", None])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_successor_comes_up_whatever_is_left_of_the_address_file(tmp_path, capsys, left, is_told):
     """And where the first one was, if its agent remembers."""
@@ -160,99 +161,76 @@ def test_a_successor_comes_up_whatever_is_left_of_the_address_file(tmp_path, cap
     assert (str(path) in told and "list of hosts" in told) == (left is not None)
 
 
-def test_resolve_is_parked_until_the_actor_can_be_called(tmp_path):
-    async def scenario(cluster):
-        peer = cluster.caller()
-        call = peer.call(Resolve(name="reward/0", above=3))
-        await cluster.register("reward/0", incarnation=3)
-        await cluster.register("reward/0", incarnation=4, address="")
-        assert await is_parked(call)
-        await cluster.register("reward/0", incarnation=4)
-        assert (await call).record.incarnation == 4
-        with pytest.raises(RemoteError, match="Refused"):
-            await cluster.caller("agent/1").call(
-                Register(record=ActorRecord(name="reward/0", incarnation=3, address="memory://old"))
-            )
-
-    run(tmp_path, scenario)
-
-
-def test_a_parked_call_is_answered_before_half_of_its_deadline(tmp_path):
-    async def scenario(cluster):
-        now = asyncio.get_running_loop().time
-        began = now()
-        reply = await cluster.caller().call(Resolve(name="reward/0"), timeout=0.4)
-        assert reply.record is None
-        assert 0.1 < now() - began < 0.2
-        number = (await cluster.caller().call(WatchRun())).number
-        began = now()
-        state = await cluster.caller().call(WatchRun(seen=number), timeout=0.4)
-        assert state.number == number
-        assert 0.1 < now() - began < 0.2
-
-    run(tmp_path, scenario, runner=run_virtual)
-
-
-def test_watchers_see_the_start(tmp_path):
-    async def scenario(cluster):
-        watcher = cluster.caller()
-        state = await watcher.call(WatchRun(seen_line=0))
-        assert (state.phase, state.waiting_for) == ("starting", sorted(OTHERS))
-        for name in OTHERS:
-            call = watcher.call(WatchRun(seen=state.number, seen_line=state.last_line))
-            assert await is_parked(call)
-            await cluster.register(name)
-            state = await call
-        assert (state.phase, state.waiting_for) == ("running", [])
-
-    run(tmp_path, scenario)
-
-
-def test_metrics_reach_those_who_ask_for_them_once(tmp_path):
-    async def scenario(cluster):
-        learner, watcher = cluster.caller("learner/0"), cluster.caller()
-        state = await watcher.call(WatchRun(seen_line=0))
-        without, with_lines = (
-            watcher.call(WatchRun(seen=state.number)),
-            watcher.call(WatchRun(seen=state.number, seen_line=0)),
+@on_cluster()
+async def test_resolve_is_parked_until_the_actor_can_be_called(cluster):
+    peer = cluster.caller()
+    call = peer.call(Resolve(name="reward/0", above=3))
+    await cluster.register("reward/0", incarnation=3)
+    await cluster.register("reward/0", incarnation=4, address="")
+    assert await is_parked(call)
+    await cluster.register("reward/0", incarnation=4)
+    assert (await call).record.incarnation == 4
+    with pytest.raises(RemoteError, match="Refused"):
+        await cluster.caller("agent/1").call(
+            Register(record=ActorRecord(name="reward/0", incarnation=3, address="memory://old"))
         )
-        await is_parked(with_lines)
+
+
+@on_cluster(runner=run_virtual)
+async def test_a_parked_call_is_answered_before_half_of_its_deadline(cluster):
+    now = asyncio.get_running_loop().time
+    began = now()
+    reply = await cluster.caller().call(Resolve(name="reward/0"), timeout=0.4)
+    assert reply.record is None
+    assert 0.1 < now() - began < 0.2
+    number = (await cluster.caller().call(WatchRun())).number
+    began = now()
+    state = await cluster.caller().call(WatchRun(seen=number), timeout=0.4)
+    assert state.number == number
+    assert 0.1 < now() - began < 0.2
+
+
+@on_cluster()
+async def test_metrics_reach_those_who_ask_for_them_once(cluster):
+    learner, watcher = cluster.caller("learner/0"), cluster.caller()
+    state = await watcher.call(WatchRun(seen_line=0))
+    without, with_lines = (
+        watcher.call(WatchRun(seen=state.number)),
+        watcher.call(WatchRun(seen=state.number, seen_line=0)),
+    )
+    await is_parked(with_lines)
+    learner.cast(MetricsLine(line={"step": 1}))
+    if not learner.ready:
+        await learner.call(WatchRun())
         learner.cast(MetricsLine(line={"step": 1}))
-        if not learner.ready:
-            await learner.call(WatchRun())
-            learner.cast(MetricsLine(line={"step": 1}))
-        state = await with_lines
-        assert (state.lines, state.last_line) == ([{"step": 1}], 1)
-        assert await is_parked(without)
-        total = LINES_KEPT + 50
-        for step in range(2, total + 1):
-            learner.cast(MetricsLine(line={"step": step}))
-        seen = []
-        while state.last_line < total:
-            state = await watcher.call(WatchRun(seen=state.number, seen_line=state.last_line))
-            seen += [line["step"] for line in state.lines]
-        # The oldest may have gone, but there is no gap after them.
-        assert seen == list(range(seen[0], total + 1))
-        assert len(seen) >= LINES_KEPT
-        without.cancel()
-
-    run(tmp_path, scenario)
+    state = await with_lines
+    assert (state.lines, state.last_line) == ([{"step": 1}], 1)
+    assert await is_parked(without)
+    total = LINES_KEPT + 50
+    for step in range(2, total + 1):
+        learner.cast(MetricsLine(line={"step": step}))
+    seen = []
+    while state.last_line < total:
+        state = await watcher.call(WatchRun(seen=state.number, seen_line=state.last_line))
+        seen += [line["step"] for line in state.lines]
+    # The oldest may have gone, but there is no gap after them.
+    assert seen == list(range(seen[0], total + 1))
+    assert len(seen) >= LINES_KEPT
+    without.cancel()
 
 
-def test_heartbeats_of_strangers_are_counted_and_ignored(tmp_path):
-    async def scenario(cluster):
-        await cluster.register("reward/0")
-        for name in ("reward/0", "reward/9"):
-            peer = cluster.caller(name)
-            await peer.call(WatchRun())
-            for beat in (2, 1):
-                peer.cast(Heartbeat(beat=beat, progress=1, state="ready"))
-        await cluster.caller().call(WatchRun())
-        # Of one that has not registered so far nothing is ignored that it does not say again.
-        assert cluster.controller.counters["heartbeats/ignored"] == 1
-        assert set(cluster.controller._registry.entries) == {"reward/0"}
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_heartbeats_of_strangers_are_counted_and_ignored(cluster):
+    await cluster.register("reward/0")
+    for name in ("reward/0", "reward/9"):
+        peer = cluster.caller(name)
+        await peer.call(WatchRun())
+        for beat in (2, 1):
+            peer.cast(Heartbeat(beat=beat, progress=1, state="ready"))
+    await cluster.caller().call(WatchRun())
+    # Of one that has not registered so far nothing is ignored that it does not say again.
+    assert cluster.controller.counters["heartbeats/ignored"] == 1
+    assert set(cluster.controller._registry.entries) == {"reward/0"}
 
 
 async def beats(peer, *, until):
@@ -262,35 +240,6 @@ async def beats(peer, *, until):
         beat += 1
         peer.cast(Heartbeat(beat=beat, progress=0, state="ready"))
         await asyncio.sleep(0.05)
-
-
-def test_who_stops_beating_is_told_to_be_killed_until_its_end_is_reported(tmp_path):
-    async def scenario(cluster):
-        froze, over = asyncio.Event(), asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            for name, until in (("rollouter/0", froze), ("reward/0", over)):
-                await cluster.register(name)
-                tasks.create_task(beats(cluster.caller(name), until=until))
-            watcher = cluster.caller()
-            state = await watcher.call(WatchRun())
-            call = watcher.call(WatchRun(seen=state.number))
-            await asyncio.sleep(0.6)
-            assert not call.done()
-            froze.set()
-            state = await call
-            assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("rollouter/0", 1)]
-            assert "did not beat" in state.condemned[0].reason
-            assert state.failed_actor == ""
-            await watcher.call(
-                ActorEnded(name="rollouter/0", incarnation=1, exit_code=-9, fatal=False, reason="killed by SIGKILL")
-            )
-            state = await watcher.call(WatchRun(seen=state.number))
-            assert state.condemned == []
-            assert state.phase == "starting"
-            over.set()
-
-    tree = CONFIG.model_dump() | {"supervision": {"heartbeat_s": 0.05, "silence_s": 0.4}}
-    run(tmp_path, scenario, validate_config(tree))
 
 
 def test_a_run_that_finishes_drains_by_ranks_and_ends_the_controller(tmp_path, monkeypatch):
@@ -334,30 +283,28 @@ def test_a_reported_failure_ends_the_run_though_nobody_ends(tmp_path, monkeypatc
     run(tmp_path, scenario)
 
 
-def test_notices_are_passed_on_to_who_follows_the_lines_and_metrics_cannot_pass_for_them(tmp_path):
-    async def scenario(cluster):
-        await cluster.all_ready()
-        agent, learner = cluster.caller(), cluster.caller("learner/0")
-        said = {
-            "key": "disk",
-            "text": "no space left",
-            "count": 2,
-            "meanwhile": "Free some",
-            "waits_for": "room",
-            "of": "",
-        }
-        await learner.call(Notice(**said))
-        learner.cast(MetricsLine(line={"kind": "notice", "step": 1}))
-        learner.cast(MetricsLine(line={"kind": "train", "step": 1}))
-        lines = []
-        while not any(line["kind"] == "train" for line in lines):
-            lines = (await agent.call(WatchRun(seen_line=0))).lines
-        assert lines == [
-            {"kind": "notice", "actor": "learner/0", **said},
-            {"kind": "train", "step": 1},
-        ]
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_notices_are_passed_on_to_who_follows_the_lines_and_metrics_cannot_pass_for_them(cluster):
+    await cluster.all_ready()
+    agent, learner = cluster.caller(), cluster.caller("learner/0")
+    said = {
+        "key": "disk",
+        "text": "no space left",
+        "count": 2,
+        "meanwhile": "Free some",
+        "waits_for": "room",
+        "of": "",
+    }
+    await learner.call(Notice(**said))
+    learner.cast(MetricsLine(line={"kind": "notice", "step": 1}))
+    learner.cast(MetricsLine(line={"kind": "train", "step": 1}))
+    lines = []
+    while not any(line["kind"] == "train" for line in lines):
+        lines = (await agent.call(WatchRun(seen_line=0))).lines
+    assert lines == [
+        {"kind": "notice", "actor": "learner/0", **said},
+        {"kind": "train", "step": 1},
+    ]
 
 
 def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
@@ -381,7 +328,8 @@ def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
         run(disk, scenario)
 
 
-def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end(tmp_path):
+@on_cluster()
+async def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end(cluster):
     class Speaker(Actor):
         role = "reward"
 
@@ -390,78 +338,31 @@ def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end(tmp_path):
             await self.drained()
             self.notify("last", "it ends", count=3)
 
-    async def scenario(cluster):
-        speaker = Speaker(cluster.context("reward/0", 5, cluster.controller.address))
-        life = asyncio.create_task(speaker.main())
-        agent, told = cluster.caller(), []
-        while len(told) < 2:
-            told = [
-                (line["actor"], line["key"], line["text"], line["count"])
-                for line in (await agent.call(WatchRun(seen_line=0))).lines
-            ]
-            if told and not speaker.draining:
-                assert told == [("reward/0", "first", "it begins", 1)]
-                speaker.begin_drain()
-        assert told[1] == ("reward/0", "last", "it ends", 3)
-        await life
-
-    run(tmp_path, scenario)
+    speaker = Speaker(cluster.context("reward/0", 5, cluster.controller.address))
+    life = asyncio.create_task(speaker.main())
+    agent, told = cluster.caller(), []
+    while len(told) < 2:
+        told = [
+            (line["actor"], line["key"], line["text"], line["count"])
+            for line in (await agent.call(WatchRun(seen_line=0))).lines
+        ]
+        if told and not speaker.draining:
+            assert told == [("reward/0", "first", "it begins", 1)]
+            speaker.begin_drain()
+    assert told[1] == ("reward/0", "last", "it ends", 3)
+    await life
 
 
-def test_a_late_word_of_an_older_end_is_ignored(tmp_path):
-    async def scenario(cluster):
-        await cluster.all_ready()
-        await cluster.register("rollouter/0", incarnation=2)
-        agent = cluster.caller()
-        await agent.call(ActorEnded(name="rollouter/0", incarnation=1, exit_code=1, fatal=True, reason="old"))
-        assert (await agent.call(WatchRun())).phase == "running"
-        await agent.call(StopRun(reason="Ctrl-C"))
-        state = await agent.call(WatchRun())
-        assert (state.phase, state.reason, state.failed_actor) == ("draining", "Ctrl-C", "")
-
-    run(tmp_path, scenario)
-
-
-def test_the_death_of_a_rank_is_the_end_of_the_others(tmp_path):
-    async def scenario(cluster):
-        for name in cluster.config.actors:
-            if name != CONTROLLER:
-                await cluster.register(name, incarnation=100)
-        agent = cluster.caller()
-        assert (await agent.call(WatchRun())).phase == "running"
-        end = ActorEnded(name="learner/1", incarnation=100, exit_code=-9, fatal=False, reason="killed")
-        await agent.call(end)
-        state = await agent.call(WatchRun())
-        assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("learner/0", 100)]
-        # Before it is killed nobody finds it any more, and it cannot come back.
-        assert (await agent.call(Resolve(name="learner/0", unready=True), timeout=1.0)).record is None
-        with pytest.raises(RemoteError, match="Refused"):
-            await cluster.register("learner/0", incarnation=100)
-        await agent.call(ActorEnded(name="learner/0", incarnation=100, exit_code=-9, fatal=False, reason="killed"))
-        assert state.generations == {"learner": 101}
-        await cluster.register("learner/0", incarnation=101)
-        await cluster.register("learner/1", incarnation=101)
-        state = await agent.call(WatchRun())
-        assert (state.phase, state.condemned) == ("running", [])
-
-    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"learner": {"backend": "sim", "ranks": 2}}))
-
-
-def test_a_run_that_is_preempted_ends_with_its_checkpoint(tmp_path):
-    async def scenario(cluster):
-        await cluster.all_ready()
-        agent, learner = cluster.caller(), cluster.caller("learner/0")
-        assert (await agent.call(WatchRun())).checkpoint == -1
-        await agent.call(StopRun(reason="preempted", preempt=True))
-        state = await agent.call(WatchRun())
-        assert (state.phase, state.draining) == ("preempting", [])
-        await learner.call(CheckpointWritten(version=3, step=6, path="/runs/x/checkpoints/v00000003"))
-        assert (await agent.call(WatchRun(seen=state.number))).checkpoint == 3
-        await learner.call(RunFinished(preempted=True))
-        state = await agent.call(WatchRun())
-        assert (state.phase, state.exit_code, state.failed_actor) == ("draining", 75, "")
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_a_late_word_of_an_older_end_is_ignored(cluster):
+    await cluster.all_ready()
+    await cluster.register("rollouter/0", incarnation=2)
+    agent = cluster.caller()
+    await agent.call(ActorEnded(name="rollouter/0", incarnation=1, exit_code=1, fatal=True, reason="old"))
+    assert (await agent.call(WatchRun())).phase == "running"
+    await agent.call(StopRun(reason="Ctrl-C"))
+    state = await agent.call(WatchRun())
+    assert (state.phase, state.reason, state.failed_actor) == ("draining", "Ctrl-C", "")
 
 
 def test_a_run_that_has_never_run_does_not_make_way(tmp_path):
@@ -518,73 +419,69 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
-def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
+@on_cluster()
+async def test_a_successor_is_told_everything_by_those_who_come_back(cluster):
     """I5: the actor goes on with its own incarnation, and nobody has to be asked for its address."""
 
-    async def scenario(cluster):
-        address = cluster.controller.address
-        actor = Working(cluster.context("rollouter/0", 9, controller=address))
-        states = []
-        link = ControllerLink(
-            cluster.context("agent/0", 1, controller=address),
-            on_state=lambda state: states.append((state.number, [line["step"] for line in state.lines])),
-            on_silent=lambda: None,
-            on_successor=lambda: states.append("successor"),
-        )
-        lives = [asyncio.create_task(who.main()) for who in (actor, link)]
-        learner, launcher = cluster.caller("learner/0"), cluster.caller("launcher/0")
-        try:
-            for name in OTHERS:
-                if name != "rollouter/0":
-                    await cluster.register(name)
-            await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
-            await launcher.call(StopRun(reason="preempted", preempt=True))
-            await until(lambda: actor.times == 1)
-            # A cast goes where there is a connection.
-            await learner.call(WatchRun())
-            learner.cast(MetricsLine(line={"step": 1}))
-            await until(lambda: any(1 in lines for _, lines in states))
-            last = max(number for number, _ in states)
-            await cluster.die()
-            await asyncio.sleep(0.05)
-            assert not any(life.done() for life in lives)
-            await cluster.start(8)
-            assert cluster.controller.address == address
-            await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
-            record = cluster.controller._registry.resolve("rollouter/0")
-            assert (record.incarnation, record.address, record.facts) == (9, actor.address, {"port": 7})
-            await until(lambda: "successor" in states and states[-1] != "successor")
-            after = states[states.index("successor") + 1 :]
-            assert all(number > last for number, _ in after)
-            # It is not yet asked to make way, and is not told twice when it is.
-            assert cluster.controller._state().phase == "starting"
-            await launcher.call(StopRun(reason="preempted", preempt=True))
-            await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
-            assert actor.times == 1
-            # A cast goes where there is a connection.
-            await learner.call(WatchRun())
-            learner.cast(MetricsLine(line={"step": 2}))
-            await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
-        finally:
-            for life in lives:
-                life.cancel()
-            await asyncio.gather(*lives, return_exceptions=True)
-
-    run(tmp_path, scenario)
-
-
-def test_an_actor_that_the_successor_refuses_ends(tmp_path):
-    async def scenario(cluster):
-        actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
-        life = asyncio.create_task(actor.main())
-        await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
+    address = cluster.controller.address
+    actor = Working(cluster.context("rollouter/0", 9, controller=address))
+    states = []
+    link = ControllerLink(
+        cluster.context("agent/0", 1, controller=address),
+        on_state=lambda state: states.append((state.number, [line["step"] for line in state.lines])),
+        on_silent=lambda: None,
+        on_successor=lambda: states.append("successor"),
+    )
+    lives = [asyncio.create_task(who.main()) for who in (actor, link)]
+    learner, launcher = cluster.caller("learner/0"), cluster.caller("launcher/0")
+    try:
+        for name in OTHERS:
+            if name != "rollouter/0":
+                await cluster.register(name)
+        await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
+        await launcher.call(StopRun(reason="preempted", preempt=True))
+        await until(lambda: actor.times == 1)
+        # A cast goes where there is a connection.
+        await learner.call(WatchRun())
+        learner.cast(MetricsLine(line={"step": 1}))
+        await until(lambda: any(1 in lines for _, lines in states))
+        last = max(number for number, _ in states)
         await cluster.die()
+        await asyncio.sleep(0.05)
+        assert not any(life.done() for life in lives)
         await cluster.start(8)
-        await cluster.register("rollouter/0", incarnation=11)
-        with pytest.raises(AsyncRLError, match="incarnation"):
-            await life
+        assert cluster.controller.address == address
+        await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
+        record = cluster.controller._registry.resolve("rollouter/0")
+        assert (record.incarnation, record.address, record.facts) == (9, actor.address, {"port": 7})
+        await until(lambda: "successor" in states and states[-1] != "successor")
+        after = states[states.index("successor") + 1 :]
+        assert all(number > last for number, _ in after)
+        # It is not yet asked to make way, and is not told twice when it is.
+        assert cluster.controller._state().phase == "starting"
+        await launcher.call(StopRun(reason="preempted", preempt=True))
+        await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
+        assert actor.times == 1
+        # A cast goes where there is a connection.
+        await learner.call(WatchRun())
+        learner.cast(MetricsLine(line={"step": 2}))
+        await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
+    finally:
+        for life in lives:
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
 
-    run(tmp_path, scenario)
+
+@on_cluster()
+async def test_an_actor_that_the_successor_refuses_ends(cluster):
+    actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+    life = asyncio.create_task(actor.main())
+    await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
+    await cluster.die()
+    await cluster.start(8)
+    await cluster.register("rollouter/0", incarnation=11)
+    with pytest.raises(AsyncRLError, match="incarnation"):
+        await life
 
 
 def test_a_successor_condemns_nobody_before_it_has_listened(tmp_path):
@@ -606,19 +503,17 @@ def test_a_successor_condemns_nobody_before_it_has_listened(tmp_path):
     run(tmp_path, scenario, validate_config(tree))
 
 
-def test_who_starts_while_the_run_makes_way_is_told_once_it_is_up(tmp_path):
+@on_cluster()
+async def test_who_starts_while_the_run_makes_way_is_told_once_it_is_up(cluster):
     class Slow(Working):
         async def setup(self):
             await until(lambda: self.run_state.phase == "preempting")
             assert self.times == 0
 
-    async def scenario(cluster):
-        await cluster.all_ready()
-        await cluster.caller().call(StopRun(reason="preempted", preempt=True))
-        actor = Slow(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
-        life = asyncio.create_task(actor.main())
-        await until(lambda: actor.times == 1)
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
-
-    run(tmp_path, scenario)
+    await cluster.all_ready()
+    await cluster.caller().call(StopRun(reason="preempted", preempt=True))
+    actor = Slow(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+    life = asyncio.create_task(actor.main())
+    await until(lambda: actor.times == 1)
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)

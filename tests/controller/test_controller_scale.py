@@ -62,19 +62,6 @@ def test_while_a_run_starts_no_actor_is_told_of_the_others(tmp_path):
     run(tmp_path, 40, scenario)
 
 
-def test_a_successor_of_the_controller_tells_everybody_its_state_at_once(tmp_path):
-    async def scenario(cluster, names):
-        for name in names:
-            await cluster.register(name)
-        seen = (await cluster.caller().call(WatchRun())).number
-        await cluster.die()
-        await cluster.start(9)
-        state = await cluster.caller().call(WatchRun(seen=seen), timeout=1000.0)
-        assert state.number > seen and state.phase == "starting"
-
-    run(tmp_path, 2, scenario)
-
-
 def test_many_registrations_at_a_time_are_followed_together(tmp_path, monkeypatch):
     followed = 0
     follow = Controller._follow

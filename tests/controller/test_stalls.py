@@ -2,11 +2,9 @@
 
 import asyncio
 
-import pytest
-from controller.test_controller_actor import OTHERS, run
+from controller.test_controller_actor import OTHERS, on_cluster
 
 from asyncrl.config.load import validate_config
-from asyncrl.config.operation import WatchdogConfig
 from asyncrl.messages.actors import ActorEnded, WatchRun
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, UnreachedRecord
 from asyncrl.runtime.actor import CONTROLLER
@@ -69,48 +67,28 @@ async def state_until(cluster, found):
         seen = state.number
 
 
-def test_a_stall_is_told_until_the_run_moves_and_told_again_while_it_lasts(tmp_path):
-    async def scenario(cluster):
-        async with Beating(cluster) as beating:
-            first = await state_until(cluster, lambda state: state.stuck)
-            (stuck,) = first.stuck
-            assert (stuck.name, stuck.incarnation) == ("rollouter/0", 1)
-            assert "rollouter/0 waits 5 s on its engine for tokens" in stuck.report
-            again = await state_until(cluster, lambda state: state.stuck and state.stuck[0].number > stuck.number)
-            assert again.stuck[0].name == "rollouter/0"
-            assert (again.phase, again.condemned) == ("running", [])
-            beating.tokens += 1
-            assert (await state_until(cluster, lambda state: not state.stuck)).phase == "running"
-
-    run(tmp_path, scenario, config())
+@on_cluster(config())
+async def test_a_stall_is_told_until_the_run_moves_and_told_again_while_it_lasts(cluster):
+    async with Beating(cluster) as beating:
+        first = await state_until(cluster, lambda state: state.stuck)
+        (stuck,) = first.stuck
+        assert (stuck.name, stuck.incarnation) == ("rollouter/0", 1)
+        assert "rollouter/0 waits 5 s on its engine for tokens" in stuck.report
+        again = await state_until(cluster, lambda state: state.stuck and state.stuck[0].number > stuck.number)
+        assert again.stuck[0].name == "rollouter/0"
+        assert (again.phase, again.condemned) == ("running", [])
+        beating.tokens += 1
+        assert (await state_until(cluster, lambda state: not state.stuck)).phase == "running"
 
 
-def test_policy_restart_condemns_exactly_the_culprit(tmp_path):
-    async def scenario(cluster):
-        async with Beating(cluster):
-            state = await state_until(cluster, lambda state: state.condemned)
-            assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("rollouter/0", 1)]
-            assert "held up the run" in state.condemned[0].reason
-            assert state.stuck[0].name == "rollouter/0"
-            assert state.stuck[0].report.endswith(
-                "; rollouter/0 is killed and started again (watchdog.policy = restart)"
-            )
-
-    run(tmp_path, scenario, config("restart"))
-
-
-def test_the_default_acts():
-    assert WatchdogConfig().policy == "restart"
-
-
-def test_who_may_still_be_at_work_is_told_and_left_alone(tmp_path):
-    async def scenario(cluster):
-        async with Beating(cluster):
-            state = await state_until(cluster, lambda state: state.stuck and state.stuck[0].report)
-            assert state.stuck[0].report.endswith("; rollouter/0 is left alone, as its work may take 60 s")
-            assert state.condemned == []
-
-    run(tmp_path, scenario, config("restart", engine_timeout_s=60.0))
+@on_cluster(config("restart"))
+async def test_policy_restart_condemns_exactly_the_culprit(cluster):
+    async with Beating(cluster):
+        state = await state_until(cluster, lambda state: state.condemned)
+        assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("rollouter/0", 1)]
+        assert "held up the run" in state.condemned[0].reason
+        assert state.stuck[0].name == "rollouter/0"
+        assert state.stuck[0].report.endswith("; rollouter/0 is killed and started again (watchdog.policy = restart)")
 
 
 class Cut(Beating):
@@ -167,90 +145,57 @@ async def is_killed(cluster, name, incarnation):
     return state
 
 
-def test_a_replica_that_is_cut_off_again_is_set_aside(tmp_path):
-    async def scenario(cluster):
-        async with Cut(cluster, ["rollouter/1"]) as cut:
-            assert not (await is_killed(cluster, "rollouter/1", 1)).aside
-            await cut.comes_back("rollouter/1")
-            state = await is_killed(cluster, "rollouter/1", 2)
-            (aside,) = state.aside
-            assert aside.name == "rollouter/1" and aside.reason.startswith("it could not reach learner/0")
-            state = await state_until(cluster, lambda state: not state.condemned)
-            assert (state.phase, [actor.name for actor in state.aside]) == ("running", ["rollouter/1"])
-
-    run(tmp_path, scenario, short_tree(3))
+@on_cluster(short_tree(3))
+async def test_a_replica_that_is_cut_off_again_is_set_aside(cluster):
+    async with Cut(cluster, ["rollouter/1"]) as cut:
+        assert not (await is_killed(cluster, "rollouter/1", 1)).aside
+        await cut.comes_back("rollouter/1")
+        state = await is_killed(cluster, "rollouter/1", 2)
+        (aside,) = state.aside
+        assert aside.name == "rollouter/1" and aside.reason.startswith("it could not reach learner/0")
+        state = await state_until(cluster, lambda state: not state.condemned)
+        assert (state.phase, [actor.name for actor in state.aside]) == ("running", ["rollouter/1"])
 
 
-def test_a_run_whose_only_rollouter_stays_cut_off_ends_and_says_so(tmp_path):
-    async def scenario(cluster):
-        async with Cut(cluster, ["rollouter/0"]) as cut:
-            for incarnation in (1, 2):
-                for name in ("rollouter/0", "learner/0"):
-                    state = await is_killed(cluster, name, incarnation)
-                    if state.phase == "draining":
-                        assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
-                        assert state.reason.startswith("it could not reach learner/0 for ")
-                        return
-                    await cut.comes_back(name)
-            raise AssertionError("it goes on for ever")
-
-    run(tmp_path, scenario, short_tree(1))
+@on_cluster(short_tree(1))
+async def test_a_run_whose_only_rollouter_stays_cut_off_ends_and_says_so(cluster):
+    async with Cut(cluster, ["rollouter/0"]) as cut:
+        for incarnation in (1, 2):
+            for name in ("rollouter/0", "learner/0"):
+                state = await is_killed(cluster, name, incarnation)
+                if state.phase == "draining":
+                    assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
+                    assert state.reason.startswith("it could not reach learner/0 for ")
+                    return
+                await cut.comes_back(name)
+        raise AssertionError("it goes on for ever")
 
 
-def test_who_is_not_reached_however_often_it_is_started_again_ends_the_run(tmp_path):
-    async def scenario(cluster):
-        async with Cut(cluster, ["rollouter/0", "rollouter/1"]) as cut:
-            assert (await is_killed(cluster, "learner/0", 1)).phase == "running"
-            await cut.comes_back("learner/0")
-            state = await state_until(cluster, lambda state: state.phase == "draining")
-            assert state.failed_actor == "learner/0" and "after 1 restarts for that" in state.reason
-
-    run(tmp_path, scenario, short_tree(2, max_restarts=1))
+@on_cluster(short_tree(2, max_restarts=1))
+async def test_who_is_not_reached_however_often_it_is_started_again_ends_the_run(cluster):
+    async with Cut(cluster, ["rollouter/0", "rollouter/1"]) as cut:
+        assert (await is_killed(cluster, "learner/0", 1)).phase == "running"
+        await cut.comes_back("learner/0")
+        state = await state_until(cluster, lambda state: state.phase == "draining")
+        assert state.failed_actor == "learner/0" and "after 1 restarts for that" in state.reason
 
 
-@pytest.mark.parametrize(
-    ("cut_off", "condemned"),
-    [
-        ([], []),
-        (["rollouter/1"], ["rollouter/1"]),
-        (["rollouter/0", "rollouter/1", "rollouter/2"], ["learner/0"]),
-    ],
-)
-def test_who_beats_and_is_cut_off_is_condemned(tmp_path, cut_off, condemned):
-    async def scenario(cluster):
-        async with Cut(cluster, cut_off):
-            await state_until(cluster, lambda state: state.phase == "running")
-            if condemned:
-                await state_until(cluster, lambda state: state.condemned)
-            await asyncio.sleep(0.4)
-            state = await cluster.caller().call(WatchRun())
-            assert [actor.name for actor in state.condemned] == condemned
-            assert all("(supervision.unreachable_s)" in actor.reason for actor in state.condemned)
-
-    run(tmp_path, scenario, short_tree(3))
+@on_cluster(config("stop"))
+async def test_policy_stop_ends_the_run_with_the_report_as_its_reason(cluster):
+    async with Beating(cluster):
+        state = await state_until(cluster, lambda state: state.phase == "draining")
+        assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
+        assert "on its engine for tokens" in state.reason
+        # Its stacks are still to be taken.
+        assert state.stuck[0].name == "rollouter/0"
 
 
-def test_policy_stop_ends_the_run_with_the_report_as_its_reason(tmp_path):
-    async def scenario(cluster):
-        async with Beating(cluster):
-            state = await state_until(cluster, lambda state: state.phase == "draining")
-            assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
-            assert "on its engine for tokens" in state.reason
-            # Its stacks are still to be taken.
-            assert state.stuck[0].name == "rollouter/0"
-
-    run(tmp_path, scenario, config("stop"))
-
-
-@pytest.mark.parametrize("policy", ["report", "restart"])
-def test_silence_is_told_in_the_same_words_before_the_kill(tmp_path, policy):
-    async def scenario(cluster):
-        async with Beating(cluster) as beating:
-            await asyncio.sleep(3 * BEAT_S)
-            beating.silent.add("rollouter/0")
-            state = await state_until(cluster, lambda state: state.condemned)
-            assert [actor.name for actor in state.condemned] == ["rollouter/0"]
-            assert state.stuck[0].report.startswith("rollouter/0 has not been heard of for ")
-            assert "it was generating and waited on engine for tokens" in state.stuck[0].report
-
-    run(tmp_path, scenario, config(policy, silence_s=1.5, stall_s=60.0))
+@on_cluster(config(silence_s=1.5, stall_s=60.0))
+async def test_silence_is_told_in_the_same_words_before_the_kill(cluster):
+    async with Beating(cluster) as beating:
+        await asyncio.sleep(3 * BEAT_S)
+        beating.silent.add("rollouter/0")
+        state = await state_until(cluster, lambda state: state.condemned)
+        assert [actor.name for actor in state.condemned] == ["rollouter/0"]
+        assert state.stuck[0].report.startswith("rollouter/0 has not been heard of for ")
+        assert "it was generating and waited on engine for tokens" in state.stuck[0].report

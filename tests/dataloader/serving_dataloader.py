@@ -105,13 +105,6 @@ class Running:
         while not peer.ready:
             await asyncio.sleep(0.001)
 
-    async def dies(self, name: str, incarnation: int) -> None:
-        """Its successor says HELLO, and the learner has said which of its groups it holds."""
-        await self.hello(name, incarnation)
-        await self.hello(name, incarnation + 1)
-        while self.actor._tickets is None or self.actor._tickets.orphans:
-            await asyncio.sleep(0.001)
-
     def _peer(self, name: str, incarnation: int) -> Peer:
         peer = self._peers.get((name, incarnation))
         if peer is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -42,18 +43,30 @@ def limit(*, staleness_max: int = 4, step: int = 8, version: int = 8, adapt: boo
 # --- the rule ---
 
 
-@pytest.mark.parametrize(("staleness_max", "start"), [(0, 0.0), (1, 1.0), (4, 1.0)])
-def test_starts_at_one_version(staleness_max: int, start: float) -> None:
-    assert limit(staleness_max=staleness_max).versions == start
-
-
-def test_stays_at_the_maximum_without_adaptation() -> None:
-    fixed = limit(adapt=False)
-    fixed.refused()
-    fixed.step_began(0, waited=True)
-    for _ in range(20):
-        fixed.step_began(100, waited=False)
-    assert fixed.versions == 4.0
+@pytest.mark.parametrize(
+    ("made", "events", "groups"),
+    [
+        # It starts at one version.
+        ({}, "", 8),
+        ({"staleness_max": 0}, "", 0),
+        # Without adaptation it stays at the maximum.
+        ({"adapt": False}, "rw" + 20 * "f", 32),
+        # A wait without a refusal changes nothing, and a refusal counts for one step only.
+        ({}, "w", 8),
+        ({}, "rsw", 8),
+        # It grows by one group at least.
+        ({"step": 1, "version": 1}, "rw", 2),
+    ],
+)
+def test_refusals_waits_and_full_steps_make_the_limit(made: dict[str, Any], events: str, groups: int) -> None:
+    """Somebody is (r)efused; a (s)tep begins, one that (w)aited, or one with a (f)ull buffer behind it."""
+    it = limit(**made)
+    for event in events:
+        if event == "r":
+            it.refused()
+        else:
+            it.step_began(99 if event == "f" else 0, waited=event == "w")
+    assert it.groups == groups
 
 
 def test_grows_by_half_a_version_when_a_refusal_made_the_learner_wait() -> None:
@@ -62,20 +75,6 @@ def test_grows_by_half_a_version_when_a_refusal_made_the_learner_wait() -> None:
         it.refused()
         it.step_began(0, waited=True)
         assert it.versions == expected
-
-
-def test_a_wait_without_a_refusal_changes_nothing() -> None:
-    it = limit()
-    it.step_began(0, waited=True)
-    assert it.versions == 1.0
-
-
-def test_a_refusal_counts_for_one_step_only() -> None:
-    it = limit()
-    it.refused()
-    it.step_began(0, waited=False)
-    it.step_began(0, waited=True)
-    assert it.versions == 1.0
 
 
 def test_shrinks_slowly_after_full_steps_in_a_row() -> None:
@@ -93,13 +92,6 @@ def test_shrinks_slowly_after_full_steps_in_a_row() -> None:
     for _ in range(100):
         it.step_began(99, waited=False)
     assert it.groups == 0
-
-
-def test_grows_at_least_one_group() -> None:
-    it = limit(step=1, version=1)
-    it.refused()
-    it.step_began(0, waited=True)
-    assert it.groups == 2
 
 
 # --- the simulation ---
@@ -208,7 +200,7 @@ def simulate(
         training = [uid for _, uid in buffer[:step]]
         del buffer[:step]
         report(buffered_groups=len(buffer), waited=waited, step_began=True)
-        limits.append(tickets.limit)
+        limits.append(tickets.gate.limit.versions)
         waited = False
         heapq.heappush(events, (now + train_time / steps_per_version, next(tie), "trained", None))
 
@@ -259,34 +251,20 @@ def split(samples: list[tuple[float, float]], published: list[float]) -> Iterato
             yield version, max(0.0, min(ended, until) - max(began, published[version]))
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize(
-    "system",
-    [
-        {"step": 8, "samples": 8, "slots": 32},
-        {"step": 16, "samples": 8, "slots": 64, "replicas": 4},
-        {"step": 8, "samples": 16, "slots": 32},
-        {"step": 8, "steps_per_version": 2, "samples": 8, "slots": 64},
-    ],
-    ids=lambda system: "-".join(f"{k}={v}" for k, v in system.items()),
-)
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize("system", [{}, {"steps_per_version": 2, "slots": 64}, {"samples": 16, "replicas": 4}])
 def test_keeps_95_percent_of_the_bound_with_a_staleness_of_at_most_4(ratio: float, system: dict[str, int]) -> None:
     run = simulate(ratio=ratio, staleness_max=4, **system)
     assert run.throughput >= 0.95
     assert run.staleness <= 2.5
 
 
-@pytest.mark.parametrize("system", [{}, {"step": 16, "slots": 64}, {"step": 4, "steps_per_version": 4, "slots": 64}])
-def test_a_slow_learner_gets_fresh_tokens_at_no_cost(system: dict[str, int]) -> None:
+@pytest.mark.parametrize("system", [{}, {"step": 4, "steps_per_version": 4, "slots": 64}])
+def test_a_slow_learner_gets_fresh_tokens_at_no_cost_and_the_limit_settles(system: dict[str, int]) -> None:
     adapted = simulate(ratio=2.0, staleness_max=8, **system)
     fixed = simulate(ratio=2.0, staleness_max=8, adapt=False, **system)
     assert adapted.staleness <= 2.5
+    assert max(adapted.limits[70:]) - min(adapted.limits[70:]) <= 1.0
     assert adapted.throughput >= 0.98 * fixed.throughput
     # Without adaptation the same system sits at its limit, for nothing.
     assert fixed.staleness > 6
-
-
-@pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_settles(ratio: float) -> None:
-    limits = simulate(ratio=ratio, staleness_max=8, versions=300).limits[100:]
-    assert max(limits) - min(limits) <= 1.0

@@ -49,13 +49,6 @@ def test_a_multiple_between_two_reports_is_not_missed() -> None:
     assert rounds.sizes == {"eval/a@4": 1}
 
 
-def test_a_round_is_for_rollouters_that_serve_its_version() -> None:
-    rounds = EvalRounds([EvalSet("a", (0, 1), every_versions=2)])
-    rounds.published(2, 1)
-    assert not rounds.is_waiting(1)
-    assert take_all(rounds, 2) == ["a@2-0", "a@2-1"]
-
-
 def test_a_round_is_skipped_and_counted_while_the_last_one_is_open() -> None:
     rounds = EvalRounds([EvalSet("a", (0,), every_versions=1), EvalSet("b", (0,), every_versions=1)])
     rounds.published(1, 0)
@@ -84,25 +77,11 @@ def test_a_round_in_between_of_the_last_version_serves_as_the_one_at_the_end() -
     assert rounds.sizes == {}
 
 
-def test_what_comes_back_goes_first() -> None:
-    rounds = EvalRounds([EvalSet("a", (0, 1, 2), at_start=True)])
-    first = rounds.take(0)
-    rounds.give_back(first)
-    assert take_all(rounds, 0) == ["a@0-0", "a@0-1", "a@0-2"]
-
-
 def test_a_prompt_that_is_evaluated_while_it_waits_is_not_granted() -> None:
     rounds = EvalRounds([EvalSet("a", (0, 1), at_start=True)])
     rounds.finish_prompt("a@0-0")
     assert "a@0-0" not in rounds
     assert take_all(rounds, 0) == ["a@0-1"]
-
-
-def test_each_opening_and_closing_is_a_change() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), at_start=True)])
-    before = rounds.changes
-    rounds.finish_prompt("a@0-0")
-    assert rounds.changes == before + 1
 
 
 def test_rounds_that_are_open_go_on_with_what_the_learner_has() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ def epoch(order: EpochOrder, number: int) -> list[int]:
     return [order.at(number * order.size + offset)[1] for offset in range(order.size)]
 
 
-@given(fingerprint=st.text(max_size=20), seed=st.integers(0), size=st.integers(1, 200), number=st.integers(0, 2**40))
+@given(fingerprint=st.text(max_size=20), seed=st.integers(0), size=st.integers(1, 60), number=st.integers(0, 2**40))
 def test_every_epoch_is_a_permutation(fingerprint: str, seed: int, size: int, number: int) -> None:
     order = EpochOrder(fingerprint, seed, size)
     assert sorted(epoch(order, number)) == list(range(size))
@@ -60,17 +59,12 @@ def test_stays_the_same_from_release_to_release() -> None:
 
 
 def test_all_permutations_are_about_equally_likely() -> None:
-    seen = Counter(tuple(epoch(EpochOrder("f", seed, 4), 0)) for seed in range(4800))
+    seen = Counter(tuple(epoch(EpochOrder("f", seed, 4), 0)) for seed in range(1200))
     assert len(seen) == 24
-    # 200 expected of each; five standard deviations.
-    assert max(abs(count - 200) for count in seen.values()) < 71
+    # 50 expected of each; five standard deviations.
+    assert max(abs(count - 50) for count in seen.values()) < 35
 
 
 def test_as_it_stands_without_shuffle() -> None:
     order = EpochOrder("f", 0, 4, shuffle=False)
     assert [order.at(position) for position in range(6)] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-
-
-def test_a_position_before_the_first_is_our_own_fault() -> None:
-    with pytest.raises(AssertionError):
-        EpochOrder("f", 0, 4).at(-1)

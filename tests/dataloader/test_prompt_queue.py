@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.ledger import Ledger
@@ -11,11 +9,6 @@ from asyncrl.ledger import Ledger
 
 def make_queue(size: int = 3, *oversize: int) -> PromptQueue:
     return PromptQueue(EpochOrder("f", 0, size, shuffle=False), Ledger(), frozenset(oversize))
-
-
-def test_epochs_stream_into_one_another() -> None:
-    queue = make_queue()
-    assert [queue.take().uid for _ in range(5)] == ["0-0", "0-1", "0-2", "1-0", "1-1"]
 
 
 def test_what_came_back_goes_first_and_the_oldest_of_it_first_of_all() -> None:
@@ -28,14 +21,6 @@ def test_what_came_back_goes_first_and_the_oldest_of_it_first_of_all() -> None:
     assert queue.take() == second
 
 
-def test_a_returned_prompt_that_is_finished_meanwhile_is_not_taken_again() -> None:
-    queue = make_queue()
-    prompt = queue.take()
-    queue.give_back(prompt)
-    queue.finish("filtered", 0, 0)
-    assert queue.take().uid == "0-1"
-
-
 def test_oversize_prompts_are_passed_over_and_named_until_they_are_reported() -> None:
     queue = make_queue(3, 1)
     assert [queue.take().uid for _ in range(4)] == ["0-0", "0-2", "1-0", "1-2"]
@@ -43,19 +28,6 @@ def test_oversize_prompts_are_passed_over_and_named_until_they_are_reported() ->
     queue.finish("quarantined", 0, 1)
     assert list(queue.rejected) == ["1-1"]
     assert queue.rejections == 2
-
-
-def test_a_prompt_comes_back_only_once() -> None:
-    queue = make_queue()
-    prompt = queue.take()
-    queue.give_back(prompt)
-    with pytest.raises(AssertionError):
-        queue.give_back(prompt)
-
-
-def test_a_queue_without_any_prompt_to_grant_is_our_own_fault() -> None:
-    with pytest.raises(AssertionError):
-        make_queue(2, 0, 1)
 
 
 def test_what_the_ledger_knows_is_passed_over_and_finished_epochs_are_not_looked_at() -> None:
@@ -68,16 +40,6 @@ def test_what_the_ledger_knows_is_passed_over_and_finished_epochs_are_not_looked
     assert [queue.take().uid for _ in range(2)] == ["5000-1", "5001-0"]
 
 
-def test_a_prompt_that_somebody_has_is_passed_over_until_it_comes_back() -> None:
-    queue = make_queue()
-    held = queue.hold(0, 1)
-    assert held is not None
-    assert [prompt.uid for prompt in queue.ahead(3)] == ["0-0", "0-2", "1-0"]
-    assert queue.take().uid == "0-0"
-    queue.give_back(held)
-    assert [queue.take().uid for _ in range(2)] == ["0-1", "0-2"]
-
-
 def test_a_prompt_is_held_only_once_and_only_while_it_is_to_come() -> None:
     queue = make_queue(3, 2)
     queue.finish("filtered", 0, 0)
@@ -86,13 +48,6 @@ def test_a_prompt_is_held_only_once_and_only_while_it_is_to_come() -> None:
     assert queue.hold(0, 1) is None
     assert queue.hold(0, 3) is None
     assert queue.ahead(1)[0].uid == "1-0"
-
-
-def test_what_is_looked_at_ahead_is_left_where_it_is() -> None:
-    queue = make_queue(3, 1)
-    assert [prompt.uid for prompt in queue.ahead(3)] == ["0-0", "0-2", "1-0"]
-    assert queue.rejected == {}
-    assert [queue.take().uid for _ in range(3)] == ["0-0", "0-2", "1-0"]
 
 
 def test_epochs_of_other_prompts_are_left_for_good() -> None:

@@ -38,12 +38,6 @@ def test_a_prompt_runs_alone_from_its_second_death_on() -> None:
     assert marks(book.lease(A, 2, incarnation=3, seen=1)) == [("0-2", 0, False), ("0-3", 0, False)]
 
 
-def test_a_lone_grant_that_was_lost_is_granted_again_and_nothing_beside_it() -> None:
-    book = suspicious(Book(), 0)
-    assert book.lease(A, 4) == book.lease(A, 4)
-    assert marks(book.lease(A, 4)) == [("0-0", 2, True)]
-
-
 def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
     book = suspicious(Book(staleness_max=5), 4, 5)
     assert uids(book.lease(A, 2)) == ["0-0", "0-1"]
@@ -59,36 +53,6 @@ def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
     assert uids(book.lease(B, 1, seen=3)) == ["0-7"]
 
 
-def test_an_only_rollouter_is_set_aside_too() -> None:
-    book = suspicious(Book(), 1)
-    assert uids(book.lease(A, 1)) == ["0-0"]
-    assert book.lease(A, 3, seen=1, holding=("0-0",)) == []
-    assert marks(book.lease(A, 4, seen=1)) == [("0-1", 2, True)]
-
-
-def test_when_the_rollouter_that_was_set_aside_dies_another_is() -> None:
-    book = suspicious(Book(staleness_max=5), 1)
-    book.lease(B, 1)
-    assert book.lease(B, 1, seen=1, holding=("0-0",)) == []
-    assert uids(book.lease(A, 1)) == ["0-1"]
-    book = suspicious(Book(staleness_max=5), 2)
-    book.lease(B, 1)
-    book.lease(A, 1)
-    assert book.lease(B, 1, seen=1, holding=("0-0",)) == []
-    assert uids(book.lease(A, 1, seen=1, holding=("0-1",))) == ["0-3"]
-    dies(book, B, 1, "0-0")
-    assert book.lease(A, 1, seen=2, holding=("0-1", "0-3")) == []
-    assert marks(book.lease(A, 1, seen=2)) == [("0-2", 2, True)]
-
-
-def test_nobody_stays_aside_when_nothing_waits_any_more() -> None:
-    book = suspicious(Book(), 1)
-    book.lease(A, 1)
-    assert book.lease(A, 1, seen=1, holding=("0-0",)) == []
-    book.report("0-1", kind="filtered")
-    assert uids(book.lease(A, 1, seen=1, holding=("0-0",))) == ["0-2"]
-
-
 def test_the_places_of_those_that_wait_are_kept_for_them() -> None:
     book = suspicious(Book(steps=1, groups=4), 1, 2)
     assert uids(book.lease(A, 1)) == ["0-0"]
@@ -99,13 +63,6 @@ def test_the_places_of_those_that_wait_are_kept_for_them() -> None:
     book.lease(B, 1, seen=1, served=-1)
     assert marks(book.lease(B, 4, seen=1)) == [("0-2", 2, True)]
     assert uids(book.lease(A, 4, seen=1, holding=("0-0",))) == ["0-3"]
-    assert book.tickets.supply.exhausted
-
-
-def test_suspects_at_the_end_of_a_run_are_taken_by_whoever_is_idle() -> None:
-    book = suspicious(Book(steps=1, groups=2), 0, 1)
-    assert marks(book.lease(A, 2)) == [("0-0", 2, True)]
-    assert marks(book.lease(B, 2)) == [("0-1", 2, True)]
     assert book.tickets.supply.exhausted
 
 

@@ -11,11 +11,11 @@ from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.prompt_queue import TOO_LONG, PromptQueue
+from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
-from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
+from asyncrl.messages.dataloader import Outcome, Outcomes
 from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
 
 A, B = "rollouter/0", "rollouter/1"
@@ -77,50 +77,6 @@ def numbers(grants: list[Grant]) -> list[int]:
 # --- grants ---
 
 
-def test_grants_are_numbered_by_rollouter_and_stop_at_the_gate() -> None:
-    book = Book()
-    assert numbers(book.lease(A, 3)) == [1, 2, 3]
-    assert numbers(book.lease(B, 3)) == [1, 2, 3]
-    assert uids(book.lease(A, 9, seen=3)) == ["0-6", "0-7"]
-    assert book.lease(B, 9, seen=3) == []
-    assert book.tickets.outstanding == 8
-
-
-def test_what_a_lost_reply_granted_is_granted_again_first() -> None:
-    book = Book()
-    lost = book.lease(A, 2)
-    again = book.lease(A, 3)
-    assert again[:2] == lost
-    assert numbers(again) == [1, 2, 3]
-    assert book.tickets.counts["granted_again"] == 2
-
-
-def test_what_is_granted_again_takes_no_further_place() -> None:
-    book = Book(staleness_max=0)
-    lost = book.lease(A, 4)
-    assert book.lease(A, 4) == lost
-    assert book.lease(A, 2) == lost[:2]
-    assert book.lease(A, 2, seen=2) == lost[2:]
-
-
-def test_a_call_that_a_later_one_has_overtaken_gets_nothing() -> None:
-    book = Book()
-    book.lease(A, 2)
-    assert len(book.lease(A, 1, seen=2)) == 1
-    assert book.lease(A, 4, seen=0) == []
-
-
-def test_a_call_of_an_older_incarnation_gets_nothing() -> None:
-    book = Book()
-    book.lease(A, 1, incarnation=2)
-    assert book.lease(A, 1, incarnation=1) == []
-    assert list(book.tickets.orphans) == []
-
-
-def test_numbers_go_on_above_what_a_rollouter_has_seen_from_a_lost_dataloader() -> None:
-    assert numbers(Book().lease(A, 2, seen=17)) == [18, 19]
-
-
 def test_no_number_is_given_twice_whatever_the_dataloader_has_forgotten() -> None:
     book = Book()
     book.lease(A, 2)
@@ -130,13 +86,6 @@ def test_no_number_is_given_twice_whatever_the_dataloader_has_forgotten() -> Non
     previous, book = book.tickets, Book()
     book.tickets.adopt(A, 1, TicketsHeld(seen=7, served_version=0, tickets=[]), previous)
     assert numbers(book.lease(A, 2, seen=7)) == [10, 11]
-
-
-def test_a_ticket_carries_the_newest_version_at_its_grant() -> None:
-    book = Book()
-    granted = uids(book.lease(A, 4))
-    book.report(*granted, version=1, trained_at=4)
-    assert {grant.param_version for grant in book.lease(A, 4, seen=4, served=0)} == {1}
 
 
 def test_the_share_counts_what_a_rollouter_really_holds() -> None:
@@ -151,15 +100,6 @@ def test_the_share_counts_what_a_rollouter_really_holds() -> None:
 # --- returns and deaths ---
 
 
-def test_a_returned_prompt_frees_its_place_and_goes_to_the_next_who_asks_with_its_attempt_number() -> None:
-    book = Book(staleness_max=0)
-    grants = book.lease(A, 4)
-    book.tickets.give_back(A, 1, ["0-2", "0-1", "0-2"])
-    assert book.tickets.outstanding == 2
-    again = book.lease(B, 4)
-    assert [grant.prompt for grant in again] == [grants[1].prompt, grants[2].prompt]
-
-
 @pytest.mark.parametrize(("name", "incarnation"), [(B, 1), (A, 0), (A, 2), ("rollouter/9", 1)])
 def test_nobody_returns_what_another_one_holds(name: str, incarnation: int) -> None:
     book = Book()
@@ -167,20 +107,6 @@ def test_nobody_returns_what_another_one_holds(name: str, incarnation: int) -> N
     book.lease(B, 1)
     book.tickets.give_back(name, incarnation, ["0-0", "7-7"])
     assert book.tickets.outstanding == 3
-
-
-def test_orphans_stay_outstanding_until_the_learner_has_said_whether_it_holds_them() -> None:
-    book = Book(staleness_max=0)
-    book.lease(A, 4)
-    assert book.lease(A, 4, incarnation=2) == []
-    assert list(book.tickets.orphans) == ["0-0", "0-1", "0-2", "0-3"]
-    assert book.tickets.outstanding == 4
-    book.tickets.settle(book.tickets.orphans, ["0-0", "0-3"])
-    assert list(book.tickets.orphans) == []
-    assert book.tickets.outstanding == 2
-    assert uids(book.lease(A, 4, incarnation=2)) == ["0-1", "0-2"]
-    book.report("0-0", "0-3")
-    assert book.tickets.outstanding == 2
 
 
 def test_a_death_counts_for_what_may_have_been_generated_then() -> None:
@@ -237,42 +163,7 @@ def test_a_new_book_has_no_grants_for_who_leaves_but_those_it_holds() -> None:
     assert other.tickets.missing(book.tickets) == ["0-1", "0-2"]
 
 
-def test_the_death_of_an_incarnation_that_is_known_to_be_gone_changes_nothing() -> None:
-    book = Book()
-    book.lease(A, 1, incarnation=5)
-    book.tickets.died(A, 4)
-    book.tickets.died(B, 1)
-    assert list(book.tickets.orphans) == []
-
-
-def test_an_outcome_that_comes_before_the_answer_about_an_orphan_stands() -> None:
-    book = Book()
-    book.lease(A, 1)
-    book.tickets.died(A, 1)
-    orphans = book.tickets.orphans
-    book.report("0-0")
-    book.tickets.settle(orphans, [])
-    assert book.tickets.outstanding == 0
-    assert uids(book.lease(B, 1)) == ["0-1"]
-
-
 # --- outcomes ---
-
-
-@pytest.mark.parametrize("kind", ["filtered", "quarantined"])
-def test_a_group_that_is_not_trained_is_replaced_by_the_next_prompt(kind: str) -> None:
-    book = Book(staleness_max=0)
-    book.lease(A, 4)
-    book.report("0-1", kind=kind)
-    assert uids(book.lease(A, 4, seen=4)) == ["0-4"]
-
-
-def test_a_trained_group_keeps_its_place_until_the_next_version_is_served() -> None:
-    book = Book(staleness_max=0)
-    granted = uids(book.lease(A, 4))
-    book.report(*granted, version=1, trained_at=4)
-    assert book.lease(A, 4, seen=4, served=0) == []
-    assert len(book.lease(A, 4, seen=4, served=1)) == 4
 
 
 def test_a_repeated_report_and_one_after_a_gap_change_nothing() -> None:
@@ -314,7 +205,7 @@ def test_an_outcome_of_a_prompt_whose_turn_has_not_come_is_recorded_and_the_prom
     book.report("0-2", "1-0")
     assert uids(book.lease(A, 2)) == ["0-0", "0-3"]
     assert book.tickets.outstanding == 2
-    assert book.tickets._gate.trained == 2
+    assert book.tickets.gate.trained == 2
 
 
 def test_an_outcome_that_is_known_changes_nothing() -> None:
@@ -324,53 +215,11 @@ def test_an_outcome_that_is_known_changes_nothing() -> None:
     book.report("0-1", kind="filtered")
     book.report("a@0-0", kind="evaluated")
     book.report("a@0-0", "a@9-0", kind="evaluated")
-    assert book.tickets._gate.trained == 2
+    assert book.tickets.gate.trained == 2
     assert book.tickets.supply.evals == {"eval/a@0": 2}
 
 
-def test_a_late_outcome_of_a_prompt_that_was_granted_again_ends_that_grant_too() -> None:
-    book = Book()
-    book.lease(A, 1)
-    book.tickets.give_back(A, 1, ["0-0"])
-    assert uids(book.lease(B, 1)) == ["0-0"]
-    book.report("0-0")
-    assert book.tickets.outstanding == 0
-    assert uids(book.lease(B, 1)) == ["0-1"]
-
-
-def test_prompts_that_are_too_long_are_named_until_they_are_reported() -> None:
-    book = Book(oversize=frozenset({1, 2}))
-    assert uids(book.lease(A, 2)) == ["0-0", "0-3"]
-    assert book.tickets.supply.rejected == [Rejected("0-1", TOO_LONG), Rejected("0-2", TOO_LONG)]
-    book.report("0-1", kind="quarantined", version=-1)
-    assert book.tickets.supply.rejected == [Rejected("0-2", TOO_LONG)]
-    assert book.tickets.outstanding == 2
-
-
-def test_the_signals_of_a_step_reach_the_limit() -> None:
-    book = Book()
-    limit = book.tickets._gate.limit = WorkingLimit(
-        groups_per_step=4, groups_per_version=4, staleness_max=3, adapt=True
-    )
-    book.lease(A, 9)
-    book.report(waited=True)
-    assert limit.versions == 1
-    book.report(waited=True, step_began=True)
-    assert book.tickets.limit == 1.5
-
-
 # --- the supply ---
-
-
-def test_exhausted_when_all_that_the_run_needs_is_granted_and_not_when_one_is_filtered() -> None:
-    book = Book(steps=2, staleness_max=5)
-    assert not book.tickets.supply.exhausted
-    book.lease(A, 9)
-    assert (book.tickets.supply.exhausted, book.tickets.supply.outstanding) == (True, 8)
-    book.report("0-3", kind="filtered")
-    assert (book.tickets.supply.exhausted, book.tickets.supply.outstanding) == (False, 7)
-    assert uids(book.lease(A, 9, seen=8)) == ["0-8"]
-    assert book.tickets.supply.exhausted
 
 
 def test_the_number_moves_with_what_the_learner_must_know_and_not_with_every_grant() -> None:
@@ -399,33 +248,12 @@ def test_the_number_moves_with_what_the_learner_must_know_and_not_with_every_gra
 # --- evaluation ---
 
 
-def test_rounds_at_the_start_come_before_anything_is_granted_for_training() -> None:
-    book = Book(evals=(EvalSet("a", (0, 1), at_start=True),))
-    assert uids(book.lease(A, 4)) == ["a@0-0", "a@0-1"]
-    assert book.tickets.outstanding == 0
-    book.report("a@0-0", kind="evaluated")
-    assert book.lease(A, 4, seen=2) == []
-    book.report("a@0-1", kind="quarantined")
-    assert uids(book.lease(A, 4, seen=2)) == ["0-0", "0-1", "0-2", "0-3"]
-
-
 def test_rounds_in_between_take_turns_with_training_and_need_no_place() -> None:
     book = Book(staleness_max=0, evals=(EvalSet("a", (0, 1, 2), every_versions=1),))
     granted = uids(book.lease(A, 4))
     book.report(*granted, version=1, trained_at=4)
     assert uids(book.lease(A, 4, seen=4, served=1)) == ["a@1-0", "0-4", "a@1-1", "0-5"]
     assert uids(book.lease(A, 4, seen=8, served=1)) == ["a@1-2", "0-6", "0-7"]
-
-
-def test_eval_tickets_are_returned_and_orphaned_like_others() -> None:
-    book = Book(evals=(EvalSet("a", (0, 1), at_start=True),))
-    book.lease(A, 1)
-    book.tickets.give_back(A, 1, ["a@0-0"])
-    assert uids(book.lease(B, 2)) == ["a@0-0", "a@0-1"]
-    book.lease(B, 1, incarnation=2)
-    book.tickets.settle(book.tickets.orphans, ["a@0-1"])
-    assert uids(book.lease(A, 4, seen=1)) == ["a@0-0"]
-    assert book.tickets.outstanding == 0
 
 
 def test_closed_once_the_run_is_finished_and_no_round_is_open() -> None:
@@ -521,16 +349,6 @@ def test_a_prompt_that_is_requeued_and_done_in_one_report_is_done() -> None:
     assert book.tickets.report(report) == book.number
     assert book.tickets.outstanding == 0
     assert uids(book.lease(free=2, seen=2)) == ["0-2", "0-3"]
-
-
-def test_what_is_out_is_told_with_the_version_that_its_holder_served_when_it_asked() -> None:
-    book = Book(staleness_max=3)
-    book.lease(free=1)
-    book.report("0-7", version=1, trained_at=1)
-    book.lease(B, free=1, served=1)
-    book.lease(free=1, seen=1, holding=("0-0",))
-    told = [(held.prompt.uid, held.rollouter, held.served_version) for held in book.tickets.open_grants]
-    assert told == [("0-0", A, 0), ("0-1", B, 1), ("0-2", A, 0)]
 
 
 def test_an_answer_about_an_orphan_is_not_one_about_the_same_prompt_after_its_requeue() -> None:

@@ -94,11 +94,6 @@ def test_bytes_skip_what_is_no_byte_and_show_what_is_no_text() -> None:
     assert tokenizer.decode([255]) == "\ufffd"
 
 
-def test_bytes_have_a_chat_of_one_line_a_message() -> None:
-    _, text = load_tokenizer(None).encode_prompt("hi", "chat", "be brief")
-    assert text == "system: be brief\nuser: hi\nassistant:"
-
-
 # --- Hugging Face folders ---
 
 
@@ -216,18 +211,6 @@ def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
     (tmp_path / "vocab.txt").write_text("of another family")
     with pytest.raises(ConfigError, match="has no tokens; its vocabulary is missing"):
         load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("unk", ["[NONE]", None])
-def test_a_word_outside_a_vocabulary_without_unk_is_a_value_error_that_says_so(tmp_path: Path, unk: str | None) -> None:
-    Tokenizer(models.WordLevel({"a": 0}, **({} if unk is None else {"unk_token": unk}))).save(
-        str(tmp_path / "tokenizer.json")
-    )
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.encode("a") == [0]
-    for encode in (tokenizer.encode, lambda text: tokenizer.encode_prompt(text, "plain", None)):
-        with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode 'b', .* needs an unk_token"):
-            encode("b")
 
 
 def test_of_a_text_that_cannot_be_encoded_the_first_unknown_piece_is_named(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ class Play:
         self.asked = {}
 
     def replica(self, name):
-        return self.conductor.replicas()[name]
+        return self.conductor.fleet.replicas[name]
 
     def phases(self):
-        return {name: str(replica.phase) for name, replica in sorted(self.conductor.replicas().items())}
+        return {name: str(replica.phase) for name, replica in sorted(self.conductor.fleet.replicas.items())}
 
     def later(self, seconds):
         """Time passes, and the shell's timer is what it is."""
@@ -41,7 +41,7 @@ class Play:
         self.conductor.publications.publish(version)
 
     def _answer(self, name, number, answer):
-        if not self.conductor.asks(name, number):
+        if not self.conductor.fleet.asks(name, number):
             return None
         found = answer()
         if found is not None:
@@ -79,7 +79,7 @@ class Play:
 
     def announce(self, version, learner=LEARNER, **changes):
         number = self.conductor.announce(*learner, announcement(version, **changes), self.now)
-        return self._answer(learner[0], number, lambda: self.conductor.decided(version))
+        return self._answer(learner[0], number, lambda: self.conductor.broadcasts.decided(version))
 
     def ended(self, version, epoch, error="", again=False):
         self.conductor.broadcast_ended(version, epoch, error, self.now, again=again)

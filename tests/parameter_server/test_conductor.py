@@ -3,58 +3,6 @@
 import pytest
 from conductor_play import Play
 
-from asyncrl.errors import VersionReused
-
-
-def test_a_replica_is_offered_what_is_newer_than_what_it_serves():
-    play = Play()
-    assert play.next("r/0", -1) is None
-    play.publish(0)
-    assert play.conductor.take_effects().wake == {"r/0"}
-    offer = play.look("r/0")
-    assert (offer.version, offer.transport, offer.collective) == (0, "stream", None)
-    assert play.pause("r/0", 0)
-    assert play.report("r/0", 0)
-    assert play.next("r/0", 0) is None
-    assert play.replica("r/0").serving == 0
-    assert play.phases() == {"r/0": "serving"}
-
-
-def test_a_version_number_is_never_reused():
-    play = Play()
-    play.publish(3)
-    assert not play.conductor.publications.is_new(3)
-    assert play.conductor.publications.is_new(4)
-    with pytest.raises(VersionReused, match="2 of the weights is not above 3; a number is never reused") as caught:
-        play.conductor.publications.is_new(2)
-    assert (caught.value.code, caught.value.version, caught.value.newest) == ("version_reused", 2, 3)
-    with pytest.raises(ValueError, match="never reused"):
-        play.conductor.publications.accept(3)
-
-
-def test_a_newer_version_replaces_only_one_whose_staging_has_not_begun():
-    play = Play()
-    play.publish(0)
-    assert play.next("r/0", -1).version == 0
-    play.publish(1)
-    # It goes on with what it was offered, and then takes the newest.
-    play.publish(2)
-    assert play.pause("r/0", 0)
-    assert play.report("r/0", 0)
-    assert play.next("r/0", 0).version == 2
-
-
-def test_a_version_stays_held_while_somebody_stages_it():
-    play = Play()
-    play.publish(0)
-    play.next("r/0", -1)
-    for version in (1, 2):
-        play.publish(version)
-    assert play.conductor.publications.needed() == {0, 2}
-    # All of it is in the replica's own hands.
-    play.pause("r/0", 0)
-    assert play.conductor.publications.needed() == {2}
-
 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("most", [4, 6])
@@ -120,13 +68,13 @@ def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
     play.publish(0)
     play.next("r/0", -1)
     play.publish(1)
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     play.later(59)
     assert play.conductor.publications.needed() == {0, 1}
     play.later(1)
     assert play.conductor.publications.needed() == {1}
     assert play.phases() == {"r/0": "behind"}
-    [note] = [note for note in play.conductor.take_effects().notes if note.level == "warning"]
+    [note] = [note for note in play.conductor.fleet.take_effects().notes if note.level == "warning"]
     assert (note.event, note.facts) == ("staging overdue", {"replica": "r/0", "version": 0, "waited_s": 60.0})
     # It was about to be done: it goes on.
     assert play.pause("r/0", 0)
@@ -167,26 +115,10 @@ def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fracti
     for i in range(at_once, replicas):
         # Asking again keeps the place.
         play.pause(names[i], 0)
-        play.conductor.take_effects()
+        play.conductor.fleet.take_effects()
         play.report(names[i - at_once], 0)
-        assert play.conductor.take_effects().wake == {names[i]}
+        assert play.conductor.fleet.take_effects().wake == {names[i]}
         assert [name for name in names[i:] if play.look(name)] == [names[i]]
-
-
-def test_a_replica_between_two_questions_keeps_its_place_and_blocks_nobody():
-    play = Play(max_paused_fraction=0.1)
-    play.publish(0)
-    for name in ("r/0", "r/1", "r/2", "r/3"):
-        play.next(name, -1)
-        play.pause(name, 0)
-    play.end_of_park("r/1")
-    play.report("r/0", 0)
-    assert not play.look("r/3")
-    assert play.look("r/2")
-    play.pause("r/1", 0)
-    play.report("r/2", 0)
-    assert play.look("r/1")
-    assert not play.look("r/3")
 
 
 def test_a_pause_past_its_deadline_is_free_again():
@@ -206,18 +138,6 @@ def test_a_pause_past_its_deadline_is_free_again():
     assert not play.pause("r/0", 0)
     assert play.phases()["r/0"] == "waiting"
     assert play.conductor.figures()["pauses_taken_back"] == 1
-
-
-def test_a_commit_after_the_pause_was_taken_back_counts():
-    play = Play(max_paused_fraction=0.1)
-    play.publish(0)
-    play.next("r/0", -1)
-    assert play.pause("r/0", 0)
-    play.later(20)
-    assert play.phases() == {"r/0": "behind"}
-    assert play.report("r/0", 0)
-    assert play.phases() == {"r/0": "serving"}
-    assert play.replica("r/0").serving == 0
 
 
 def test_asking_again_keeps_a_pause_and_a_late_report_changes_nothing():
@@ -271,71 +191,6 @@ def test_a_failure_leaves_a_replica_behind_until_it_commits(phase):
     play.commit("r/0", 1, serving=0)
     assert play.phases()["r/0"] == "serving"
     assert play.conductor.figures()["failed_attempts"] == 0
-
-
-def test_a_lost_report_is_made_good_by_the_next_question():
-    play = Play(max_paused_fraction=0.1)
-    play.publish(0)
-    for name in ("r/0", "r/1"):
-        play.next(name, -1)
-    assert play.pause("r/0", 0)
-    assert not play.pause("r/1", 0)
-    assert play.next("r/0", 0) is None
-    assert play.phases()["r/0"] == "serving"
-    assert play.look("r/1")
-    # That of a failure is, too.
-    assert play.next("r/1", -1).version == 0
-    assert play.conductor.figures()["updates_failed"] == 1
-
-
-def test_a_replica_that_cancels_its_question_gives_back_its_pause():
-    play = Play(max_paused_fraction=0.1)
-    play.publish(0)
-    for name in ("r/0", "r/1", "r/2"):
-        play.next(name, -1)
-    assert play.pause("r/0", 0)
-    for name in ("r/1", "r/2"):
-        assert not play.pause(name, 0)
-    # Granted, and cancelled before it heard of it.
-    play.report("r/0", 0)
-    assert play.phases()["r/1"] == "loading"
-    play.cancel("r/1")
-    assert play.phases()["r/1"] == "behind"
-    assert play.look("r/2")
-
-
-def test_only_the_last_question_of_a_caller_is_open():
-    play = Play()
-    first = play.conductor.next_update("r/0", 1, serving=-1, now=0)
-    play.conductor.take_effects()
-    second = play.conductor.next_update("r/0", 1, serving=-1, now=0)
-    # Whoever handles the first one is to look at it, and see that it is over.
-    assert play.conductor.take_effects().wake == {"r/0"}
-    assert not play.conductor.asks("r/0", first)
-    assert play.conductor.asks("r/0", second)
-    # The end of a superseded question is nobody's.
-    play.conductor.withdrew("r/0", first, 0)
-    play.conductor.answered("r/0", first, 0)
-    assert play.conductor.asks("r/0", second)
-
-
-@pytest.mark.parametrize("phase", ["waiting", "loading"])
-def test_a_dead_replica_blocks_nobody(phase):
-    play = Play(max_paused_fraction=0.1)
-    play.publish(0)
-    for name in ("r/0", "r/1", "r/2"):
-        play.next(name, -1)
-    assert play.pause("r/0", 0)
-    assert not play.pause("r/1", 0)
-    assert not play.pause("r/2", 0)
-    if phase == "waiting":
-        play.left("r/1")
-        play.report("r/0", 0)
-    else:
-        play.left("r/0")
-        play.left("r/1")
-    assert not play.conductor.asks("r/1", play.asked["r/1"][0])
-    assert play.look("r/2")
 
 
 def test_a_new_incarnation_starts_over_and_the_old_one_is_not_heard_any_more():

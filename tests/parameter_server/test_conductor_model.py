@@ -2,98 +2,10 @@
 
 import random
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from update_world import World
 
 from asyncrl.parameter_server.broadcasts import LEFT_OUT_MAX
 from asyncrl.parameter_server.replicas import TRANSITIONS, Replica
-
-NAMES = st.sampled_from(["r/0", "r/1", "r/2"])
-SELDOM = st.sampled_from([False, False, False, True])
-
-
-class Updates(RuleBasedStateMachine):
-    @initialize(
-        transport=st.sampled_from(["gloo", "gloo", "shm"]),
-        fraction=st.sampled_from([0.1, 0.7]),
-        hosts=st.sampled_from([("", "", ""), ("h", "h", "h"), ("h", "h", "i")]),
-    )
-    def begin(self, transport, fraction, hosts):
-        self.world = World(
-            transport=transport, max_paused_fraction=fraction, versions_held=2, stage_deadline_s=30, hosts=hosts
-        )
-        self.world.begin_version()
-        # Most things happen when a run is well under way.
-        live(self.world, 2)
-
-    # --- as it should be ---
-
-    @rule(name=NAMES, lost=SELDOM)
-    def step(self, name, lost):
-        self.world.step(name, lost)
-
-    @rule(rounds=st.integers(1, 5))
-    def all_step(self, rounds):
-        for _ in range(rounds):
-            for name in self.world.replicas:
-                self.world.step(name)
-            self.world.step_learner()
-
-    @rule()
-    def begin_version(self):
-        self.world.forget_sent()
-        self.world.begin_version()
-        self.world.step_learner()
-
-    @rule()
-    def publish(self):
-        self.world.publish()
-
-    @rule(error=st.sampled_from(["", "", "connection reset"]))
-    def send(self, error):
-        self.world.send(error)
-
-    @rule(seconds=st.sampled_from([0.5, 0.5, 2, 6, 11]))
-    def later(self, seconds):
-        self.world.later(seconds)
-
-    # --- as it also happens ---
-
-    @rule(what=st.sampled_from(["step_learner", "learner_dies", "start_server", "cancel_learner"]))
-    def trouble(self, what):
-        if what == "step_learner":
-            self.world.step_learner(lost=True)
-        else:
-            getattr(self.world, what)()
-
-    @rule(what=st.sampled_from(["fail", "give_up", "lose_engine", "die"]), name=NAMES, lost=SELDOM)
-    def trouble_of_a_replica(self, what, name, lost):
-        getattr(self.world, what)(name, lost)
-
-    @rule(name=NAMES)
-    def a_broadcast_ends_under_it(self, name):
-        self.world.fail(name, broke_off=True)
-
-    @rule(names=st.lists(st.sampled_from(["r/0", "r/1", "r/2", "learner/0"]), min_size=1, max_size=4, unique=True))
-    def end_of_park(self, names):
-        for caller in self.world.callers():
-            if caller.name in names:
-                self.world.end_of_park(caller)
-
-    @invariant()
-    def what_is_held(self):
-        if hasattr(self, "world"):
-            what_is_held(self.world)
-
-    def teardown(self):
-        if hasattr(self, "world"):
-            reaches_the_newest_version(self.world)
-
-
-TestUpdates = Updates.TestCase
-TestUpdates.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
 
 
 def live(world, seconds):
@@ -202,7 +114,7 @@ def what_is_held(world):
     assert conductor.publications.newest in needed or conductor.publications.newest < 0
     assert len(needed) <= world.weights.versions_held
     for caller in world.replicas.values():
-        known = conductor.replicas().get(caller.name)
+        known = conductor.fleet.replicas.get(caller.name)
         # Another server's offers, and a successor that has not said a word, are not known here.
         if caller.state[0] == "staging" and known and known.incarnation == caller.incarnation:
             assert caller.state[1] in needed or known.target == -1 or known.outrun

@@ -12,8 +12,8 @@ import xxhash
 from conductor_play import announcement
 from harness import RUN_ID, SECRET, Net, replace
 from inprocess import sim_config
+from played import played
 from probes import make_probe
-from segment_reading import read_manifest
 from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import RemoteError
@@ -171,6 +171,9 @@ def on_stage(run_dir, main, *, virtual=True, **weights):
         asyncio.run(live())
 
 
+staged = played(on_stage)
+
+
 @pytest.fixture(autouse=True)
 def no_leak():
     before = held_open()
@@ -178,106 +181,52 @@ def no_leak():
     assert held_open() <= before
 
 
-def test_an_update_by_shared_memory(tmp_path, publication):
-    async def main(stage):
-        waiting = stage.next("rollouter/0")
-        await stage.parked(waiting)
-        manifest = publication(0, probe=PROBE)
-        await stage.publish(manifest)
-        offer = (await waiting).offer
-        assert (offer.version, offer.transport) == (0, "shm")
-        assert offer.manifest.probe is not None
-        # What is held here stays when the publisher is gone.
-        assert offer.manifest.buckets[0].path != manifest.buckets[0].path
-        [(_, content)] = read_manifest(offer.manifest)
-        assert xxhash.xxh3_64_intdigest(content) == manifest.buckets[0].checksum
-        content.release()
-        assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-        await stage.report("rollouter/0", 0)
-        counters = stage.server.counters
-        assert (counters["weights/updates_committed"], counters["weights/replicas"]) == (1, 1)
-        assert stage.server.param_version == 0
-        await stage.parked(stage.next("rollouter/0", 0))
-
-    on_stage(tmp_path, main, transport="auto")
-
-
-def test_an_update_by_chunks(tmp_path, publication):
-    async def main(stage):
-        manifest = publication(3)
-        await stage.publish(manifest)
-        offer = (await stage.next("rollouter/0", host="elsewhere")).offer
-        assert (offer.version, offer.transport) == (3, "stream")
-        [bucket] = offer.manifest.buckets
-        assert (bucket.path, bucket.delta) == ("", None)
-        chunks = [
-            await stage.call("rollouter/0", FetchChunk(version=3, bucket=0, offset=offset, size=1024))
-            for offset in range(0, bucket.size, 1024)
-        ]
-        assert all(xxhash.xxh3_64_intdigest(chunk.data) == chunk.checksum for chunk in chunks)
-        assert xxhash.xxh3_64_intdigest(b"".join(bytes(chunk.data) for chunk in chunks)) == bucket.checksum
-        counters = stage.server.counters
-        assert (counters["weights/chunks_served"], counters["weights/bytes_served"]) == (len(chunks), bucket.size)
-        for request, code in (
-            (FetchChunk(version=2, bucket=0, offset=0, size=1), "version_gone"),
-            (FetchChunk(version=3, bucket=0, offset=bucket.size, size=1), "invalid"),
-            (FetchChunk(version=3, bucket=1, offset=0, size=1), "invalid"),
-        ):
-            with pytest.raises(RemoteError) as caught:
-                await stage.call("rollouter/0", request)
-            assert (caught.value.code, caught.value.retryable) == (code, False)
-
-    on_stage(tmp_path, main, transport="auto")
+@staged(transport="auto")
+async def test_an_update_by_chunks(stage, publication):
+    manifest = publication(3)
+    await stage.publish(manifest)
+    offer = (await stage.next("rollouter/0", host="elsewhere")).offer
+    assert (offer.version, offer.transport) == (3, "stream")
+    [bucket] = offer.manifest.buckets
+    assert (bucket.path, bucket.delta) == ("", None)
+    chunks = [
+        await stage.call("rollouter/0", FetchChunk(version=3, bucket=0, offset=offset, size=1024))
+        for offset in range(0, bucket.size, 1024)
+    ]
+    assert all(xxhash.xxh3_64_intdigest(chunk.data) == chunk.checksum for chunk in chunks)
+    assert xxhash.xxh3_64_intdigest(b"".join(bytes(chunk.data) for chunk in chunks)) == bucket.checksum
+    counters = stage.server.counters
+    assert (counters["weights/chunks_served"], counters["weights/bytes_served"]) == (len(chunks), bucket.size)
+    for request, code in (
+        (FetchChunk(version=2, bucket=0, offset=0, size=1), "version_gone"),
+        (FetchChunk(version=3, bucket=0, offset=bucket.size, size=1), "invalid"),
+        (FetchChunk(version=3, bucket=1, offset=0, size=1), "invalid"),
+    ):
+        with pytest.raises(RemoteError) as caught:
+            await stage.call("rollouter/0", request)
+        assert (caught.value.code, caught.value.retryable) == (code, False)
 
 
-def test_replicas_of_another_host_are_given_what_one_of_them_fetched(tmp_path, publication):
-    async def main(stage):
-        manifest = publication(3)
-        await stage.publish(manifest)
-        first = (await stage.next("rollouter/0", host="elsewhere")).offer
-        assert (first.transport, first.share, first.sources) == ("stream", True, [])
-        others = [stage.next(f"rollouter/{index}", host="elsewhere") for index in (1, 2)]
-        await stage.parked(*others)
-        # A host of its own is below the first.
-        stage.next("rollouter/3", host="another")
-        below = (await stage.next("rollouter/4", host="a third")).offer
-        assert (below.transport, below.sources, below.more_sources) == ("stream", ["rollouter/0"], [["rollouter/3"]])
-        paths = ["/proc/4711/fd/12"]
-        pausing = stage.asking("rollouter/0", RequestPause(version=3, paths=paths))
-        for call in others:
-            offer = (await call).offer
-            assert (offer.version, offer.transport, offer.share) == (3, "shm", False)
-            [bucket] = offer.manifest.buckets
-            assert (bucket.path, bucket.checksum, bucket.delta) == (paths[0], manifest.buckets[0].checksum, None)
-        assert (await pausing).granted
-
-    on_stage(tmp_path, main, transport="auto")
+@staged(transport="shm")
+async def test_a_version_is_published_once(stage, publication):
+    first = publication(4)
+    await stage.publish(first)
+    await stage.publish(first)
+    with pytest.raises(RemoteError, match="3 of the weights is not above 4; a number is never reused") as caught:
+        await stage.publish(publication(3))
+    assert caught.value.code == "version_reused"
+    assert (await stage.next("rollouter/0")).offer.version == 4
 
 
-def test_a_version_is_published_once(tmp_path, publication):
-    async def main(stage):
-        first = publication(4)
-        await stage.publish(first)
-        await stage.publish(first)
-        with pytest.raises(RemoteError, match="never reused") as caught:
-            await stage.publish(publication(3))
-        assert caught.value.code == "version_reused"
-        assert (await stage.next("rollouter/0")).offer.version == 4
-
-    on_stage(tmp_path, main, transport="shm")
-
-
-def test_a_publication_that_cannot_be_held_changes_nothing(tmp_path, publication):
-    async def main(stage):
-        manifest = publication(0)
-        broken = replace(manifest, buckets=[replace(manifest.buckets[0], path="/proc/1/fd/99999")])
-        with pytest.raises(RemoteError, match="cannot be opened"):
-            await stage.publish(broken)
-        assert not (await stage.call("learner/0", KeepPublished(version=0))).held
-        await stage.publish(manifest)
-        assert (await stage.next("rollouter/0")).offer.version == 0
-
-    on_stage(tmp_path, main, transport="shm")
+@staged(transport="shm")
+async def test_a_publication_that_cannot_be_held_changes_nothing(stage, publication):
+    manifest = publication(0)
+    broken = replace(manifest, buckets=[replace(manifest.buckets[0], path="/proc/1/fd/99999")])
+    with pytest.raises(RemoteError, match="cannot be opened"):
+        await stage.publish(broken)
+    assert not (await stage.call("learner/0", KeepPublished(version=0))).held
+    await stage.publish(manifest)
+    assert (await stage.next("rollouter/0")).offer.version == 0
 
 
 def wait_until(condition):
@@ -287,99 +236,74 @@ def wait_until(condition):
     assert condition()
 
 
-def test_old_versions_are_let_go(tmp_path, publication):
-    async def main(stage):
-        before = held_open()
-        for version in range(5):
-            await stage.publish(publication(version))
-            await stage.take("rollouter/0", version - 1)
-        # Five of the publication's own, and the newest one here; a thread lets go of the others.
-        await asyncio.to_thread(wait_until, lambda: held_open() == before + 5 + 1)
-        with pytest.raises(RemoteError) as caught:
-            await stage.call("rollouter/0", FetchChunk(version=3, bucket=0, offset=0, size=1))
-        assert caught.value.code == "version_gone"
-
-    on_stage(tmp_path, main, transport="stream")
+@staged(transport="stream")
+async def test_old_versions_are_let_go(stage, publication):
+    before = held_open()
+    for version in range(5):
+        await stage.publish(publication(version))
+        await stage.take("rollouter/0", version - 1)
+    # Five of the publication's own, and the newest one here; a thread lets go of the others.
+    await asyncio.to_thread(wait_until, lambda: held_open() == before + 5 + 1)
+    with pytest.raises(RemoteError) as caught:
+        await stage.call("rollouter/0", FetchChunk(version=3, bucket=0, offset=0, size=1))
+    assert caught.value.code == "version_gone"
 
 
-def test_every_parked_call_is_answered_with_ask_again(tmp_path, publication):
-    async def main(stage):
-        loop = asyncio.get_running_loop()
-        await stage.publish(publication(0))
-        for name in ("rollouter/0", "rollouter/1"):
-            await stage.take(name)
-        began = loop.time()
-        nothing = [stage.next("rollouter/2", 0), stage.call("learner/0", KeepPublished(version=0))]
-        answers = [await call for call in nothing]
-        assert answers[0].offer is None and answers[1].held
-        # Virtual time: before half of the caller's deadline.
-        assert loop.time() - began < stage.config.network.call_timeout_s / 2
+@staged(transport="shm", max_paused_fraction=0.1)
+async def test_every_parked_call_is_answered_with_ask_again(stage, publication):
+    loop = asyncio.get_running_loop()
+    await stage.publish(publication(0))
+    for name in ("rollouter/0", "rollouter/1"):
+        await stage.take(name)
+    began = loop.time()
+    nothing = [stage.next("rollouter/2", 0), stage.call("learner/0", KeepPublished(version=0))]
+    answers = [await call for call in nothing]
+    assert answers[0].offer is None and answers[1].held
+    # Virtual time: before half of the caller's deadline.
+    assert loop.time() - began < stage.config.network.call_timeout_s / 2
 
-        for name in ("rollouter/0", "rollouter/1", "rollouter/2"):
-            await stage.next(name, -1)
-        assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-        assert not (await stage.call("rollouter/1", RequestPause(version=0))).granted
-
-    on_stage(tmp_path, main, transport="shm", max_paused_fraction=0.1)
+    for name in ("rollouter/0", "rollouter/1", "rollouter/2"):
+        await stage.next(name, -1)
+    assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
+    assert not (await stage.call("rollouter/1", RequestPause(version=0))).granted
 
 
-def test_only_so_many_pause_and_a_death_makes_room(tmp_path, publication):
-    async def main(stage):
-        await stage.publish(publication(0))
-        for name in ("rollouter/0", "rollouter/1"):
-            await stage.next(name)
-        assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-        second = stage.call("rollouter/1", RequestPause(version=0))
-        await stage.parked(second)
-        # The successor's HELLO is the news.
-        stage.peer("rollouter/0", incarnation=2).connect()
-        assert (await second).granted
-
-    on_stage(tmp_path, main, transport="shm", max_paused_fraction=0.1)
+@staged(transport="shm", max_paused_fraction=0.1)
+async def test_only_so_many_pause_and_a_death_makes_room(stage, publication):
+    await stage.publish(publication(0))
+    for name in ("rollouter/0", "rollouter/1"):
+        await stage.next(name)
+    assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
+    second = stage.call("rollouter/1", RequestPause(version=0))
+    await stage.parked(second)
+    # The successor's HELLO is the news.
+    stage.peer("rollouter/0", incarnation=2).connect()
+    assert (await second).granted
 
 
-def test_who_does_not_ask_again_is_not_waited_for(tmp_path, publication):
-    async def main(stage):
-        await stage.publish(publication(0))
-        for name in ("rollouter/0", "rollouter/1", "rollouter/2"):
-            await stage.next(name)
-        assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-        assert not (await stage.call("rollouter/1", RequestPause(version=0))).granted
-        third = stage.asking("rollouter/2", RequestPause(version=0))
-        await stage.parked(third)
-        await stage.report("rollouter/0", 0)
-        assert (await third).granted
-
-    on_stage(tmp_path, main, transport="shm", max_paused_fraction=0.1)
+@staged(transport="shm")
+async def test_a_question_asked_anew_ends_the_one_before(stage, publication):
+    before = stage.next("rollouter/0")
+    await stage.parked(before)
+    # The same replica on another connection.
+    after = stage.net.client(NAME, "rollouter/0").call(NextUpdate(serving=-1, host=host_id()))
+    await stage.parked(after)
+    assert before.done() and before.result().offer is None
+    await stage.publish(publication(0))
+    assert (await after).offer.version == 0
 
 
-def test_a_question_asked_anew_ends_the_one_before(tmp_path, publication):
-    async def main(stage):
-        before = stage.next("rollouter/0")
-        await stage.parked(before)
-        # The same replica on another connection.
-        after = stage.net.client(NAME, "rollouter/0").call(NextUpdate(serving=-1, host=host_id()))
-        await stage.parked(after)
-        assert before.done() and before.result().offer is None
-        await stage.publish(publication(0))
-        assert (await after).offer.version == 0
-
-    on_stage(tmp_path, main, transport="shm")
-
-
-def test_a_pause_is_taken_back_by_the_clock(tmp_path, publication):
-    async def main(stage):
-        await stage.publish(publication(0))
-        for name in ("rollouter/0", "rollouter/1"):
-            await stage.next(name)
-        assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-        second = stage.call("rollouter/1", RequestPause(version=0))
-        await stage.parked(second)
-        # While it is parked, not only when it asks again.
-        assert (await second).granted
-        assert stage.server.counters["weights/pauses_taken_back"] == 1
-
-    on_stage(tmp_path, main, transport="shm", max_paused_fraction=0.1, deadline_s=3.0, broadcast_timeout_s=1.0)
+@staged(transport="shm", max_paused_fraction=0.1, deadline_s=3.0, broadcast_timeout_s=1.0)
+async def test_a_pause_is_taken_back_by_the_clock(stage, publication):
+    await stage.publish(publication(0))
+    for name in ("rollouter/0", "rollouter/1"):
+        await stage.next(name)
+    assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
+    second = stage.call("rollouter/1", RequestPause(version=0))
+    await stage.parked(second)
+    # While it is parked, not only when it asks again.
+    assert (await second).granted
+    assert stage.server.counters["weights/pauses_taken_back"] == 1
 
 
 R = ("rollouter/0", "rollouter/1")
@@ -398,116 +322,63 @@ async def gathered(stage, publication):
     return announced, offers
 
 
-def test_a_broadcast_from_announcement_to_commit(tmp_path, publication):
-    async def main(stage):
-        announced, offers = await gathered(stage, publication)
-        [group] = {offer.collective.group for offer in offers}
-        assert group.epoch == stage.server.context.incarnation
-        assert [offer.collective.first_rank for offer in offers] == [1, 2]
-        assert all(offer.collective.probe is not None for offer in offers)
-        first = stage.call(R[0], JoinBroadcast(version=1, epoch=group.epoch))
-        await stage.parked(first, announced)
-        last = stage.call(R[1], JoinBroadcast(version=1, epoch=group.epoch))
-        assert all((reply.decided, reply.begins) == (True, True) for reply in [await first, await last])
-        answer = await announced
-        assert (answer.decided, answer.group) == (True, group)
-        await stage.publish(publication(1))
-        for name in R:
-            await stage.report(name, 1)
-        await stage.call("learner/0", BroadcastEnded(version=1, epoch=group.epoch))
-        await stage.parked(*[stage.next(name, 1) for name in R])
-        assert stage.server.counters["weights/broadcasts_begun"] == 1
-        assert stage.server.counters["weights/updates_committed"] == 4
-
-    on_stage(tmp_path, main, transport="gloo")
+@staged(transport="gloo")
+async def test_a_broadcast_from_announcement_to_commit(stage, publication):
+    announced, offers = await gathered(stage, publication)
+    [group] = {offer.collective.group for offer in offers}
+    assert group.epoch == stage.server.context.incarnation
+    assert [offer.collective.first_rank for offer in offers] == [1, 2]
+    assert all(offer.collective.probe is not None for offer in offers)
+    first = stage.call(R[0], JoinBroadcast(version=1, epoch=group.epoch))
+    await stage.parked(first, announced)
+    last = stage.call(R[1], JoinBroadcast(version=1, epoch=group.epoch))
+    assert all((reply.decided, reply.begins) == (True, True) for reply in [await first, await last])
+    answer = await announced
+    assert (answer.decided, answer.group) == (True, group)
+    await stage.publish(publication(1))
+    for name in R:
+        await stage.report(name, 1)
+    await stage.call("learner/0", BroadcastEnded(version=1, epoch=group.epoch))
+    await stage.parked(*[stage.next(name, 1) for name in R])
+    assert stage.server.counters["weights/broadcasts_begun"] == 1
+    assert stage.server.counters["weights/updates_committed"] == 4
 
 
-@pytest.mark.parametrize("how", ["dies", "has another engine", "fails", "does not come"])
-def test_a_member_that_is_missing_calls_it_off(tmp_path, publication, how):
-    async def main(stage):
-        announced, offers = await gathered(stage, publication)
-        epoch = offers[0].collective.group.epoch
-        first = stage.asking(R[0], JoinBroadcast(version=1, epoch=epoch))
-        await stage.parked(first, announced)
-        if how == "dies":
-            stage.peer(R[1], incarnation=2).connect()
-        elif how == "has another engine":
-            await stage.next(R[1], -1)
-        elif how == "fails":
-            await stage.report(R[1], 1, committed=False)
-        reply = await first
-        assert (reply.decided, reply.begins) == (True, False)
-        answer = await announced
-        assert (answer.decided, answer.group) == (True, None)
-        # It is served by itself as soon as it is there.
-        waiting = stage.next(R[0], 0)
-        await stage.parked(waiting)
-        await stage.publish(publication(1))
-        assert (await waiting).offer.transport == "stream"
-        assert stage.server.counters["weights/broadcasts_called_off"] == 1
-        assert stage.server.counters["weights/broadcasts_begun"] == 0
-
-    on_stage(tmp_path, main, transport="gloo", broadcast_timeout_s=5.0)
+@staged(transport="gloo")
+async def test_a_member_whose_engine_dies_at_the_barrier_calls_it_off_at_once(stage, publication):
+    announced, offers = await gathered(stage, publication)
+    epoch = offers[0].collective.group.epoch
+    joining = stage.call(R[0], JoinBroadcast(version=1, epoch=epoch))
+    await stage.parked(joining, announced)
+    joining.cancel()
+    began = asyncio.get_running_loop().time()
+    assert (await announced).group is None
+    assert asyncio.get_running_loop().time() - began < 1
+    assert not (await stage.call(R[1], JoinBroadcast(version=1, epoch=epoch))).begins
 
 
-def test_a_member_whose_engine_dies_at_the_barrier_calls_it_off_at_once(tmp_path, publication):
-    async def main(stage):
-        announced, offers = await gathered(stage, publication)
-        epoch = offers[0].collective.group.epoch
-        joining = stage.call(R[0], JoinBroadcast(version=1, epoch=epoch))
-        await stage.parked(joining, announced)
-        joining.cancel()
-        began = asyncio.get_running_loop().time()
-        assert (await announced).group is None
-        assert asyncio.get_running_loop().time() - began < 1
-        assert not (await stage.call(R[1], JoinBroadcast(version=1, epoch=epoch))).begins
-
-    on_stage(tmp_path, main, transport="gloo")
-
-
-def test_an_error_of_the_learner_sends_all_back_to_the_rolling_way(tmp_path, publication):
-    async def main(stage):
-        announced, offers = await gathered(stage, publication)
-        epoch = offers[0].collective.group.epoch
-        joins = [stage.call(name, JoinBroadcast(version=1, epoch=epoch)) for name in R]
-        assert all([(await join).begins for join in joins])
-        assert (await announced).group is not None
-        await stage.call("learner/0", BroadcastEnded(version=1, epoch=epoch, error="connection reset"))
-        await stage.publish(publication(1))
-        for name in R:
-            assert (await stage.take(name, 0)).transport == "stream"
-        waiting = [stage.next(name, 1) for name in R]
-        await stage.parked(*waiting)
-        stage.call("learner/0", announcement(2))
-        assert {(await call).offer.collective.group.epoch for call in waiting} == {epoch + 1}
-
-    on_stage(tmp_path, main, transport="gloo")
-
-
-def test_a_successor_serves_what_is_published_again(tmp_path, publication):
-    async def main(stage):
-        manifest = publication(7)
-        await stage.publish(manifest)
-        await stage.take(R[0])
-        kept = stage.call("learner/0", KeepPublished(version=7))
-        waiting = [stage.next(R[0], 7), stage.next(R[1], 6, host="elsewhere")]
-        # This one was offered the version and has it staged when the server dies.
-        assert (await waiting[1]).offer.version == 7
-        await stage.parked(kept, waiting[0])
-        await stage.end(crash=True)
-        stage.start(11)
-        await stage.ready()
-        assert not (await kept).held
-        await stage.publish(manifest)
-        await stage.parked(waiting[0], stage.call("learner/0", KeepPublished(version=7)))
-        assert (await stage.call(R[1], RequestPause(version=7))).granted
-        await stage.report(R[1], 7)
-        assert (await stage.next("rollouter/2")).offer.version == 7
-        await stage.publish(publication(8))
-        assert (await waiting[0]).offer.version == 8
-        assert stage.server.counters["weights/updates_committed"] == 1
-
-    on_stage(tmp_path, main, transport="auto")
+@staged(transport="auto")
+async def test_a_successor_serves_what_is_published_again(stage, publication):
+    manifest = publication(7)
+    await stage.publish(manifest)
+    await stage.take(R[0])
+    kept = stage.call("learner/0", KeepPublished(version=7))
+    waiting = [stage.next(R[0], 7), stage.next(R[1], 6, host="elsewhere")]
+    # This one was offered the version and has it staged when the server dies.
+    assert (await waiting[1]).offer.version == 7
+    await stage.parked(kept, waiting[0])
+    await stage.end(crash=True)
+    stage.start(11)
+    await stage.ready()
+    assert not (await kept).held
+    await stage.publish(manifest)
+    await stage.parked(waiting[0], stage.call("learner/0", KeepPublished(version=7)))
+    assert (await stage.call(R[1], RequestPause(version=7))).granted
+    await stage.report(R[1], 7)
+    assert (await stage.next("rollouter/2")).offer.version == 7
+    await stage.publish(publication(8))
+    assert (await waiting[0]).offer.version == 8
+    assert stage.server.counters["weights/updates_committed"] == 1
 
 
 # --- deltas: the encoder is a thread, so time is real ---
@@ -536,54 +407,50 @@ def test_deltas_are_offered_to_those_who_have_the_base(tmp_path, publication):
         on_stage(run_dir, main, virtual=False, transport=transport, delta=True)
 
 
-def test_the_learner_does_not_wait_for_the_encoding(tmp_path, publication, monkeypatch):
-    async def main(stage):
-        loop = asyncio.get_running_loop()
-        go, begun = asyncio.Event(), asyncio.Event()
-        encode = held_module.encode_deltas
+@staged(virtual=False, transport="stream", delta=True)
+async def test_the_learner_does_not_wait_for_the_encoding(stage, publication, monkeypatch):
+    loop = asyncio.get_running_loop()
+    go, begun = asyncio.Event(), asyncio.Event()
+    encode = held_module.encode_deltas
 
-        def slow(base, snapshot):
-            loop.call_soon_threadsafe(begun.set)
-            asyncio.run_coroutine_threadsafe(go.wait(), loop).result()
-            return encode(base, snapshot)
+    def slow(base, snapshot):
+        loop.call_soon_threadsafe(begun.set)
+        asyncio.run_coroutine_threadsafe(go.wait(), loop).result()
+        return encode(base, snapshot)
 
-        monkeypatch.setattr(held_module, "encode_deltas", slow)
-        await stage.publish(publication(0))
-        await stage.take(R[0])
-        waiting = stage.next(R[0], 0, base=0)
-        await stage.publish(publication(1))
-        await begun.wait()
-        # Held already, and not offered yet; those that come meanwhile are held, too.
-        await stage.publish(publication(2))
-        await stage.publish(publication(3))
-        kept = stage.call("learner/0", KeepPublished(version=3))
-        await stage.parked(waiting, kept)
-        go.set()
-        assert (await waiting).offer.version == 1
-        newest = (await stage.next(R[1], 2)).offer
-        assert newest.version == 3
-        # Nobody was ever told of version 2: it is no base of anything.
-        offer = (await stage.next(R[0], 1, base=1)).offer
-        assert (offer.version, offer.manifest.buckets[0].delta.base) == (3, 1)
-
-    on_stage(tmp_path, main, virtual=False, transport="stream", delta=True)
+    monkeypatch.setattr(held_module, "encode_deltas", slow)
+    await stage.publish(publication(0))
+    await stage.take(R[0])
+    waiting = stage.next(R[0], 0, base=0)
+    await stage.publish(publication(1))
+    await begun.wait()
+    # Held already, and not offered yet; those that come meanwhile are held, too.
+    await stage.publish(publication(2))
+    await stage.publish(publication(3))
+    kept = stage.call("learner/0", KeepPublished(version=3))
+    await stage.parked(waiting, kept)
+    go.set()
+    assert (await waiting).offer.version == 1
+    newest = (await stage.next(R[1], 2)).offer
+    assert newest.version == 3
+    # Nobody was ever told of version 2: it is no base of anything.
+    offer = (await stage.next(R[0], 1, base=1)).offer
+    assert (offer.version, offer.manifest.buckets[0].delta.base) == (3, 1)
 
 
-def test_without_memory_for_deltas_the_version_goes_without(tmp_path, publication, monkeypatch):
+@staged(virtual=False, transport="stream", delta=True)
+async def test_without_memory_for_deltas_the_version_goes_without(stage, publication, monkeypatch):
     def fails(base, snapshot):
         raise OSError(12, "Cannot allocate memory")
 
-    async def main(stage):
-        monkeypatch.setattr(held_module, "encode_deltas", fails)
-        await stage.publish(publication(0))
-        for version in (1, 2):
-            await stage.take(R[0], version - 2)
-            waiting = stage.next(R[0], version - 1, base=version - 1)
-            await stage.publish(publication(version))
-            offer = (await waiting).offer
-            assert (offer.version, offer.manifest.buckets[0].delta) == (version, None)
-
-    on_stage(tmp_path, main, virtual=False, transport="stream", delta=True)
+    monkeypatch.setattr(held_module, "encode_deltas", fails)
+    await stage.publish(publication(0))
+    for version in (1, 2):
+        await stage.take(R[0], version - 2)
+        waiting = stage.next(R[0], version - 1, base=version - 1)
+        await stage.publish(publication(version))
+        offer = (await waiting).offer
+        assert (offer.version, offer.manifest.buckets[0].delta) == (version, None)
 
 
 def test_the_end_waits_for_the_encoder_and_leaves_nothing(tmp_path, publication, monkeypatch):

@@ -9,7 +9,6 @@ from asyncrl.parameter_server.replicas import IDLE_PHASES, TRANSITIONS, WORDS, P
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "weights.md"
 EDGE = re.compile(r"^\s*(\w+) --> (\w+) : ([\w, ]+)$", re.MULTILINE)
-DECISIONS = sorted(set(ReplicaEvent) - WORDS)
 
 
 def test_the_diagram_is_the_table():

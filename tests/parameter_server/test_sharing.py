@@ -29,32 +29,15 @@ def test_one_of_a_host_fetches_and_the_others_are_given_what_it_has():
     first = play.next("r/0", -1, **HERE)
     assert (first.version, first.transport, first.share, first.sources) == (0, "stream", True, [])
     assert [play.next(name, -1, **HERE) for name in R[1:]] == [None] * 7
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     fetched(play, "r/0")
-    assert play.conductor.take_effects().wake >= {*R[1:]}
+    assert play.conductor.fleet.take_effects().wake >= {*R[1:]}
     for name in R[1:]:
         offer = play.look(name)
         assert (offer.version, offer.transport, offer.share) == (0, "shm", False)
-        assert play.conductor.source_paths(name) == PATHS
+        assert play.conductor.fleet.replicas[name].source_paths == PATHS
     # Nothing more has to be held for them than is held anyway.
     assert play.conductor.publications.needed() == {0}
-
-
-def test_each_host_has_its_own():
-    play = on_hosts()
-    assert play.next("r/0", -1, **HERE).share
-    assert play.next("r/1", -1, **THERE).share
-    fetched(play, "r/0")
-    assert play.next("r/2", -1, **THERE) is None
-    assert play.next("r/3", -1, **HERE).transport == "shm"
-
-
-def test_on_the_host_of_the_parameter_server_its_own_segments_are_opened():
-    play = on_hosts()
-    for name in R:
-        offer = play.next(name, -1, same_host=True, host="head")
-        assert (offer.transport, offer.share) == ("shm", False)
-        assert play.conductor.source_paths(name) == ()
 
 
 @pytest.mark.parametrize("why", ["stream", "unknown", "failed"])
@@ -75,10 +58,6 @@ def dies(play):
     play.left("r/0")
 
 
-def comes_again(play):
-    assert play.next("r/0", -1, incarnation=2, **HERE) is None
-
-
 def fails(play):
     play.report("r/0", 0, committed=False)
 
@@ -87,31 +66,20 @@ def takes_too_long(play):
     play.later(60)
 
 
-def asks_for_the_next(play):
-    assert play.next("r/0", -1, **HERE) is None
-
-
 @pytest.mark.parametrize("what", [dies, fails, takes_too_long], ids=lambda what: what.__name__)
 def test_where_the_one_that_fetches_is_lost_another_takes_its_place(what):
     play = on_hosts(stage_deadline_s=60)
     play.next("r/0", -1, **HERE)
     for name in R[1:]:
         play.next(name, -1, **HERE)
-    play.conductor.take_effects()
+    play.conductor.fleet.take_effects()
     what(play)
-    assert play.conductor.take_effects().wake >= {*R[1:]}
+    assert play.conductor.fleet.take_effects().wake >= {*R[1:]}
     offers = [play.look(name) for name in R[1:]]
     assert (offers[0].version, offers[0].transport, offers[0].share) == (0, "stream", True)
     assert offers[1:] == [None] * 6
     fetched(play, "r/1")
     assert {play.look(name).transport for name in R[2:]} == {"shm"}
-
-
-def test_a_fetch_that_is_begun_again_waits_for_nobody():
-    play = on_hosts()
-    play.next("r/0", -1, **HERE)
-    assert play.next("r/0", -1, **HERE).share
-    assert play.next("r/0", -1, incarnation=2, **HERE).share
 
 
 def test_who_waited_is_given_what_it_waited_for_though_a_newer_one_is_there():
@@ -165,19 +133,6 @@ def test_who_finds_nothing_where_it_was_sent_fetches_itself_at_once():
     offer = play.next("r/1", -1, **HERE)
     assert (offer.transport, offer.share) == ("stream", True)
     assert play.next("r/2", -1, **HERE) is None
-
-
-def test_who_has_it_itself_loads_it_from_there_again():
-    play = on_hosts()
-    play.next("r/0", -1, **HERE)
-    fetched(play, "r/0")
-    play.report("r/0", 0, committed=False)
-    assert play.next("r/0", -1, **HERE).transport == "shm"
-    assert play.conductor.source_paths("r/0") == PATHS
-    assert play.pause("r/0", 0)
-    # It was asked to hold nothing anew, and holds what it held.
-    play.report("r/0", 0)
-    assert play.replica("r/0").held_version == 0
 
 
 def test_what_came_another_way_ends_the_holding():

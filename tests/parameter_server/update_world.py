@@ -82,13 +82,13 @@ class World:
 
     def settle(self):
         """After every word: what the shell does, and what must hold."""
-        for name in self.conductor.take_effects().wake:
+        for name in self.conductor.fleet.take_effects().wake:
             caller = self.learner if name == LEARNER else self.replicas[name]
             caller.woken = True
-        loading = {r.name for r in self.conductor.replicas().values() if r.phase is Phase.LOADING}
+        loading = {r.name for r in self.conductor.fleet.replicas.values() if r.phase is Phase.LOADING}
         assert loading <= self.loading or len(loading) <= self.conductor.max_paused, "too many are paused"
         self.loading = loading
-        fetching = [(r.host, r.target) for r in self.conductor.replicas().values() if fetches(r) and r.host]
+        fetching = [(r.host, r.target) for r in self.conductor.fleet.replicas.values() if fetches(r) and r.host]
         assert len(fetching) == len(set(fetching)), "two of a host fetch the same"
         for caller in self.callers():
             if caller.number is not None and not caller.woken:
@@ -96,10 +96,10 @@ class World:
 
     def has_answer(self, caller):
         kind, *of = caller.state
-        if not self.conductor.asks(caller.name, caller.number):
+        if not self.conductor.fleet.asks(caller.name, caller.number):
             return True
         if kind == "next":
-            replica = self.conductor.replicas()[caller.name]
+            replica = self.conductor.fleet.replicas[caller.name]
             if replica.phase is Phase.REGROUPING and self.conductor.next_deadline() is not None:
                 # It may have to wait for the next broadcast; that this ends is seen at the end of each history.
                 return False
@@ -111,10 +111,10 @@ class World:
             return self.conductor.may_pause(caller.name, *of) is not None
         if kind == "join":
             return self.conductor.begins(caller.name, *of) is not None
-        return self.conductor.decided(*of) is not None
+        return self.conductor.broadcasts.decided(*of) is not None
 
     def is_fetched_for(self, replica):
-        others = [other for other in self.conductor.replicas().values() if other.host == replica.host != ""]
+        others = [other for other in self.conductor.fleet.replicas.values() if other.host == replica.host != ""]
         if any(other.held_version == self.conductor.publications.newest for other in others):
             return False
         return any(fetches(other) and other.target > replica.serving for other in others)
@@ -142,7 +142,10 @@ class World:
             paths = ["/proc/1/fd/1"] if caller.holds else []
             caller.number = self.conductor.request_pause(*who, *of, self.now, paths=paths)
         elif kind == "join":
-            if self.conductor.replicas().get(caller.name) and self.conductor.replicas()[caller.name].target == of[0]:
+            if (
+                self.conductor.fleet.replicas.get(caller.name)
+                and self.conductor.fleet.replicas[caller.name].target == of[0]
+            ):
                 self.joined.add((caller.name, caller.engine, *of))
             caller.number = self.conductor.join(*who, *of, self.now)
         else:
@@ -154,14 +157,14 @@ class World:
         """The handler runs on: None for a question that stays parked."""
         caller.woken = False
         kind, *of = caller.state
-        if not self.conductor.asks(caller.name, caller.number):
+        if not self.conductor.fleet.asks(caller.name, caller.number):
             caller.number = None
             return None
         found = {
             "next": lambda: self.conductor.offer(caller.name, self.now),
             "pause": lambda: self.conductor.may_pause(caller.name, *of),
             "join": lambda: self.conductor.begins(caller.name, *of),
-            "announce": lambda: self.conductor.decided(*of),
+            "announce": lambda: self.conductor.broadcasts.decided(*of),
         }[kind]()
         if found is None:
             return None
@@ -187,7 +190,7 @@ class World:
         if kind == "next" and found.collective is not None:
             self.check_offer(caller, found)
         elif kind == "next":
-            paths = self.conductor.source_paths(caller.name)
+            paths = self.conductor.fleet.replicas[caller.name].source_paths
             assert caller.serving < found.version <= self.conductor.publications.newest
             assert found.version == self.conductor.publications.newest or paths, (
                 "who has not waited for it takes the newest"
@@ -302,7 +305,7 @@ class World:
         self.replicas[name] = Rollouter(
             name, old + 1, engine=self.new_engine(), workers=caller.workers, host=caller.host
         )
-        self.conductor.take_effects()
+        self.conductor.fleet.take_effects()
         if not lost:
             self.conductor.left(name, old, self.now)
         self.settle()

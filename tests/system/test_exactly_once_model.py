@@ -20,7 +20,7 @@ from test_messages import make_group
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.data.order import EpochOrder
-from asyncrl.dataloader.evals import EvalSet
+from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.restoring import HeldTickets, RestoreInputs, rebuild
@@ -58,6 +58,8 @@ class Rollouter:
     """Taken for the living one."""
     dataloader: int = 0
     """The last one that was spoken to."""
+    asks: list[Ask] = field(default_factory=list)
+    """All that were ever sent: any may arrive again."""
     held: dict[str, Held] = field(default_factory=dict)
 
     def generates(self, uid: str, requeues: int) -> bool:
@@ -414,12 +416,16 @@ class ExactlyOnce(RuleBasedStateMachine):
             frozenset(rollouter.held),
         )
         rollouter.dataloader = self.dataloader
+        rollouter.asks.append(ask)
         self.tickets.meet(ask)
         before = set(self.tickets._holders.uids)
         grants = self.tickets.lease(ask)
         for grant in grants:
             uid = grant.prompt.uid
-            assert "@" in uid or self.tickets._queue.ledger.is_open(*position_of(uid))
+            if isinstance(grant.prompt, EvalPrompt):
+                assert rollouter.served >= grant.prompt.version
+            else:
+                assert self.tickets.ledger.is_open(*position_of(uid))
             if uid not in before and not self.blind:
                 assert not self.has(uid), "the learner has it"
                 assert not any(other.generates(uid, grant.requeues) for other in self.rollouters), "somebody does"
@@ -436,6 +442,16 @@ class ExactlyOnce(RuleBasedStateMachine):
             assert grant.number > rollouter.seen
             rollouter.seen = grant.number
             rollouter.held.setdefault(grant.prompt.uid, Held(grant))
+
+    @precondition(lambda self: self.tickets is not None and any(r.asks for r in self.rollouters))
+    @rule(data=st.data())
+    def a_lease_of_long_ago_comes_again(self, data: st.DataObject) -> None:
+        """Nobody waits for its answer."""
+        assert self.tickets is not None
+        rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.asks]))
+        ask = data.draw(st.sampled_from(rollouter.asks))
+        self.tickets.meet(ask)
+        self.tickets.lease(ask)
 
     @precondition(lambda self: self.late_grants)
     @rule(data=st.data())
@@ -579,7 +595,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     @invariant()
     def the_copy_of_the_ledger_is_never_ahead(self) -> None:
         if hasattr(self, "tickets") and self.tickets is not None and self.restored_by == self.learner:
-            theirs, ours = self.tickets._queue.ledger, self.intake.ledger
+            theirs, ours = self.tickets.ledger, self.intake.ledger
             for epoch in range(theirs.next_epoch):
                 for index in range(self.size):
                     assert theirs.is_open(epoch, index) or not ours.is_open(epoch, index)

@@ -66,7 +66,7 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         while "rollouter/2" in tickets.roster.actors:
             await asyncio.sleep(0.01)
         assert len(tickets._tickets._holders) == 2
-        assert "rollouter/2" not in system.actors["parameter_server/0"]._conductor.replicas()
+        assert "rollouter/2" not in system.actors["parameter_server/0"]._conductor.fleet.replicas
         assert tickets.counters["tickets/granted_alone"] == 0
         # A name is given once.
         again = await system.join("c2")
@@ -74,7 +74,7 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         await step(system, 2)
 
     system = live(tmp_path, scenario)
-    assert not list(system.actors["dataloader/0"]._tickets._queue.ledger.attempts)
+    assert not list(system.actors["dataloader/0"]._tickets.ledger.attempts)
 
 
 def test_a_host_that_has_joined_dies_and_starts_again_as_any_other(tmp_path):

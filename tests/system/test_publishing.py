@@ -291,7 +291,7 @@ def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monk
         conductor = system.actors["parameter_server/0"]._conductor
         while not all(
             replica.phase is Phase.SERVING and replica.serving == slow.version - 1
-            for replica in conductor.replicas().values()
+            for replica in conductor.fleet.replicas.values()
         ):
             await asyncio.sleep(0.002)
         slow.note("sampled", slow.sampled)

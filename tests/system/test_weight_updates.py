@@ -161,13 +161,13 @@ def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp
         conductor = system.actors["parameter_server/0"]._conductor
         for _ in range(10):
             async with asyncio.timeout(20):
-                while (victim := conductor.replicas().get("rollouter/1")) is None or victim.phase != "receiving":
+                while (victim := conductor.fleet.replicas.get("rollouter/1")) is None or victim.phase != "receiving":
                     await asyncio.sleep(0)
             version = victim.target
-            serving = {name: conductor.replicas()[name].serving for name in ("rollouter/0", "rollouter/2")}
+            serving = {name: conductor.fleet.replicas[name].serving for name in ("rollouter/0", "rollouter/2")}
             await system.replace("rollouter/1")
             async with asyncio.timeout(20):
-                while "receiving" in {replica.phase for replica in conductor.replicas().values()}:
+                while "receiving" in {replica.phase for replica in conductor.fleet.replicas.values()}:
                     await asyncio.sleep(0)
             if conductor.figures()["broadcasts_broken"]:
                 broken.append((version, [name for name, of in serving.items() if of < version]))
@@ -225,7 +225,7 @@ def test_who_dies_while_it_fetches_for_others_costs_them_no_version(tmp_path, mo
             conductor = system.actors["parameter_server/0"]._conductor
             async with asyncio.timeout(10):
                 while True:
-                    replica = conductor.replicas().get(f"rollouter/{index}")
+                    replica = conductor.fleet.replicas.get(f"rollouter/{index}")
                     if replica is not None and replica.phase == "staging":
                         break
                     await asyncio.sleep(0)

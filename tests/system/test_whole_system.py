@@ -170,7 +170,7 @@ def test_what_is_too_stale_is_generated_again_so_often_and_then_masked(tmp_path)
         assert line["staleness/trained_length_mean"] > 0
     # Of prompts that have an outcome nothing is remembered.
     assert learner._intake.ledger.requeues == {}
-    assert dataloader._tickets._queue.ledger.requeues == {}
+    assert dataloader._tickets.ledger.requeues == {}
 
 
 def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refused(tmp_path, monkeypatch):

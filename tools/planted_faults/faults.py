@@ -72,7 +72,7 @@ FAULTS = (
     # --- the parameter server: who takes over what, and when ---
     Fault(
         "conductor-grants-beside-pauses",
-        "free = self.max_paused - self._fleet.count(Phase.LOADING)",
+        "free = self.max_paused - self.fleet.count(Phase.LOADING)",
         "free = self.max_paused",
         "no more replicas pause at once than weights.max_paused_fraction lets",
     ),

@@ -14,18 +14,17 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
-
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.joining.hosts import ReportedHost as HeardHost
 from asyncrl.controller.joining.membership import Departure, Guest, KnownHost, Membership, NobodyServes
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import InvalidRequest, NotKept
+from asyncrl.files import replace_file
 from asyncrl.messages.hosts import Join, Joined, Leave, LeaveBegun, Members
 from asyncrl.roles import ROLES, role_of
+from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.runtime.parking import ParkingLot
 
@@ -35,30 +34,16 @@ WRITE_AGAIN_S = 1.0
 
 
 class ComingAndGoing:
-    """The shell. ``take_in`` makes the controller itself know the members, ``tell`` says that the run changed."""
+    """The shell, made by the controller ``actor``; ``tell`` says that the run changed."""
 
     def __init__(
-        self,
-        *,
-        curve: bool,
-        start_timeout_s: float,
-        registry: Registry,
-        run: RunStateMachine,
-        hosts: Hosts,
-        peers: Callable[[], dict[str, list[str]]],
-        take_in: Callable[[Members], None],
-        tell: Callable[[], None],
-        write: Callable[[Path, str], None],
-        path: Path,
-        now: Callable[[], float],
-        log: FilteringBoundLogger,
+        self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: Hosts, *, tell: Callable[[], None]
     ) -> None:
-        self._membership = Membership(curve)
-        self._start_timeout_s = start_timeout_s
-        self._registry, self._run, self._hosts = registry, run, hosts
-        self._peers, self._take_in, self._tell, self._write = peers, take_in, tell, write
-        self._path = path
-        self._now, self._log = now, log
+        self._membership = Membership(actor.context.credentials.curve)
+        self._start_timeout_s = actor.config.supervision.start_timeout_s
+        self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
+        self._tell, self._now, self._log = tell, actor.clock.now, actor.log
+        self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self._told = Members(number=0)
         """Members that everybody may know."""
         self._kept = 0
@@ -113,7 +98,7 @@ class ComingAndGoing:
         text = json.dumps(membership.describe())
         while True:
             try:
-                await asyncio.to_thread(self._write, self._path, text)
+                await asyncio.to_thread(replace_file, self._path, text, mode=0o600)
                 break
             except OSError as error:
                 self._log.error("members are not kept, so nobody is told", error=str(error))
@@ -122,7 +107,7 @@ class ComingAndGoing:
         self._watchers.wake()
         # Callers that wait for this alone are answered first: a host that has left is not spoken to any more.
         await asyncio.sleep(0)
-        self._take_in(members)
+        self._actor.take_in(members)
         self._told = members
         # Together, so that nobody takes such a host to be back.
         for host in lost:
@@ -231,7 +216,9 @@ class ComingAndGoing:
             self._changed.set()
         number = max(guest.number for guest in guests)
         await self._watchers.until(lambda: None if self._untold(number) else True, park_s / 2)
-        return Joined(hosts=[guest.joined for guest in guests], peers=self._peers(), waiting_for=self._untold(number))
+        return Joined(
+            hosts=[guest.joined for guest in guests], peers=self._actor.roster.peers, waiting_for=self._untold(number)
+        )
 
     async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
         """Let a host go; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""
@@ -315,7 +302,7 @@ class ComingAndGoing:
 
     def _taken(self) -> list[str]:
         """All names of the run."""
-        return [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._peers()]
+        return [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._actor.roster.peers]
 
     def _incarnations(self, names: Iterable[str]) -> dict[str, int]:
         entries = self._registry.entries

@@ -78,17 +78,6 @@ def test_a_stall_is_reported_once_and_again_after_twice_the_time(run):
     )
 
 
-def test_a_report_is_withdrawn_when_the_run_moves_and_the_next_stall_has_its_full_time(run):
-    run.passes(STALL_S)
-    assert run.dog.report is not None
-    run.has("rollouter/0", "generating", figures=(0.0, 0.0, 16.0))
-    run.passes(LOOK_S)
-    moved = run.now
-    assert run.dog.report is None
-    run.passes(STALL_S)
-    assert run.reported_at[-1] - moved == STALL_S
-
-
 def restarting(max_restarts=3, **patience_s):
     run = Watched()
     run.dog = Watchdog(
@@ -211,16 +200,6 @@ def test_a_frozen_actor_is_excused_by_no_budget(run):
     run.has("rollouter/0", "starting", silent_s=90.0)
     run.passes(STALL_S)
     assert run.reported_at == [began + STALL_S]
-
-
-def test_a_restart_starts_the_clock_and_withdraws_the_report(run):
-    run.passes(STALL_S)
-    assert run.dog.report.name == "rollouter/0"
-    run.has("rollouter/0", "starting", incarnation=2)
-    run.passes(LOOK_S)
-    assert run.dog.report is None
-    run.passes(2.5 * STALL_S)
-    assert len(run.reported_at) == 1
 
 
 @pytest.mark.parametrize("phase", ["starting", "preempting", "draining", "done", "failed"])

@@ -339,17 +339,6 @@ def test_a_reward_pool_that_is_given_up_is_set_aside_and_the_last_one_ends_the_r
     assert run.outcome.reason == "it dies as well; 0 of 2 reward pools are left; set aside before: reward/0 (it dies)"
 
 
-def test_a_reward_pool_that_is_late_is_set_aside_and_the_only_one_ends_the_run():
-    run = running("reward/1", started=False)
-    run.ready({*RUN, "reward/1"} - {"reward/0"}, 1.0)
-    assert run.tick(15.0)
-    assert (run.phase, [each.name for each in run.aside]) == ("running", ["reward/0"])
-    run = running(started=False)
-    run.ready(without("reward/0"), 1.0)
-    assert run.tick(15.0)
-    assert run.outcome.actor == "reward/0"
-
-
 def test_only_what_leaves_enough_can_be_spared():
     run = running("reward/1")
     assert [name for name in sorted({*RUN, "reward/1"}) if run.can_spare(name)] == [

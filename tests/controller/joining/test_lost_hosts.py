@@ -5,6 +5,7 @@ import json
 
 import pytest
 from controller.test_controller_actor import CONFIG, OTHERS, Cluster, beats
+from played import played
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import Refused, RemoteError
@@ -36,6 +37,9 @@ def run(tmp_path, scenario, config=FAST):
     asyncio.run(main())
 
 
+on_cluster = played(run, given=3)
+
+
 async def start(cluster, tasks, over, far=FAR):
     """Two hosts, everybody ready and beating; what ends the beats of the far one."""
     cut = asyncio.Event()
@@ -57,111 +61,93 @@ async def until(watcher, condition):
     return state
 
 
-def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(tmp_path):
-    async def scenario(cluster, tasks, over):
-        cut = await start(cluster, tasks, over)
-        watcher = cluster.caller("learner/0")
-        await until(watcher, lambda state: state.phase == "running")
-        cut.set()
-        # Nobody is taken for frozen meanwhile, though silence_s is shorter.
-        state = await until(watcher, lambda state: state.condemned)
-        assert state.lost_hosts == {"b (agent/1)": FAR}
-        assert state.dead == [Dead("rollouter/1", 1)]
-        reason = "its host b (agent/1) was silent for 0.6 s"
-        assert state.condemned == [Condemned("rollouter/1", 1, reason)]
-        # Longer than the grace that a host has: a replica is not waited for.
-        await asyncio.sleep(0.7)
-        state = await watcher.call(WatchRun())
-        assert (state.phase, state.failed_actor) == ("running", "")
-        # It comes back; its agent hears what it is to do, and does it.
-        tasks.create_task(beats(cluster.caller("agent/1", 1), until=over))
-        await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-        state = await until(watcher, lambda state: not state.lost_hosts)
-        assert [actor.name for actor in state.condemned] == FAR and state.dead == [Dead("rollouter/1", 1)]
-        ended = ActorEnded(name="rollouter/1", incarnation=1, exit_code=-9, fatal=False, reason="killed")
-        await cluster.caller("agent/1", 1).call(ended)
-        await cluster.register("rollouter/1", incarnation=2)
-        state = await watcher.call(WatchRun())
-        assert (state.condemned, state.dead, state.phase) == ([], [], "running")
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(cluster, tasks, over):
+    cut = await start(cluster, tasks, over)
+    watcher = cluster.caller("learner/0")
+    await until(watcher, lambda state: state.phase == "running")
+    cut.set()
+    # Nobody is taken for frozen meanwhile, though silence_s is shorter.
+    state = await until(watcher, lambda state: state.condemned)
+    assert state.lost_hosts == {"b (agent/1)": FAR}
+    assert state.dead == [Dead("rollouter/1", 1)]
+    reason = "its host b (agent/1) was silent for 0.6 s"
+    assert state.condemned == [Condemned("rollouter/1", 1, reason)]
+    # Longer than the grace that a host has: a replica is not waited for.
+    await asyncio.sleep(0.7)
+    state = await watcher.call(WatchRun())
+    assert (state.phase, state.failed_actor) == ("running", "")
+    # It comes back; its agent hears what it is to do, and does it.
+    tasks.create_task(beats(cluster.caller("agent/1", 1), until=over))
+    await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
+    state = await until(watcher, lambda state: not state.lost_hosts)
+    assert [actor.name for actor in state.condemned] == FAR and state.dead == [Dead("rollouter/1", 1)]
+    ended = ActorEnded(name="rollouter/1", incarnation=1, exit_code=-9, fatal=False, reason="killed")
+    await cluster.caller("agent/1", 1).call(ended)
+    await cluster.register("rollouter/1", incarnation=2)
+    state = await watcher.call(WatchRun())
+    assert (state.condemned, state.dead, state.phase) == ([], [], "running")
 
 
-def test_a_lost_host_that_is_let_go_is_lost_no_more(tmp_path):
+@on_cluster()
+async def test_a_lost_host_that_is_let_go_is_lost_no_more(cluster, tasks, over):
     """And is said to leave in the same breath, so that nobody takes it to be back."""
 
-    async def scenario(cluster, tasks, over):
-        cut = await start(cluster, tasks, over)
-        watcher = cluster.caller("learner/0")
-        await until(watcher, lambda state: state.phase == "running")
-        cut.set()
-        await until(watcher, lambda state: state.lost_hosts)
-        await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
-        state = await until(watcher, lambda state: not state.lost_hosts)
-        assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
-
-    run(tmp_path, scenario)
+    cut = await start(cluster, tasks, over)
+    watcher = cluster.caller("learner/0")
+    await until(watcher, lambda state: state.phase == "running")
+    cut.set()
+    await until(watcher, lambda state: state.lost_hosts)
+    await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
+    state = await until(watcher, lambda state: not state.lost_hosts)
+    assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
 
 
-def test_a_run_that_cannot_do_without_a_lost_host_ends_and_names_it(tmp_path):
-    async def scenario(cluster, tasks, over):
-        cut = await start(cluster, tasks, over, far=["reward/0"])
-        watcher = cluster.caller("learner/0")
-        cut.set()
-        state = await until(watcher, lambda state: state.failed_actor)
-        assert (state.failed_actor, state.exit_code) == ("reward/0", 1)
-        assert state.reason == "its host b (agent/1) has been lost for 0.5 s (supervision.host_grace_s)"
-
-    run(tmp_path, scenario)
-
-
-def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_lost_before(tmp_path):
-    async def scenario(cluster, tasks, over):
-        cut = await start(cluster, tasks, over)
-        cut.set()
-        await until(cluster.caller("learner/0"), lambda state: state.lost_hosts)
-        kept = json.loads((tmp_path / "private" / "controller.json").read_text())
-        assert kept["hosts"]["agent/1"] == ["b", FAR]
-        await cluster.die()
-        await cluster.start(8)
-        for name in NEAR:
-            await cluster.register(name)
-            tasks.create_task(beats(cluster.caller(name), until=over))
-        state = await until(cluster.caller(), lambda state: state.phase != "starting")
-        assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_lost_before(
+    cluster, tasks, over, tmp_path
+):
+    cut = await start(cluster, tasks, over)
+    cut.set()
+    await until(cluster.caller("learner/0"), lambda state: state.lost_hosts)
+    kept = json.loads((tmp_path / "private" / "controller.json").read_text())
+    assert kept["hosts"]["agent/1"] == ["b", FAR]
+    await cluster.die()
+    await cluster.start(8)
+    for name in NEAR:
+        await cluster.register(name)
+        tasks.create_task(beats(cluster.caller(name), until=over))
+    state = await until(cluster.caller(), lambda state: state.phase != "starting")
+    assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
 
 
-def test_a_successor_of_the_controller_refuses_whom_it_would_have(tmp_path):
+@on_cluster()
+async def test_a_successor_of_the_controller_refuses_whom_it_would_have(cluster, tasks, over, tmp_path):
     """By the incarnations that it is left: a replaced actor that wakes up first is not taken for the living one."""
 
-    async def scenario(cluster, tasks, over):
-        await cluster.register("rollouter/0", incarnation=1)
-        await cluster.register("rollouter/0", incarnation=2)
-        for rank in ("learner/0", "rollouter/1"):
-            await cluster.register(rank, incarnation=4)
-        ended = ActorEnded(name="learner/0", incarnation=4, exit_code=-9, fatal=False, reason="killed")
-        await cluster.caller().call(ended)
-        path, expected = tmp_path / "private" / "controller.json", {"rollouter/0": 2, "learner/0": 4, "rollouter/1": 4}
-        while (kept := json.loads(path.read_text()))["generations"] != {"learner": 5}:
-            await asyncio.sleep(0.01)
-        assert kept["newest"] == expected
-        await cluster.die()
-        await cluster.start(8)
-        state = await cluster.caller().call(WatchRun())
-        assert state.generations == {"learner": 5}
-        for name, incarnation in (("rollouter/0", 1), ("learner/0", 4)):
-            with pytest.raises(RemoteError, match=f"{name} of incarnation {incarnation}"):
-                await cluster.register(name, incarnation=incarnation)
-        await cluster.register("rollouter/0", incarnation=2)
-        await cluster.register("learner/0", incarnation=5)
-        # What was lost in between is dead under the number that was kept, though it said nothing to this one.
-        cluster.controller._registry.lose(["rollouter/1"], "its host was lost", cluster.controller.clock.now())
-        cluster.controller._registry_changed()
-        assert (await cluster.caller().call(WatchRun())).dead == [Dead("rollouter/1", 4)]
-
-    run(tmp_path, scenario)
+    await cluster.register("rollouter/0", incarnation=1)
+    await cluster.register("rollouter/0", incarnation=2)
+    for rank in ("learner/0", "rollouter/1"):
+        await cluster.register(rank, incarnation=4)
+    ended = ActorEnded(name="learner/0", incarnation=4, exit_code=-9, fatal=False, reason="killed")
+    await cluster.caller().call(ended)
+    path, expected = tmp_path / "private" / "controller.json", {"rollouter/0": 2, "learner/0": 4, "rollouter/1": 4}
+    while (kept := json.loads(path.read_text()))["generations"] != {"learner": 5}:
+        await asyncio.sleep(0.01)
+    assert kept["newest"] == expected
+    await cluster.die()
+    await cluster.start(8)
+    state = await cluster.caller().call(WatchRun())
+    assert state.generations == {"learner": 5}
+    for name, incarnation in (("rollouter/0", 1), ("learner/0", 4)):
+        with pytest.raises(RemoteError, match=f"{name} of incarnation {incarnation}"):
+            await cluster.register(name, incarnation=incarnation)
+    await cluster.register("rollouter/0", incarnation=2)
+    await cluster.register("learner/0", incarnation=5)
+    # What was lost in between is dead under the number that was kept, though it said nothing to this one.
+    cluster.controller._registry.lose(["rollouter/1"], "its host was lost", cluster.controller.clock.now())
+    cluster.controller._registry_changed()
+    assert (await cluster.caller().call(WatchRun())).dead == [Dead("rollouter/1", 4)]
 
 
 class Listener(Actor):
@@ -183,56 +169,52 @@ class Listener(Actor):
         return Done()
 
 
-def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(tmp_path):
+@on_cluster(CONFIG)
+async def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(cluster, tasks, over):
     """Whether by the controller's word or by the successor's; the dead are refused on whatever connection."""
 
-    async def scenario(cluster, tasks, over):
-        actor = Listener(cluster.context("dataloader/0", 5, cluster.controller.address))
-        life = asyncio.create_task(actor.main())
-        while not actor.ready:
-            await asyncio.sleep(0.01)
+    actor = Listener(cluster.context("dataloader/0", 5, cluster.controller.address))
+    life = asyncio.create_task(actor.main())
+    while not actor.ready:
+        await asyncio.sleep(0.01)
 
-        def caller(incarnation):
-            peer = cluster.caller("rollouter/0", incarnation)
-            found = Peer(peer._endpoint, "dataloader/0", None)
-            found._record = ActorRecord(name="dataloader/0", incarnation=5, address=actor.address)
-            cluster.peers.append(found)
-            return found
+    def caller(incarnation):
+        peer = cluster.caller("rollouter/0", incarnation)
+        found = Peer(peer._endpoint, "dataloader/0", None)
+        found._record = ActorRecord(name="dataloader/0", incarnation=5, address=actor.address)
+        cluster.peers.append(found)
+        return found
 
-        async def ends(incarnation):
-            ended = ActorEnded(name="rollouter/0", incarnation=incarnation, exit_code=-9, fatal=False, reason="killed")
-            await cluster.caller().call(ended)
+    async def ends(incarnation):
+        ended = ActorEnded(name="rollouter/0", incarnation=incarnation, exit_code=-9, fatal=False, reason="killed")
+        await cluster.caller().call(ended)
 
-        await cluster.register("rollouter/0", incarnation=1)
-        first = caller(1)
-        await first.call(Notice(key="x", text="x"))
-        await ends(1)
-        while not actor.heard:
-            await asyncio.sleep(0.01)
-        for stale in (first, caller(1)):
-            with pytest.raises(Refused, match="incarnation"):
-                await stale.call(Notice(key="x", text="x"))
-        await cluster.register("rollouter/0", incarnation=2)
-        await caller(2).call(Notice(key="x", text="x"))
-        await caller(3).call(Notice(key="x", text="x"))
-        await ends(3)
-        while len(actor.heard) < 3:
-            await asyncio.sleep(0.01)
-        assert actor.heard == [("rollouter/0", 1), ("rollouter/0", 2), ("rollouter/0", 3)]
-        assert actor.asked == [("rollouter/0", 1), ("rollouter/0", 2), ("rollouter/0", 3)]
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
-
-    run(tmp_path, scenario, CONFIG)
+    await cluster.register("rollouter/0", incarnation=1)
+    first = caller(1)
+    await first.call(Notice(key="x", text="x"))
+    await ends(1)
+    while not actor.heard:
+        await asyncio.sleep(0.01)
+    for stale in (first, caller(1)):
+        with pytest.raises(Refused, match="incarnation"):
+            await stale.call(Notice(key="x", text="x"))
+    await cluster.register("rollouter/0", incarnation=2)
+    await caller(2).call(Notice(key="x", text="x"))
+    await caller(3).call(Notice(key="x", text="x"))
+    await ends(3)
+    while len(actor.heard) < 3:
+        await asyncio.sleep(0.01)
+    assert actor.heard == [("rollouter/0", 1), ("rollouter/0", 2), ("rollouter/0", 3)]
+    assert actor.asked == [("rollouter/0", 1), ("rollouter/0", 2), ("rollouter/0", 3)]
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
 
 
-def test_an_agent_that_tells_nothing_of_its_host_makes_none(tmp_path):
-    async def scenario(cluster, tasks, over):
-        for name in OTHERS:
-            await cluster.register(name)
-        for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
-            record = ActorRecord(name="agent/1", incarnation=1, address="", facts=facts)
-            await cluster.caller("agent/1").call(Register(record=record))
-        assert cluster.controller._hosts.known == {}
-
-    run(tmp_path, scenario, CONFIG)
+@on_cluster(CONFIG)
+async def test_an_agent_that_tells_nothing_of_its_host_makes_none(cluster, tasks, over):
+    for name in OTHERS:
+        await cluster.register(name)
+    for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
+        record = ActorRecord(name="agent/1", incarnation=1, address="", facts=facts)
+        await cluster.caller("agent/1").call(Register(record=record))
+    assert cluster.controller._hosts.known == {}

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from controller.test_controller_actor import CONFIG, is_parked, run
+from controller.test_controller_actor import CONFIG, is_parked, on_cluster, run
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from recordings import read_recording
 
 from asyncrl.config.load import validate_config
@@ -56,53 +57,49 @@ async def cast(peer, message):
         await asyncio.sleep(0.005)
 
 
-def test_every_actor_of_the_run_is_there_whatever_became_of_it(tmp_path):
-    async def scenario(cluster):
-        viewer = cluster.caller(VIEWER)
-        _, first = await look(viewer)
-        assert [actor.name for actor in first.actors] == sorted(CONFIG.actors)
-        assert {actor.condition for actor in first.actors} == {"ready", "absent"}
-        assert (first.run.phase, first.run.version, first.run.attempt) == ("starting", -1, 0)
-        await cluster.register("reward/0", address="")
-        await cluster.register("dataloader/0", attempt=2)
-        await cluster.register("rollouter/0")
-        ended = ActorEnded(name="rollouter/0", incarnation=1, exit_code=-9, fatal=False, reason="killed by SIGKILL")
-        await cluster.caller().call(ended)
-        seen = await until(viewer, lambda s: of(s, "rollouter/0").condition == "dead")
-        assert of(seen, "reward/0").condition == "starting"
-        assert (of(seen, "dataloader/0").condition, of(seen, "dataloader/0").restarts) == ("ready", 2)
-        assert ("warning", "rollouter/0", "ended: killed by SIGKILL") in [
-            (event.level, event.actor, event.text) for event in seen.events
-        ]
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_every_actor_of_the_run_is_there_whatever_became_of_it(cluster):
+    viewer = cluster.caller(VIEWER)
+    _, first = await look(viewer)
+    assert [actor.name for actor in first.actors] == sorted(CONFIG.actors)
+    assert {actor.condition for actor in first.actors} == {"ready", "absent"}
+    assert (first.run.phase, first.run.version, first.run.attempt) == ("starting", -1, 0)
+    await cluster.register("reward/0", address="")
+    await cluster.register("dataloader/0", attempt=2)
+    await cluster.register("rollouter/0")
+    ended = ActorEnded(name="rollouter/0", incarnation=1, exit_code=-9, fatal=False, reason="killed by SIGKILL")
+    await cluster.caller().call(ended)
+    seen = await until(viewer, lambda s: of(s, "rollouter/0").condition == "dead")
+    assert of(seen, "reward/0").condition == "starting"
+    assert (of(seen, "dataloader/0").condition, of(seen, "dataloader/0").restarts) == ("ready", 2)
+    assert ("warning", "rollouter/0", "ended: killed by SIGKILL") in [
+        (event.level, event.actor, event.text) for event in seen.events
+    ]
 
 
-def test_what_is_not_said_again_stays_as_it_was(tmp_path):
-    async def scenario(cluster):
-        viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
-        await cluster.register("reward/0")
-        worker = ResourceRecord("worker/0", "idle", "", 2.0, {"idle": 3.0, "scoring": 1.0})
-        taken = Histogram([1, *(0 for _ in EDGES["reward/run_s"])], 0.5)
-        facts = {"counters": {"reward/scored": 4.0}, "histograms": {"reward/run_s": taken}}
-        await cast(actor, beat(1, resources=[worker], **facts))
-        await cast(actor, beat(2, counters={"reward/failed": 1.0}, cpu=0.25, rss_bytes=99))
-        seen = await until(viewer, lambda s: "reward/failed" in of(s, "reward/0").figures)
-        there = of(seen, "reward/0")
-        assert there.figures == {"reward/scored": 4.0, "reward/failed": 1.0}
-        assert there.histograms == {"reward/run_s": taken}
-        assert (there.cpu, there.rss_bytes) == (0.25, 99)
-        (resource,) = there.resources
-        # Its time goes on though it says nothing: as long as it is heard of, and up to then it is known where it was.
-        assert resource.state_s == pytest.approx(2.0 + there.heard_s + resource.since_s)
-        assert resource.since_s > 0.0
-        assert sum(resource.spent.values()) == pytest.approx(4.0 + resource.since_s)
-        # Another incarnation begins anew.
-        await cluster.register("reward/0", incarnation=2)
-        seen = await until(viewer, lambda s: of(s, "reward/0").incarnation == 2)
-        assert of(seen, "reward/0").figures == {} and of(seen, "reward/0").resources == []
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_what_is_not_said_again_stays_as_it_was(cluster):
+    viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
+    await cluster.register("reward/0")
+    worker = ResourceRecord("worker/0", "idle", "", 2.0, {"idle": 3.0, "scoring": 1.0})
+    taken = Histogram([1, *(0 for _ in EDGES["reward/run_s"])], 0.5)
+    facts = {"counters": {"reward/scored": 4.0}, "histograms": {"reward/run_s": taken}}
+    await cast(actor, beat(1, resources=[worker], **facts))
+    await cast(actor, beat(2, counters={"reward/failed": 1.0}, cpu=0.25, rss_bytes=99))
+    seen = await until(viewer, lambda s: "reward/failed" in of(s, "reward/0").figures)
+    there = of(seen, "reward/0")
+    assert there.figures == {"reward/scored": 4.0, "reward/failed": 1.0}
+    assert there.histograms == {"reward/run_s": taken}
+    assert (there.cpu, there.rss_bytes) == (0.25, 99)
+    (resource,) = there.resources
+    # Its time goes on though it says nothing: as long as it is heard of, and up to then it is known where it was.
+    assert resource.state_s == pytest.approx(2.0 + there.heard_s + resource.since_s)
+    assert resource.since_s > 0.0
+    assert sum(resource.spent.values()) == pytest.approx(4.0 + resource.since_s)
+    # Another incarnation begins anew.
+    await cluster.register("reward/0", incarnation=2)
+    seen = await until(viewer, lambda s: of(s, "reward/0").incarnation == 2)
+    assert of(seen, "reward/0").figures == {} and of(seen, "reward/0").resources == []
 
 
 NONSENSE = [
@@ -122,56 +119,51 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("said", NONSENSE, ids=lambda said: str(said)[:60])
-def test_whatever_the_learner_says_the_controller_goes_on(tmp_path, said):
-    async def scenario(cluster):
-        viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
-        await cluster.register("learner/0")
-        await cast(learner, beat(1, counters={"learner/step": 2.0}))
-        await cast(learner, said)
-        await cast(learner, MetricsLine(line={"kind": "train", "step": 4}))
-        seen = await until(viewer, lambda s: s.train)
-        assert (seen.run.step, [line["step"] for line in seen.train]) == (4, [4])
-        counters = cluster.controller.counters
-        dropped = counters.get("lines/refused", 0) + counters["heartbeats/left_out"]
-        assert dropped == (2 if said is NONSENSE[3] else 1)
-        assert not cluster.main.done()
+@on_cluster()
+async def test_whatever_the_learner_says_the_controller_goes_on(cluster):
+    viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
+    await cluster.register("learner/0")
+    await cast(learner, beat(1, counters={"learner/step": 2.0}))
+    counters, dropped = cluster.controller.counters, 0
+    for number, said in enumerate(NONSENSE, 2):
+        await cast(learner, replace(said, beat=number) if isinstance(said, Heartbeat) else said)
+        dropped += 2 if said is NONSENSE[3] else 1
+        while counters.get("lines/refused", 0) + counters.get("heartbeats/left_out", 0) != dropped:
+            await asyncio.sleep(0.005)
+    await cast(learner, MetricsLine(line={"kind": "train", "step": 4}))
+    seen = await until(viewer, lambda s: s.train)
+    assert (seen.run.step, [line["step"] for line in seen.train]) == (4, [4])
+    assert not cluster.main.done()
 
-    run(tmp_path, scenario)
 
-
-def test_a_picture_that_cannot_be_made_ends_nothing(tmp_path, monkeypatch):
+@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+async def test_a_picture_that_cannot_be_made_ends_nothing(cluster, monkeypatch):
     asked = []
 
     def fail(*_args, **_facts):
         asked.append("once more")
         raise ValueError("something that nobody thought of")
 
-    async def scenario(cluster):
-        viewer = cluster.caller(VIEWER)
-        monkeypatch.setattr(watching_module, "take_picture", fail)
-        await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)
-        while len(asked) < 4:
-            await asyncio.sleep(0.005)
-        assert cluster.controller.counters["snapshots/failed"] >= 3
-        monkeypatch.undo()
-        assert (await until(viewer, lambda s: True)).run.phase == "starting"
-        assert not cluster.main.done()
-
-    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+    viewer = cluster.caller(VIEWER)
+    monkeypatch.setattr(watching_module, "take_picture", fail)
+    await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)
+    while len(asked) < 4:
+        await asyncio.sleep(0.005)
+    assert cluster.controller.counters["snapshots/failed"] >= 3
+    monkeypatch.undo()
+    assert (await until(viewer, lambda s: True)).run.phase == "starting"
+    assert not cluster.main.done()
 
 
-@pytest.mark.parametrize("wall", [math.nan, math.inf, -1.0, 1e18])
-def test_an_event_at_no_time_happened_when_it_was_heard_of(tmp_path, wall):
-    async def scenario(cluster):
-        viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
-        await cluster.register("reward/0")
-        await cast(actor, beat(1, events=[EventRecord(1, wall, "error", "event")]))
-        seen = await until(viewer, lambda s: any(event.text == "event" for event in s.events))
-        (event,) = (event for event in seen.events if event.text == "event")
-        assert seen.wall - 60 < event.wall <= seen.wall
-
-    run(tmp_path, scenario)
+@pytest.mark.parametrize("wall", [math.nan, 1e18])
+@on_cluster()
+async def test_an_event_at_no_time_happened_when_it_was_heard_of(cluster, wall):
+    viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
+    await cluster.register("reward/0")
+    await cast(actor, beat(1, events=[EventRecord(1, wall, "error", "event")]))
+    seen = await until(viewer, lambda s: any(event.text == "event" for event in s.events))
+    (event,) = (event for event in seen.events if event.text == "event")
+    assert seen.wall - 60 < event.wall <= seen.wall
 
 
 def test_evaluations_are_kept_for_no_more_names_than_a_run_has():
@@ -182,38 +174,33 @@ def test_evaluations_are_kept_for_no_more_names_than_a_run_has():
     assert len(lines.evals) == MOST_EVALS and lines.evals["0"]["eval/0/mean"] == 9999.0
 
 
-def test_an_event_that_is_told_twice_is_one(tmp_path):
-    async def scenario(cluster):
-        viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
-        await cluster.register("reward/0")
-        first, second = (EventRecord(number, 5.0, "error", f"event {number}") for number in (1, 2))
-        await cast(actor, beat(1, events=[first]))
-        await cast(actor, beat(2, events=[first, second]))
-        seen = await until(viewer, lambda s: any(event.text == "event 2" for event in s.events))
-        told = [event for event in seen.events if event.actor == "reward/0"]
-        assert [(event.text, event.wall, event.level) for event in told] == [
-            ("event 1", 5.0, "error"),
-            ("event 2", 5.0, "error"),
-        ]
-        assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_an_event_that_is_told_twice_is_one(cluster):
+    viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
+    await cluster.register("reward/0")
+    first, second = (EventRecord(number, 5.0, "error", f"event {number}") for number in (1, 2))
+    await cast(actor, beat(1, events=[first]))
+    await cast(actor, beat(2, events=[first, second]))
+    seen = await until(viewer, lambda s: any(event.text == "event 2" for event in s.events))
+    told = [event for event in seen.events if event.actor == "reward/0"]
+    assert [(event.text, event.wall, event.level) for event in told] == [
+        ("event 1", 5.0, "error"),
+        ("event 2", 5.0, "error"),
+    ]
+    assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
 
 
-def test_a_viewer_waits_for_another_snapshot_and_gets_each_once(tmp_path):
-    async def scenario(cluster):
-        viewers = [cluster.caller(VIEWER) for _ in range(3)]
-        numbers = await asyncio.gather(*(look(viewer) for viewer in viewers))
-        number = numbers[0][0]
-        assert {one for one, _ in numbers} == {number}
-        call = viewers[0].call(WatchSnapshot(seen=number))
-        assert await is_parked(call)
-        later, _ = await look(viewers[1], number)
-        assert later > number
-        assert (await call).number == later
-
-    # Another one would be recorded when all is over: it is taken for those who wait.
-    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 3600.0}}))
+@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 3600.0}}))
+async def test_a_viewer_waits_for_another_snapshot_and_gets_each_once(cluster):
+    viewers = [cluster.caller(VIEWER) for _ in range(3)]
+    numbers = await asyncio.gather(*(look(viewer) for viewer in viewers))
+    number = numbers[0][0]
+    assert {one for one, _ in numbers} == {number}
+    call = viewers[0].call(WatchSnapshot(seen=number))
+    assert await is_parked(call)
+    later, _ = await look(viewers[1], number)
+    assert later > number
+    assert (await call).number == later
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(-1, 10)), max_size=200))
@@ -245,16 +232,14 @@ def test_who_reads_waits_for_nothing(pauses):
         assert given.unread == [] and given.may_have_more(now)
 
 
-def test_numbers_of_snapshots_cannot_be_guessed(tmp_path):
-    async def scenario(cluster):
-        viewer, number, steps = cluster.caller(VIEWER), -1, []
-        for _ in range(4):
-            later, _ = await look(viewer, number)
-            steps.append(later - number)
-            number = later
-        assert all(step > 0 for step in steps) and len(set(steps[1:])) == 3
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_numbers_of_snapshots_cannot_be_guessed(cluster):
+    viewer, number, steps = cluster.caller(VIEWER), -1, []
+    for _ in range(4):
+        later, _ = await look(viewer, number)
+        steps.append(later - number)
+        number = later
+    assert all(step > 0 for step in steps) and len(set(steps[1:])) == 3
 
 
 def test_the_last_one_is_told_to_everybody_and_once(tmp_path, monkeypatch):
@@ -272,50 +257,36 @@ def test_the_last_one_is_told_to_everybody_and_once(tmp_path, monkeypatch):
     run(tmp_path, scenario)
 
 
-def test_who_got_nothing_is_not_told_that_it_has_seen_something(tmp_path):
-    async def scenario(cluster):
-        viewer = cluster.caller(VIEWER)
-        await look(viewer)
-        taken = await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)
-        assert (taken.number, taken.snapshot) == (-1, b"")
-
-    run(tmp_path, scenario)
-
-
-def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_steps(tmp_path):
-    async def scenario(cluster):
-        viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
-        await cluster.register("learner/0")
-        for number in range(UPDATE_LINES + 5):
-            await cast(learner, MetricsLine(line={"kind": "update", "replica": f"rollouter/{number}"}))
-        for mean in (0.1, 0.2):
-            await cast(learner, MetricsLine(line={"kind": "eval", "eval/held/mean": mean}))
-        await cast(learner, MetricsLine(line={"kind": "eval", "eval/other/mean": 0.5}))
-        await cast(learner, MetricsLine(line={"kind": "train", "step": 3}))
-        seen = await until(viewer, lambda s: s.train)
-        assert len(seen.updates) == UPDATE_LINES and seen.updates[-1]["replica"] == f"rollouter/{UPDATE_LINES + 4}"
-        assert [line.get("eval/held/mean", line.get("eval/other/mean")) for line in seen.evals] == [0.2, 0.5]
-        assert seen.run.step == 3
-        assert {line["kind"] for line in cluster.controller._state_and_lines(0).lines} == {"eval", "train"}
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_steps(cluster):
+    viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
+    await cluster.register("learner/0")
+    for number in range(UPDATE_LINES + 5):
+        await cast(learner, MetricsLine(line={"kind": "update", "replica": f"rollouter/{number}"}))
+    for mean in (0.1, 0.2):
+        await cast(learner, MetricsLine(line={"kind": "eval", "eval/held/mean": mean}))
+    await cast(learner, MetricsLine(line={"kind": "eval", "eval/other/mean": 0.5}))
+    await cast(learner, MetricsLine(line={"kind": "train", "step": 3}))
+    seen = await until(viewer, lambda s: s.train)
+    assert len(seen.updates) == UPDATE_LINES and seen.updates[-1]["replica"] == f"rollouter/{UPDATE_LINES + 4}"
+    assert [line.get("eval/held/mean", line.get("eval/other/mean")) for line in seen.evals] == [0.2, 0.5]
+    assert seen.run.step == 3
+    assert {line["kind"] for line in cluster.controller._state_and_lines(0).lines} == {"eval", "train"}
 
 
-def test_the_end_is_seen_and_recorded(tmp_path):
-    async def scenario(cluster):
-        await cluster.all_ready()
-        viewer = cluster.caller(VIEWER)
-        await cluster.caller().call(StopRun(reason="enough"))
-        seen = await until(viewer, lambda s: s.run.phase == "done")
-        assert seen.run.reason == "enough"
-        phases = [event.text for event in seen.events if event.text.startswith("the run is")]
-        assert phases == ["the run is running", "the run is draining: enough", "the run is stopped: enough"]
-        await asyncio.wait_for(asyncio.shield(cluster.main), 10)
-        kept = read_recording(tmp_path)
-        assert kept[-1].run.phase == "done"
-        assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_the_end_is_seen_and_recorded(cluster, tmp_path):
+    await cluster.all_ready()
+    viewer = cluster.caller(VIEWER)
+    await cluster.caller().call(StopRun(reason="enough"))
+    seen = await until(viewer, lambda s: s.run.phase == "done")
+    assert seen.run.reason == "enough"
+    phases = [event.text for event in seen.events if event.text.startswith("the run is")]
+    assert phases == ["the run is running", "the run is draining: enough", "the run is stopped: enough"]
+    await asyncio.wait_for(asyncio.shield(cluster.main), 10)
+    kept = read_recording(tmp_path)
+    assert kept[-1].run.phase == "done"
+    assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
 
 
 @pytest.mark.parametrize(
@@ -392,19 +363,6 @@ def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end
     run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
 
 
-def test_steps_that_a_learner_trains_again_are_there_once(tmp_path):
-    async def scenario(cluster):
-        viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
-        await cluster.register("learner/0")
-        for start, step in ((1, 4), (1, 5), (1, 6), (2, 5)):
-            await cast(learner, MetricsLine(line={"kind": "train", "start": start, "step": step}))
-        seen = await until(viewer, lambda s: s.train and s.train[-1]["start"] == 2)
-        assert [(line["start"], line["step"]) for line in seen.train] == [(1, 4), (2, 5)]
-        assert seen.run.step == 5
-
-    run(tmp_path, scenario)
-
-
 def test_nothing_is_left_of_steps_that_a_learner_trains_again():
     """Neither their lines nor the updates and evaluations that were told with them."""
     lines = RecentMetrics()
@@ -433,43 +391,29 @@ def test_who_is_lost_with_its_host_does_not_go_on_in_its_last_state(lost):
     assert view.resources[0].spent == {"generating": 2.0}
 
 
-def test_an_agent_has_no_timeline_and_is_not_warned_of_that(tmp_path):
-    async def scenario(cluster):
-        states = []
-        link = ControllerLink(
-            cluster.context("agent/0", 1, controller=cluster.controller.address),
-            on_state=states.append,
-            on_silent=lambda: None,
-            on_successor=lambda: None,
-        )
-        told = []
-        link.log = SimpleNamespace(info=lambda *_, **__: None, warning=lambda *what, **_: told.append(what))
-        life = asyncio.create_task(link.main())
-        while not states:
-            await asyncio.sleep(0.005)
-        # Somebody for whom the trace waits.
-        await cluster.register("rollouter/0")
-        written = await cluster.caller(VIEWER).call(RequestTrace(), timeout=1.0)
-        assert (written.actors, written.missing) == (["controller/0"], ["rollouter/0"])
-        assert any(state.trace for state in states)
-        link.begin_drain()
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
-        assert told == []
-
-    run(tmp_path, scenario)
-
-
-def test_a_successor_goes_on_where_the_recording_ended(tmp_path):
-    async def scenario(cluster):
-        _, before = await look(cluster.caller(VIEWER))
-        await cluster.die()
-        await cluster.start(9)
-        number, after = await look(cluster.caller(VIEWER))
-        assert number > 9 - 1
-        assert after.run.age_s > before.run.age_s
-
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_an_agent_has_no_timeline_and_is_not_warned_of_that(cluster):
+    states = []
+    link = ControllerLink(
+        cluster.context("agent/0", 1, controller=cluster.controller.address),
+        on_state=states.append,
+        on_silent=lambda: None,
+        on_successor=lambda: None,
+    )
+    told = []
+    link.log = SimpleNamespace(info=lambda *_, **__: None, warning=lambda *what, **_: told.append(what))
+    life = asyncio.create_task(link.main())
+    while not states:
+        await asyncio.sleep(0.005)
+    # Somebody for whom the trace waits.
+    await cluster.register("rollouter/0")
+    written = await cluster.caller(VIEWER).call(RequestTrace(), timeout=1.0)
+    assert (written.actors, written.missing) == (["controller/0"], ["rollouter/0"])
+    assert any(state.trace for state in states)
+    link.begin_drain()
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
+    assert told == []
 
 
 RECORDED = {"record_s": 0.02}
@@ -486,63 +430,59 @@ def texts(snapshot):
 
 
 @pytest.mark.parametrize("damage", ["none", "torn", "unreadable"])
-def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(tmp_path, damage):
-    async def scenario(cluster):
-        learner, actor = cluster.caller("learner/0"), cluster.caller("reward/0")
-        for name in ("learner/0", "reward/0"):
-            await cluster.register(name, attempt=2)
-        await cast(actor, beat(1, events=[EventRecord(1, 5.0, "error", "first"), EventRecord(2, 6.0, "error", "last")]))
-        for step in (1, 2):
-            await cast(learner, MetricsLine(line={"kind": "train", "step": step, "start": 1, "reward/mean": step / 4}))
-        await cast(learner, MetricsLine(line={"kind": "update", "replica": "rollouter/0"}))
-        await cast(learner, MetricsLine(line={"kind": "eval", "eval/held/mean": 0.5}))
-        await recorded(tmp_path, lambda s: s.evals and ("reward/0", "last") in texts(s))
-        await cluster.die()
-        newest = sorted((tmp_path / "monitor").iterdir())[-1]
-        if damage == "torn":
-            newest.write_bytes(newest.read_bytes()[:-3])
-        elif damage == "unreadable":
-            newest.write_bytes(b"\xc1" + newest.read_bytes())
-        await cluster.start(9)
-        viewer, actor, learner = cluster.caller(VIEWER), cluster.caller("reward/0"), cluster.caller("learner/0")
-        await cluster.register("reward/0", attempt=2)
-        # It cannot know who has heard its last event.
-        again, new = EventRecord(2, 6.0, "error", "last"), EventRecord(3, 7.0, "error", "new")
-        await cast(actor, beat(2, events=[again, new]))
-        await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
-        seen = await until(viewer, lambda s: ("reward/0", "new") in texts(s) and any(x["step"] == 3 for x in s.train))
-        own = ("controller/0", "was started again: the one before it has died")
-        assert of(seen, "controller/0").restarts == 1 and of(seen, "reward/0").restarts == 2
-        if damage == "unreadable":
-            assert texts(seen).count(own) == 1 and [line["step"] for line in seen.train] == [3]
-            return
-        told = [text for text in texts(seen) if text[0] in ("reward/0", "controller/0")]
-        assert told == [("reward/0", "first"), ("reward/0", "last"), own, ("reward/0", "new")]
-        assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
-        assert [(line["step"], line.get("reward/mean")) for line in seen.train] == [(1, 0.25), (2, 0.5), (3, None)]
-        assert (len(seen.updates), len(seen.evals)) == (1, 1)
-        # And it is recorded, for whoever looks later.
-        await recorded(tmp_path, lambda s: own in texts(s) and ("reward/0", "first") in texts(s))
-        await cluster.die()
-        await cluster.start(11)
-        seen = await until(cluster.caller(VIEWER), lambda s: texts(s).count(own) == 2)
-        assert of(seen, "controller/0").restarts == 2 and ("reward/0", "first") in texts(seen)
-
-    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
+@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
+async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cluster, tmp_path, damage):
+    learner, actor = cluster.caller("learner/0"), cluster.caller("reward/0")
+    for name in ("learner/0", "reward/0"):
+        await cluster.register(name, attempt=2)
+    await cast(actor, beat(1, events=[EventRecord(1, 5.0, "error", "first"), EventRecord(2, 6.0, "error", "last")]))
+    for step in (1, 2):
+        await cast(learner, MetricsLine(line={"kind": "train", "step": step, "start": 1, "reward/mean": step / 4}))
+    await cast(learner, MetricsLine(line={"kind": "update", "replica": "rollouter/0"}))
+    await cast(learner, MetricsLine(line={"kind": "eval", "eval/held/mean": 0.5}))
+    await recorded(tmp_path, lambda s: s.evals and ("reward/0", "last") in texts(s))
+    await cluster.die()
+    newest = sorted((tmp_path / "monitor").iterdir())[-1]
+    if damage == "torn":
+        newest.write_bytes(newest.read_bytes()[:-3])
+    elif damage == "unreadable":
+        newest.write_bytes(b"\xc1" + newest.read_bytes())
+    await cluster.start(9)
+    viewer, actor, learner = cluster.caller(VIEWER), cluster.caller("reward/0"), cluster.caller("learner/0")
+    await cluster.register("reward/0", attempt=2)
+    # It cannot know who has heard its last event.
+    again, new = EventRecord(2, 6.0, "error", "last"), EventRecord(3, 7.0, "error", "new")
+    await cast(actor, beat(2, events=[again, new]))
+    await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
+    seen = await until(viewer, lambda s: ("reward/0", "new") in texts(s) and any(x["step"] == 3 for x in s.train))
+    own = ("controller/0", "was started again: the one before it has died")
+    assert of(seen, "controller/0").restarts == 1 and of(seen, "reward/0").restarts == 2
+    if damage == "unreadable":
+        assert texts(seen).count(own) == 1 and [line["step"] for line in seen.train] == [3]
+        return
+    told = [text for text in texts(seen) if text[0] in ("reward/0", "controller/0")]
+    assert told == [("reward/0", "first"), ("reward/0", "last"), own, ("reward/0", "new")]
+    assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
+    assert [(line["step"], line.get("reward/mean")) for line in seen.train] == [(1, 0.25), (2, 0.5), (3, None)]
+    assert (len(seen.updates), len(seen.evals)) == (1, 1)
+    # And it is recorded, for whoever looks later.
+    await recorded(tmp_path, lambda s: own in texts(s) and ("reward/0", "first") in texts(s))
+    await cluster.die()
+    await cluster.start(11)
+    seen = await until(cluster.caller(VIEWER), lambda s: texts(s).count(own) == 2)
+    assert of(seen, "controller/0").restarts == 2 and ("reward/0", "first") in texts(seen)
 
 
-def test_a_successor_takes_over_nothing_of_another_run(tmp_path):
-    async def scenario(cluster):
-        cluster.controller._watching.happened("warning", "reward/0", "something")
-        await recorded(tmp_path, lambda s: ("reward/0", "something") in texts(s))
-        await cluster.die()
-        [*_, last] = read_recording(tmp_path)
-        for path in (tmp_path / "monitor").iterdir():
-            path.unlink()
-        another = msgspec.structs.replace(last, run=msgspec.structs.replace(last.run, run_id="another"))
-        Recorder(tmp_path, last.run.attempt, 1 << 20).record(last.wall, msgspec.msgpack.encode(another))
-        await cluster.start(9)
-        _, seen = await look(cluster.caller(VIEWER))
-        assert ("reward/0", "something") not in texts(seen) and seen.events
-
-    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
+@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
+async def test_a_successor_takes_over_nothing_of_another_run(cluster, tmp_path):
+    cluster.controller._watching.happened("warning", "reward/0", "something")
+    await recorded(tmp_path, lambda s: ("reward/0", "something") in texts(s))
+    await cluster.die()
+    [*_, last] = read_recording(tmp_path)
+    for path in (tmp_path / "monitor").iterdir():
+        path.unlink()
+    another = msgspec.structs.replace(last, run=msgspec.structs.replace(last.run, run_id="another"))
+    Recorder(tmp_path, last.run.attempt, 1 << 20).record(last.wall, msgspec.msgpack.encode(another))
+    await cluster.start(9)
+    _, seen = await look(cluster.caller(VIEWER))
+    assert ("reward/0", "something") not in texts(seen) and seen.events

@@ -6,11 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 from disks import fill, room_for, small_disk
+from hypothesis import given
+from hypothesis import strategies as st
+from played import played
 from trace_files import WALL, load, make_trace
 
-from asyncrl.controller.observation.traces import MOST_SPANS, TraceFile, Traces, remove_unfinished
+from asyncrl.controller.observation import traces as traces_module
+from asyncrl.controller.observation.traces import (
+    KEPT,
+    MOST_SPANS,
+    PAUSE_S,
+    TraceFile,
+    TracePace,
+    Traces,
+    remove_unfinished,
+)
 from asyncrl.errors import InvalidRequest
-from asyncrl.messages.monitor import TracePart, TraceSpan
+from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
 from asyncrl.telemetry.logging import get_logger
 
 
@@ -38,10 +50,6 @@ def test_a_file_has_a_track_for_each_actor_and_shows_what_goes_on(tmp_path):
     assert names.count("process_name") == 2 and names.count("thread_name") == 3
 
 
-def test_an_empty_trace_is_a_file_too(tmp_path):
-    assert load(TraceFile(tmp_path, "demo").finish()) == {}
-
-
 class Scene:
     """A controller's traces, without the controller."""
 
@@ -67,8 +75,17 @@ class Scene:
             await self.traces.take(actor, TracePart(number=number, spans=[span(name)]))
         await self.traces.take(actor, TracePart(number=number, spans=[], last=True))
 
+    async def write(self, tasks):
+        """A learner that is asked hands in at once."""
+        writing = tasks.create_task(self.traces.write(tasks, 5.0))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if self.asked and self.asked[-1]:
+            await self.hand_in("learner/0", self.asked[-1], "train")
+        return await writing
 
-def run(main):
+
+def run(tmp_path, main):
     async def live():
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             await main(tasks)
@@ -76,58 +93,55 @@ def run(main):
     asyncio.run(live())
 
 
-def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers_get_the_same(tmp_path):
-    async def main(tasks):
-        scene = Scene(tmp_path)
-        writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
-        while not scene.asked:
-            await asyncio.sleep(0.001)
-        await scene.hand_in("learner/0", 8, "train")
-        await scene.hand_in("rollouter/0", 3, "of another trace")
-        assert not any(task.done() for task in writing)
-        await scene.hand_in("rollouter/0", 8, "generating")
-        first, second = [await task for task in writing]
-        assert first == second and scene.asked == [8, 0] and not first.missing
-        assert first.actors == ["controller/0", "learner/0", "rollouter/0"]
-        trace = load(tmp_path / "trace" / "trace-001.json")
-        assert [s.name for s in trace["rollouter/0"]["state"]] == ["generating"]
-        assert trace["controller/0"]["state"][0].name == "ready"
-        await scene.traces.finish()
-        assert len(list((tmp_path / "trace").iterdir())) == 1
-
-    run(main)
+with_tasks = played(run)
 
 
-def test_who_has_joined_the_run_is_in_its_traces(tmp_path):
-    async def main(tasks):
-        scene = Scene(tmp_path)
-        scene.living |= {"rollouter/7", "agent/3"}
-        writing = tasks.create_task(scene.traces.write(tasks, 10.0))
-        while not scene.asked:
-            await asyncio.sleep(0.001)
-        for actor in ("learner/0", "rollouter/0"):
-            await scene.hand_in(actor, 8, "x")
-        assert not writing.done()
-        await scene.hand_in("rollouter/7", 8, "generating")
-        assert (await writing).actors == ["controller/0", "learner/0", "rollouter/0", "rollouter/7"]
-        await scene.hand_in("rollouter/7", 0, "its end")
-        await scene.traces.finish()
-        for number, name in enumerate(["generating", "its end"], 1):
-            trace = load(tmp_path / "trace" / f"trace-00{number}.json")
-            assert [s.name for s in trace["rollouter/7"]["state"]] == [name]
+@with_tasks()
+async def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers_get_the_same(tasks, tmp_path):
+    scene = Scene(tmp_path)
+    writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
+    while not scene.asked:
+        await asyncio.sleep(0.001)
+    await scene.hand_in("learner/0", 8, "train")
+    await scene.hand_in("rollouter/0", 3, "of another trace")
+    assert not any(task.done() for task in writing)
+    await scene.hand_in("rollouter/0", 8, "generating")
+    first, second = [await task for task in writing]
+    assert first == second and scene.asked == [8, 0] and not first.missing
+    assert first.actors == ["controller/0", "learner/0", "rollouter/0"]
+    trace = load(tmp_path / "trace" / "trace-001.json")
+    assert [s.name for s in trace["rollouter/0"]["state"]] == ["generating"]
+    assert trace["controller/0"]["state"][0].name == "ready"
+    await scene.traces.finish()
+    assert len(list((tmp_path / "trace").iterdir())) == 1
 
-    run(main)
+
+@with_tasks()
+async def test_who_has_joined_the_run_is_in_its_traces(tasks, tmp_path):
+    scene = Scene(tmp_path)
+    scene.living |= {"rollouter/7", "agent/3"}
+    writing = tasks.create_task(scene.traces.write(tasks, 10.0))
+    while not scene.asked:
+        await asyncio.sleep(0.001)
+    for actor in ("learner/0", "rollouter/0"):
+        await scene.hand_in(actor, 8, "x")
+    assert not writing.done()
+    await scene.hand_in("rollouter/7", 8, "generating")
+    assert (await writing).actors == ["controller/0", "learner/0", "rollouter/0", "rollouter/7"]
+    await scene.hand_in("rollouter/7", 0, "its end")
+    await scene.traces.finish()
+    for number, name in enumerate(["generating", "its end"], 1):
+        trace = load(tmp_path / "trace" / f"trace-00{number}.json")
+        assert [s.name for s in trace["rollouter/7"]["state"]] == [name]
 
 
-def test_what_comes_after_the_end_begins_no_file(tmp_path):
-    async def main(_tasks):
-        scene = Scene(tmp_path)
-        await scene.hand_in("learner/0", 0, "train")
-        await scene.traces.finish()
-        await scene.hand_in("rollouter/0", 0, "late")
-        assert [path.name for path in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
-
-    run(main)
+@with_tasks()
+async def test_what_comes_after_the_end_begins_no_file(tasks, tmp_path):
+    scene = Scene(tmp_path)
+    await scene.hand_in("learner/0", 0, "train")
+    await scene.traces.finish()
+    await scene.hand_in("rollouter/0", 0, "late")
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
 
 
 def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_path):
@@ -136,86 +150,60 @@ def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_pa
     assert list((tmp_path / "trace").iterdir()) == []
 
 
-def test_a_trace_that_finds_no_room_is_told_to_the_user(tmp_path):
-    async def main(_tasks):
-        with small_disk(tmp_path / "disk", 1 << 16) as disk:
-            fill(disk)
-            scene = Scene(disk)
-            await scene.hand_in("learner/0", 0, "train")
-            await scene.traces.finish()
-        assert scene.told == [("trace", f"no timeline is written to {disk / 'trace'}: No space left on device")]
-
-    run(main)
-
-
-def test_who_does_not_answer_is_missing_and_the_others_are_written(tmp_path):
-    async def main(tasks):
-        scene = Scene(tmp_path)
-        writing = tasks.create_task(scene.traces.write(tasks, 1.0))
-        while not scene.asked:
-            await asyncio.sleep(0.001)
-        await scene.hand_in("learner/0", 8, "train")
-        written = await writing
-        assert written.missing == ["rollouter/0"] and written.path
-        await scene.hand_in("rollouter/0", 8, "too late")
-        assert "rollouter/0" not in load(tmp_path / "trace" / "trace-001.json")
-
-    run(main)
-
-
-def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over(tmp_path):
-    async def main(_tasks):
-        scene = Scene(tmp_path)
-        await scene.hand_in("rollouter/0", 0, "the first life")
-        await scene.traces.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
+@with_tasks()
+async def test_a_trace_that_finds_no_room_is_told_to_the_user(tasks, tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+        fill(disk)
+        scene = Scene(disk)
         await scene.hand_in("learner/0", 0, "train")
         await scene.traces.finish()
-        trace = load(tmp_path / "trace" / "trace-001.json")
-        assert [s.name for s in trace["rollouter/0"]["state"]] == ["the first life", "the second"]
-        assert [p.name for p in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
-
-    run(main)
+    assert scene.told == [("trace", f"no timeline is written to {disk / 'trace'}: No space left on device")]
 
 
-def test_a_full_disk_costs_the_trace_and_nothing_else(tmp_path):
-    async def main(tasks):
-        (tmp_path / "trace").write_text("in the way")
-        scene = Scene(tmp_path)
-        writing = tasks.create_task(scene.traces.write(tasks, 10.0))
-        while not scene.asked:
-            await asyncio.sleep(0.001)
-        for actor in ("learner/0", "rollouter/0"):
-            await scene.hand_in(actor, 8, "x")
-        written = await writing
-        assert written.path == "" and written.error
-        assert not list(tmp_path.rglob("*.part"))
-
-    run(main)
+@with_tasks()
+async def test_who_does_not_answer_is_missing_and_the_others_are_written(tasks, tmp_path):
+    scene = Scene(tmp_path)
+    writing = tasks.create_task(scene.traces.write(tasks, 1.0))
+    while not scene.asked:
+        await asyncio.sleep(0.001)
+    await scene.hand_in("learner/0", 8, "train")
+    written = await writing
+    assert written.missing == ["rollouter/0"] and written.path
+    await scene.hand_in("rollouter/0", 8, "too late")
+    assert "rollouter/0" not in load(tmp_path / "trace" / "trace-001.json")
 
 
-def test_strangers_and_floods_are_refused(tmp_path):
-    async def main(_tasks):
-        scene = Scene(tmp_path)
-        for stranger in ("viewer/0", "agent/0", "launcher/0"):
-            with pytest.raises(InvalidRequest):
-                await scene.traces.take(stranger, TracePart(number=0, spans=[]))
-        many = SimpleNamespace(number=0, spans=[span("x")] * (MOST_SPANS // 2), last=False)
-        for _ in range(2):
-            await scene.traces.take("learner/0", many)
+@with_tasks()
+async def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over(tasks, tmp_path):
+    scene = Scene(tmp_path)
+    await scene.hand_in("rollouter/0", 0, "the first life")
+    await scene.traces.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
+    await scene.hand_in("learner/0", 0, "train")
+    await scene.traces.finish()
+    trace = load(tmp_path / "trace" / "trace-001.json")
+    assert [s.name for s in trace["rollouter/0"]["state"]] == ["the first life", "the second"]
+    assert [p.name for p in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
+
+
+@with_tasks()
+async def test_strangers_and_floods_are_refused(tasks, tmp_path):
+    scene = Scene(tmp_path)
+    for stranger in ("viewer/0", "agent/0", "launcher/0"):
         with pytest.raises(InvalidRequest):
-            await scene.traces.take("learner/0", many)
+            await scene.traces.take(stranger, TracePart(number=0, spans=[]))
+    many = SimpleNamespace(number=0, spans=[span("x")] * (MOST_SPANS // 2), last=False)
+    for _ in range(2):
+        await scene.traces.take("learner/0", many)
+    with pytest.raises(InvalidRequest):
+        await scene.traces.take("learner/0", many)
 
-    run(main)
 
-
-def test_without_a_window_there_is_an_answer_that_says_so(tmp_path):
-    async def main(tasks):
-        scene = Scene(tmp_path)
-        scene.traces._trace.on = False
-        written = await scene.traces.write(tasks, 1.0)
-        assert "trace.window_s" in written.error and not written.path
-
-    run(main)
+@with_tasks()
+async def test_without_a_window_there_is_an_answer_that_says_so(tasks, tmp_path):
+    scene = Scene(tmp_path)
+    scene.traces._trace.on = False
+    written = await scene.traces.write(tasks, 1.0)
+    assert "trace.window_s" in written.error and not written.path
 
 
 def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
@@ -224,3 +212,66 @@ def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
     remove_unfinished(tmp_path)
     assert list((tmp_path / "trace").iterdir()) == [whole]
     remove_unfinished(tmp_path / "nowhere")
+
+
+# --- not as many as anybody asks for ---
+
+WRITTEN, FAILED = TraceWritten(path="/run/trace/trace-001.json"), TraceWritten(path="", error="No space left on device")
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.sampled_from([WRITTEN, FAILED])), max_size=30))
+def test_two_are_never_closer_than_the_pause_whatever_became_of_the_first(asked):
+    pace, now, ended = TracePace(), 0.0, None
+    for pause_s, outcome in asked:
+        now += pause_s
+        refusal = pace.refusal(now)
+        assert bool(refusal) == (ended is not None and now - ended < PAUSE_S)
+        if not refusal:
+            pace.ended(outcome, now)
+            ended = now
+
+
+def test_who_is_refused_is_told_what_was_done_and_when_to_ask_again():
+    pace = TracePace()
+    pace.ended(WRITTEN, 100.0)
+    assert pace.refusal(103.0) == "3 s ago one was written: /run/trace/trace-001.json; ask again in 7 s"
+    assert pace.refusal(100.0 + PAUSE_S) == ""
+    pace.ended(FAILED, 200.0)
+    assert pace.refusal(209.9) == "10 s ago one came to nothing: No space left on device; ask again in 1 s"
+
+
+LEARNER_ALONE = ("controller/0", "learner/0")
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_viewer_that_asks_again_and_again_gets_one_trace(tmp_path, is_full):
+    """And on a full disk the actors are not asked again and again either."""
+    if is_full:
+        (tmp_path / "trace").write_text("in the way")
+
+    async def main(tasks):
+        scene = Scene(tmp_path, LEARNER_ALONE)
+        first = await scene.write(tasks)
+        others = [await scene.write(tasks) for _ in range(50)]
+        assert sum(number > 0 for number in scene.asked) == 1
+        assert bool(first.path) == (not is_full)
+        said = first.path or first.error
+        assert all(other.path == "" and said in other.error for other in others)
+
+    run(tmp_path, main)
+
+
+def test_the_newest_are_kept_and_what_others_wrote_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(traces_module, "PAUSE_S", 0.0)
+
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "trace-001.json").write_text("of the attempt before")
+
+    async def main(tasks):
+        scene = Scene(tmp_path, LEARNER_ALONE)
+        for _ in range(KEPT + 5):
+            assert (await scene.write(tasks)).path
+        left = sorted(int(path.name[6:9]) for path in (tmp_path / "trace").iterdir())
+        assert left == [1, *range(7, KEPT + 7)]
+
+    run(tmp_path, main)

@@ -32,47 +32,6 @@ def end(run, name, now):
     return run.ended(name, 0, False, "", "", now)
 
 
-def test_it_runs_once_everybody_is_ready():
-    run = machine(running=False)
-    assert run.waiting_for == sorted(ACTORS)
-    for i in range(len(ACTORS)):
-        assert run.phase == "starting"
-        number = run.number
-        assert run.ready(ACTORS[: i + 1], 1.0)
-        assert run.number == number + 1
-    assert (run.phase, run.waiting_for, run.draining) == ("running", [], [])
-    assert not run.ready(ACTORS, 2.0)
-
-
-def test_a_death_that_is_followed_by_a_restart_does_not_stop_the_run():
-    run = machine()
-    assert not run.ended("rollouter/0", -9, False, "", "", 5.0)
-    assert run.phase == "running"
-    run.started("rollouter/0")
-    run.ready(ACTORS, 6.0)
-    assert run.phase == "running"
-    assert run.next_deadline() is None
-
-
-def test_ranks_drain_in_order_each_when_the_one_before_has_ended():
-    run = machine()
-    assert run.finish(10.0)
-    assert run.phase == "draining"
-    assert set(run.draining) == RANKS[0]
-    assert not end(run, "rollouter/0", 10.1)
-    assert not end(run, "reward/0", 10.1)
-    assert end(run, "rollouter/1", 10.2)
-    assert set(run.draining) == RANKS[1]
-    end(run, "dataloader/0", 10.3)
-    end(run, "parameter_server/0", 10.3)
-    assert set(run.draining) == RANKS[2]
-    end(run, "learner/1", 10.4)
-    assert not run.final
-    assert end(run, "learner/0", 10.5)
-    assert set(run.draining) == RANKS[3]
-    assert (run.phase, run.outcome.exit_code, run.final, run.next_deadline()) == ("done", 0, True, None)
-
-
 def test_a_rank_whose_time_is_over_makes_way():
     run = machine()
     run.stop("Ctrl-C", 10.0)
@@ -128,21 +87,6 @@ def test_a_run_starts_and_goes_on_without_sinks():
     assert (run.phase, run.next_deadline()) == ("running", None)
 
 
-def test_an_actor_that_is_dead_already_is_not_waited_for():
-    run = machine()
-    for name in ("rollouter/0", "rollouter/1", "reward/0"):
-        run.ended(name, -9, False, "", "", 5.0)
-    run.stop("Ctrl-C", 6.0)
-    assert set(run.draining) == RANKS[1]
-    run = machine()
-    run.ended("rollouter/0", -9, False, "", "", 5.0)
-    run.started("rollouter/0")
-    run.stop("Ctrl-C", 6.0)
-    end(run, "rollouter/1", 6.1)
-    end(run, "reward/0", 6.1)
-    assert set(run.draining) == RANKS[0]
-
-
 def test_the_first_failure_is_kept():
     run = machine()
     assert run.ended("reward/0", -11, True, "killed by SIGSEGV, after 3 restarts", "/logs/r.log", 5.0)
@@ -163,14 +107,6 @@ def test_the_exit_code_of_a_failed_run(exit_code, expected):
     run.ended("learner/0", exit_code, True, "", "", 5.0)
     assert run.outcome.exit_code == expected
     assert run.outcome.reason
-
-
-def test_a_failure_after_the_last_step_changes_nothing():
-    run = machine()
-    run.finish(5.0)
-    run.ended("rollouter/0", -11, True, "killed by SIGSEGV", "", 5.1)
-    run.fail("reward/0", "broken", "", 1, 5.2)
-    assert (run.outcome.actor, run.outcome.exit_code) == ("", 0)
 
 
 def test_who_is_not_ready_in_time_fails_the_run():
@@ -207,22 +143,6 @@ def test_the_condemned_are_shown_until_they_are_so_no_more(running):
     assert run.condemn([FROZEN, other])
     assert run.condemned == [other, FROZEN]
     assert run.condemn([])
-    assert run.condemned == []
-
-
-def test_draining_has_deadlines_of_its_own():
-    run = machine()
-    run.condemn([FROZEN])
-    run.finish(101.0)
-    assert run.condemned == []
-    number = run.number
-    assert not run.condemn([FROZEN, Condemned("learner/0", 6, "")])
-    assert (run.condemned, run.number, run.outcome.exit_code) == ([], number, 0)
-
-
-def test_strangers_are_not_looked_after():
-    run = machine()
-    assert not run.condemn([Condemned("rollouter/9", 6, "")])
     assert run.condemned == []
 
 
@@ -291,21 +211,6 @@ def test_deaths_and_late_starts_do_not_keep_a_run_from_making_way():
     run.started("learner/1")
     run.ready(ACTORS, 80.0)
     assert run.phase == "preempting"
-
-
-def test_a_controller_that_is_new_makes_way_before_everybody_is_back():
-    run = machine(running=False)
-    assert run.preempt("SIGTERM", 2.0)
-    assert (run.phase, run.waiting_for) == ("preempting", [])
-
-
-def test_a_run_can_be_stopped_before_it_runs():
-    run = machine(running=False)
-    assert run.stop("Ctrl-C", 1.0)
-    assert run.phase == "draining"
-    assert run.waiting_for == []
-    run.ready(ACTORS, 1.5)
-    assert run.phase == "draining"
 
 
 events = st.one_of(
