@@ -21,7 +21,6 @@ from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
-from asyncrl.roles import ROLES, is_optional
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.handlers import Caller, handler
@@ -35,7 +34,6 @@ from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS
 from asyncrl.runtime.notices import UntoldNotices
 from asyncrl.runtime.services import ActorServices
 from asyncrl.runtime.vitals import Vitals, VitalSigns
-from asyncrl.telemetry.group_log import StoryLog
 from asyncrl.telemetry.logging import get_logger, lost_lines
 from asyncrl.telemetry.states import Kind, StateLedger
 from asyncrl.telemetry.trace import STATES, Trace, spans_kept
@@ -63,6 +61,8 @@ class ActorContext:
     controller: str | None
     """Address of the controller; None for the controller itself."""
     attempt: int = 0
+    is_optional: bool = False
+    """Whether the run goes on without any of its role: no failure of it ends the run."""
     clock: Clock = field(default_factory=Clock)
     born: float | None = None
     """Time at which its process was spawned, on ``clock``; None for now."""
@@ -86,6 +86,8 @@ class Actor:
     """The base of every actor; the module tells its rules."""
 
     role: ClassVar[str]
+    is_restarted: ClassVar[bool] = True
+    """Whether it is one of those that a node agent starts again, and no agent itself."""
     kind: ClassVar[Kind] = "actor"
     """Kind of the states that it has: those of its one serial resource, if it has one."""
 
@@ -95,8 +97,6 @@ class Actor:
         self.name = context.name
         self.clock = context.clock
         self.log = get_logger(context.name)
-        self.story = StoryLog(context.name)
-        """Log of what it does with prompt groups."""
         self.trace = Trace(
             self.clock.now,
             self.clock.wall,
@@ -153,7 +153,6 @@ class Actor:
             histograms=self.histograms,
             awaits=self.awaits,
             states=self.states,
-            story=self.story,
             notify=self.notify,
             progress=self.progress,
         )
@@ -292,7 +291,7 @@ class Actor:
         """Measure its process from now on: event loop, processors, memory, GPUs. In the thread of the event loop."""
         loop, interval_s = asyncio.get_running_loop(), self.config.supervision.heartbeat_s
         # The children of an agent are actors, which tell of themselves.
-        self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.role in ROLES)
+        self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.is_restarted)
 
     def stop_measuring(self) -> None:
         """The event loop is about to end."""
@@ -455,7 +454,7 @@ class Actor:
     def _will_be_restarted(self, error: BaseException) -> bool:
         if isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS):
             return False
-        return self.role in ROLES
+        return self.is_restarted
 
     async def _tell_notices(self) -> None:
         while True:
@@ -490,7 +489,7 @@ class Actor:
         """Tell the controller why this actor ends."""
         if self.context.controller is None:
             return
-        if is_optional(self.name) or self._will_be_restarted(error):
+        if self.context.is_optional or self._will_be_restarted(error):
             # Its node agent decides; the run goes on meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1

@@ -14,7 +14,6 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
-from asyncrl.roles import ROLES
 from asyncrl.runtime.calls.retry import wait_out
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
 
@@ -105,7 +104,7 @@ class RunWatch:
         """Give the controller what is kept of the timeline; nobody fails for its sake."""
         actor = self._actor
         # The doings of an agent are in nobody's timeline.
-        if not actor.trace.on or actor.context.controller is None or actor.role not in ROLES:
+        if not actor.trace.on or actor.context.controller is None or not actor.is_restarted:
             return
         controller = actor.peer(CONTROLLER)
         try:
