@@ -90,6 +90,8 @@ def test_what_is_sent_is_what_is_expected() -> None:
         check_heading(frame, 7, index, LAYOUTS)
         assert frame.checksum == index + 100
     check_done(Frame(kind=FrameKind.DONE, number=7), 7)
+    with pytest.raises(ValueError, match="expected DONE"):
+        check_done(Frame(kind=FrameKind.DONE, number=6), 7)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +99,11 @@ def test_what_is_sent_is_what_is_expected() -> None:
     [
         opening(8, LAYOUTS),
         opening(7, LAYOUTS[:2]),
-        opening(7, [LAYOUTS[0], LAYOUTS[1], BucketLayout(size=64, tensors=[TensorSpec("b", "float16", (4, 8), 0)])]),
-        opening(7, [LAYOUTS[0], LAYOUTS[1], BucketLayout(size=64, tensors=[TensorSpec("b", "bfloat16", (8, 4), 0)])]),
+        opening(7, [*LAYOUTS[:2], BucketLayout(size=64, tensors=[TensorSpec("b", "float16", (4, 8), 0)])]),
         opening(7, LAYOUTS[::-1]),
         heading(7, 0, bucket(0), LAYOUTS),
-        Frame(kind=FrameKind.DONE, number=7),
     ],
-    ids=["version", "fewer", "dtype", "shape", "order", "bucket", "done"],
+    ids=["version", "fewer", "dtype", "order", "bucket"],
 )
 def test_other_openings_are_refused(frame: Frame) -> None:
     with pytest.raises(ValueError, match=r"expected OPEN \(version 7 in 3 buckets of 193 bytes"):
@@ -111,29 +111,13 @@ def test_other_openings_are_refused(frame: Frame) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"number": 8},
-        {"index": 0},
-        {"index": 2},
-        {"size": 2},
-        {"kind": FrameKind.LAST},
-        {"kind": FrameKind.OPEN},
-        {"text": b"x"},
-    ],
-    ids=str,
+    "changed", [{"number": 8}, {"index": 2}, {"size": 2}, {"kind": FrameKind.LAST}, {"text": b"x"}], ids=str
 )
 def test_other_headings_are_refused(changed: dict[str, object]) -> None:
     right = {"kind": FrameKind.BUCKET, "number": 7, "index": 1, "size": 1, "checksum": 5}
     check_heading(Frame(**right), 7, 1, LAYOUTS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected BUCKET \(version 7, bucket 1 of 1 bytes\)"):
         check_heading(Frame(**(right | changed)), 7, 1, LAYOUTS)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("frame", [Frame(kind=FrameKind.DONE, number=6), Frame(kind=FrameKind.LAST, number=7)])
-def test_other_ends_are_refused(frame: Frame) -> None:
-    with pytest.raises(ValueError, match="expected DONE"):
-        check_done(frame, 7)
 
 
 @pytest.mark.parametrize(
