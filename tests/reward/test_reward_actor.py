@@ -10,7 +10,7 @@ import psutil
 import pytest
 import thief
 import uvloop
-from harness import RUN_ID, SECRET, Net
+from harness import RUN_ID, SECRET, Net, create_credentials
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -23,7 +23,7 @@ from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.workers.confinement import why_not
 from asyncrl.telemetry.catalogue import EDGES
-from asyncrl.wire.keys import Credentials, create_credentials
+from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.live_run import title
 

@@ -16,13 +16,14 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
+from harness import create_credentials
 from recordings import record
 from terminals import Terminal
 from top.pictures import WALL, Run, starting
 
 from asyncrl.cli import top as command
 from asyncrl.top.figures.document import json_schema
-from asyncrl.wire.keys import VIEWER, create_credentials
+from asyncrl.wire.keys import VIEWER
 
 ROOT = Path(__file__).parents[2]
 SSHD = "/usr/sbin/sshd"

@@ -2,8 +2,7 @@
 
 import pytest
 from disks import room_for
-
-from asyncrl.wire.keys import create_credentials
+from harness import create_credentials
 
 
 @pytest.mark.parametrize("curve", [True, False])

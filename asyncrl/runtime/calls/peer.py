@@ -490,15 +490,8 @@ class Peer:
                 future.tick = self._deadlines.add(future, self._next_look(future, SET_UP_REPEAT_S))
             self._let_go()
             return
-        self._finish(future).set_exception(
-            RemoteError(
-                body.actor or self.name,
-                body.code,
-                body.message,
-                retryable=body.retryable,
-                details=body.details,
-            )
-        )
+        error = RemoteError(body.actor or self.name, body.code, body.message, retryable=body.retryable)
+        self._finish(future).set_exception(error)
         self._let_go()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
