@@ -249,8 +249,6 @@ class Actor:
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
         """The heartbeat of this actor as of now; called from any thread."""
-        awaits = self._all_awaits()
-        oldest = next((wait for wait in awaits if not wait.idle), None)
         state, awaiting, state_s = self.states.present()
         if not self.ready:
             state, state_s = "starting", self.states.age()
@@ -265,8 +263,7 @@ class Actor:
             awaiting=awaiting,
             state_s=state_s,
             loop_lag_s=max(loop_lag_s, vitals.loop_lag_s),
-            oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
-            awaits=awaits,
+            awaits=self._all_awaits(),
             counters=dict(self.counters),
             histograms=self.histograms.taken(),
             resources=self.resources(),

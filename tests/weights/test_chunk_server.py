@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import xxhash
 from harness import replace
-from probes import make_probe
 from published_weights import (
     as_streamed,
     contents_of,
@@ -20,7 +19,7 @@ from published_weights import (
     stepped,
 )
 
-from asyncrl.errors import InvalidRequest, VersionGone, WeightsCorrupt
+from asyncrl.errors import InvalidRequest, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, TensorSpec
 from asyncrl.parameter_server import held as held_versions
 from asyncrl.parameter_server.held import ChunkServer, encode_deltas, item_bytes
@@ -119,25 +118,6 @@ def test_a_chunk_outlives_the_release_of_its_version() -> None:
     assert open_memory() > before
     chunk = None
     assert open_memory() == before
-
-
-# --- snapshots ---
-
-
-def test_what_is_held_keeps_all_that_was_published_but_its_paths() -> None:
-    probe = make_probe()
-    bucket, descriptor = seal(b"abcd", "t")
-    published = Manifest(version=3, buckets=[bucket], probe=probe)
-    snapshot = hold(published)
-    os.close(descriptor)
-    [ours] = snapshot.manifest.buckets
-    assert snapshot.manifest.probe is probe
-    assert ours.path != bucket.path
-    assert replace(ours, path=bucket.path) == bucket
-    assert contents_of(snapshot.manifest) == [b"abcd"]
-    snapshot.release()
-    with pytest.raises(WeightsCorrupt, match="cannot be opened"):
-        hold(published)
 
 
 # --- deltas ---

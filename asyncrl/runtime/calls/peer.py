@@ -295,13 +295,16 @@ class Peer:
     def _disconnect(self) -> None:
         self._miss()
         self.ready = False
+        self._stop_hello()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _stop_hello(self) -> None:
         self._hello_ids.clear()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
-        if self._client is not None:
-            self._client.close()
-            self._client = None
 
     def _say_hello(self) -> None:
         """Say HELLO, and again until it is answered."""
@@ -497,10 +500,7 @@ class Peer:
     def _on_welcome(self, header: Header, body: Welcome) -> None:
         if header.in_reply_to not in self._hello_ids or body.name != self.name:
             return
-        self._hello_ids.clear()
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-            self._hello_timer = None
+        self._stop_hello()
         self._hellos = 0
         restarted = self._incarnation not in (0, body.incarnation)
         self._welcomed, self._is_proven = self._loop.time(), False
@@ -520,9 +520,6 @@ class Peer:
         self._let_go()
 
     def _on_refuse(self, body: Refuse) -> None:
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-            self._hello_timer = None
         self._disconnect()
         self._endpoint.count("wire/refused_by_peer")
         for future in list(self._pending.values()):
