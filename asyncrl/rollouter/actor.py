@@ -41,7 +41,7 @@ from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
 from asyncrl.rollouter.updating.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.calls.peer import CallFuture
+from asyncrl.runtime.calls.call import CallFuture
 from asyncrl.runtime.calls.retry import AWAY_S, wait_out
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.telemetry.group_log import GENERATED, StoryLog

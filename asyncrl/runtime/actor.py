@@ -27,7 +27,7 @@ from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CallServer
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.controller_session import RunWatch
+from asyncrl.runtime.controller_session import REPORT_S, RunWatch
 from asyncrl.runtime.heartbeat_delta import Telling, UntoldEvents
 from asyncrl.runtime.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS
@@ -41,11 +41,6 @@ from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
 __all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
-
-REPORT_S = 5.0
-"""Longest time that a failing actor spends on telling the controller."""
-NOTICE_PACE_S = 1.0
-"""Pause between two reports of notices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +120,9 @@ class Actor:
         self._fenced: dict[str, int] = {}
         """Incarnations as in ``dead``, by the word of the controller."""
         self._progress = 0
-        self._notices = UntoldNotices()
-        self._noticed = asyncio.Event()
+        self.notices = UntoldNotices()
+        self.noticed = asyncio.Event()
+        """Set once there are notices to be told."""
         self._endpoint = Endpoint(
             name=context.name,
             incarnation=context.incarnation,
@@ -226,9 +222,9 @@ class Actor:
         summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key. To be called
         in the thread of the event loop.
         """
-        if self._notices.add(key, text, count, meanwhile, waits_for, of):
+        if self.notices.add(key, text, count, meanwhile, waits_for, of):
             self.log.warning(text, notice=key)
-        self._noticed.set()
+        self.noticed.set()
 
     async def tell_facts(self) -> None:
         """Let others know ``facts`` before this actor can be called; for setup."""
@@ -329,12 +325,12 @@ class Actor:
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
-            await self._tell_last_notices()
+            await self._run_watch.tell_last_notices()
             await self._run_watch.hand_in_trace(0)
         except* Exception as group:
             error = _first(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
-            await self._tell_last_notices()
+            await self._run_watch.tell_last_notices()
             await self._report(error)
             await self._run_watch.hand_in_trace(0)
             raise error from None
@@ -361,7 +357,7 @@ class Actor:
             # Before anybody can find it: an actor that has joined would be turned away, and never knock again.
             await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
             self.tasks.create_task(self._run_watch.run(), name="watch_run")
-            self.tasks.create_task(self._tell_notices(), name="notices")
+            self.tasks.create_task(self._run_watch.tell_notices(), name="notices")
         await self._until_drained(self.setup())
         if self.draining:
             return
@@ -452,35 +448,6 @@ class Actor:
         if isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS):
             return False
         return self.is_restarted
-
-    async def _tell_notices(self) -> None:
-        while True:
-            await self._noticed.wait()
-            self._noticed.clear()
-            await self._hand_in_notices()
-            await asyncio.sleep(NOTICE_PACE_S)
-
-    async def _hand_in_notices(self) -> None:
-        """Tell the controller, or, while it is away, later."""
-        left = self._notices.take()
-        try:
-            while left:
-                await self.peer(CONTROLLER).call(left[0])
-                del left[0]
-        except OSError as error:
-            self.log.info("controller is away", error=str(error))
-            self._noticed.set()
-        finally:
-            self._notices.put_back(left)
-
-    async def _tell_last_notices(self) -> None:
-        if self.context.controller is None:
-            return
-        try:
-            async with asyncio.timeout(REPORT_S):
-                await self._hand_in_notices()
-        except OSError as error:
-            self.log.warning("notices are not told", error=str(error) or f"no answer within {REPORT_S:g} s")
 
     async def _report(self, error: BaseException) -> None:
         """Tell the controller why this actor ends."""

@@ -1,4 +1,5 @@
-"""An actor's bond with the controller: it is registered, follows the state of the run, and hands in its timeline.
+"""An actor's bond with the controller: it is registered, follows the state of the run, and hands in its notices and
+its timeline.
 
 Invariant: an actor is registered with the controller that lives before it believes what that one says; it ends when
 its role is drained or it is to leave, and makes way once. Data goes on while the controller is away: it comes back
@@ -20,6 +21,10 @@ from asyncrl.runtime.lifecycle.roster import CONTROLLER
 if TYPE_CHECKING:
     from asyncrl.runtime.actor import Actor
 
+REPORT_S = 5.0
+"""Longest time that an actor that ends spends on telling the controller why, or of notices."""
+NOTICE_PACE_S = 1.0
+"""Pause between two reports of notices."""
 TRACE_S = 3.0
 """Longest time that an actor spends on handing in its timeline."""
 
@@ -114,3 +119,35 @@ class RunWatch:
                 await controller.call(TracePart(number=number, spans=[], last=True), timeout=TRACE_S)
         except (TimeoutError, WireError) as error:
             actor.log.warning("timeline is not handed in", error=str(error) or f"no answer within {TRACE_S:g} s")
+
+    async def tell_notices(self) -> None:
+        """Tell the controller of notices as they come, for the whole life of the actor."""
+        while True:
+            await self._actor.noticed.wait()
+            self._actor.noticed.clear()
+            await self._hand_in_notices()
+            await asyncio.sleep(NOTICE_PACE_S)
+
+    async def _hand_in_notices(self) -> None:
+        """Tell the controller, or, while it is away, later."""
+        actor = self._actor
+        left = actor.notices.take()
+        try:
+            while left:
+                await actor.peer(CONTROLLER).call(left[0])
+                del left[0]
+        except OSError as error:
+            actor.log.info("controller is away", error=str(error))
+            actor.noticed.set()
+        finally:
+            actor.notices.put_back(left)
+
+    async def tell_last_notices(self) -> None:
+        """Tell the controller what is left at the end of the actor, if that does not take long."""
+        if self._actor.context.controller is None:
+            return
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._hand_in_notices()
+        except OSError as error:
+            self._actor.log.warning("notices are not told", error=str(error) or f"no answer within {REPORT_S:g} s")

@@ -31,7 +31,8 @@ from asyncrl.messages.episodes import (
     TurnRewarded,
 )
 from asyncrl.runtime.actor import ActorContext, Caller, handler
-from asyncrl.runtime.calls.peer import CallFuture, Peer
+from asyncrl.runtime.calls.call import CallFuture
+from asyncrl.runtime.calls.peer import Peer
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -153,7 +154,7 @@ class Hosted:
         return self.actor._players._slots
 
     def notices(self) -> dict[str, tuple[int, str]]:
-        return {each.key: (each.count, each.text) for each in self.actor._notices.take()}
+        return {each.key: (each.count, each.text) for each in self.actor.notices.take()}
 
 
 async def until(state: Callable[[], Any], what: str = "") -> None:

@@ -109,7 +109,7 @@ async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_wa
         scores = await rollouter.call(request("x"), timeout=60.0)
         assert (tmp_path / "loot").read_text() == "{}"
         assert scores.rewards == [0.0]
-        assert actor._notices.take() == []
+        assert actor.notices.take() == []
 
 
 def test_scores_and_failures_go_over_the_wire(tmp_path):
@@ -197,7 +197,7 @@ async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_co
                 assert await failing(rollouter, text, f"0-{number}") == "reward_failed"
         assert await failing(rollouter, "sleep 99", "0-7") == "reward_failed"
         line = MODULE[: MODULE.index("no judge")].count("\n") + 1
-        notices = actor._notices.take()
+        notices = actor.notices.take()
         told = {notice.key: (notice.count, f"{notice.text}. {notice.meanwhile}") for notice in notices}
         function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
         then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"
