@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import zmq
 from every_message import EVERY_MESSAGE
 from harness import RUN_ID, SECRET, Net, create_credentials
-from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, strangers
+from wire.knocking import SENT, Guise, Knocker, Mutator, guise_of, knock, sample, strangers
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
@@ -22,7 +23,7 @@ from asyncrl.runtime.calls import server as serving
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
-from asyncrl.wire.keys import Credentials, load_credentials
+from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES
 
 FRAMES = 3000
@@ -106,20 +107,11 @@ def context():
 @pytest.fixture(params=["off", "curve"])
 def door(request, tmp_path):
     """(credentials of an endpoint by name, guise of a client by name)."""
-    if request.param == "off":
-        return lambda _name: Credentials(RUN_ID, SECRET), lambda name: Guise(
-            name=name, incarnation=1, run_id=RUN_ID, secret=SECRET
-        )
     private = tmp_path / "private"
-    names = ["server/0", "client/0", "friend/0", "victim/0"]
-    create_credentials(private, RUN_ID, names, attempts=1, curve=True)
-
-    def guise(name):
-        own, server = (load_credentials(private, one, 0) for one in (name, "server/0"))
-        keys = (own.public_key, own.secret_key, server.public_key)
-        return Guise(name=name, incarnation=1, run_id=RUN_ID, keys=keys)
-
-    return lambda name: load_credentials(private, name, 0), guise
+    create_credentials(
+        private, RUN_ID, ["server/0", "client/0", "friend/0"], attempts=1, curve=request.param == "curve"
+    )
+    return lambda name: load_credentials(private, name, 0), lambda name: guise_of(private, name, "server/0", 1)
 
 
 async def until(condition, what):
@@ -163,19 +155,8 @@ async def test_i6_whoever_takes_over_a_connection_is_not_taken_for_its_owner(tmp
     """A routing id is the peer's own choice: under CURVE only the key says who somebody is."""
     private = tmp_path / "private"
     create_credentials(private, RUN_ID, ["server/0", "client/0", "victim/0"], attempts=1, curve=True)
-    own, victim_key, server_key = (load_credentials(private, name, 0) for name in ("client/0", "victim/0", "server/0"))
-    victim = Guise(
-        name="victim/0",
-        incarnation=1,
-        run_id=RUN_ID,
-        keys=(victim_key.public_key, victim_key.secret_key, server_key.public_key),
-    )
-    thief = Guise(
-        name="victim/0",
-        incarnation=1,
-        run_id=RUN_ID,
-        keys=(own.public_key, own.secret_key, server_key.public_key),
-    )
+    himself, victim = (guise_of(private, name, "server/0", 1) for name in ("client/0", "victim/0"))
+    thief = replace(himself, name="victim/0")
     async with Net(credentials=lambda name: load_credentials(private, name, 0)) as net:
         owner = Everything()
         server = net.serve(owner, "server/0")
@@ -190,7 +171,6 @@ async def test_i6_whoever_takes_over_a_connection_is_not_taken_for_its_owner(tmp
         await heard(other)
         assert other.codes == {"key"} and not other.entered and owner.taken == []
         # And as himself he gets a connection of his own, with nothing of the other's.
-        himself = Guise(name="client/0", incarnation=1, run_id=RUN_ID, keys=thief.keys)
         other.send(himself.hello(4))
         other.send(himself.call("Resolve", {"name": "x"}, 5))
         await heard(other, 2)
