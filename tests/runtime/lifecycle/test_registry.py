@@ -110,6 +110,11 @@ def look(registry, *, start=0.0, until):
 def test_who_does_not_beat_any_more_is_silent():
     assert look(beaten(at=5.0), until=44.9) == []
     assert look(beaten(at=5.0), until=45.0) == [Condemned("rollouter/0", 9, "it did not beat for 40 s")]
+    # Any word of it ends the silence.
+    heard, moved = beaten(at=5.0), beaten(at=5.0)
+    heard.heartbeat("rollouter/0", 9, beat(2), 44.0)
+    moved.register(record(9, address="tcp://127.0.0.1:2"), 44.0)
+    assert look(heard, until=60.0) == look(moved, until=60.0) == []
 
 
 def test_the_shortest_silence_that_may_be_configured_is_noticed():
@@ -118,15 +123,6 @@ def test_the_shortest_silence_that_may_be_configured_is_noticed():
     # Three heartbeats long, asked once in a heartbeat.
     found = [registry.silent(float(now), 3.0) for now in range(8)]
     assert [actor.name for actor in found[-1]] == ["rollouter/0"]
-
-
-def test_any_word_of_it_ends_the_silence():
-    registry = beaten(at=5.0)
-    registry.heartbeat("rollouter/0", 9, beat(2), 44.0)
-    assert look(registry, until=60.0) == []
-    registry = beaten(at=5.0)
-    registry.register(record(9, address="tcp://127.0.0.1:2"), 44.0)
-    assert look(registry, until=60.0) == []
 
 
 def test_who_has_ended_is_not_silent_and_its_successor_has_its_own_time():
