@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,17 +12,11 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CallServer
-from asyncrl.wire.keys import Credentials, make_keyring, write_credentials
+from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.memory_transport import MemoryNetwork
 
 RUN_ID, SECRET = "run-1", "s3cret"
-
-
-def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
-    """Make the private folder of a run on one host: its id and, for each actor name and attempt, what it needs."""
-    names = list(names)
-    write_credentials(folder, make_keyring(run_id, names, attempts=attempts, curve=curve).files_of(names))
 
 
 class Net:

@@ -27,9 +27,8 @@ from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.memory import proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
-from asyncrl.telemetry.machine import family
 
 TAIL_BYTES = 1 << 12
 LAST_LINES = 5
@@ -253,7 +252,7 @@ class Programs:
             program = self._running[key] = self._running.pop(key)
             if program.fault or program.process.ended:
                 continue
-            pids = list(family(program.process.pid))
+            pids = family(program.process.pid)
             if resident_bytes(pids) > limit and (held := proportional_bytes(pids)) > limit:
                 self.counts.out_of_memory += 1
                 self._kill(

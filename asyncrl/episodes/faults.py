@@ -13,9 +13,8 @@ from typing import Literal
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.session import Playing, PolicySession
-from asyncrl.runtime.workers.memory import proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import WorkerProcess
-from asyncrl.telemetry.machine import family
 from asyncrl.telemetry.states import StateLedger
 
 MEMORY_KEY = "episode.max_memory_bytes"
@@ -85,7 +84,7 @@ def find_fault(slot: Slot, config: EpisodeConfig, now: float) -> EpisodeFault | 
             f"stood still for {config.stall_timeout_s:g} s (episode.stall_timeout_s): code that is async computes or "
             "waits without await, or holds the interpreter; it was killed",
         )
-    pids = list(family(slot.process.pid))
+    pids = family(slot.process.pid)
     # Shared pages count more than once in the first, which costs next to nothing.
     if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
         return EpisodeFault(

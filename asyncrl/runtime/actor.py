@@ -113,16 +113,15 @@ class Actor:
         self.run_state = RunState(number=-1, phase="starting")
         """State of the run that the controller has told last."""
         self.roster = Roster(self.config.actors, context.credentials, context.transport)
-        self._run_watch = RunWatch(self)
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
         self._fenced: dict[str, int] = {}
         """Incarnations as in ``dead``, by the word of the controller."""
         self._progress = 0
-        self.notices = UntoldNotices()
-        self.noticed = asyncio.Event()
-        """Set once there are notices to be told."""
+        self._notices = UntoldNotices()
+        self._noticed = asyncio.Event()
+        self._run_watch = RunWatch(self, self._notices, self._noticed)
         self._endpoint = Endpoint(
             name=context.name,
             incarnation=context.incarnation,
@@ -222,9 +221,9 @@ class Actor:
         summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key. To be called
         in the thread of the event loop.
         """
-        if self.notices.add(key, text, count, meanwhile, waits_for, of):
+        if self._notices.add(key, text, count, meanwhile, waits_for, of):
             self.log.warning(text, notice=key)
-        self.noticed.set()
+        self._noticed.set()
 
     async def tell_facts(self) -> None:
         """Let others know ``facts`` before this actor can be called; for setup."""

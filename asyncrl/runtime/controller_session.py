@@ -17,6 +17,7 @@ from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
 from asyncrl.runtime.calls.retry import wait_out
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
+from asyncrl.runtime.notices import UntoldNotices
 
 if TYPE_CHECKING:
     from asyncrl.runtime.actor import Actor
@@ -32,8 +33,10 @@ TRACE_S = 3.0
 class RunWatch:
     """One actor's bond with the controller; the module tells its rules."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor, notices: UntoldNotices, noticed: asyncio.Event) -> None:
+        """``noticed`` is set when there are notices to be told."""
         self._actor = actor
+        self._notices, self._noticed = notices, noticed
         self._known_to = 0
         """Incarnation of the controller where the actor is registered."""
         self._has_made_way = False
@@ -123,24 +126,24 @@ class RunWatch:
     async def tell_notices(self) -> None:
         """Tell the controller of notices as they come, for the whole life of the actor."""
         while True:
-            await self._actor.noticed.wait()
-            self._actor.noticed.clear()
+            await self._noticed.wait()
+            self._noticed.clear()
             await self._hand_in_notices()
             await asyncio.sleep(NOTICE_PACE_S)
 
     async def _hand_in_notices(self) -> None:
         """Tell the controller, or, while it is away, later."""
         actor = self._actor
-        left = actor.notices.take()
+        left = self._notices.take()
         try:
             while left:
                 await actor.peer(CONTROLLER).call(left[0])
                 del left[0]
         except OSError as error:
             actor.log.info("controller is away", error=str(error))
-            actor.noticed.set()
+            self._noticed.set()
         finally:
-            actor.notices.put_back(left)
+            self._notices.put_back(left)
 
     async def tell_last_notices(self) -> None:
         """Tell the controller what is left at the end of the actor, if that does not take long."""

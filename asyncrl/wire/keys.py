@@ -92,6 +92,15 @@ def files_of_pairs(name: str, pairs: Iterable[dict[str, str]]) -> dict[str, Any]
     return {f"{name.replace('/', '-')}.{attempt}.json": pair for attempt, pair in enumerate(pairs)}
 
 
+def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
+    """Make the private folder of a run on one host: its id and, for each actor name and attempt, what it needs.
+
+    Raises FileExistsError if the folder is there already.
+    """
+    names = list(names)
+    write_credentials(folder, make_keyring(run_id, names, attempts=attempts, curve=curve).files_of(names))
+
+
 def write_credentials(folder: Path, files: Mapping[str, Any]) -> None:
     """Make a private folder with these files: content by file name. Raises FileExistsError if it is there already."""
     folder.mkdir(mode=0o700, parents=False)

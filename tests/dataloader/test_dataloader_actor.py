@@ -228,7 +228,7 @@ def test_prompts_that_are_too_long_are_reported_and_never_granted(
             assert (await it.supply()).rejected == [Rejected("0-1", TOO_LONG)]
             await it.report("0-1", kind="quarantined", version=-1)
             assert (await it.supply()).rejected == []
-            (notice,) = it.actor.notices.take()
+            (notice,) = it.actor._notices.take()
             assert notice.key == "too_long/data"
             assert notice.text.startswith("data: 1 of 3 prompts have more than data.max_prompt_tokens = 10 tokens")
             assert f"the longest has 30 ({path}:2)" in notice.text

@@ -154,7 +154,7 @@ class Hosted:
         return self.actor._players._slots
 
     def notices(self) -> dict[str, tuple[int, str]]:
-        return {each.key: (each.count, each.text) for each in self.actor.notices.take()}
+        return {each.key: (each.count, each.text) for each in self.actor._notices.take()}
 
 
 async def until(state: Callable[[], Any], what: str = "") -> None:

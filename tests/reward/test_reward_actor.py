@@ -10,7 +10,7 @@ import psutil
 import pytest
 import thief
 import uvloop
-from harness import RUN_ID, SECRET, Net, create_credentials
+from harness import RUN_ID, SECRET, Net
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -23,7 +23,7 @@ from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.workers.confinement import why_not
 from asyncrl.telemetry.catalogue import EDGES
-from asyncrl.wire.keys import Credentials
+from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.live_run import title
 
@@ -109,7 +109,7 @@ async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_wa
         scores = await rollouter.call(request("x"), timeout=60.0)
         assert (tmp_path / "loot").read_text() == "{}"
         assert scores.rewards == [0.0]
-        assert actor.notices.take() == []
+        assert actor._notices.take() == []
 
 
 def test_scores_and_failures_go_over_the_wire(tmp_path):
@@ -197,7 +197,7 @@ async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_co
                 assert await failing(rollouter, text, f"0-{number}") == "reward_failed"
         assert await failing(rollouter, "sleep 99", "0-7") == "reward_failed"
         line = MODULE[: MODULE.index("no judge")].count("\n") + 1
-        notices = actor.notices.take()
+        notices = actor._notices.take()
         told = {notice.key: (notice.count, f"{notice.text}. {notice.meanwhile}") for notice in notices}
         function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
         then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"

@@ -22,7 +22,6 @@ from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.workers import memory
 from asyncrl.runtime.workers.process import Output
-from asyncrl.telemetry.machine import family
 
 MODULE = """
 import ctypes, mmap, os, signal, subprocess, sys, threading, time
@@ -258,8 +257,8 @@ def test_memory_that_processes_share_counts_once():
         os._exit(len(held) & 1)
     try:
         both = [os.getpid(), pid]
-        assert next(family(os.getpid())) == os.getpid()
-        assert pid in family(os.getpid())
+        assert memory.family(os.getpid())[0] == os.getpid()
+        assert pid in memory.family(os.getpid())
         alone = memory.proportional_bytes(both)
         # The fork has not touched what it inherited.
         assert memory.resident_bytes(both) - alone > 48 * MIB

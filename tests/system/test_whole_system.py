@@ -243,7 +243,7 @@ def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(tmp
     assert 0 < empty < 12
     uids = trained_uids(system)
     assert len(set(uids)) == len(uids) == 12
-    (notice,) = learner.notices._known.values()
+    (notice,) = learner._notices._known.values()
     assert notice.count == empty
     assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in notice.text
     assert 'reward.truncated = "mask"' in notice.text

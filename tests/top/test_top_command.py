@@ -16,14 +16,13 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
-from harness import create_credentials
 from recordings import record
 from terminals import Terminal
 from top.pictures import WALL, Run, starting
 
 from asyncrl.cli import top as command
 from asyncrl.top.figures.document import json_schema
-from asyncrl.wire.keys import VIEWER
+from asyncrl.wire.keys import VIEWER, create_credentials
 
 ROOT = Path(__file__).parents[2]
 SSHD = "/usr/sbin/sshd"

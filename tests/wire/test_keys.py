@@ -2,7 +2,8 @@
 
 import pytest
 from disks import room_for
-from harness import create_credentials
+
+from asyncrl.wire.keys import create_credentials
 
 
 @pytest.mark.parametrize("curve", [True, False])

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import zmq
 from every_message import EVERY_MESSAGE
-from harness import RUN_ID, SECRET, Net, create_credentials
+from harness import RUN_ID, SECRET, Net
 from wire.knocking import SENT, Guise, Knocker, Mutator, guise_of, knock, sample, strangers
 
 from asyncrl.errors import DeadlineExceeded
@@ -23,7 +23,7 @@ from asyncrl.runtime.calls import server as serving
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
-from asyncrl.wire.keys import load_credentials
+from asyncrl.wire.keys import create_credentials, load_credentials
 from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES
 
 FRAMES = 3000

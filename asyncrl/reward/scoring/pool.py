@@ -33,9 +33,8 @@ from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Resu
 from asyncrl.reward.scoring.shaping import all_shaped, timed_out_scores
 from asyncrl.reward.scoring.slots import Pending, PoolCounters, RewardSlot
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.memory import proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
-from asyncrl.telemetry.machine import family
 from asyncrl.telemetry.states import StateLedger
 
 AHEAD_S = 0.002
@@ -399,7 +398,7 @@ class RewardPool:
             process = slot.process
             if process is None or process.ended or slot.ledger.state == "starting":
                 continue
-            pids = list(family(process.pid))
+            pids = family(process.pid)
             # Shared pages count more than once in the first, which costs next to nothing.
             if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
                 self.counters.out_of_memory += 1

@@ -63,6 +63,18 @@ def proportional_bytes(pids: list[int]) -> int:
     return total
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for one in found:
+        # Each thread has children of its own.
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{one}/task"):
+                with contextlib.suppress(OSError):
+                    found += map(int, Path(f"/proc/{one}/task/{thread}/children").read_bytes().split())
+    return found
+
+
 def _private_bytes() -> int:
     """Bytes that RLIMIT_DATA counts of this process."""
     with contextlib.suppress(OSError):

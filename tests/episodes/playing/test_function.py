@@ -9,11 +9,12 @@ import pytest
 import thief
 import uvloop
 from episodes.hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
-from harness import RUN_ID, create_credentials
+from harness import RUN_ID
 
 from asyncrl.errors import ConfigError
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.runtime.workers.confinement import why_not
+from asyncrl.wire.keys import create_credentials
 
 PLAY = {"function": "plays:play"}
 

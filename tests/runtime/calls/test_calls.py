@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import zmq
-from harness import Net, create_credentials
+from harness import Net
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
@@ -18,7 +18,7 @@ from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls import server as server_module
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.calls.peer import Peer
-from asyncrl.wire.keys import load_credentials
+from asyncrl.wire.keys import create_credentials, load_credentials
 from asyncrl.wire.pieces import PIECE_BYTES
 
 

@@ -16,9 +16,9 @@ from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.workers.confinement import Confinement, confine
 from asyncrl.runtime.workers.process import WorkerProcess
+from asyncrl.wire.keys import create_credentials
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from harness import create_credentials
 from thief import MARK, prepare
 
 
