@@ -95,12 +95,7 @@ def test_who_belongs_to_a_process_is_looked_up_now_and_then_only(monkeypatch):
     host.now += 2.0
     host.living[8] = (5, 4.0, 100)
     assert times.read() == (0.5, 110) and host.looks == 2
-
-
-def test_another_process_that_has_got_the_number_does_not_count(monkeypatch):
-    host = Processes(monkeypatch)
-    host.living[8] = (5, 3.0, 100)
-    times = ProcessTimes(family=True)
+    # Another process that has got its number does not count.
     host.now += 1.0
     host.living[8] = (6, 9.0, 1000)
     assert times.read() == (0.0, 10)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from sinks_cases import evaluation, snapshot, train, update
 
-from asyncrl.sinks.exposition import GAUGES, _Families, families_of, prometheus_name
+from asyncrl.sinks.exposition import GAUGES, families_of, prometheus_name
 from asyncrl.sinks.figures import Steps, numbers
 from asyncrl.snapshot import Histogram
 from asyncrl.telemetry import catalogue
@@ -113,14 +113,3 @@ def test_no_two_figures_become_one_name():
     endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     exposed = [name + ending for name, family in found.items() for ending in endings[family.kind]]
     assert len(set(exposed)) == len(exposed)
-
-
-def test_a_name_of_two_kinds_is_a_mistake_of_ours():
-    """Else the one would hide the other."""
-    first, second = _Families(), _Families()
-    first.add("actor/loop_lag_s", 1.0, "")
-    with pytest.raises(AssertionError, match="histogram"):
-        first.add_histogram("actor/loop/lag_s", Histogram([0] * 15, 0.0), catalogue.find("loop/lag_s"))
-    second.add("a/b", 1.0, "")
-    with pytest.raises(AssertionError, match="counter"):
-        second.add("a_b", 1.0, "", kind="counter")
