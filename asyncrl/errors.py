@@ -396,15 +396,6 @@ class DeadlineExceeded(WireError, TimeoutError):
 class RemoteError(WireError):
     """Failure of the handler on the other side. ``code`` is stable; ``retryable`` is the handler's own word."""
 
-    def __init__(
-        self,
-        actor: str,
-        code: str,
-        message: str,
-        *,
-        retryable: bool = False,
-        details: dict[str, Any] | None = None,
-    ) -> None:
-        self.actor, self.code, self.message = actor, code, message
-        self.retryable, self.details = retryable, details or {}
+    def __init__(self, actor: str, code: str, message: str, *, retryable: bool = False) -> None:
+        self.actor, self.code, self.message, self.retryable = actor, code, message, retryable
         super().__init__(f"{actor}: {code}: {message}")

@@ -105,10 +105,10 @@ def drain_rank(name: str) -> int:
     return ROLES[role_of(name)].drain_rank
 
 
-def is_gang(name: str) -> bool:
-    """Whether an actor dies and starts with all of its role; False for what is none of the run's actors."""
+def gang_of(name: str) -> str:
+    """The role with all of whose actors this one dies and starts; empty for one that does so alone."""
     role = ROLES.get(role_of(name))
-    return role is not None and role.gang
+    return role_of(name) if role is not None and role.gang else ""
 
 
 def is_replicated(name: str) -> bool:
@@ -121,3 +121,8 @@ def is_optional(name: str) -> bool:
     """Whether a run goes on without an actor and all others of its role."""
     role = ROLES.get(role_of(name))
     return role is not None and role.optional
+
+
+def is_set_aside(name: str, *, is_healable: bool) -> bool:
+    """Whether a run may go on without an actor that is given up after an exit that a restart may mend, or may not."""
+    return is_optional(name) or (is_replicated(name) and is_healable)

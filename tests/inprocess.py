@@ -12,7 +12,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun
 from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
-from asyncrl.roles import ROLES, role_of
+from asyncrl.roles import ROLES, gang_of, is_optional, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.lifecycle.incarnations import Incarnations
@@ -65,7 +65,7 @@ class System:
         self.run_dir = run_dir
         self.network = MemoryNetwork()
         self.actors: dict[str, Actor] = {}
-        self._incarnations = Incarnations(0)
+        self._incarnations = Incarnations(0, gang_of)
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._clock = clock
         (run_dir / "private").mkdir(parents=True)
@@ -81,6 +81,7 @@ class System:
             transport=self.network.transport(),
             credentials=CREDENTIALS,
             controller=controller.address if controller is not None else None,
+            is_optional=is_optional(name),
             **({"clock": self._clock} if self._clock else {}),
         )
         actor = self.actors[name] = actor_class(context)

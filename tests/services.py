@@ -5,7 +5,6 @@ from typing import Any
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import StoryLog
 from asyncrl.telemetry.logging import get_logger
 from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.telemetry.states import StateLedger
@@ -20,7 +19,6 @@ def services(name: str = "learner/0", clock: Clock | None = None, **parts: Any) 
         "histograms": Histograms(),
         "awaits": Awaits(clock.now),
         "states": StateLedger(clock.now, "rank"),
-        "story": StoryLog(name),
         "notify": lambda *_, **__: None,
         "progress": lambda: None,
     }

@@ -52,17 +52,7 @@ def make_group(uid="0-1", samples=2, tokens=3):
 
 def test_a_group_survives_the_wire():
     codec, group = Codec(), make_group()
-    body, *buffers = codec.encode(Deliver(group=group))
-    assert len(buffers) == 1 + 2 * 2
-    again = codec.decode(Deliver, body, buffers).group
-    assert again.ticket.row == group.ticket.row
-    [before], [after] = group.trajectories[1].sequences, again.trajectories[1].sequences
-    assert (after.spans, after.turns, after.prompt_ids) == (before.spans, [], None)
-    assert np.array_equal(after.logprobs, before.logprobs)
-
-
-def test_a_conversation_survives_the_wire():
-    codec, group = Codec(), make_group()
+    plain = group.trajectories[1].sequences[0]
     spans = [VersionSpan(-1, 0, 2, role="repeated"), VersionSpan(-1, 2, 3, role="context"), VersionSpan(4, 3, 5)]
     branch = Sequence(
         prompt_ids=np.arange(4, dtype=np.int32),
@@ -74,41 +64,30 @@ def test_a_conversation_survives_the_wire():
     group.trajectories[0].sequences.append(branch)
     group.trajectories[0].messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": None}]
     body, *buffers = codec.encode(Deliver(group=group))
-    again = codec.decode(Deliver, body, buffers).group.trajectories[0]
+    assert len(buffers) == 1 + 2 * 2 + 3
+    found = codec.decode(Deliver, body, buffers).group
+    assert found.ticket.row == group.ticket.row
+    again, [after] = found.trajectories[0], found.trajectories[1].sequences
+    assert (after.spans, after.turns, after.prompt_ids) == (plain.spans, [], None)
+    assert np.array_equal(after.logprobs, plain.logprobs)
     assert (again.sequences[1].spans, again.sequences[1].turns) == (branch.spans, branch.turns)
     assert again.sequences[1].prompt_ids.tolist() == [0, 1, 2, 3]
     assert again.messages == group.trajectories[0].messages
-
-
-def test_a_trajectory_without_a_sequence_is_refused():
-    codec, group = Codec(), make_group()
+    # Not one without a sequence.
     group.trajectories[0].sequences.clear()
     body, *buffers = codec.encode(Deliver(group=group))
     with pytest.raises(ProtocolError, match="sequences"):
         codec.decode(Deliver, body, buffers)
 
 
-@pytest.mark.parametrize(
-    "kind", [k for k in EVERY_MESSAGE.values() if issubclass(k, Request)], ids=lambda k: k.__name__
-)
-def test_each_request_names_its_reply(kind):
-    assert issubclass(kind.reply, Message)
-    assert kind.__doc__
+REQUESTS = [kind for kind in EVERY_MESSAGE.values() if issubclass(kind, Request)]
+SENT = [kind for kind in EVERY_MESSAGE.values() if kind in REQUESTS or kind not in {one.reply for one in REQUESTS}]
 
 
-def test_a_request_and_its_reply_go_together():
-    assert len(EVERY_MESSAGE) > 25
-    assert Deliver.reply is Delivered
-
-
-REPLIES = {kind.reply for kind in EVERY_MESSAGE.values() if issubclass(kind, Request)}
-SENT = [kind for kind in EVERY_MESSAGE.values() if issubclass(kind, Request) or kind not in REPLIES]
-
-
-@pytest.mark.parametrize("kind", SENT, ids=lambda kind: kind.__name__)
-def test_of_each_message_that_is_sent_it_is_said_who_may(kind):
-    assert senders_of(kind), f"nobody may send {kind.__name__}"
-    assert senders_of(kind) <= {*ROLES, "agent", "launcher", "viewer"}
+def test_each_request_names_its_reply_and_each_message_that_is_sent_who_may():
+    assert all(issubclass(kind.reply, Message) and kind.__doc__ for kind in REQUESTS) and len(SENT) > 25
+    everybody = {*ROLES, "agent", "launcher", "viewer"}
+    assert [kind.__name__ for kind in SENT if not senders_of(kind) or not senders_of(kind) <= everybody] == []
 
 
 def test_no_actor_may_do_what_is_anothers():

@@ -64,6 +64,7 @@ def main() -> int:
         controller=given.controller,
         incarnation=given.incarnation,
         attempt=given.attempt,
+        is_optional=ROLES[role].optional,
         host=given.host,
         private=given.private,
         address=given.address,

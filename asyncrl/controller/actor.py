@@ -64,7 +64,7 @@ from asyncrl.messages.monitor import (
     WatchMetrics,
     WatchSnapshot,
 )
-from asyncrl.roles import role_of
+from asyncrl.roles import gang_of, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
@@ -88,7 +88,7 @@ class Controller(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._registry = Registry()
+        self._registry = Registry(gang_of)
         self._run = RunStateMachine(
             expected=frozenset(self.config.actors) - {CONTROLLER},
             now=self.clock.now(),

@@ -51,7 +51,7 @@ from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.calls.retry import AWAY_S, log_away
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.stops import resolve_stops
-from asyncrl.telemetry.group_log import GRANTED, ORPHANED, RETURNED, SETTLED
+from asyncrl.telemetry.group_log import GRANTED, ORPHANED, RETURNED, SETTLED, StoryLog
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
@@ -66,6 +66,7 @@ class Dataloader(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
+        self._story = StoryLog(self.name)
         self._prompts: PromptSet
         self._eval_prompts: dict[str, PromptSet] = {}
         self._source: RestoreInputs
@@ -194,7 +195,7 @@ class Dataloader(Actor):
                 self._granted.pop(uid, None)
             for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
                 if uids:
-                    self.story.tell(SETTLED, uids=uids, held=by_learner)
+                    self._story.tell(SETTLED, uids=uids, held=by_learner)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
 
@@ -339,7 +340,7 @@ class Dataloader(Actor):
         if orphans:
             self._orphaned.set()
         if new := [uid for uid in orphans if uid not in self._known_orphans]:
-            self.story.tell(ORPHANED, uids=new, of=rollouter)
+            self._story.tell(ORPHANED, uids=new, of=rollouter)
         self._known_orphans = set(orphans)
 
     @handler
@@ -379,7 +380,7 @@ class Dataloader(Actor):
             for grant in grants:
                 if not isinstance(grant.prompt, EvalPrompt):
                     self._granted.setdefault(grant.prompt.uid, self.clock.now())
-            self.story.tell(
+            self._story.tell(
                 GRANTED,
                 to=ask.rollouter,
                 served=ask.served_version,
@@ -408,7 +409,7 @@ class Dataloader(Actor):
         tickets.give_back(caller.name, caller.incarnation, request.uids)
         for uid in request.uids:
             self._granted.pop(uid, None)
-        self.story.tell(RETURNED, uids=request.uids, by=caller.name)
+        self._story.tell(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
             tickets.left(caller.name, caller.incarnation, request.holding)
             if tickets.orphans:

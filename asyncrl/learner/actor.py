@@ -50,7 +50,7 @@ from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handl
 from asyncrl.runtime.calls.retry import log_away
 from asyncrl.runtime.calls.server import REFUSED
 from asyncrl.sft.conversations import Conversations, load_conversations
-from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
+from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN, StoryLog
 from asyncrl.telemetry.trace import CHECKPOINTS, PHASES, STEPS, WEIGHTS, Track
 
 PARAMETER_SERVER = "parameter_server/0"
@@ -69,6 +69,7 @@ class Learner(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
+        self._story = StoryLog(self.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._backend: Backend
         self._start = 0
@@ -177,10 +178,10 @@ class Learner(Actor):
         )
         contents = await self._checkpoints.restore()
         if contents is None:
-            self.story.tell(RESTORED, step=0, uids=[])
+            self._story.tell(RESTORED, step=0, uids=[])
             return None
         buffered = [group.ticket.uid for group in contents.buffered]
-        self.story.tell(RESTORED, step=contents.state.step, version=contents.state.version, uids=buffered)
+        self._story.tell(RESTORED, step=contents.state.step, version=contents.state.version, uids=buffered)
         state = contents.state
         for name, text in damaged.items():
             self.notify(f"damaged {name}", text)
@@ -261,6 +262,7 @@ class Learner(Actor):
             checkpoint=self._checkpoint,
             checkpoint_owed=lambda: self._checkpoints.owed,
             published=self._published,
+            story=self._story,
             track=steps,
             supervised=SupervisedSteps(self.config, conversations, packed=self._backend.packed)
             if conversations is not None
@@ -419,11 +421,11 @@ class Learner(Actor):
         self.progress()
         if group.ticket.purpose != "train":
             duplicate = not self._evals.add(group)
-            self.story.tell(TAKEN, uid=uid, by=caller.name, into="duplicate" if duplicate else "evaluation")
+            self._story.tell(TAKEN, uid=uid, by=caller.name, into="duplicate" if duplicate else "evaluation")
             self._rounds_changed.set()
             return Delivered(duplicate=duplicate)
         taken = self._intake.deliver(group, self.clock.now())
-        self.story.tell(TAKEN, uid=uid, by=caller.name, into=taken)
+        self._story.tell(TAKEN, uid=uid, by=caller.name, into=taken)
         self.counters.add(f"groups/{taken}")
         if taken == "quarantined":
             self.log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
@@ -541,7 +543,7 @@ class Learner(Actor):
     async def _write_found(self) -> None:
         found, self._intake.quarantined = self._intake.quarantined, []
         for item in found:
-            self.story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
+            self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
         await self._lines.quarantined(self._training.step, found)
 
     def _tell_lost_records(self, lost: int, error: OSError) -> None:
@@ -560,7 +562,7 @@ class Learner(Actor):
                 line = {"kind": "eval", "step": self._training.step}
                 await self._lines.emit(line | eval_metrics(name, groups))
                 self._rounds_written.add(round)
-                self.story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
+                self._story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
                 for group in groups:
                     self._intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
                 self._supply.changed()

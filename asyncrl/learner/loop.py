@@ -46,7 +46,7 @@ from asyncrl.learner.steps.plan_ahead import Outlook, groups_wanted, oldest_grou
 from asyncrl.learner.steps.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED
+from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, StoryLog
 from asyncrl.telemetry.trace import Track
 from asyncrl.trajectories import is_truncated, oldest_version, versions_of
 
@@ -74,6 +74,7 @@ class Training:
         intake: Intake,
         versions: Versions,
         lines: StepLines,
+        story: StoryLog,
         checkpoint: Callable[[], Awaitable[None]],
         checkpoint_owed: Callable[[], bool],
         published: Callable[[int], None],
@@ -92,7 +93,7 @@ class Training:
         self._services, self._name = services, services.name
         self._states, self._counters, self._histograms = services.states, services.counters, services.histograms
         self._clock, self._log, self._awaits = services.clock, services.log, services.awaits
-        self._story, self._notify, self._progress = services.story, services.notify, services.progress
+        self._notify, self._progress, self._story = services.notify, services.progress, story
         self._backend = backend
         self._thread = thread
         self._intake = intake

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncrl.messages import Message
-from asyncrl.roles import ROLES
+from asyncrl.roles import ROLES, role_of
 
 ANYBODY = frozenset({"*"})
 """Senders of messages that are none of a run's."""
@@ -29,9 +29,9 @@ def senders_of(message: type[Message]) -> frozenset[str]:
     return message.senders
 
 
-def may_send(role: str, senders: frozenset[str]) -> bool:
-    """Whether a role is among the senders of a message."""
-    return role in senders or senders is ANYBODY
+def may_send(name: str, senders: frozenset[str]) -> bool:
+    """Whether the role of an actor is among the senders of a message."""
+    return role_of(name) in senders or senders is ANYBODY
 
 
 def listed(senders: Iterable[str]) -> str:

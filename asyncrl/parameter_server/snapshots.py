@@ -61,7 +61,7 @@ class HeldSnapshot:
         """Compare every bucket with its checksum. Raises WeightsCorrupt, and VersionGone once released; blocks."""
         for index, bucket in enumerate(self.manifest.buckets):
             view = self.bytes_of(index)
-            for _ in verify_bytes(view, bucket, version=self.manifest.version, index=index):
+            for _ in verify_bytes(view, bucket.checksum, version=self.manifest.version, index=index):
                 pass
 
     def with_deltas(self, deltas: Mapping[int, tuple[Delta, int]]) -> HeldSnapshot:

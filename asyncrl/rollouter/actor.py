@@ -41,10 +41,10 @@ from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
 from asyncrl.rollouter.updating.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.calls.peer import CallFuture
+from asyncrl.runtime.calls.call import CallFuture
 from asyncrl.runtime.calls.retry import AWAY_S, wait_out
 from asyncrl.stops import Stops, resolve_stops
-from asyncrl.telemetry.group_log import GENERATED
+from asyncrl.telemetry.group_log import GENERATED, StoryLog
 from asyncrl.telemetry.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
@@ -73,6 +73,7 @@ class Rollouter(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
+        self._story = StoryLog(self.name)
         self._tokenizer: Tokenizer
         self._stops: Stops
         self._host = EngineHost(
@@ -330,7 +331,7 @@ class Rollouter(Actor):
             end = "delivered" if group.failure is None else f"delivered as failed: {group.failure}"
         finally:
             del self._accounts[ticket.uid]
-            self.story.tell(GENERATED, **account.facts(end))
+            self._story.tell(GENERATED, **account.facts(end))
 
     async def _deliver(self, ticket: Ticket, account: GroupAccount) -> Group:
         """Generate a group and have it acknowledged."""
@@ -534,7 +535,7 @@ class Rollouter(Actor):
         while True:
             await asyncio.sleep(STORY_S)
             for account in self._accounts.values():
-                self.story.tell(GENERATED, **account.facts("running"))
+                self._story.tell(GENERATED, **account.facts("running"))
 
     async def _report_stats(self) -> None:
         while True:

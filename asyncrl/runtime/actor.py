@@ -21,21 +21,19 @@ from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
-from asyncrl.roles import ROLES, is_optional
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CallServer
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.controller_session import RunWatch
+from asyncrl.runtime.controller_session import REPORT_S, RunWatch
 from asyncrl.runtime.heartbeat_delta import Telling, UntoldEvents
 from asyncrl.runtime.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS
 from asyncrl.runtime.notices import UntoldNotices
 from asyncrl.runtime.services import ActorServices
 from asyncrl.runtime.vitals import Vitals, VitalSigns
-from asyncrl.telemetry.group_log import StoryLog
 from asyncrl.telemetry.logging import get_logger, lost_lines
 from asyncrl.telemetry.states import Kind, StateLedger
 from asyncrl.telemetry.trace import STATES, Trace, spans_kept
@@ -43,11 +41,6 @@ from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
 __all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
-
-REPORT_S = 5.0
-"""Longest time that a failing actor spends on telling the controller."""
-NOTICE_PACE_S = 1.0
-"""Pause between two reports of notices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +56,8 @@ class ActorContext:
     controller: str | None
     """Address of the controller; None for the controller itself."""
     attempt: int = 0
+    is_optional: bool = False
+    """Whether the run goes on without any of its role: no failure of it ends the run."""
     clock: Clock = field(default_factory=Clock)
     born: float | None = None
     """Time at which its process was spawned, on ``clock``; None for now."""
@@ -86,6 +81,8 @@ class Actor:
     """The base of every actor; the module tells its rules."""
 
     role: ClassVar[str]
+    is_restarted: ClassVar[bool] = True
+    """Whether it is one of those that a node agent starts again, and no agent itself."""
     kind: ClassVar[Kind] = "actor"
     """Kind of the states that it has: those of its one serial resource, if it has one."""
 
@@ -95,8 +92,6 @@ class Actor:
         self.name = context.name
         self.clock = context.clock
         self.log = get_logger(context.name)
-        self.story = StoryLog(context.name)
-        """Log of what it does with prompt groups."""
         self.trace = Trace(
             self.clock.now,
             self.clock.wall,
@@ -118,7 +113,6 @@ class Actor:
         self.run_state = RunState(number=-1, phase="starting")
         """State of the run that the controller has told last."""
         self.roster = Roster(self.config.actors, context.credentials, context.transport)
-        self._run_watch = RunWatch(self)
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
@@ -127,6 +121,7 @@ class Actor:
         self._progress = 0
         self._notices = UntoldNotices()
         self._noticed = asyncio.Event()
+        self._run_watch = RunWatch(self, self._notices, self._noticed)
         self._endpoint = Endpoint(
             name=context.name,
             incarnation=context.incarnation,
@@ -153,7 +148,6 @@ class Actor:
             histograms=self.histograms,
             awaits=self.awaits,
             states=self.states,
-            story=self.story,
             notify=self.notify,
             progress=self.progress,
         )
@@ -250,8 +244,6 @@ class Actor:
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
         """The heartbeat of this actor as of now; called from any thread."""
-        awaits = self._all_awaits()
-        oldest = next((wait for wait in awaits if not wait.idle), None)
         state, awaiting, state_s = self.states.present()
         if not self.ready:
             state, state_s = "starting", self.states.age()
@@ -266,8 +258,7 @@ class Actor:
             awaiting=awaiting,
             state_s=state_s,
             loop_lag_s=max(loop_lag_s, vitals.loop_lag_s),
-            oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
-            awaits=awaits,
+            awaits=self._all_awaits(),
             counters=dict(self.counters),
             histograms=self.histograms.taken(),
             resources=self.resources(),
@@ -292,7 +283,7 @@ class Actor:
         """Measure its process from now on: event loop, processors, memory, GPUs. In the thread of the event loop."""
         loop, interval_s = asyncio.get_running_loop(), self.config.supervision.heartbeat_s
         # The children of an agent are actors, which tell of themselves.
-        self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.role in ROLES)
+        self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.is_restarted)
 
     def stop_measuring(self) -> None:
         """The event loop is about to end."""
@@ -333,12 +324,12 @@ class Actor:
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
-            await self._tell_last_notices()
+            await self._run_watch.tell_last_notices()
             await self._run_watch.hand_in_trace(0)
         except* Exception as group:
             error = _first(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
-            await self._tell_last_notices()
+            await self._run_watch.tell_last_notices()
             await self._report(error)
             await self._run_watch.hand_in_trace(0)
             raise error from None
@@ -365,7 +356,7 @@ class Actor:
             # Before anybody can find it: an actor that has joined would be turned away, and never knock again.
             await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
             self.tasks.create_task(self._run_watch.run(), name="watch_run")
-            self.tasks.create_task(self._tell_notices(), name="notices")
+            self.tasks.create_task(self._run_watch.tell_notices(), name="notices")
         await self._until_drained(self.setup())
         if self.draining:
             return
@@ -455,42 +446,13 @@ class Actor:
     def _will_be_restarted(self, error: BaseException) -> bool:
         if isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS):
             return False
-        return self.role in ROLES
-
-    async def _tell_notices(self) -> None:
-        while True:
-            await self._noticed.wait()
-            self._noticed.clear()
-            await self._hand_in_notices()
-            await asyncio.sleep(NOTICE_PACE_S)
-
-    async def _hand_in_notices(self) -> None:
-        """Tell the controller, or, while it is away, later."""
-        left = self._notices.take()
-        try:
-            while left:
-                await self.peer(CONTROLLER).call(left[0])
-                del left[0]
-        except OSError as error:
-            self.log.info("controller is away", error=str(error))
-            self._noticed.set()
-        finally:
-            self._notices.put_back(left)
-
-    async def _tell_last_notices(self) -> None:
-        if self.context.controller is None:
-            return
-        try:
-            async with asyncio.timeout(REPORT_S):
-                await self._hand_in_notices()
-        except OSError as error:
-            self.log.warning("notices are not told", error=str(error) or f"no answer within {REPORT_S:g} s")
+        return self.is_restarted
 
     async def _report(self, error: BaseException) -> None:
         """Tell the controller why this actor ends."""
         if self.context.controller is None:
             return
-        if is_optional(self.name) or self._will_be_restarted(error):
+        if self.context.is_optional or self._will_be_restarted(error):
             # Its node agent decides; the run goes on meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1

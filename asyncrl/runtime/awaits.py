@@ -39,15 +39,26 @@ class Await:
 
     def begin(self) -> None:
         """Open the wait."""
-        self._awaits.open(self._key, self)
+        with self._awaits.lock:
+            self.since = self._awaits.now()
+            self._awaits.open.setdefault(self._key, {})[self] = None
 
     def end(self) -> None:
         """End the wait."""
-        self._awaits.close(self._key, self)
+        with self._awaits.lock:
+            waits = self._awaits.open[self._key]
+            del waits[self]
+            if not waits:
+                del self._awaits.open[self._key]
 
     def renew(self) -> None:
         """Something has come: the wait is for the next from now on."""
-        self._awaits.renew(self._key, self)
+        with self._awaits.lock:
+            self.since = self._awaits.now()
+            # The oldest stays first.
+            waits = self._awaits.open[self._key]
+            del waits[self]
+            waits[self] = None
 
     def __enter__(self) -> Await:
         self.begin()
@@ -61,44 +72,21 @@ class Awaits:
     """The open waits of one actor, on the clock ``now`` (monotonic, s)."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-        self._open: dict[Key, dict[Await, None]] = {}
+        self.now = now
+        self.lock = threading.Lock()
+        """Held by whoever looks at ``open`` or changes it."""
+        self.open: dict[Key, dict[Await, None]] = {}
         """Waits of the same kind, the oldest first."""
 
     def on(self, whom: str, what: str, *, idle: bool = False) -> Await:
         """A wait that lasts as long as its ``with``. The same one is not opened twice at a time."""
         return Await(self, (whom, what, idle))
 
-    def open(self, key: Key, wait: Await) -> None:
-        """A wait begins."""
-        with self._lock:
-            wait.since = self._now()
-            self._open.setdefault(key, {})[wait] = None
-
-    def close(self, key: Key, wait: Await) -> None:
-        """A wait is over."""
-        with self._lock:
-            waits = self._open[key]
-            del waits[wait]
-            if not waits:
-                del self._open[key]
-
-    def renew(self, key: Key, wait: Await) -> None:
-        """A wait begins anew."""
-        with self._lock:
-            wait.since = self._now()
-            waits = self._open[key]
-            if len(waits) > 1:
-                # The oldest stays first.
-                del waits[wait]
-                waits[wait] = None
-
     def records(self) -> list[AwaitRecord]:
         """The oldest wait of each kind, the oldest first."""
-        with self._lock:
-            now = self._now()
-            oldest = [(next(iter(waits)).since, key) for key, waits in self._open.items()]
+        with self.lock:
+            now = self.now()
+            oldest = [(next(iter(waits)).since, key) for key, waits in self.open.items()]
         oldest.sort()
         return [AwaitRecord(whom, what, now - since, idle) for since, (whom, what, idle) in oldest]
 

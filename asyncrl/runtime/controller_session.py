@@ -1,4 +1,5 @@
-"""An actor's bond with the controller: it is registered, follows the state of the run, and hands in its timeline.
+"""An actor's bond with the controller: it is registered, follows the state of the run, and hands in its notices and
+its timeline.
 
 Invariant: an actor is registered with the controller that lives before it believes what that one says; it ends when
 its role is drained or it is to leave, and makes way once. Data goes on while the controller is away: it comes back
@@ -14,13 +15,17 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
-from asyncrl.roles import ROLES
 from asyncrl.runtime.calls.retry import wait_out
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
+from asyncrl.runtime.notices import UntoldNotices
 
 if TYPE_CHECKING:
     from asyncrl.runtime.actor import Actor
 
+REPORT_S = 5.0
+"""Longest time that an actor that ends spends on telling the controller why, or of notices."""
+NOTICE_PACE_S = 1.0
+"""Pause between two reports of notices."""
 TRACE_S = 3.0
 """Longest time that an actor spends on handing in its timeline."""
 
@@ -28,8 +33,10 @@ TRACE_S = 3.0
 class RunWatch:
     """One actor's bond with the controller; the module tells its rules."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor, notices: UntoldNotices, noticed: asyncio.Event) -> None:
+        """``noticed`` is set when there are notices to be told."""
         self._actor = actor
+        self._notices, self._noticed = notices, noticed
         self._known_to = 0
         """Incarnation of the controller where the actor is registered."""
         self._has_made_way = False
@@ -105,7 +112,7 @@ class RunWatch:
         """Give the controller what is kept of the timeline; nobody fails for its sake."""
         actor = self._actor
         # The doings of an agent are in nobody's timeline.
-        if not actor.trace.on or actor.context.controller is None or actor.role not in ROLES:
+        if not actor.trace.on or actor.context.controller is None or not actor.is_restarted:
             return
         controller = actor.peer(CONTROLLER)
         try:
@@ -115,3 +122,35 @@ class RunWatch:
                 await controller.call(TracePart(number=number, spans=[], last=True), timeout=TRACE_S)
         except (TimeoutError, WireError) as error:
             actor.log.warning("timeline is not handed in", error=str(error) or f"no answer within {TRACE_S:g} s")
+
+    async def tell_notices(self) -> None:
+        """Tell the controller of notices as they come, for the whole life of the actor."""
+        while True:
+            await self._noticed.wait()
+            self._noticed.clear()
+            await self._hand_in_notices()
+            await asyncio.sleep(NOTICE_PACE_S)
+
+    async def _hand_in_notices(self) -> None:
+        """Tell the controller, or, while it is away, later."""
+        actor = self._actor
+        left = self._notices.take()
+        try:
+            while left:
+                await actor.peer(CONTROLLER).call(left[0])
+                del left[0]
+        except OSError as error:
+            actor.log.info("controller is away", error=str(error))
+            self._noticed.set()
+        finally:
+            self._notices.put_back(left)
+
+    async def tell_last_notices(self) -> None:
+        """Tell the controller what is left at the end of the actor, if that does not take long."""
+        if self._actor.context.controller is None:
+            return
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._hand_in_notices()
+        except OSError as error:
+            self._actor.log.warning("notices are not told", error=str(error) or f"no answer within {REPORT_S:g} s")

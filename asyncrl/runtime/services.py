@@ -10,7 +10,6 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
-from asyncrl.telemetry.group_log import StoryLog
 from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.telemetry.states import StateLedger
 
@@ -26,6 +25,5 @@ class ActorServices:
     histograms: Histograms
     awaits: Awaits
     states: StateLedger
-    story: StoryLog
     notify: Notify
     progress: Callable[[], None]

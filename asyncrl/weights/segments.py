@@ -9,7 +9,6 @@ Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import math
 import mmap
@@ -17,6 +16,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -26,8 +27,6 @@ from asyncrl.messages.weights import Bucket, TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-from functools import cache
-from pathlib import Path
 
 ALIGNMENT = 64
 """Bytes to which every tensor's offset is aligned."""
@@ -158,24 +157,24 @@ def map_segment(descriptor: int, size: int) -> mmap.mmap:
 def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int) -> Iterator[None]:
     """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
     with map_segment(descriptor, bucket.size) as mapping, memoryview(mapping) as view:
-        for start in verify_bytes(view, bucket, version=version, index=index):
+        for start in verify_bytes(view, bucket.checksum, version=version, index=index):
             # All pages of a step are read at once: faults of a few pages each would take a sixth of the time.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, bucket.size - start))
             yield
 
 
-def verify_bytes(view: memoryview, bucket: Bucket, *, version: int, index: int) -> Iterator[int]:
-    """Compare as verify_segment does, mapped bytes; gives the offset of each step before it is read."""
+def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -> Iterator[int]:
+    """Compare as verify_segment does, bytes of a bucket; gives the offset of each step before it is read."""
     digest = xxhash.xxh3_64()
-    for start in range(0, bucket.size, CHUNK_BYTES):
+    for start in range(0, len(view), CHUNK_BYTES):
         yield start
-        with view[start : min(start + CHUNK_BYTES, bucket.size)] as chunk:
+        with view[start : start + CHUNK_BYTES] as chunk:
             digest.update(chunk)
     found = digest.intdigest()
-    if found != bucket.checksum:
+    if found != checksum:
         raise WeightsCorrupt(
-            f"its checksum is {found:#018x} instead of {bucket.checksum:#018x}", version=version, bucket=index
+            f"its checksum is {found:#018x} instead of {checksum:#018x}", version=version, bucket=index
         )
 
 

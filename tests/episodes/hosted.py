@@ -31,7 +31,8 @@ from asyncrl.messages.episodes import (
     TurnRewarded,
 )
 from asyncrl.runtime.actor import ActorContext, Caller, handler
-from asyncrl.runtime.calls.peer import CallFuture, Peer
+from asyncrl.runtime.calls.call import CallFuture
+from asyncrl.runtime.calls.peer import Peer
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 

@@ -16,7 +16,7 @@ from asyncrl.episodes.actor import EpisodesActor
 from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
-from asyncrl.runtime.calls.peer import CallFuture
+from asyncrl.runtime.calls.call import CallFuture
 
 HTTP = """
 import json, os, urllib.error, urllib.request

@@ -34,6 +34,7 @@ DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork()
 
 class Stub(Actor):
     role = "stub"
+    is_restarted = False
     does: dict[str, Any]
 
     async def setup(self) -> None:

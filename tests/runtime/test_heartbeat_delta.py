@@ -59,7 +59,9 @@ def test_a_resource_that_stays_where_it_is_needs_no_word():
     assert moved.resources
 
 
-@given(st.lists(st.tuples(st.dictionaries(st.integers(0, 400), st.floats(0, 9), max_size=400), st.booleans())))
+@given(
+    st.lists(st.tuples(st.dictionaries(st.integers(0, 400), st.floats(0, 9), max_size=400), st.booleans()), max_size=12)
+)
 def test_a_heartbeat_is_bounded_and_nothing_is_left_out_in_the_end(beats):
     telling, heard, now = Telling(), entry(), {}
     for number, (changes, lost) in enumerate(beats):

@@ -14,39 +14,33 @@ from asyncrl.telemetry.machine import LOOK_S, GpuWatch, ProcessTimes, family
 from asyncrl.telemetry.metrics import Histograms
 
 
-def test_a_loop_that_was_blocked_shows_it():
-    async def main():
-        histograms = Histograms()
-        vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)
-        await asyncio.sleep(2 * PROBE_S)
-        vitals.take()
-        time.sleep(0.6)  # noqa: ASYNC251
-        await asyncio.sleep(PROBE_S)
-        blocked = vitals.take()
-        vitals.stop()
-        assert blocked.loop_lag_s >= 0.6 - PROBE_S
-        counts = histograms.taken()[LAG].counts
-        # It stands for all the times at which the loop should have come round.
-        assert sum(counts[EDGES[LAG].index(0.2) + 1 :]) >= 5
-        # Asleep it uses no processor, however late it is.
-        assert blocked.loop_busy < 0.5
-
-    asyncio.run(main())
+async def test_a_loop_that_was_blocked_shows_it():
+    histograms = Histograms()
+    vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)
+    await asyncio.sleep(2 * PROBE_S)
+    vitals.take()
+    time.sleep(0.6)  # noqa: ASYNC251
+    await asyncio.sleep(PROBE_S)
+    blocked = vitals.take()
+    vitals.stop()
+    assert blocked.loop_lag_s >= 0.6 - PROBE_S
+    counts = histograms.taken()[LAG].counts
+    # It stands for all the times at which the loop should have come round.
+    assert sum(counts[EDGES[LAG].index(0.2) + 1 :]) >= 5
+    # Asleep it uses no processor, however late it is.
+    assert blocked.loop_busy < 0.5
 
 
-def test_a_loop_that_computes_is_busy():
-    async def main():
-        vitals = VitalSigns(asyncio.get_running_loop(), Histograms(), 1.0, family=False)
-        vitals.take()
-        until = time.thread_time() + 0.3
-        while time.thread_time() < until:
-            await asyncio.sleep(0)
-        taken = vitals.take()
-        vitals.stop()
-        assert 0.0 < taken.loop_busy <= 1.0
-        assert taken.cpu > 0.0 and taken.rss_bytes > 1 << 20
-
-    asyncio.run(main())
+async def test_a_loop_that_computes_is_busy():
+    vitals = VitalSigns(asyncio.get_running_loop(), Histograms(), 1.0, family=False)
+    vitals.take()
+    until = time.thread_time() + 0.3
+    while time.thread_time() < until:
+        await asyncio.sleep(0)
+    taken = vitals.take()
+    vitals.stop()
+    assert 0.0 < taken.loop_busy <= 1.0
+    assert taken.cpu > 0.0 and taken.rss_bytes > 1 << 20
 
 
 def test_what_a_process_has_started_counts_as_its_own(monkeypatch):
@@ -101,12 +95,7 @@ def test_who_belongs_to_a_process_is_looked_up_now_and_then_only(monkeypatch):
     host.now += 2.0
     host.living[8] = (5, 4.0, 100)
     assert times.read() == (0.5, 110) and host.looks == 2
-
-
-def test_another_process_that_has_got_the_number_does_not_count(monkeypatch):
-    host = Processes(monkeypatch)
-    host.living[8] = (5, 3.0, 100)
-    times = ProcessTimes(family=True)
+    # Another process that has got its number does not count.
     host.now += 1.0
     host.living[8] = (6, 9.0, 1000)
     assert times.read() == (0.0, 10)

@@ -44,35 +44,28 @@ def where(sink):
 
 
 def test_it_is_scraped_over_http(sink, tmp_path):
-    for record in (train(1), train(2), evaluation(2), update(2), train(3), snapshot(step=3)):
+    components = {'reward/component/a"\n\\b': 0.5}
+    for record in (train(1), evaluation(2), evaluation(2, "math"), update(2), train(3) | components, snapshot(step=3)):
         sink.write(record)
     address = json.loads((tmp_path / "monitor" / "prometheus.json").read_text())["address"]
     found = figures(scrape(address))
     assert found["asyncrl_step",] == 3
     assert found["asyncrl_reward_mean",] == 0.03
-    assert found["asyncrl_eval_mean", ("eval", "gsm")] == 0.5
+    assert found["asyncrl_eval_mean", ("eval", "gsm")] == found["asyncrl_eval_mean", ("eval", "math")] == 0.5
+    assert found["asyncrl_reward_component", ("component", 'a"\n\\b')] == 0.5
     assert found["asyncrl_update_stall_s", ("replica", "rollouter/0")] == 0.25
     assert found["asyncrl_run_phase", ("phase", "running")] == 1
     who = (("actor", "rollouter/0"), ("host", "node1"))
     assert found["asyncrl_actor_up", *who] == 1
+    assert found["asyncrl_actor_rollout_in_flight", *who] == 3
     assert found["asyncrl_actor_restarts_total", *who] == 2
     assert found["asyncrl_actor_rollout_sampled_tokens_total", *who] == 900
     upto = {edge: found["asyncrl_actor_rollout_response_tokens_bucket", *who, ("le", edge)] for edge in EDGES}
     assert list(upto.values()) == [0, 3, 4, 4, 6]
     states = ("resource", "engine"), ("state", "generating")
     assert found["asyncrl_resource_seconds_total", *who, *states] == 90
-
-
-def test_labels_hold_whatever_a_name_holds(sink):
-    sink.write({"kind": "train", "step": 1, 'reward/component/a"\n\\b': 0.5})
-    assert figures(scrape(sink.address))["asyncrl_reward_component", ("component", 'a"\n\\b')] == 0.5
-
-
-def test_openmetrics_is_spoken_to_those_who_ask_for_it(sink):
-    sink.write(train(4))
-    sink.write(snapshot())
-    found = figures(scrape(sink.address, Accept="application/openmetrics-text; version=1.0.0"), parse_open)
-    assert found["asyncrl_step",] == 4
+    spoken = scrape(address, Accept="application/openmetrics-text; version=1.0.0")
+    assert figures(spoken, parse_open)["asyncrl_step",] == 3
 
 
 def test_what_a_learner_undoes_is_shown_no_more(sink):

@@ -117,18 +117,6 @@ async def exposed(run_dir):
     return await asyncio.to_thread(read)
 
 
-async def test_a_run_tells_its_sinks_all_that_it_tells_its_file(tmp_path, temporary):
-    system = System(sim_config(sinks=TENSORBOARD | PROMETHEUS), tmp_path / "run")
-    state = await system.run()
-    assert state.phase == "done"
-    assert steps(system.run_dir) == [line["step"] for line in system.lines("train")] == list(range(1, 7))
-    assert system.actors[CONTROLLER].counters["sinks/dropped"] == 0
-    figures = system.actors[NAME].figures()
-    assert (figures["sinks/dropped"], figures["sinks/lost"]) == (0, 0)
-    assert not (system.run_dir / "monitor" / "prometheus.json").exists()
-    assert list(temporary.iterdir()) == []
-
-
 async def test_they_bring_out_what_is_there_when_the_run_ends(tmp_path):
     async with living(tmp_path, **TENSORBOARD) as cluster:
         cluster.feed(*(train(step) for step in range(1, 501)))

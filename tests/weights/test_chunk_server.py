@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import numpy as np
 import pytest
 import xxhash
-from harness import Net, replace
-from probes import make_probe
+from harness import replace
 from published_weights import (
     as_streamed,
-    comes_to,
     contents_of,
     held,
     only_new_objects_collected,
@@ -22,12 +19,11 @@ from published_weights import (
     stepped,
 )
 
-from asyncrl.errors import InvalidRequest, RemoteError, VersionGone, WeightsCorrupt
+from asyncrl.errors import InvalidRequest, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, TensorSpec
 from asyncrl.parameter_server import held as held_versions
 from asyncrl.parameter_server.held import ChunkServer, encode_deltas, item_bytes
 from asyncrl.parameter_server.snapshots import hold
-from asyncrl.runtime.actor import Caller, handler
 from asyncrl.weights import delta
 from asyncrl.weights.segments import layout
 
@@ -124,65 +120,6 @@ def test_a_chunk_outlives_the_release_of_its_version() -> None:
     assert open_memory() == before
 
 
-class Serving:
-    """A parameter server that lets each version go as soon as a chunk of it was handed over."""
-
-    def __init__(self, contents: list[bytes]) -> None:
-        self._contents = contents
-        self._chunks = ChunkServer()
-
-    @handler
-    def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
-        if request.version != 3:
-            raise VersionGone(request.version)
-        snapshot = held(3, self._contents)
-        try:
-            return self._chunks.chunk(snapshot, request)
-        finally:
-            snapshot.release()
-
-
-def test_over_the_wire() -> None:
-    before = open_memory()
-
-    async def main() -> None:
-        content = random_bytes(8 << 20)
-        async with Net() as net:
-            net.serve(Serving([content]), "parameter_server/0")
-            peer = net.client("parameter_server/0", "rollouter/0")
-            calls = [peer.call(request(offset=at << 20, size=1 << 20)) for at in range(8)]
-            chunks = await asyncio.gather(*calls)
-            assert b"".join(chunk.data.tobytes() for chunk in chunks) == content
-            assert all(chunk.checksum == xxhash.xxh3_64_intdigest(chunk.data) for chunk in chunks)
-            for asked, code in ((request(7), "invalid"), (request(version=2), "version_gone")):
-                with pytest.raises(RemoteError) as caught:
-                    await peer.call(asked)
-                assert (caught.value.code, caught.value.retryable) == (code, False)
-            assert not net.errors, "a wrong question is no failure of the handler"
-
-    asyncio.run(main())
-    assert comes_to(before)
-
-
-# --- snapshots ---
-
-
-def test_what_is_held_keeps_all_that_was_published_but_its_paths() -> None:
-    probe = make_probe()
-    bucket, descriptor = seal(b"abcd", "t")
-    published = Manifest(version=3, buckets=[bucket], probe=probe)
-    snapshot = hold(published)
-    os.close(descriptor)
-    [ours] = snapshot.manifest.buckets
-    assert snapshot.manifest.probe is probe
-    assert ours.path != bucket.path
-    assert replace(ours, path=bucket.path) == bucket
-    assert contents_of(snapshot.manifest) == [b"abcd"]
-    snapshot.release()
-    with pytest.raises(WeightsCorrupt, match="cannot be opened"):
-        hold(published)
-
-
 # --- deltas ---
 
 
@@ -227,31 +164,6 @@ def test_other_layouts_have_no_delta() -> None:
     assert [bucket.delta for bucket in snapshot.manifest.buckets] == [None]
     snapshot.release()
     base.release()
-
-
-def test_deltas_that_fail_leave_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, plain = held(3, [bytes(1000)] * 3), held(4, [bytes(1000)] * 3)
-    made = []
-
-    def encode(old: memoryview, new: memoryview, item: int) -> bytes | None:
-        made.append(item)
-        if len(made) == 2:
-            raise OSError("no memory")
-        return delta.encode(old, new, item)
-
-    monkeypatch.setattr(held_versions, "encode", encode)
-    before = open_memory()
-    with pytest.raises(OSError, match="no memory"):
-        encode_deltas(base, plain)
-    # Mapped to be read, once each.
-    assert open_memory() <= before + 12
-    assert bytes(plain.bytes_of(2)) == bytes(1000)
-    base.release()
-    with pytest.raises(VersionGone, match="version 3"):
-        encode_deltas(base, plain)
-    plain.release()
-    with pytest.raises(VersionGone):
-        encode_deltas(held(1, []), plain)
 
 
 def test_a_version_released_while_it_is_encoded_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from asyncrl.weights.collective.framing import (
     Decoder,
     Frame,
     FrameKind,
-    abort,
     check_done,
     check_heading,
     check_opening,
@@ -40,10 +38,9 @@ LAYOUTS = [
 ]
 
 
-def bucket(index: int, **fields: object) -> Bucket:
+def bucket(index: int) -> Bucket:
     layout = LAYOUTS[index]
-    made = Bucket(path="", size=max(layout.size, 1), checksum=index + 100, tensors=layout.tensors)
-    return msgspec.structs.replace(made, **fields)
+    return Bucket(path="", size=max(layout.size, 1), checksum=index + 100, tensors=layout.tensors)
 
 
 @given(frames=st.lists(FRAMES, max_size=6), data=st.data())
@@ -74,12 +71,6 @@ def test_impossible_headers_are_refused(at: int, value: int) -> None:
         Decoder().feed(bytes(header))
 
 
-def test_long_reasons_are_cut() -> None:
-    [frame] = Decoder().feed(encode(abort("ä" * MAX_TEXT)))
-    assert frame.kind is FrameKind.ABORT
-    assert len(frame.text) == MAX_TEXT
-
-
 def test_what_is_sent_is_what_is_expected() -> None:
     check_opening(opening(7, LAYOUTS), 7, LAYOUTS)
     frames = [heading(7, index, bucket(index), LAYOUTS) for index in range(3)]
@@ -90,60 +81,18 @@ def test_what_is_sent_is_what_is_expected() -> None:
         check_heading(frame, 7, index, LAYOUTS)
         assert frame.checksum == index + 100
     check_done(Frame(kind=FrameKind.DONE, number=7), 7)
+    with pytest.raises(ValueError, match="expected DONE"):
+        check_done(Frame(kind=FrameKind.DONE, number=6), 7)
 
 
 @pytest.mark.parametrize(
-    "frame",
-    [
-        opening(8, LAYOUTS),
-        opening(7, LAYOUTS[:2]),
-        opening(7, [LAYOUTS[0], LAYOUTS[1], BucketLayout(size=64, tensors=[TensorSpec("b", "float16", (4, 8), 0)])]),
-        opening(7, [LAYOUTS[0], LAYOUTS[1], BucketLayout(size=64, tensors=[TensorSpec("b", "bfloat16", (8, 4), 0)])]),
-        opening(7, LAYOUTS[::-1]),
-        heading(7, 0, bucket(0), LAYOUTS),
-        Frame(kind=FrameKind.DONE, number=7),
-    ],
-    ids=["version", "fewer", "dtype", "shape", "order", "bucket", "done"],
-)
-def test_other_openings_are_refused(frame: Frame) -> None:
-    with pytest.raises(ValueError, match=r"expected OPEN \(version 7 in 3 buckets of 193 bytes"):
-        check_opening(frame, 7, LAYOUTS)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"number": 8},
-        {"index": 0},
-        {"index": 2},
-        {"size": 2},
-        {"kind": FrameKind.LAST},
-        {"kind": FrameKind.OPEN},
-        {"text": b"x"},
-    ],
-    ids=str,
+    "changed", [{"number": 8}, {"index": 2}, {"size": 2}, {"kind": FrameKind.LAST}, {"text": b"x"}], ids=str
 )
 def test_other_headings_are_refused(changed: dict[str, object]) -> None:
     right = {"kind": FrameKind.BUCKET, "number": 7, "index": 1, "size": 1, "checksum": 5}
     check_heading(Frame(**right), 7, 1, LAYOUTS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected BUCKET \(version 7, bucket 1 of 1 bytes\)"):
         check_heading(Frame(**(right | changed)), 7, 1, LAYOUTS)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("frame", [Frame(kind=FrameKind.DONE, number=6), Frame(kind=FrameKind.LAST, number=7)])
-def test_other_ends_are_refused(frame: Frame) -> None:
-    with pytest.raises(ValueError, match="expected DONE"):
-        check_done(frame, 7)
-
-
-@pytest.mark.parametrize(
-    ("index", "changed"),
-    [(3, {}), (0, {"size": 192}), (0, {"tensors": LAYOUTS[2].tensors}), (0, {"tensors": []})],
-    ids=str,
-)
-def test_buckets_are_as_announced(index: int, changed: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="announced"):
-        heading(7, index, bucket(0, **changed), LAYOUTS)
 
 
 @given(size=st.integers(0, 1000), piece=st.integers(1, 300))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -51,9 +50,6 @@ def test_it_looks_again_when_woken(waiter: Waiter) -> None:
     later(lambda: (came.set(), waiter.wake()))
     waiter.until(came.is_set, "it")
     waiter.until(came.is_set, "what is there already")
-
-
-def test_it_looks_by_itself(waiter: Waiter) -> None:
     looks = iter(range(5))
     waiter.until(lambda: next(looks) == 4, "the fifth look", look_every_s=0.001)
 
@@ -84,6 +80,8 @@ def test_end_of_a_watched_link_is_noticed_behind_unread_frames(waiter: Waiter, e
         far.send(Frame(kind=FrameKind.BUCKET))
     waiter.check([near])
     later(lambda: far.end("no memory left"))
+    with pytest.raises(ConnectionError, match="^the learner: no memory left$"):
+        waiter.explain([near])
     with pytest.raises(ConnectionError, match="^the learner: no memory left$"):
         waiter.until(never, "it", watching=[near])
     with pytest.raises(ConnectionError, match="no memory left"):
@@ -128,21 +126,19 @@ def test_nobody_waits_for_one_who_does_not_read(ends) -> None:
         send_on(ends[1])
 
 
-def test_explanation_is_waited_for(waiter: Waiter, ends) -> None:
-    near, far = ends
-    later(lambda: far.end("rank 2 is gone"))
-    with pytest.raises(ConnectionError, match="rank 2 is gone"):
-        waiter.explain([near])
-
-
-def test_call_gives_what_comes(waiter: Waiter) -> None:
+def test_work_gives_what_comes_of_it(waiter: Waiter, ends) -> None:
+    done: list[int] = []
     assert waiter.call(lambda: 7, "it", discard=print) == 7
+    waiter.guard(lambda: done.append(1), "it", abort=lambda: done.append(2), watching=[ends[0]])
 
     def fail() -> None:
         raise KeyError("it")
 
     with pytest.raises(KeyError):
         waiter.call(fail, "it", discard=print)
+    with pytest.raises(KeyError):
+        waiter.guard(fail, "it", abort=lambda: done.append(2), watching=[ends[0]])
+    assert done == [1]
 
 
 def test_call_that_is_left_discards_what_comes_late(waiter: Waiter, ends) -> None:
@@ -161,19 +157,6 @@ def test_call_that_is_left_discards_what_comes_late(waiter: Waiter, ends) -> Non
     go_on.set()
     thread.join(LONG_S)
     assert discarded == ["late"]
-
-
-def test_guard_lets_work_end(waiter: Waiter, ends) -> None:
-    done: list[int] = []
-    waiter.guard(lambda: done.append(1), "it", abort=lambda: done.append(2), watching=[ends[0]])
-    assert done == [1]
-
-    def fail() -> None:
-        raise KeyError("it")
-
-    with pytest.raises(KeyError):
-        waiter.guard(fail, "it", abort=lambda: done.append(2), watching=[ends[0]])
-    assert done == [1]
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -195,11 +178,3 @@ def test_guard_aborts_what_would_never_end(waiter: Waiter, ends, raises: bool, w
     expected = {"gone": ConnectionError, "time": TimeoutError, "stopped": Stopped}[why]
     with pytest.raises(expected):
         waiter.guard(work, "it", abort=aborted.set, watching=[near])
-
-
-def test_nothing_is_left_open() -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    waiter = Waiter(1.0)
-    waiter.close()
-    waiter.close()
-    assert set(os.listdir("/proc/self/fd")) == before

@@ -6,7 +6,6 @@ import struct
 import tracemalloc
 from contextlib import suppress
 
-import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -147,14 +146,3 @@ def test_sizes_must_fit() -> None:
     with pytest.raises(ValueError, match="an item of 0 bytes"):
         encode(bytes(4), bytes(4), 0)
     assert encode(b"", b"", 2) is None
-
-
-def test_arrays_and_memory_are_taken_as_bytes_are() -> None:
-    base = np.arange(4096, dtype=np.float32)
-    new = base.copy()
-    new[7] = 0.5
-    encoded = encode(base, new, 4)
-    assert encoded is not None
-    out = np.zeros_like(base)
-    decode(memoryview(encoded), base, out)
-    assert out.tolist() == new.tolist()

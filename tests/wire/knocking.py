@@ -212,11 +212,11 @@ KNOWN = {
 """Of each role, one who calls it all the time."""
 
 
-def guise_of(private: Path, name: str, server: str) -> Guise:
-    """The actor ``name`` of a living run, for the eyes of ``server``."""
+def guise_of(private: Path, name: str, server: str, incarnation: int = 2) -> Guise:
+    """The actor ``name`` of a run, for the eyes of ``server``; 2 is its successor in a living one."""
     own, theirs = load_credentials(private, name, 0), load_credentials(private, server, 0)
     keys = (own.public_key, own.secret_key, theirs.public_key) if own.curve else None
-    return Guise(name=name, incarnation=2, run_id=own.run_id, secret=own.secret, keys=keys)
+    return Guise(name=name, incarnation=incarnation, run_id=own.run_id, secret=own.secret, keys=keys)
 
 
 def actors_of(run: LiveRun) -> dict[str, int]:

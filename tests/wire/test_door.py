@@ -62,33 +62,31 @@ def test_no_more_begin_than_a_burst_and_its_share_of_time(spells: list[tuple[flo
                 assert last <= 20 + 10.0 * (end - start) + 1e-6
 
 
-def test_a_flood_is_kept_outside_while_friends_are_served_and_new_ones_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_is_kept_outside_while_friends_are_served_and_new_ones_get_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(listening, "BURST", 20)
     monkeypatch.setattr(listening, "PER_S", 20.0)
     monkeypatch.setattr(listening, "REOPENS_WITH", 10)
-
-    async def main() -> None:
-        async with asyncio.timeout(60), Net() as net:
-            server = net.serve(House(), "server/0")
-            friend = net.client("server/0", "friend/0")
-            await friend.call(Knock())
-            host, _, port = server.address.removeprefix("tcp://").partition(":")
-            flood = [socket.socket() for _ in range(400)]
-            try:
-                for stranger in flood:
-                    stranger.setblocking(False)
-                    stranger.connect_ex((host, int(port)))
-                    await asyncio.sleep(0.001)
-                assert await friend.call(Knock()) == Done(), "who stands inside is not touched"
-                begun = sum(_is_connected(stranger) for stranger in flood)
-                assert 10 <= begun < 300, "most are outside"
-                assert server._endpoint.counters["wire/strangers"] >= 1
-            finally:
-                for stranger in flood:
-                    stranger.close()
-            assert await net.client("server/0", "other/0").call(Knock()) == Done()
-
-    asyncio.run(main())
+    async with asyncio.timeout(60), Net() as net:
+        server = net.serve(House(), "server/0")
+        friend = net.client("server/0", "friend/0")
+        await friend.call(Knock())
+        host, _, port = server.address.removeprefix("tcp://").partition(":")
+        flood = [socket.socket() for _ in range(400)]
+        try:
+            for stranger in flood:
+                stranger.setblocking(False)
+                stranger.connect_ex((host, int(port)))
+                await asyncio.sleep(0.001)
+            assert await friend.call(Knock()) == Done(), "who stands inside is not touched"
+            begun = sum(_is_connected(stranger) for stranger in flood)
+            assert 10 <= begun < 300, "most are outside"
+            assert server._endpoint.counters["wire/strangers"] >= 1
+        finally:
+            for stranger in flood:
+                stranger.close()
+        assert await net.client("server/0", "other/0").call(Knock()) == Done()
 
 
 def _is_connected(stranger: socket.socket) -> bool:

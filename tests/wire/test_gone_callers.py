@@ -10,19 +10,16 @@ from tools.memory_transport import MemoryNetwork
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_a_caller_that_is_gone_is_sent_nothing_and_missed_by_nobody(memory):
-    async def main():
-        credentials = Credentials("run-1", "s3cret")
-        transport = MemoryNetwork().transport() if memory else ZmqTransport(credentials, max_message_bytes=1 << 20)
-        heard = asyncio.Queue()
-        server = transport.bind("tcp://127.0.0.1:0", lambda caller, *_rest: heard.put_nowait(caller), lambda: None)
-        client = transport.connect(server.address, b"one", lambda _frames: None, lambda: None, "server/0")
-        client.send([b"a question", b"and its body"])
-        caller = await heard.get()
-        client.close()
-        for _ in range(25):
-            assert server.send(caller, [b"an answer", b"and its body"])
-            await asyncio.sleep(0.02)
-        transport.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+async def test_a_caller_that_is_gone_is_sent_nothing_and_missed_by_nobody(memory):
+    credentials = Credentials("run-1", "s3cret")
+    transport = MemoryNetwork().transport() if memory else ZmqTransport(credentials, max_message_bytes=1 << 20)
+    heard = asyncio.Queue()
+    server = transport.bind("tcp://127.0.0.1:0", lambda caller, *_rest: heard.put_nowait(caller), lambda: None)
+    client = transport.connect(server.address, b"one", lambda _frames: None, lambda: None, "server/0")
+    client.send([b"a question", b"and its body"])
+    caller = await heard.get()
+    client.close()
+    for _ in range(25):
+        assert server.send(caller, [b"an answer", b"and its body"])
+        await asyncio.sleep(0.02)
+    transport.close()

@@ -27,53 +27,46 @@ def transport():
     return ZmqTransport(Credentials("run", "s3cret"), max_message_bytes=1 << 20)
 
 
-def test_one_actor_has_connections_to_hundreds(descriptors):
+async def test_one_actor_has_connections_to_hundreds(descriptors):
     """As the dataloader has to all rollouters, whose tickets it asks for."""
+    ours, theirs = transport(), transport()
+    heard, all_heard = set(), asyncio.Event()
 
-    async def main():
-        ours, theirs = transport(), transport()
-        heard, all_heard = set(), asyncio.Event()
+    def receive(routing_id, _frames, _owner):
+        heard.add(routing_id)
+        if len(heard) == PEERS:
+            all_heard.set()
 
-        def receive(routing_id, _frames, _owner):
-            heard.add(routing_id)
-            if len(heard) == PEERS:
-                all_heard.set()
-
-        try:
-            server = theirs.bind("tcp://127.0.0.1:0", receive, lambda: None)
-            for i in range(PEERS):
-                client = ours.connect(server.address, f"r/{i}".encode(), lambda _frames: None, lambda: None, "r/0")
-                assert client.send([b"hello", b"body"])
-            async with asyncio.timeout(60):
-                await all_heard.wait()
-        finally:
-            ours.close()
-            theirs.close()
-
-    asyncio.run(main())
+    try:
+        server = theirs.bind("tcp://127.0.0.1:0", receive, lambda: None)
+        for i in range(PEERS):
+            client = ours.connect(server.address, f"r/{i}".encode(), lambda _frames: None, lambda: None, "r/0")
+            assert client.send([b"hello", b"body"])
+        async with asyncio.timeout(60):
+            await all_heard.wait()
+    finally:
+        ours.close()
+        theirs.close()
 
 
-def test_a_burst_leaves_the_event_loop_turns_for_others():
-    async def main():
-        ours, theirs = transport(), transport()
-        heard, most, before = [0], 0, 0
+async def test_a_burst_leaves_the_event_loop_turns_for_others():
+    ours, theirs = transport(), transport()
+    heard, most, before = [0], 0, 0
 
-        def receive(_routing_id, _frames, _owner):
-            heard[0] += 1
+    def receive(_routing_id, _frames, _owner):
+        heard[0] += 1
 
-        try:
-            server = theirs.bind("tcp://127.0.0.1:0", receive, lambda: None)
-            client = ours.connect(server.address, b"r/0", lambda _frames: None, lambda: None, "r/0")
-            for _ in range(2000):
-                assert client.send([b"hello", b"body"])
-            async with asyncio.timeout(60):
-                while heard[0] < 2000:
-                    await asyncio.sleep(0)
-                    most, before = max(most, heard[0] - before), heard[0]
-            # Sending looks for answers, too, so that one socket may be looked at twice in a turn.
-            assert most <= 2 * BATCH
-        finally:
-            ours.close()
-            theirs.close()
-
-    asyncio.run(main())
+    try:
+        server = theirs.bind("tcp://127.0.0.1:0", receive, lambda: None)
+        client = ours.connect(server.address, b"r/0", lambda _frames: None, lambda: None, "r/0")
+        for _ in range(2000):
+            assert client.send([b"hello", b"body"])
+        async with asyncio.timeout(60):
+            while heard[0] < 2000:
+                await asyncio.sleep(0)
+                most, before = max(most, heard[0] - before), heard[0]
+        # Sending looks for answers, too, so that one socket may be looked at twice in a turn.
+        assert most <= 2 * BATCH
+    finally:
+        ours.close()
+        theirs.close()

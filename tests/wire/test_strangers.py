@@ -1,19 +1,20 @@
 """I6, nothing unknown enters: against real servers, by bare sockets that keep to no rule."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
-import msgpack
 import pytest
 import zmq
 from every_message import EVERY_MESSAGE
 from harness import RUN_ID, SECRET, Net
-from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, strangers
+from wire.knocking import SENT, Guise, Knocker, Mutator, guise_of, knock, sample, strangers
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
@@ -22,7 +23,7 @@ from asyncrl.runtime.calls import server as serving
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
-from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
+from asyncrl.wire.keys import create_credentials, load_credentials
 from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES
 
 FRAMES = 3000
@@ -83,18 +84,17 @@ for _name, _kind in SENT.items():
     setattr(Everything, f"take_{_name}", _handle(_kind))
 
 
-def run(main):
+def RUN(main):
     """To its end, with nothing raised where nobody would see it."""
     unseen = []
 
     async def watched():
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unseen.append(context))
         async with asyncio.timeout(60):
-            return await main()
+            await main
 
-    result = asyncio.run(watched())
+    asyncio.run(watched())
     assert unseen == []
-    return result
 
 
 @pytest.fixture
@@ -107,20 +107,11 @@ def context():
 @pytest.fixture(params=["off", "curve"])
 def door(request, tmp_path):
     """(credentials of an endpoint by name, guise of a client by name)."""
-    if request.param == "off":
-        return lambda _name: Credentials(RUN_ID, SECRET), lambda name: Guise(
-            name=name, incarnation=1, run_id=RUN_ID, secret=SECRET
-        )
     private = tmp_path / "private"
-    names = ["server/0", "client/0", "friend/0", "victim/0"]
-    create_credentials(private, RUN_ID, names, attempts=1, curve=True)
-
-    def guise(name):
-        own, server = (load_credentials(private, one, 0) for one in (name, "server/0"))
-        keys = (own.public_key, own.secret_key, server.public_key)
-        return Guise(name=name, incarnation=1, run_id=RUN_ID, keys=keys)
-
-    return lambda name: load_credentials(private, name, 0), guise
+    create_credentials(
+        private, RUN_ID, ["server/0", "client/0", "friend/0"], attempts=1, curve=request.param == "curve"
+    )
+    return lambda name: load_credentials(private, name, 0), lambda name: guise_of(private, name, "server/0", 1)
 
 
 async def until(condition, what):
@@ -141,210 +132,154 @@ async def heard(knocker, count=1):
     return found
 
 
-def test_i6_strangers_are_refused_and_counted_while_friends_are_served(door, context):
+async def test_i6_strangers_are_refused_and_counted_while_friends_are_served(door, context):
     credentials, guise = door
-
-    async def main():
-        async with Net(credentials=credentials) as net:
-            owner = Everything()
-            server = net.serve(owner, "server/0")
-            friend = net.client("server/0", "friend/0", incarnation=5)
-            await friend.call(Once())
-            people = strangers(guise("client/0"), guise("friend/0"))
-            problems = await asyncio.to_thread(knock, context, server.address, people, 20)
-            assert problems == {}
-            counters = server._endpoint.counters
-            refused = [one for one in people if one.code not in (None, "hello_required")]
-            assert counters["wire/refused"] == len(refused)
-            await until(lambda: counters["wire/strangers"] >= len(people) - len(refused), "the silent to be counted")
-            assert set(server._newest) == {"friend/0"}
-            assert owner.taken == []
-            assert await friend.call(Once()) == Done()
-
-    run(main)
+    async with Net(credentials=credentials) as net:
+        owner = Everything()
+        server = net.serve(owner, "server/0")
+        friend = net.client("server/0", "friend/0", incarnation=5)
+        await friend.call(Once())
+        people = strangers(guise("client/0"), guise("friend/0"))
+        problems = await asyncio.to_thread(knock, context, server.address, people, 20)
+        assert problems == {}
+        counters = server._endpoint.counters
+        refused = [one for one in people if one.code not in (None, "hello_required")]
+        assert counters["wire/refused"] == len(refused)
+        await until(lambda: counters["wire/strangers"] >= len(people) - len(refused), "the silent to be counted")
+        assert set(server._newest) == {"friend/0"}
+        assert owner.taken == []
+        assert await friend.call(Once()) == Done()
 
 
-def test_i6_whoever_takes_over_a_connection_is_not_taken_for_its_owner(tmp_path, context):
+async def test_i6_whoever_takes_over_a_connection_is_not_taken_for_its_owner(tmp_path, context):
     """A routing id is the peer's own choice: under CURVE only the key says who somebody is."""
     private = tmp_path / "private"
     create_credentials(private, RUN_ID, ["server/0", "client/0", "victim/0"], attempts=1, curve=True)
-    own, victim_key, server_key = (load_credentials(private, name, 0) for name in ("client/0", "victim/0", "server/0"))
-    victim = Guise(
-        name="victim/0",
-        incarnation=1,
-        run_id=RUN_ID,
-        keys=(victim_key.public_key, victim_key.secret_key, server_key.public_key),
-    )
-    thief = Guise(
-        name="victim/0",
-        incarnation=1,
-        run_id=RUN_ID,
-        keys=(own.public_key, own.secret_key, server_key.public_key),
-    )
-
-    async def main():
-        async with Net(credentials=lambda name: load_credentials(private, name, 0)) as net:
-            owner = Everything()
-            server = net.serve(owner, "server/0")
-            real = Knocker(context, server.address, victim, b"victim")
-            real.send(victim.hello())
-            await heard(real)
-            assert real.entered
-            real.send(victim.call("Slow", {}, 2, deadline_ms=60_000))
-            await until(lambda: owner.running, "the call to begin")
-            other = Knocker(context, server.address, thief, b"victim")
-            other.send(thief.call("Resolve", {"name": "x"}, 3))
-            await heard(other)
-            assert other.codes == {"key"} and not other.entered and owner.taken == []
-            # And as himself he gets a connection of his own, with nothing of the other's.
-            himself = Guise(name="client/0", incarnation=1, run_id=RUN_ID, keys=thief.keys)
-            other.send(himself.hello(4))
-            other.send(himself.call("Resolve", {"name": "x"}, 5))
-            await heard(other, 2)
-            assert other.entered and len(owner.taken) == 1
-            assert [session.name for session in server._sessions.values()] == ["client/0"]
-            await until(lambda: not owner.running, "the call of the other to be cancelled")
-            for knocker in (real, other):
-                knocker.close()
-
-    run(main)
-
-
-def test_i6_nothing_malformed_reaches_a_handler_or_harms_the_server(door, context):
-    credentials, guise = door
-    own = guise("client/0")
-
-    async def main():
-        async with Net(credentials=credentials) as net:
-            owner = Everything()
-            server = net.serve(owner, "server/0")
-            friend = net.client("server/0", "friend/0")
-            mutator, knocker = Mutator(own, seed=1), Knocker(context, server.address, own)
-            knocker.send(own.hello())
-            await heard(knocker)
-            for number in range(FRAMES):
-                while not knocker.send(mutator.malformed()):
-                    await asyncio.sleep(0.001)
-                if number % 100 == 0:
-                    knocker.listen()
-                    await asyncio.sleep(0)
-            knocker.send(own.call("Resolve", {"name": "last"}, 1 << 40))
-            while not any(header[3] == 1 << 40 for header, _ in knocker.heard):
-                await heard(knocker)
-            assert knocker.codes <= {"invalid", "unknown_type", "protocol", "run_id", "secret", "name"}
-            assert [request.name for request in owner.taken] == ["last"]
-            assert net.errors == []
-            assert server._endpoint.counters["wire/malformed"] > FRAMES / 3
-            assert len(server._sessions) <= 2 and not any(s.stored or s.running for s in server._sessions.values())
-            assert await friend.call(Once()) == Done()
+    himself, victim = (guise_of(private, name, "server/0", 1) for name in ("client/0", "victim/0"))
+    thief = replace(himself, name="victim/0")
+    async with Net(credentials=lambda name: load_credentials(private, name, 0)) as net:
+        owner = Everything()
+        server = net.serve(owner, "server/0")
+        real = Knocker(context, server.address, victim, b"victim")
+        real.send(victim.hello())
+        await heard(real)
+        assert real.entered
+        real.send(victim.call("Slow", {}, 2, deadline_ms=60_000))
+        await until(lambda: owner.running, "the call to begin")
+        other = Knocker(context, server.address, thief, b"victim")
+        other.send(thief.call("Resolve", {"name": "x"}, 3))
+        await heard(other)
+        assert other.codes == {"key"} and not other.entered and owner.taken == []
+        # And as himself he gets a connection of his own, with nothing of the other's.
+        other.send(himself.hello(4))
+        other.send(himself.call("Resolve", {"name": "x"}, 5))
+        await heard(other, 2)
+        assert other.entered and len(owner.taken) == 1
+        assert [session.name for session in server._sessions.values()] == ["client/0"]
+        await until(lambda: not owner.running, "the call of the other to be cancelled")
+        for knocker in (real, other):
             knocker.close()
 
-    run(main)
 
-
-def test_i6_nothing_malformed_gets_through_the_memory_transport():
-    async def main():
-        async with Net(memory=True) as net:
-            owner = Everything()
-            server = net.serve(owner, "server/0")
-            own = Guise(name="client/0", incarnation=1, run_id=RUN_ID, secret=SECRET)
-            client = net.endpoint("client/0").transport.connect(
-                server.address, b"client", lambda frames: None, lambda: None, "server/0"
-            )
-            mutator = Mutator(own, seed=2)
-            client.send(own.hello())
-            for _ in range(FRAMES):
-                client.send(mutator.malformed())
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert (owner.taken, net.errors) == ([], [])
-            # What is not excluded from being valid is either read whole or not at all.
-            for _ in range(FRAMES):
-                client.send(mutator.mutated())
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert owner.taken and net.errors == []
-
-    run(main)
-
-
-def test_i6_nothing_is_served_without_hello_whatever_is_sent(door, context):
+async def test_i6_nothing_malformed_reaches_a_handler_or_harms_the_server(door, context):
     credentials, guise = door
     own = guise("client/0")
-
-    async def main():
-        async with Net(credentials=credentials) as net:
-            owner = Everything()
-            server = net.serve(owner, "server/0")
-            mutator, knocker = Mutator(own, seed=3), Knocker(context, server.address, own)
-            for number in range(FRAMES // 3):
-                knocker.send(mutator.message() if number % 2 else mutator.malformed())
-                if number % 100 == 0:
-                    knocker.listen()
-                    await asyncio.sleep(0)
-
-            def told():
-                # What it sends, and what it is answered, is dropped while a queue is full of the noise before.
-                knocker.send(own.hello(run_id="another"))
+    async with Net(credentials=credentials) as net:
+        owner = Everything()
+        server = net.serve(owner, "server/0")
+        friend = net.client("server/0", "friend/0")
+        mutator, knocker = Mutator(own, seed=1), Knocker(context, server.address, own)
+        knocker.send(own.hello())
+        await heard(knocker)
+        for number in range(FRAMES):
+            while not knocker.send(mutator.malformed()):
+                await asyncio.sleep(0.001)
+            if number % 100 == 0:
                 knocker.listen()
-                return "run_id" in knocker.codes
+                await asyncio.sleep(0)
+        knocker.send(own.call("Resolve", {"name": "last"}, 1 << 40))
+        while not any(header[3] == 1 << 40 for header, _ in knocker.heard):
+            await heard(knocker)
+        assert knocker.codes <= {"invalid", "unknown_type", "protocol", "run_id", "secret", "name"}
+        assert [request.name for request in owner.taken] == ["last"]
+        assert net.errors == []
+        assert server._endpoint.counters["wire/malformed"] > FRAMES / 3
+        assert len(server._sessions) <= 2 and not any(s.stored or s.running for s in server._sessions.values())
+        assert await friend.call(Once()) == Done()
+        knocker.close()
 
-            await until(told, "the answer to a HELLO")
-            assert not knocker.entered
-            assert (owner.taken, net.errors, server._sessions, server._newest) == ([], [], {}, {})
-            assert server._endpoint.counters["wire/strangers"] >= FRAMES / 6
-            knocker.close()
 
-    run(main)
+async def test_i6_nothing_malformed_gets_through_the_memory_transport():
+    async with Net(memory=True) as net:
+        owner = Everything()
+        server = net.serve(owner, "server/0")
+        own = Guise(name="client/0", incarnation=1, run_id=RUN_ID, secret=SECRET)
+        client = net.endpoint("client/0").transport.connect(
+            server.address, b"client", lambda frames: None, lambda: None, "server/0"
+        )
+        mutator = Mutator(own, seed=2)
+        client.send(own.hello())
+        for _ in range(FRAMES):
+            client.send(mutator.malformed())
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (owner.taken, net.errors) == ([], [])
+        # What is not excluded from being valid is either read whole or not at all.
+        for _ in range(FRAMES):
+            client.send(mutator.mutated())
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert owner.taken and net.errors == []
+
+
+async def test_i6_nothing_is_served_without_hello_whatever_is_sent(door, context):
+    credentials, guise = door
+    own = guise("client/0")
+    async with Net(credentials=credentials) as net:
+        owner = Everything()
+        server = net.serve(owner, "server/0")
+        mutator, knocker = Mutator(own, seed=3), Knocker(context, server.address, own)
+        for number in range(FRAMES // 3):
+            knocker.send(mutator.message() if number % 2 else mutator.malformed())
+            if number % 100 == 0:
+                knocker.listen()
+                await asyncio.sleep(0)
+
+        def told():
+            # What it sends, and what it is answered, is dropped while a queue is full of the noise before.
+            knocker.send(own.hello(run_id="another"))
+            knocker.listen()
+            return "run_id" in knocker.codes
+
+        await until(told, "the answer to a HELLO")
+        assert not knocker.entered
+        assert (owner.taken, net.errors, server._sessions, server._newest) == ([], [], {}, {})
+        assert server._endpoint.counters["wire/strangers"] >= FRAMES / 6
+        knocker.close()
 
 
 @pytest.fixture
 def alone(context):
-    """(main of a test with a server, its owner and a bare client that was welcomed) → its result."""
+    """A server, its owner and a bare client that was welcomed."""
 
-    def with_server(main):
-        own = Guise(name="client/0", incarnation=7, run_id=RUN_ID, secret=SECRET)
-
-        async def whole():
-            async with Net() as net:
-                owner = Everything()
-                server = net.serve(owner, "server/0")
-                knocker = Knocker(context, server.address, own)
-                knocker.send(own.hello())
-                await heard(knocker)
-                await main(server, owner, knocker)
-                knocker.close()
-
-        run(whole)
+    @contextlib.asynccontextmanager
+    async def with_server():
+        async with Net() as net:
+            owner = Everything()
+            server = net.serve(owner, "server/0")
+            knocker = Knocker(
+                context, server.address, Guise(name="client/0", incarnation=7, run_id=RUN_ID, secret=SECRET)
+            )
+            knocker.send(knocker.guise.hello())
+            await heard(knocker)
+            yield server, owner, knocker
+            knocker.close()
 
     return with_server
 
 
-@pytest.mark.parametrize("incarnation", [-1, -(2**63), 1.5, None, 2**64 - 1])
-def test_incarnations_beyond_all_bounds_change_nothing_for_others(alone, incarnation):
-    async def main(server, _owner, knocker):
-        own = knocker.guise
-        header = [1, 1, 9, 0, "fresh/0", incarnation, -1, 0, "Hello"]
-        body = {
-            "run_id": RUN_ID,
-            "name": "fresh/0",
-            "incarnation": incarnation,
-            "max_message_bytes": 1,
-            "secret": SECRET,
-        }
-        knocker.send([msgpack.packb(header), msgpack.packb(body)])
-        knocker.send(own.hello(10))
-        while not any(header[3] == 10 for header, _ in knocker.heard):
-            await heard(knocker)
-        admitted = isinstance(incarnation, int) and incarnation > 0
-        assert server._endpoint.counters["wire/malformed"] == (not admitted)
-        assert ("fresh/0" in server._newest) == admitted
-
-    alone(main)
-
-
-def test_a_call_is_parked_no_longer_than_the_server_allows(alone):
-    async def main(_server, owner, knocker):
+async def test_a_call_is_parked_no_longer_than_the_server_allows(alone):
+    async with alone() as (_server, owner, knocker):
         own = knocker.guise
         for id, deadline_ms in ((2, 2**64 - 1), (3, 2**63), (4, 0)):
             knocker.send(own.call("Slow", {}, id, deadline_ms=deadline_ms))
@@ -353,13 +288,10 @@ def test_a_call_is_parked_no_longer_than_the_server_allows(alone):
         assert max(owner.deadlines) <= serving.LONGEST_CALL_S
         assert owner.running == 2
 
-    alone(main)
 
-
-def test_i6_calls_beyond_the_credit_and_storms_of_cancels_leave_nothing_behind(alone, monkeypatch):
+async def test_i6_calls_beyond_the_credit_and_storms_of_cancels_leave_nothing_behind(alone, monkeypatch):
     monkeypatch.setattr(serving, "CREDIT", 50)
-
-    async def main(server, owner, knocker):
+    async with alone() as (server, owner, knocker):
         own = knocker.guise
         for id in range(2, 502):
             knocker.send(own.call("Slow", {}, id, deadline_ms=600_000))
@@ -372,13 +304,10 @@ def test_i6_calls_beyond_the_credit_and_storms_of_cancels_leave_nothing_behind(a
         [session] = server._sessions.values()
         assert session.running == {} and server._deadlines._ticks == {}
 
-    alone(main)
 
-
-def test_i6_replies_are_not_stored_without_end_for_a_peer_that_never_confirms(alone, monkeypatch):
+async def test_i6_replies_are_not_stored_without_end_for_a_peer_that_never_confirms(alone, monkeypatch):
     monkeypatch.setattr(serving, "MAX_STORED", 20)
-
-    async def main(server, _owner, knocker):
+    async with alone() as (server, _owner, knocker):
         own = knocker.guise
         for id in range(2, 102):
             knocker.send(own.call("Once", {}, id))
@@ -391,13 +320,10 @@ def test_i6_replies_are_not_stored_without_end_for_a_peer_that_never_confirms(al
         [(header, _)] = await heard(knocker)
         assert header[1] == 5 and len(session.stored) == 1
 
-    alone(main)
 
-
-def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(alone, context, monkeypatch):
+async def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(alone, context, monkeypatch):
     monkeypatch.setattr(serving, "MAX_NAMES", 5)
-
-    async def main(server, _owner, knocker):
+    async with alone() as (server, _owner, knocker):
         own = knocker.guise
         for id in range(2, 300):
             knocker.send(own.hello(id))
@@ -419,14 +345,11 @@ def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(alone, 
         for one in crowd:
             one.close()
 
-    alone(main)
 
-
-def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(alone, context, monkeypatch):
+async def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(alone, context, monkeypatch):
     """I6: all of them have one name. One that has ended, which nobody is told, leaves its place."""
     monkeypatch.setitem(serving.SHARED, LAUNCHER, 6)
-
-    async def main(server, owner, _knocker):
+    async with alone() as (server, owner, _knocker):
         own = Guise(name=LAUNCHER, incarnation=1, run_id=RUN_ID, secret=SECRET)
         crowd = [Knocker(context, server.address, own) for _ in range(9)]
 
@@ -454,24 +377,12 @@ def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(alone, 
         for knocker in crowd:
             knocker.close()
 
-    alone(main)
 
-
-def test_what_is_wrong_is_told_in_few_words(alone):
-    async def main(_server, _owner, knocker):
+async def test_what_is_wrong_is_told_in_few_words(alone):
+    async with alone() as (_server, _owner, knocker):
         own, long = knocker.guise, "x" * 3_000_000
-        knocker.send(
-            own.call(
-                "Score",
-                {
-                    "uid": "a",
-                    "prompt": "",
-                    "row": {},
-                    "completions": [{"text": "", "finish_reason": long, "tokens": 1}],
-                },
-                2,
-            )
-        )
+        completion = {"text": "", "finish_reason": long, "tokens": 1}
+        knocker.send(own.call("Score", {"uid": "a", "prompt": "", "row": {}, "completions": [completion]}, 2))
         [(_, body)] = await heard(knocker)
         assert body["code"] == "invalid" and len(body["message"]) <= serving.LONGEST_ERROR
         # None of these is answered at all.
@@ -482,32 +393,27 @@ def test_what_is_wrong_is_told_in_few_words(alone):
         [(header, _)] = await heard(knocker)
         assert header[3] == 6
 
-    alone(main)
 
-
-def test_i6_a_frame_over_the_limit_ends_the_connection_and_no_other(context):
-    async def main():
-        async with Net() as net:
-            owner = Everything()
-            endpoint = net.endpoint("server/0")
-            endpoint.transport._max_message_bytes = 100_000
-            server = serving.CallServer(endpoint, owner, lambda *_: None, lambda *_: None)
-            address = server.bind("tcp://127.0.0.1:0")
-            net.servers.append(server)
-            own = Guise(name="client/0", incarnation=7, run_id=RUN_ID, secret=SECRET)
-            other, knocker = Knocker(context, address, own), Knocker(context, address, own)
-            gone = knocker.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            # Before HELLO, as by a stranger.
-            knocker.send([os.urandom(200_000), b""])
-            await until(lambda: gone.poll(0), "the connection to end")
-            gone.close(0)
-            other.send(own.hello())
-            await heard(other)
-            assert other.entered and not knocker.listen()
-            for one in (other, knocker):
-                one.close()
-
-    run(main)
+async def test_i6_a_frame_over_the_limit_ends_the_connection_and_no_other(context):
+    async with Net() as net:
+        owner = Everything()
+        endpoint = net.endpoint("server/0")
+        endpoint.transport._max_message_bytes = 100_000
+        server = serving.CallServer(endpoint, owner, lambda *_: None, lambda *_: None)
+        address = server.bind("tcp://127.0.0.1:0")
+        net.servers.append(server)
+        own = Guise(name="client/0", incarnation=7, run_id=RUN_ID, secret=SECRET)
+        other, knocker = Knocker(context, address, own), Knocker(context, address, own)
+        gone = knocker.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # Before HELLO, as by a stranger.
+        knocker.send([os.urandom(200_000), b""])
+        await until(lambda: gone.poll(0), "the connection to end")
+        gone.close(0)
+        other.send(own.hello())
+        await heard(other)
+        assert other.entered and not knocker.listen()
+        for one in (other, knocker):
+            one.close()
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
@@ -515,59 +421,51 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
 @pytest.mark.parametrize("says", [b"", GREETING], ids=["silent", "slow"])
 @pytest.mark.parametrize("curve", [False, True])
-def test_i6_whoever_never_gets_through_the_handshake_is_hung_up_on(tmp_path, monkeypatch, curve, says):
+async def test_i6_whoever_never_gets_through_the_handshake_is_hung_up_on(tmp_path, monkeypatch, curve, says):
     monkeypatch.setattr(zeromq, "HANDSHAKE_MS", 300)
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=curve)
-
-    async def main():
-        async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
-            server = net.serve(Everything(), "server/0")
-            port = int(server.address.rpartition(":")[2])
-            idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
-            for one in idle:
-                one.setblocking(False)
-            open_ones, said = set(idle), 0
-            client = net.client("server/0")
-            deadline = time.monotonic() + 20
-            while open_ones:
-                assert time.monotonic() < deadline, f"{len(open_ones)} of {len(idle)} are still there"
-                assert await client.call(Once()) == Done()
-                # A byte at a time, so that there is always something new; without the last.
-                word, said = says[:-1][said : said + 1], said + 1
-                open_ones = {one for one in open_ones if _is_open(one, word)}
-                await asyncio.sleep(0.02)
-            for one in idle:
-                one.close()
-            await until(lambda: server._endpoint.counters["wire/strangers"] >= len(idle), "all to be counted")
-
-    run(main)
+    async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+        server = net.serve(Everything(), "server/0")
+        port = int(server.address.rpartition(":")[2])
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        for one in idle:
+            one.setblocking(False)
+        open_ones, said = set(idle), 0
+        client = net.client("server/0")
+        deadline = time.monotonic() + 20
+        while open_ones:
+            assert time.monotonic() < deadline, f"{len(open_ones)} of {len(idle)} are still there"
+            assert await client.call(Once()) == Done()
+            # A byte at a time, so that there is always something new; without the last.
+            word, said = says[:-1][said : said + 1], said + 1
+            open_ones = {one for one in open_ones if _is_open(one, word)}
+            await asyncio.sleep(0.02)
+        for one in idle:
+            one.close()
+        await until(lambda: server._endpoint.counters["wire/strangers"] >= len(idle), "all to be counted")
 
 
 @pytest.mark.parametrize(("size", "stays"), [(PIECE_BYTES, True), (PIECE_BYTES + 2 * CURVE_BYTES, False)])
-def test_i6_a_stranger_brings_no_more_than_kilobytes_before_it_has_proved_who_it_is(tmp_path, size, stays):
+async def test_i6_a_stranger_brings_no_more_than_kilobytes_before_it_has_proved_who_it_is(tmp_path, size, stays):
     """Friends send what is larger in pieces."""
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     greeting = GREETING.replace(b"NULL" + bytes(1), b"CURVE")
-
-    async def main():
-        async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
-            server = net.serve(Everything(), "server/0")
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
-            writer.write(greeting)
-            assert len(await reader.readexactly(64)) == 64
-            # The first frame of the handshake: a long command, of which only the size is sent.
-            writer.write(b"\x06" + size.to_bytes(8, "big"))
-            client = net.client("server/0")
-            assert await client.call(Once()) == Done()
-            if stays:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(reader.read(1), 1.0)
-            else:
-                async with asyncio.timeout(20):
-                    assert await reader.read(1) == b""
-            writer.close()
-
-    run(main)
+    async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+        server = net.serve(Everything(), "server/0")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
+        writer.write(greeting)
+        assert len(await reader.readexactly(64)) == 64
+        # The first frame of the handshake: a long command, of which only the size is sent.
+        writer.write(b"\x06" + size.to_bytes(8, "big"))
+        client = net.client("server/0")
+        assert await client.call(Once()) == Done()
+        if stays:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 1.0)
+        else:
+            async with asyncio.timeout(20):
+                assert await reader.read(1) == b""
+        writer.close()
 
 
 SLOW_SERVER = """
@@ -610,22 +508,18 @@ def test_i6_who_fills_the_queue_of_a_server_and_leaves_does_not_bring_it_down(co
         process.stdout.close()
 
 
-def test_a_transport_closes_though_its_doorkeeper_has_died(tmp_path, monkeypatch):
+async def test_a_transport_closes_though_its_doorkeeper_has_died(tmp_path, monkeypatch):
     """And until then nobody is let in: without its handler CURVE would admit anyone."""
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     died = threading.Event()
-
-    async def main():
-        monkeypatch.setattr(threading, "excepthook", lambda _args: died.set())
-        monkeypatch.setattr(keys.Doorkeeper, "callback", lambda *_: 1 / 0)
-        async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
-            net.serve(Everything(), "server/0")
-            for _ in range(2):
-                with pytest.raises(DeadlineExceeded):
-                    await net.client("server/0").call(Once(), timeout=0.5)
-            assert died.wait(20)
-
-    run(main)
+    monkeypatch.setattr(threading, "excepthook", lambda _args: died.set())
+    monkeypatch.setattr(keys.Doorkeeper, "callback", lambda *_: 1 / 0)
+    async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+        net.serve(Everything(), "server/0")
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                await net.client("server/0").call(Once(), timeout=0.5)
+        assert died.wait(20)
 
 
 def _is_open(one, word):

@@ -66,6 +66,7 @@ class Counterpart(Actor):
     """One of the peers."""
 
     role = "counterpart"
+    is_restarted = False
 
     def __init__(self, context: ActorContext, exchange: Exchange) -> None:
         super().__init__(context)

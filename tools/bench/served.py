@@ -69,6 +69,7 @@ class EchoActor(Actor):
     """Answers small calls with their number and large ones with no more than that they came."""
 
     role = "echo"
+    is_restarted = False
 
     @handler
     def echo(self, request: Echo, caller: Caller) -> Echoed:

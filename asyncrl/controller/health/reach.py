@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.messages.monitor import MOST_UNREACHED
-from asyncrl.roles import is_gang, role_of
+from asyncrl.roles import gang_of, role_of
 
 COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
 """Loss by starting an actor again, by role, in order; paths between others are no matter of the run's, nor are those
@@ -72,7 +72,7 @@ class _Look:
 
     def alike(self, name: str) -> int:
         """Number of those that do the same work; a gang is one."""
-        return 1 if is_gang(name) else len(self._of_role[role_of(name)])
+        return 1 if gang_of(name) else len(self._of_role[role_of(name)])
 
     def failing(self, teller: str, other: str) -> list[str]:
         """Actors that do the same work as the teller and do not reach the other."""

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
-from asyncrl.roles import ROLES, drain_rank, is_gang, is_optional, is_replicated, role_of
-from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit, is_set_aside
+from asyncrl.roles import ROLES, drain_rank, gang_of, is_optional, is_replicated, is_set_aside, role_of
+from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
 from asyncrl.snapshot import OVER
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}
@@ -171,7 +171,7 @@ class RunStateMachine:
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
-        if fatal and is_set_aside(name, exit_code):
+        if fatal and is_set_aside(name, is_healable=exit_code not in UNHEALABLE_EXITS):
             return self.set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
@@ -411,7 +411,7 @@ class RunStateMachine:
         """Whether it cannot be ready: its host is lost, or that of one of its gang."""
         if name in self._lost:
             return True
-        return is_gang(name) and any(role_of(lost) == role_of(name) for lost in self._lost)
+        return bool(gang_of(name)) and any(gang_of(lost) == gang_of(name) for lost in self._lost)
 
     def _await_others(self, now: float) -> None:
         """Wait for every actor that is not ready and could be."""

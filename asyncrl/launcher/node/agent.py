@@ -69,7 +69,7 @@ from asyncrl.launcher.terms.spec import (
     private_name,
 )
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState, Stuck
-from asyncrl.roles import ROLES, role_of
+from asyncrl.roles import ROLES, gang_of, role_of
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.lifecycle.incarnations import Incarnations
@@ -102,7 +102,7 @@ class Agent:
         self._actors = {actor.name: actor for actor in spec.actors}
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
         self._host = AgentState(logs, config.supervision, config.preempt.grace_s)
-        self._incarnations = Incarnations(spec.above)
+        self._incarnations = Incarnations(spec.above, gang_of)
         self._children: dict[str, Child] = {}
         self._starts: dict[str, int] = {}
         self._stuck: dict[tuple[str, int, int], Child] = {}

@@ -34,9 +34,10 @@ from asyncrl.launcher.node.instructions import (
 )
 from asyncrl.launcher.terms.spec import EndedEvent
 from asyncrl.messages.actors import RunState
+from asyncrl.roles import is_set_aside
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
-from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit, is_set_aside
+from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
 """Longest drain of a run that never got going, which has nothing worth waiting for."""
@@ -222,7 +223,7 @@ class AgentState:
             self._due[name] = (now + decision.after_s, reason, now)
             return self._report(name, exit_code, False, reason)
         reason = _join(decision.reason, hint)
-        if is_set_aside(name, exit_code):
+        if is_set_aside(name, is_healable=exit_code not in UNHEALABLE_EXITS):
             # The run may go on without it, says the controller.
             self._aside[name] = False
         else:

@@ -33,6 +33,7 @@ class ControllerLink(Actor):
     """
 
     role = "agent"
+    is_restarted = False
 
     def __init__(
         self,

@@ -11,10 +11,6 @@ whom, for what, and what the connection was doing. Cancelling the awaited future
 
 An actor that learns otherwise that a peer has been replaced says so with ``adopt``: nothing that older incarnations say
 is believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
-
-``unreached_s`` tells for how long the peer has not been reached: from the first HELLO that is not answered, or the loss
-of the connection, until the next WELCOME. A connection that is lost again before anything but the WELCOME came over it
-has reached nobody, as where a path lets only small packets through.
 """
 
 from __future__ import annotations
@@ -29,8 +25,10 @@ from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refus
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.runtime.calls.call import CallFuture
 from asyncrl.runtime.calls.deadlines import Deadlines
 from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
+from asyncrl.runtime.calls.reach import Reach
 from asyncrl.runtime.calls.retry import DOUBLINGS, pause
 from asyncrl.runtime.calls.turns import LARGE_BYTES, Turns
 from asyncrl.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
@@ -45,61 +43,8 @@ ASKED_WITHIN_SILENCE = 3
 MOST_CALLS = 16 * CREDIT
 """Calls in flight to one peer, those included that wait to be sent; one more fails at once."""
 ROUND_TRIP = "calls/round_trip_s"
-PROVEN_S = 20.0
-"""Time after which a connection that holds is known to lead to the peer, also if nothing was asked: ZeroMQ ends a
-half-open one sooner."""
 LOOKED_AT = 64
 """Calls in flight that a heartbeat looks at."""
-
-
-class CallFuture(asyncio.Future[Any]):
-    """A call in flight. Cancelling it tells the other side."""
-
-    __slots__ = (
-        "answered_by",
-        "deadline",
-        "frames",
-        "heard",
-        "id",
-        "kind",
-        "peer",
-        "placed",
-        "sent",
-        "silence",
-        "size",
-        "started",
-        "tick",
-        "times",
-    )
-
-    peer: Peer
-    answered_by: int
-    """Incarnation of the peer that has replied; 0 before."""
-    id: int
-    kind: type[Request]
-    frames: list[Any]
-    started: float
-    deadline: float
-    sent: bool
-    """Whether this incarnation of the peer may have seen it."""
-    placed: int
-    """Least id of an ASK that was sent after the call had gone whole to this incarnation, which has not said that it
-    lacks the call; 0 where it has not gone."""
-    size: int
-    """Bytes of body and buffers."""
-    times: int
-    """Number of times that it has been asked after or sent again."""
-    silence: float
-    """Longest time without a word of the peer that it has the call, or is being set up (s)."""
-    heard: float
-    """Time at which the peer said so last, or the call began."""
-    tick: int
-    """Tick of its deadline or its repeat, the earlier of the two."""
-
-    def cancel(self, msg: Any = None) -> bool:
-        if not self.done():
-            self.peer.forget(self, tell=True)
-        return super().cancel(msg)
 
 
 class Peer:
@@ -134,14 +79,7 @@ class Peer:
         self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
-        self._missed: float | None = None
-        """Time since which it was not reached, if it was not when it was last asked for."""
-        self._welcomed = 0.0
-        """Time at which the newest WELCOME came."""
-        self._is_proven = False
-        """Whether anything else has come since."""
-        self._flaps = False
-        """Whether the connection before this one was lost with nothing proven."""
+        self._reach = Reach()
 
     # --- the caller's side ---
 
@@ -252,23 +190,16 @@ class Peer:
 
         Callable from any thread.
         """
-        missed, now, record = self._missed, self._loop.time(), self._record
-        if missed is None or self._closed or record is None or record.incarnation < self._adopted:
+        record = self._record
+        if self._closed or record is None or record.incarnation < self._adopted:
             return 0.0
-        is_reached = self.ready and (not self._flaps or now - self._welcomed >= PROVEN_S)
-        return 0.0 if is_reached else now - missed
+        return self._reach.unreached_s(self._loop.time(), is_ready=self.ready)
 
     # --- the connection ---
 
     def _miss(self) -> None:
-        """The peer is not reached from now on, unless it was not before."""
-        now = self._loop.time()
-        if self.ready:
-            self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
-            if not self._flaps:
-                self._missed = now
-        elif self._missed is None:
-            self._missed = now
+        self._reach.miss(self._loop.time(), was_ready=self.ready)
+        self.ready = False
 
     def _connect(self) -> None:
         if self._client is not None or self._closed:
@@ -294,21 +225,22 @@ class Peer:
 
     def _disconnect(self) -> None:
         self._miss()
-        self.ready = False
+        self._stop_hello()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _stop_hello(self) -> None:
         self._hello_ids.clear()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
-        if self._client is not None:
-            self._client.close()
-            self._client = None
 
     def _say_hello(self) -> None:
         """Say HELLO, and again until it is answered."""
         if self._closed or self._client is None:
             return
         self._miss()
-        self.ready = False
         if self._hello_ids and not self._fixed:
             # Not answered so far: the peer may have a successor elsewhere.
             self._find()
@@ -426,7 +358,7 @@ class Peer:
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
         self._unready = False
-        self._is_proven, self._flaps = True, False
+        self._reach.prove()
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -475,7 +407,7 @@ class Peer:
             if self.ready:
                 self._say_hello()
             return
-        self._is_proven, self._flaps = True, False
+        self._reach.prove()
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -490,28 +422,17 @@ class Peer:
                 future.tick = self._deadlines.add(future, self._next_look(future, SET_UP_REPEAT_S))
             self._let_go()
             return
-        self._finish(future).set_exception(
-            RemoteError(
-                body.actor or self.name,
-                body.code,
-                body.message,
-                retryable=body.retryable,
-                details=body.details,
-            )
-        )
+        error = RemoteError(body.actor or self.name, body.code, body.message, retryable=body.retryable)
+        self._finish(future).set_exception(error)
         self._let_go()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
         if header.in_reply_to not in self._hello_ids or body.name != self.name:
             return
-        self._hello_ids.clear()
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-            self._hello_timer = None
+        self._stop_hello()
         self._hellos = 0
         restarted = self._incarnation not in (0, body.incarnation)
-        self._welcomed, self._is_proven = self._loop.time(), False
-        self._flaps = self._flaps and not restarted
+        self._reach.welcome(self._loop.time(), by_another=restarted)
         self._incarnation = body.incarnation
         self._answers_ask = body.answers_ask
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
@@ -527,9 +448,6 @@ class Peer:
         self._let_go()
 
     def _on_refuse(self, body: Refuse) -> None:
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-            self._hello_timer = None
         self._disconnect()
         self._endpoint.count("wire/refused_by_peer")
         for future in list(self._pending.values()):

@@ -30,7 +30,6 @@ from typing import Any
 from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message
 from asyncrl.messages.senders import listed, may_send
-from asyncrl.roles import role_of
 from asyncrl.runtime.calls.deadlines import Deadlines
 from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.calls.handlers import Caller, Connection, Handler, handlers_of
@@ -292,7 +291,7 @@ class CallServer:
                 f"{self._endpoint.name} does not serve {header.type}",
             )
             return
-        if not may_send(role_of(session.name), found.senders):
+        if not may_send(session.name, found.senders):
             self._endpoint.count(REFUSED)
             told = f"{session.name} may not send {header.type}: {listed(found.senders)} may"
             self._error(session.routing_id, header.id, "forbidden", told)
@@ -395,7 +394,7 @@ class CallServer:
         found = self._handlers.get(header.type)
         if found is None or found.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
-        if not may_send(role_of(session.name), found.senders):
+        if not may_send(session.name, found.senders):
             self._endpoint.count(REFUSED)
             return
         if not self._is_set_up():

@@ -12,11 +12,10 @@ the lives that it has started itself; those that another has started, the contro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.messages.actors import Dead
-from asyncrl.roles import is_gang, role_of
 
 SPAN = 1 << 32
 """More than the lives of a name within one attempt."""
@@ -46,16 +45,18 @@ class Incarnations:
     """The numbers that one node agent gives. ``above`` is below all numbers of this attempt."""
 
     above: int
+    gang_of: Callable[[str], str]
+    """(name of an actor) → the name of its gang; empty for one of none."""
     _newest: dict[str, int] = field(default_factory=dict)
     """Newest incarnation of each name."""
     _generations: dict[str, int] = field(default_factory=dict)
-    """Newest generation of each gang, by its role."""
+    """Newest generation of each gang."""
 
     def next(self, name: str) -> int:
         """Incarnation of an actor that is started now."""
         number = self._newest.get(name, self.above) + 1
-        if is_gang(name):
-            number = self._generations[role_of(name)] = max(number, self._generations.get(role_of(name), 0))
+        if gang := self.gang_of(name):
+            number = self._generations[gang] = max(number, self._generations.get(gang, 0))
         self._newest[name] = number
         return number
 
@@ -65,5 +66,5 @@ class Incarnations:
             if actor.incarnation > self._newest.get(actor.name, 0):
                 # Another agent's, which may be cut off and go on meanwhile.
                 self._newest[actor.name] = actor.incarnation + LEAP
-        for role, number in generations.items():
-            self._generations[role] = max(number, self._generations.get(role, 0))
+        for gang, number in generations.items():
+            self._generations[gang] = max(number, self._generations.get(gang, 0))

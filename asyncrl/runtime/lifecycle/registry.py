@@ -16,7 +16,7 @@ Fails with Refused (code ``incarnation``), which names both incarnations.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,6 @@ import msgspec
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
-from asyncrl.roles import is_gang, role_of
 from asyncrl.runtime.lifecycle.heartbeat_limits import take_in
 from asyncrl.snapshot import Histogram
 
@@ -105,19 +104,20 @@ class Entry:
 
 @dataclass(slots=True)
 class Registry:
-    """Entries by actor name."""
+    """Entries by actor name. ``gang_of`` names the gang of an actor; empty for one of none."""
 
+    gang_of: Callable[[str], str] = lambda _: ""
     entries: dict[str, Entry] = field(default_factory=dict)
     left_out: int = 0
     """Facts of heartbeats that were not taken in."""
     newest: dict[str, int] = field(default_factory=dict)
     """The largest incarnation of each name."""
     generations: dict[str, int] = field(default_factory=dict)
-    """The oldest generation of each gang that is not over, by its role."""
+    """The oldest generation of each gang that is not over."""
     changes: int = 0
     """Number of changes in ``newest`` and ``generations``."""
     _reasons: dict[str, str] = field(default_factory=dict)
-    """Reason that the generation before was over, by role."""
+    """Reason that the generation before was over, by gang."""
     _looked: float = 0.0
     _listening_since: float = 0.0
 
@@ -125,8 +125,8 @@ class Registry:
         """Take over the numbers that an earlier registry knew. They say nothing of who lives."""
         for name, incarnation in newest.items():
             self._note(name, incarnation)
-        for role, generation in generations.items():
-            self._end_generations(role, generation, f"all of {role} start again together")
+        for gang, generation in generations.items():
+            self._end_generations(gang, generation, f"all of {gang} start again together")
 
     def register(self, record: ActorRecord, now: float) -> None:
         """Take in a record; an address that was given once stays.
@@ -269,10 +269,10 @@ class Registry:
                 # Nobody has said so yet, but it must have died before this one was started.
                 entry.ended = True
             entry = self._enter(Entry(record, since=now, heard=now, progressed=now))
-            if is_gang(name):
+            if gang := self.gang_of(name):
                 self._end_generation_of(name, incarnation - 1, "died")
-                if incarnation < self.generations[role_of(name)]:
-                    entry.condemned = self._reasons[role_of(name)]
+                if incarnation < self.generations[gang]:
+                    entry.condemned = self._reasons[gang]
         if entry is None or incarnation < entry.record.incarnation or not entry.heard_of:
             known = self.newest[name]
             state = ""
@@ -295,16 +295,15 @@ class Registry:
 
     def _end_generation_of(self, name: str, generation: int, what: str) -> None:
         """The generation that an actor belongs to is over, and with it all before, if the actor is one of a gang."""
-        if is_gang(name):
-            role = role_of(name)
-            self._end_generations(role, generation + 1, f"{name} {what}, and all of {role} start again together")
+        if gang := self.gang_of(name):
+            self._end_generations(gang, generation + 1, f"{name} {what}, and all of {gang} start again together")
 
-    def _end_generations(self, role: str, before: int, reason: str) -> None:
+    def _end_generations(self, gang: str, before: int, reason: str) -> None:
         """All that belong to an older generation are to be killed."""
-        if before <= self.generations.get(role, -1):
+        if before <= self.generations.get(gang, -1):
             return
-        self.generations[role], self._reasons[role] = before, reason
+        self.generations[gang], self._reasons[gang] = before, reason
         self.changes += 1
         for name, entry in self.entries.items():
-            if role_of(name) == role and entry.heard_of and entry.record.incarnation < before:
+            if self.gang_of(name) == gang and entry.heard_of and entry.record.incarnation < before:
                 entry.condemned = reason

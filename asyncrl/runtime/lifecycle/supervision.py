@@ -12,16 +12,9 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 
-from asyncrl.roles import is_optional, is_replicated
-
 LONGEST_BACKOFF_S = 60.0
 UNHEALABLE_EXITS = frozenset({2, 78})
 """Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
-
-
-def is_set_aside(name: str, exit_code: int) -> bool:
-    """Whether a run may go on without an actor that is given up after this exit; it ends otherwise."""
-    return is_optional(name) or (is_replicated(name) and exit_code not in UNHEALABLE_EXITS)
 
 
 def describe_exit(exit_code: int) -> str:

@@ -140,7 +140,8 @@ class WorkerProcess:
                 return
             try:
                 for frame in self._frames.feed(data):
-                    self._take(frame)
+                    if not self.ended:
+                        self._on_frame(self, frame)
             except (ValueError, msgspec.MsgspecError) as error:
                 # The user's code has written to a descriptor that is not its own.
                 self.kill(f"sent what is no result: {error}")
@@ -180,10 +181,6 @@ class WorkerProcess:
             # Closed by everybody who held it.
             self._loop.remove_reader(self.output.read_fd)
         self._on_output(self)
-
-    def _take(self, frame: bytes | bytearray) -> None:
-        if not self.ended:
-            self._on_frame(self, frame)
 
     def _write(self, data: bytes | memoryview) -> int:
         try:

@@ -22,6 +22,7 @@ NO_MEMORY_EXIT = 120
 NO_SOCKET_EXIT = 121
 """Exit code of a worker whose socket the user's code has closed."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals for the whole job, on which the actor decides. Handlers, unlike SIG_IGN, are not passed on to programs."""
 
 
 def frames(connection: socket.socket, limit: int) -> Iterator[bytes | bytearray]:
@@ -54,8 +55,6 @@ def stay_alone(connection: socket.socket, title: str) -> None:
         become_subreaper()
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-    # Terminals and schedulers signal the whole job; the actor decides. A handler, unlike SIG_IGN, is not
-    # passed on to the programs that a function starts.
     for number in IGNORED:
         signal.signal(number, lambda *_: None)
     _leave_children_alone(connection.close)

@@ -16,7 +16,6 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.weights import BucketLayout, Collective
@@ -26,7 +25,7 @@ from asyncrl.weights.collective.framing import Frame, FrameKind, check_heading, 
 from asyncrl.weights.collective.links import Link
 from asyncrl.weights.collective.meeting import call, next_frame
 from asyncrl.weights.collective.waiting import Stopped, Waiter
-from asyncrl.weights.segments import CHUNK_BYTES
+from asyncrl.weights.segments import verify_bytes
 
 
 class MemberGroup(Protocol):
@@ -185,7 +184,9 @@ class Receiver:
             # numpy asks for huge pages, torch does not: a fault for each 4 KiB costs more than the bytes themselves.
             memory = torch.from_numpy(np.empty(arrival.frame.size, np.uint8))
             arrival.group.broadcast(memory, arrival.waiter, arrival.watching)
-            _verify(memory, arrival.frame)
+            frame = arrival.frame
+            for _ in verify_bytes(memory.numpy().data, frame.checksum, version=frame.number, index=frame.index):
+                pass
             return memory
 
         return self._member.take_part(weights, worker, take)
@@ -204,16 +205,3 @@ def _join(place: Place) -> gloo.GlooGroup:
         address=place.address,
         timeout_s=place.timeout_s,
     )
-
-
-def _verify(memory: torch.Tensor, frame: Frame) -> None:
-    digest, whole = xxhash.xxh3_64(), memory.numpy()
-    for start in range(0, whole.size, CHUNK_BYTES):
-        digest.update(whole[start : start + CHUNK_BYTES].data)
-    found = digest.intdigest()
-    if found != frame.checksum:
-        raise WeightsCorrupt(
-            f"its checksum is {found:#018x} instead of {frame.checksum:#018x}",
-            version=frame.number,
-            bucket=frame.index,
-        )

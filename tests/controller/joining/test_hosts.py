@@ -9,6 +9,7 @@ from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Heartbeat
+from asyncrl.roles import gang_of
 from asyncrl.runtime.lifecycle.registry import Registry
 
 LOST_S, BEAT_S = 30.0, 1.0
@@ -25,7 +26,7 @@ class World:
     """A registry and hosts; everybody who is not cut off beats once a second."""
 
     def __init__(self):
-        self.registry, self.now = Registry(), 0.0
+        self.registry, self.now = Registry(gang_of), 0.0
         self.hosts = Hosts(LOST_S, BEAT_S, "controller/0")
         self.quiet = set()
         self.asleep = False

@@ -51,7 +51,9 @@ def a_free_port() -> int:
         return found.getsockname()[1]
 
 
-def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is_set_up(tmp_path: Path, monkeypatch) -> None:
+async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is_set_up(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
     credentials, port = Credentials(RUN_ID, SECRET), a_free_port()
@@ -71,37 +73,34 @@ def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is_set_u
             )
         )
 
-    async def main():
-        async with Net() as net:
-            first = taker(10)
-            first.may_be_set_up.set()
-            life = asyncio.create_task(first.main())
-            while not first.ready:
-                await asyncio.sleep(0.01)
-            net.register(ActorRecord(name="learner/0", incarnation=10, address=first.address))
-            peer = net.client("learner/0")
-            call = peer.call(Take(), timeout=60.0)
-            await first.called.wait()
-            life.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await life
-            with pytest.raises(RemoteError, match="cancelled"):
-                await call
-            # By the old connection, for nobody knows of another address.
-            call = peer.call(Take(), timeout=60.0)
-            second = taker(20)
-            second.may_answer.set()
-            life = asyncio.create_task(second.main())
-            while second.counters.get("wire/early", 0) < 3:
-                assert not life.done()
-                assert not second.taken
-                await asyncio.sleep(0.01)
-            assert (second.address, second.taken, call.done()) == (first.address, [], False)
-            second.may_be_set_up.set()
-            await call
-            assert call.answered_by == 20
-            assert second.taken == ["restored", "taken"]
-            second.begin_drain()
+    async with Net() as net:
+        first = taker(10)
+        first.may_be_set_up.set()
+        life = asyncio.create_task(first.main())
+        while not first.ready:
+            await asyncio.sleep(0.01)
+        net.register(ActorRecord(name="learner/0", incarnation=10, address=first.address))
+        peer = net.client("learner/0")
+        call = peer.call(Take(), timeout=60.0)
+        await first.called.wait()
+        life.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
             await life
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+        with pytest.raises(RemoteError, match="cancelled"):
+            await call
+        # By the old connection, for nobody knows of another address.
+        call = peer.call(Take(), timeout=60.0)
+        second = taker(20)
+        second.may_answer.set()
+        life = asyncio.create_task(second.main())
+        while second.counters.get("wire/early", 0) < 3:
+            assert not life.done()
+            assert not second.taken
+            await asyncio.sleep(0.01)
+        assert (second.address, second.taken, call.done()) == (first.address, [], False)
+        second.may_be_set_up.set()
+        await call
+        assert call.answered_by == 20
+        assert second.taken == ["restored", "taken"]
+        second.begin_drain()
+        await life

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from asyncrl.runtime.calls.turns import BUDGET_BYTES, LARGE_BYTES, Turns
 
 SIZES = st.one_of(st.integers(0, LARGE_BYTES), st.integers(LARGE_BYTES, 2 * BUDGET_BYTES))
-STEPS = st.lists(st.tuples(st.sampled_from(["add", "next", "arrived", "remove", "abandon"]), SIZES), max_size=60)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "next", "arrived", "remove", "abandon", "begin"]), SIZES), max_size=60
+)
 
 
 @given(st.integers(0, 6), STEPS)
@@ -45,6 +47,10 @@ def test_credit_budget_and_order_hold_whatever_comes(credit, steps):
             turns.remove(id)
             out.pop(id, None)
             waiting.pop(id, None)
+        elif step == "begin" and size % 4 == 0:
+            turns.begin(credit)
+            for calls in (waiting, out, abandoned):
+                calls.clear()
         assert turns.under_way == sum(out.values()) + sum(abandoned.values())
         assert turns.abandoned == list(abandoned)
         assert len(out) <= credit
@@ -54,30 +60,3 @@ def test_credit_budget_and_order_hold_whatever_comes(credit, steps):
 
 def may_add(sizes, size):
     return not sum(sizes) or sum(sizes) + size <= BUDGET_BYTES
-
-
-def test_all_go_in_the_end():
-    """Though some are larger than the budget, and small ones come in between."""
-    turns = Turns()
-    turns.begin(2)
-    sizes = [BUDGET_BYTES * 2, 10, LARGE_BYTES, BUDGET_BYTES, 0, LARGE_BYTES]
-    for id, size in enumerate(sizes):
-        turns.add(id, size)
-    went = []
-    while (id := turns.next()) is not None or len(went) < len(sizes):
-        if id is None:
-            turns.remove(went[-1])
-            turns.remove(went[-2])
-        else:
-            went.append(id)
-    assert went == [1, 4, 0, 2, 3, 5]
-
-
-def test_a_connection_that_begins_has_nothing_out():
-    turns = Turns()
-    turns.begin(1)
-    turns.add(1, BUDGET_BYTES)
-    turns.add(2, 5)
-    assert turns.next() == 2
-    turns.begin(2)
-    assert (turns.next(), turns.under_way, 2 in turns) == (None, 0, False)

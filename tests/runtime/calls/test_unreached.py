@@ -1,15 +1,19 @@
 """A peer knows for how long its actor has not reached the other, over real sockets."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 from cuts import way_to
 from harness import Net, replace
 
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.calls import peer as peer_module
+from asyncrl.runtime.calls import reach
 from asyncrl.runtime.calls.handlers import Caller, handler
 
 
@@ -20,12 +24,8 @@ class Store(Request, frozen=True, kw_only=True):
 
 
 class Server:
-    role = "learner"
-    stored = 0
-
     @handler
     def store(self, request: Store, caller: Caller) -> Done:
-        self.stored += 1
         return Done()
 
 
@@ -37,139 +37,97 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def run(scenario, **served):
-    async def main():
-        async with asyncio.timeout(60), Net() as net:
-            net.serve(Server(), "learner/0", **served)
-            await scenario(net)
-
-    asyncio.run(main())
-
-
-def leads(net, way):
-    """The way is taken for the actor itself."""
-    net.register(replace(net.records["learner/0"], address=way.address))
+@asynccontextmanager
+async def learner_behind_a_way(most=None):
+    """The net, the way that is taken for the learner itself, and a peer of it."""
+    async with asyncio.timeout(60), Net() as net:
+        net.serve(Server(), "learner/0")
+        record = net.records["learner/0"]
+        async with way_to(record.address, most=most) as way:
+            net.register(replace(record, address=way.address))
+            yield net, way, net.client("learner/0", call_timeout_s=30.0)
 
 
-def test_who_is_reached_is_not_missed_and_who_is_cut_off_is_until_the_way_is_open_again():
-    async def scenario(net):
-        async with way_to(net.records["learner/0"].address) as way:
-            leads(net, way)
-            peer = net.client("learner/0")
-            assert peer.unreached_s == 0.0, "nobody has asked for it"
-            await peer.call(SMALL)
-            assert peer.unreached_s == 0.0
-            way.cut()
-            await until(lambda: peer.unreached_s > 0.3)
-            call = peer.call(SMALL)
-            before = peer.unreached_s
-            await asyncio.sleep(0.2)
-            assert peer.unreached_s >= before + 0.2
-            await way.open()
-            await call
-            assert peer.unreached_s == 0.0
-            # The next loss begins at nothing.
-            way.cut()
-            await until(lambda: peer.unreached_s > 0.0)
-            assert peer.unreached_s < before
-
-    run(scenario)
+async def test_who_is_reached_is_not_missed_and_who_is_cut_off_is_until_the_way_is_open_again():
+    async with learner_behind_a_way() as (_, way, peer):
+        assert peer.unreached_s == 0.0, "nobody has asked for it"
+        await peer.call(SMALL)
+        assert peer.unreached_s == 0.0
+        way.cut()
+        await until(lambda: peer.unreached_s > 0.3)
+        call = peer.call(SMALL)
+        before = peer.unreached_s
+        await asyncio.sleep(0.2)
+        assert peer.unreached_s >= before + 0.2
+        await way.open()
+        await call
+        assert peer.unreached_s == 0.0
+        # The next loss begins at nothing.
+        way.cut()
+        await until(lambda: peer.unreached_s > 0.0)
+        assert peer.unreached_s < before
 
 
-def test_who_has_never_been_reached_is_missed_from_when_it_was_first_asked_for():
-    async def scenario(net):
+async def test_who_has_never_been_reached_is_missed_from_when_it_was_first_asked_for():
+    async with asyncio.timeout(60), Net() as net:
         net.register(ActorRecord(name="reward/0", incarnation=1, address="tcp://127.0.0.1:9"))
         peer = net.client("reward/0")
-        peer.connect()
-        await until(lambda: peer.unreached_s > 0.3)
-        assert not peer.ready
-
-    run(scenario)
+        with pytest.raises(DeadlineExceeded, match="HELLO to tcp://127.0.0.1:9 is not answered"):
+            await peer.call(SMALL, timeout=0.3)
+        assert peer.unreached_s >= 0.3 and not peer.ready
 
 
-def test_who_is_known_to_be_dead_is_not_missed_until_its_successor_is():
-    async def scenario(net):
-        async with way_to(net.records["learner/0"].address) as way:
-            leads(net, way)
-            peer = net.client("learner/0")
-            await peer.call(SMALL)
-            way.cut()
-            await until(lambda: peer.unreached_s > 0.1)
-            peer.adopt(2)
-            assert peer.unreached_s == 0.0
-            net.register(ActorRecord(name="learner/0", incarnation=2, address=way.address))
-            await until(lambda: peer.unreached_s > 0.0)
-
-    run(scenario)
+async def test_who_is_known_to_be_dead_is_not_missed_until_its_successor_is():
+    async with learner_behind_a_way() as (net, way, peer):
+        await peer.call(SMALL)
+        way.cut()
+        await until(lambda: peer.unreached_s > 0.1)
+        peer.adopt(2)
+        assert peer.unreached_s == 0.0
+        net.register(ActorRecord(name="learner/0", incarnation=2, address=way.address))
+        await until(lambda: peer.unreached_s > 0.0)
 
 
-def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch):
+async def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
+    async with learner_behind_a_way(most=20_000) as (_, way, peer):
+        call = peer.call(LARGE)
+        greeted, told = 0, []
 
-    async def scenario(net):
-        async with way_to(net.records["learner/0"].address, most=20_000) as way:
-            leads(net, way)
-            peer = net.client("learner/0", call_timeout_s=30.0)
-            call = peer.call(LARGE)
-            greeted, told = 0, []
+        async def watch():
+            nonlocal greeted
+            was = False
+            while way.most is not None:
+                greeted += peer.ready and not was
+                was = peer.ready
+                if greeted > 1 and was:
+                    told.append(peer.unreached_s)
+                await asyncio.sleep(0.001)
 
-            async def watch():
-                nonlocal greeted
-                was = False
-                while way.most is not None:
-                    greeted += peer.ready and not was
-                    was = peer.ready
-                    if greeted > 1 and was:
-                        told.append(peer.unreached_s)
-                    await asyncio.sleep(0.001)
-
-            watching = asyncio.create_task(watch())
-            await until(lambda: peer.unreached_s > 1.0)
-            assert greeted > 1, "it was welcomed again and again meanwhile"
-            assert told and min(told) > 0.0
-            way.most = None
-            await asyncio.gather(call, watching)
-            assert peer.unreached_s == 0.0
-
-    run(scenario)
+        watching = asyncio.create_task(watch())
+        await until(lambda: peer.unreached_s > 1.0)
+        assert greeted > 1, "it was welcomed again and again meanwhile"
+        assert told and min(told) > 0.0
+        way.most = None
+        await asyncio.gather(call, watching)
+        assert peer.unreached_s == 0.0
 
 
-def test_a_way_that_has_healed_is_known_by_a_connection_that_holds(monkeypatch):
-    monkeypatch.setattr(peer_module, "PROVEN_S", 0.5)
-
-    async def scenario(net):
-        async with way_to(net.records["learner/0"].address, most=20_000) as way:
-            leads(net, way)
-            peer = net.client("learner/0")
-            call = peer.call(LARGE)
-            await until(lambda: peer.ready)
-            await until(lambda: not peer.ready)
-            call.cancel()
-            way.most = None
-            await until(lambda: peer.ready)
-            assert peer.unreached_s > 0.0
-            await until(lambda: peer.unreached_s == 0.0)
-            assert peer.ready
-
-    run(scenario)
-
-
-def test_a_connection_that_holds_leads_to_the_peer_also_if_nothing_is_asked(monkeypatch):
-    monkeypatch.setattr(peer_module, "PROVEN_S", 0.2)
-
-    async def scenario(net):
-        async with way_to(net.records["learner/0"].address) as way:
-            leads(net, way)
-            peer = net.client("learner/0")
-            for _ in range(3):
-                peer.connect()
-                await until(lambda: peer.ready)
-                await asyncio.sleep(0.3)
-                assert peer.unreached_s == 0.0
-                way.cut()
-                await until(lambda: not peer.ready)
-                assert peer.unreached_s < 0.3
-                await way.open()
-            await until(lambda: peer.ready and peer.unreached_s == 0.0)
-
-    run(scenario)
+async def test_a_way_that_has_healed_is_known_by_a_connection_that_holds(monkeypatch):
+    monkeypatch.setattr(reach, "PROVEN_S", 0.5)
+    async with learner_behind_a_way(most=20_000) as (_, way, peer):
+        call = peer.call(LARGE)
+        await until(lambda: peer.ready)
+        await until(lambda: not peer.ready)
+        call.cancel()
+        way.most = None
+        await until(lambda: peer.ready)
+        assert peer.unreached_s > 0.0
+        await until(lambda: peer.unreached_s == 0.0)
+        # So the next loss is that of a way that led there, though nothing was asked.
+        assert peer.ready
+        way.cut()
+        await until(lambda: not peer.ready)
+        await way.open()
+        await until(lambda: peer.ready)
+        assert peer.unreached_s == 0.0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
+from asyncrl.roles import gang_of
 from asyncrl.runtime.lifecycle.incarnations import LEAP, SPAN, Incarnations, attempt_begins_above, numbers_begin_above
 from asyncrl.runtime.lifecycle.registry import Registry
 
@@ -28,12 +29,12 @@ FROZEN = "it did not beat for 61 s"
     ],
 )
 def test_an_agent_counts_lives_by_itself(starts, numbers):
-    own = Incarnations(4 * SPAN)
+    own = Incarnations(4 * SPAN, gang_of)
     assert [own.next(name) - 4 * SPAN for name in starts] == numbers
 
 
 def test_the_word_of_the_controller_rules():
-    own = Incarnations(0)
+    own = Incarnations(0, gang_of)
     assert own.next("learner/0") == 1
     own.hear([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 9})
     assert own.next("learner/0") == 9
@@ -94,8 +95,10 @@ class World:
         self.attempt += 1
         self.above = attempt_begins_above(self.attempt, self.written)
         assert all(number <= self.above for numbers in self.lives.values() for number in numbers)
-        self.agents = [Agent(Incarnations(self.above), actors) for actors in ({RANKS[0], ROLLOUTER}, set(RANKS[1:]))]
-        self.registry, self.met = Registry(), {}
+        self.agents = [
+            Agent(Incarnations(self.above, gang_of), actors) for actors in ({RANKS[0], ROLLOUTER}, set(RANKS[1:]))
+        ]
+        self.registry, self.met = Registry(gang_of), {}
         for name in NAMES:
             self.start(name)
         self.settle()
@@ -171,10 +174,10 @@ class World:
             case "freeze" if name in agent.living:
                 self.registry.condemn([Condemned(name, agent.living[name], FROZEN)])
             case "restart":
-                before, self.registry = self.registry, Registry()
+                before, self.registry = self.registry, Registry(gang_of)
                 self.registry.recall(before.newest, before.generations)
             case "forget":
-                self.registry = Registry()
+                self.registry = Registry(gang_of)
             case "cut":
                 agent.is_cut_off = True
                 self.registry.lose(agent.actors, "its host was lost", 0.0)
@@ -184,7 +187,7 @@ class World:
             case "move" if agent.is_cut_off and agent.actors <= {dead.name for dead in self.registry.dead}:
                 # Its host is lost for good, whatever goes on there; another agent takes its actors over.
                 self.agents.remove(agent)
-                self.agents.append(Agent(Incarnations(self.above), agent.actors))
+                self.agents.append(Agent(Incarnations(self.above, gang_of), agent.actors))
                 self.hear(self.agents[-1])
             case "resume":
                 self.resume()

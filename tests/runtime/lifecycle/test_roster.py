@@ -29,38 +29,34 @@ class Echo:
         return Resolved(record=ActorRecord(name=caller.name, incarnation=1, address=""))
 
 
-def test_a_key_is_admitted_once_it_is_told_and_no_more_once_it_has_left():
+async def test_a_key_is_admitted_once_it_is_told_and_no_more_once_it_has_left():
     """I6: and whoever is turned away is counted."""
+    async with (
+        asyncio.timeout(20),
+        Net(credentials=lambda name: credentials(name, KEYS if name == "rollouter/1" else NAMES)) as net,
+    ):
+        net.serve(Echo(), "dataloader/0")
+        endpoint = net.endpoints[0]
+        roster = Roster(NAMES, credentials("dataloader/0"), endpoint.transport)
 
-    async def main():
-        async with (
-            asyncio.timeout(20),
-            Net(credentials=lambda name: credentials(name, KEYS if name == "rollouter/1" else NAMES)) as net,
-        ):
-            net.serve(Echo(), "dataloader/0")
-            endpoint = net.endpoints[0]
-            roster = Roster(NAMES, credentials("dataloader/0"), endpoint.transport)
+        async def knock(name):
+            """Who the server says this is; None if it does not answer."""
+            peer = net.client("dataloader/0", name, call_timeout_s=1.0)
+            try:
+                return (await peer.call(Resolve(name="x"))).record.name
+            except DeadlineExceeded:
+                return None
+            finally:
+                peer.close()
 
-            async def knock(name):
-                """Who the server says this is; None if it does not answer."""
-                peer = net.client("dataloader/0", name, call_timeout_s=1.0)
-                try:
-                    return (await peer.call(Resolve(name="x"))).record.name
-                except DeadlineExceeded:
-                    return None
-                finally:
-                    peer.close()
-
-            assert await knock("rollouter/1") is None
-            assert endpoint.counters[STRANGERS] == 1
-            roster.take_in(Members(number=1, keys={"rollouter/1": KEYS["rollouter/1"]}))
-            assert await knock("rollouter/1") == "rollouter/1"
-            roster.take_in(Members(number=2, gone=[Dead("rollouter/1", 1)]))
-            assert await knock("rollouter/1") is None
-            assert await knock("rollouter/0") == "rollouter/0"
-            assert endpoint.counters[STRANGERS] >= 2
-
-    asyncio.run(main())
+        assert await knock("rollouter/1") is None
+        assert endpoint.counters[STRANGERS] == 1
+        roster.take_in(Members(number=1, keys={"rollouter/1": KEYS["rollouter/1"]}))
+        assert await knock("rollouter/1") == "rollouter/1"
+        roster.take_in(Members(number=2, gone=[Dead("rollouter/1", 1)]))
+        assert await knock("rollouter/1") is None
+        assert await knock("rollouter/0") == "rollouter/0"
+        assert endpoint.counters[STRANGERS] >= 2
 
 
 class Admitted:
