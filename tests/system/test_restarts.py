@@ -81,9 +81,9 @@ async def torment(system: System, victims: list[str], randomness: random.Random)
     return await running
 
 
-@pytest.mark.parametrize("victim", ["dataloader/0", "learner/0", "rollouter/0", "parameter_server/0", "reward/0"])
+@pytest.mark.parametrize("victim", ["dataloader/0", "learner/0", "rollouter/0", "parameter_server/0", "reward/1"])
 def test_i1_an_actor_that_dies_again_and_again_costs_nothing(tmp_path: Path, victim: str) -> None:
-    system = System(config(), tmp_path / "run")
+    system = System(config(reward={"pools": 2}), tmp_path / "run")
     state = asyncio.run(torment(system, [victim] * 3, random.Random(victim)))
     assert state.phase == "done"
     audit(tmp_path / "run")
