@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import shutil
 import threading
 
 import pytest
@@ -13,7 +12,7 @@ from asyncrl.learner import loop as learner_module
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.publishing.broadcasting import Broadcaster
-from asyncrl.learner.publishing.version_mark import FILE, VersionMark
+from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.parameter_server.replicas import Phase
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.weights.segments import Segment
@@ -306,20 +305,6 @@ def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monk
         # Whoever is late goes on with the version after it.
         assert events[3:6] == ["bucket 0", "bucket 1", "bucket 2"]
         assert {*events[6:]} <= {"pause"}
-
-
-def test_a_learner_that_starts_where_another_has_published_takes_the_next_number(tmp_path):
-    run_dir = tmp_path / "run"
-    seen = []
-    for _ in range(2):
-        system = System(sim_config(learner={"steps": 3}, checkpoint={"every_versions": 0}), run_dir)
-        assert asyncio.run(system.run()).phase == "done"
-        seen += [line["weights/version"] for line in system.lines("train")[-3:]]
-        shutil.rmtree(run_dir / "private")
-        # Marked and never published, as by a learner that died in between.
-        VersionMark(run_dir).advance()
-    assert seen == [1, 2, 3, 6, 7, 8]
-    assert (run_dir / FILE).exists()
 
 
 def test_a_version_spans_its_steps_and_lines_tell_what_it_and_its_updates_took(tmp_path, monkeypatch):

@@ -171,17 +171,6 @@ def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_sam
         assert [h.wall for h in story] == sorted(h.wall for h in story)
         text = explain(system.run_dir, group["uid"])
         assert text.startswith(f"prompt group {group['uid']}: trained at step {group['step']}, on the weights of ver")
-        resumed = next(t for t in group["trajectories"] if t["resumes"] == 2)
-        sample = resumed["sample"]
-        places = [text.index(f"sample {sample}: {what}") for what in ("generation began at version", "aborted with")]
-        places.append(text.index(f"sample {sample}: resumed at version", places[-1]))
-        places.append(text.index(f"sample {sample}: aborted with", places[-1]))
-        places.append(text.index(f"sample {sample}: resumed at version", places[-1]))
-        length = len(resumed["sequences"][0]["tokens"])
-        places.append(text.index(f"sample {sample}: finished with {length} tokens", places[-1]))
-        places.append(text.index(f"sample {sample}: scored", places[-1]))
-        places.append(text.rindex(f"trained at step {group['step']}"))
-        assert places == sorted(places)
 
 
 def _merged(spans):

@@ -135,76 +135,84 @@ def test_steps_after_the_last_checkpoint_are_taken_from_the_samples(tmp_path):
     assert all(uid in problems[0] for uid in later)
 
 
-def test_a_prompt_trained_in_two_steps_is_found(folder):
-    folder.steps[5][2][0] = folder.steps[1][2][0]
-    has(
-        folder.write().problems(),
-        f"repeated: 1 prompts were trained more than once: {folder.steps[1][2][0]} in steps [2, 6]",
-    )
+def put(step, place, other=None, uid=""):
+    """Let the group at a place of a step be that of ``other``, or of ``uid``."""
+
+    def change(folder):
+        folder.steps[step][2][place] = uid or folder.steps[other[0]][2][other[1]]
+
+    return change
 
 
-def test_a_prompt_trained_twice_in_one_step_is_found(folder):
-    folder.steps[2][2][1] = folder.steps[2][2][0]
-    has(folder.write().problems(), "repeated: 1 prompts")
-
-
-def test_a_step_with_too_many_groups_is_found(folder):
-    folder.steps[5][2].append("5-5")
-    has(folder.write().problems(), "repeated: 1 steps have too many groups: 6")
-
-
-def test_a_prompt_that_no_step_has_trained_is_found_as_lost(folder):
-    """In the ledger it has no outcome, though later ones have."""
+def lose(folder):
+    """One prompt is in no step, and in the ledger it has no outcome though later ones have."""
     step, uid, _ = folder.concluded.pop(2)
-    folder.steps[step - 1][2].remove(uid) if uid in folder.steps[step - 1][2] else None
-    problems = folder.write().problems()
-    has(problems, f"lost: 1 prompts have no outcome though later ones have: {uid}")
+    if uid in folder.steps[step - 1][2]:
+        folder.steps[step - 1][2].remove(uid)
 
 
-def test_a_ledger_that_does_not_fit_the_samples_is_found(folder):
-    folder.steps[0][2][0] = "7-7"
-    problems = folder.write().problems()
-    has(problems, "ledger: 1 groups of steps up to 6 have no outcome in its checkpoint: 7-7")
-    has(problems, "ledger: 1 groups are trained in the checkpoint and in no step")
+def change_outcomes(folder):
+    changed = {"quarantined": "filtered"}
+    folder.concluded = [(step, uid, changed.get(kind, kind)) for step, uid, kind in folder.concluded]
 
 
-def test_a_ledger_that_counts_more_than_was_trained_is_found(folder):
-    folder.trained_extra = ["4-4"]
-    has(folder.write().problems(), "ledger: the checkpoint of step 6 counts 13 groups as trained")
+def trained_also(uid):
+    return lambda folder: folder.trained_extra.append(uid)
 
 
-def test_a_ledger_of_prompts_that_are_not_in_the_data_is_found(folder):
-    folder.trained_extra = ["0-10"]
-    has(folder.write().problems(), "ledger: 1 prompts have an outcome and are not in the data")
-
-
-def test_a_step_that_was_miscounted_is_found(folder):
-    problems = folder.write(metrics=lambda line: line | {"ledger/trained": line["ledger/trained"] + 1}).problems()
-    has(problems, "ledger: 6 steps were not counted as 2 groups each")
-
-
-def test_another_outcome_than_the_rewards_give_is_found(folder):
-    folder.concluded = [
-        (step, uid, "filtered" if kind == "quarantined" else kind) for step, uid, kind in folder.concluded
-    ]
-    has(folder.write().problems(), "outcome: ")
-
-
-def test_a_history_with_a_seam_in_it_is_found(folder):
+def seam(folder):
     folder.steps[4] = (5, 1, folder.steps[4][2])
-    has(folder.write().problems(), "history: 1 steps follow one that a later start of the learner trained: step 5")
 
 
-def test_a_version_with_two_sets_of_weights_is_found(folder):
-    problems = folder.write(metrics=lambda line: line | {"weights/version": line["step"]}).problems()
-    has(problems, "version: 1 numbers of versions were used by two starts of the learner: 4")
-
-
-def test_a_version_that_goes_back_is_found(folder):
-    problems = folder.write(
-        metrics=lambda line: line | {"weights/version": 20 - line["step"] - 7 * line["start"]}
-    ).problems()
-    has(problems, "version: 5 steps have an older version")
+@pytest.mark.parametrize(
+    ("change", "metrics", "told"),
+    [
+        (put(5, 0, other=(1, 0)), {}, ["repeated: 1 prompts were trained more than once: "]),
+        (put(2, 1, other=(2, 0)), {}, ["repeated: 1 prompts"]),
+        (lambda folder: folder.steps[5][2].append("5-5"), {}, ["repeated: 1 steps have too many groups: 6"]),
+        (lose, {}, ["lost: 1 prompts have no outcome though later ones have: "]),
+        (
+            put(0, 0, uid="7-7"),
+            {},
+            [
+                "ledger: 1 groups of steps up to 6 have no outcome in its checkpoint: 7-7",
+                "ledger: 1 groups are trained in the checkpoint and in no step",
+            ],
+        ),
+        (trained_also("4-4"), {}, ["ledger: the checkpoint of step 6 counts 13 groups as trained"]),
+        (trained_also("0-10"), {}, ["ledger: 1 prompts have an outcome and are not in the data"]),
+        (
+            None,
+            {"ledger/trained": lambda line: line["ledger/trained"] + 1},
+            ["ledger: 6 steps were not counted as 2 groups each"],
+        ),
+        (change_outcomes, {}, ["outcome: "]),
+        (seam, {}, ["history: 1 steps follow one that a later start of the learner trained: step 5"]),
+        (
+            None,
+            {"weights/version": lambda line: line["step"]},
+            ["version: 1 numbers of versions were used by two starts of the learner: 4"],
+        ),
+        (
+            None,
+            {"weights/version": lambda line: 20 - line["step"] - 7 * line["start"]},
+            ["version: 5 steps have an older version"],
+        ),
+        (
+            None,
+            {"step": lambda line: 7 if line["step"] == 6 else line["step"]},
+            ["history: 1 steps were never asked for: 7"],
+        ),
+    ],
+    ids=lambda value: value[0].partition(":")[0] if isinstance(value, list) else "",
+)
+def test_each_thing_that_is_wrong_is_found(folder, change, metrics, told):
+    if change is not None:
+        change(folder)
+    folder.write(metrics=lambda line: line | {name: of(line) for name, of in metrics.items()})
+    problems = folder.problems()
+    for start in told:
+        has(problems, start)
 
 
 @pytest.mark.parametrize("spans", [[[1, 0, 2]], [[1, 0, 2], [2, 1, 3]], [[2, 0, 2], [1, 2, 3]], [], [[1, 0, 4]]])
@@ -232,11 +240,6 @@ def test_records_that_are_missing_are_told_apart(folder):
 def test_training_that_came_to_its_end_too_early_is_found(folder):
     folder.write(metrics=lambda line: None if line["step"] == 6 else line)
     has(folder.problems(), "end: training came to step 5 of 6")
-
-
-def test_more_steps_than_were_asked_for_are_found(folder):
-    folder.write(metrics=lambda line: line | {"step": 7} if line["step"] == 6 else line)
-    has(folder.problems(), "history: 1 steps were never asked for: 7")
 
 
 @pytest.mark.parametrize(
