@@ -6,6 +6,7 @@ staleness, it ends with the same ledger (I1).
 import json
 
 import pytest
+from simulated import simulated
 from test_parity import configuration, trained, weights
 from test_parity import folder as parity_folder  # noqa: F401
 
@@ -114,29 +115,13 @@ def test_a_run_begins_warm_keeps_it_and_is_resumed_bit_for_bit(parity_folder, tm
 @pytest.mark.slow
 def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
     """The groups of the run are whole epochs, so whatever comes when, the same prompts are to be trained."""
-    tree = {
-        "run": {"samples_per_step": 1000},
-        "data": {"source": "synthetic", "size": 24},
-        "rollout": {
-            "engine": "sim",
-            "replicas": 2,
-            "gpus_per_replica": 0,
-            "samples_per_prompt": 2,
-            "concurrency": 8,
-            "max_tokens": 64,
-            "sim": {"length_median": 24.0, "decode_step_s": 0.01, "load_s": 0.02},
-        },
-        "reward": {"function": "constant", "workers": 1},
-        "learner": {
-            "backend": "sim",
-            "steps": STEPS,
-            "groups_per_step": 6,
-            "dynamic_sampling": False,
-            "sim": {"step_s": 0.5},
-        },
-        "staleness": {"max": 2},
-        "checkpoint": {"every_versions": 2},
-    }
+    tree = simulated(
+        run={"samples_per_step": 1000},
+        data={"size": 24},
+        rollout={"sim": {"decode_step_s": 0.01}},
+        learner={"steps": STEPS, "groups_per_step": 6, "sim": {"step_s": 0.5}},
+        checkpoint={"every_versions": 2},
+    )
     whole = live(tree, tmp_path / "whole", [])
     resumed = live(tree, tmp_path / "resumed", [2, 5])
     assert ledger(resumed) == ledger(whole)
