@@ -44,7 +44,7 @@ BY_THE_DEADLINE = {
     "loop": ("ran longer than 1 s", {"workers_killed", "timed_out"}),
     "deaf": ("ran longer than 1 s", {"workers_killed", "timed_out"}),
     "sleep_in_c": ("ran longer than 1 s", {"workers_killed", "timed_out"}),
-    "close_and_hang": ("closed the socket of its worker process.*was killed", {"workers_killed"}),
+    "close_and_hang": ("closed the socket of its worker process.*was killed", {"workers_died"}),
 }
 
 
