@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_files import groups, json_lines
 
 from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.config.training import ModelConfig
@@ -45,7 +46,7 @@ def write_inputs(folder, clients, python):
     shutil.copytree(assets.model, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": POSITIONS}))
-    rows = [json.loads(line) for line in assets.train.read_text().splitlines()[: 40 * len(clients)]]
+    rows = json_lines(assets.train)[: 40 * len(clients)]
     rows = [row | {"client": clients[number % len(clients)]} for number, row in enumerate(rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.toml").write_text(f"""
@@ -107,14 +108,11 @@ def train(folder):
 
 def trajectories_by_client(folder, run):
     """(client, trajectory) of all that was trained."""
-    clients = {
-        row["prompt"]: row["client"] for row in map(json.loads, (folder / "train.jsonl").read_text().splitlines())
-    }
+    clients = {row["prompt"]: row["client"] for row in json_lines(folder / "train.jsonl")}
     found = []
-    for path in sorted((run / "samples").iterdir()):
-        for group in map(json.loads, path.read_text().splitlines()):
-            first = group["prompt"].split("<|user|>")[1].split("<|end|>")[0]
-            found += [(clients[first], trajectory) for trajectory in group["trajectories"]]
+    for group in groups(run):
+        first = group["prompt"].split("<|user|>")[1].split("<|end|>")[0]
+        found += [(clients[first], trajectory) for trajectory in group["trajectories"]]
     return found
 
 

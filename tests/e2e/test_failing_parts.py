@@ -8,6 +8,7 @@ import json
 import random
 
 import pytest
+from run_files import groups, json_lines, metrics
 
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun
@@ -83,20 +84,15 @@ def play(folder, name, *, fails=(), poisons=(), **sections):
     return code, run.output, run.run_dir
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def trained(run_dir):
     """Every group that was trained, by uid; each once."""
-    groups = [group for path in sorted((run_dir / "samples").iterdir()) for group in lines_of(path)]
-    found = {group["uid"]: group for group in groups}
-    assert len(found) == len(groups)
+    found = {group["uid"]: group for group in groups(run_dir)}
+    assert len(found) == len(groups(run_dir))
     return found
 
 
 def quarantined(run_dir):
-    return {line["uid"]: line["reason"] for line in lines_of(run_dir / "quarantine.jsonl")}
+    return {line["uid"]: line["reason"] for line in json_lines(run_dir / "quarantine.jsonl")}
 
 
 def index_of(uid):
@@ -110,19 +106,19 @@ def test_what_fails_for_ever_costs_its_group_and_the_run_goes_on(folder):
     sections = {"learner": learner, "rollout": {"on_failed_trajectory": "quarantine_group"}}
     code, output, run_dir = play(folder, "skip", fails=fails, poisons=poisons, **sections)
     assert code == 0, output
-    groups, left_out = trained(run_dir), quarantined(run_dir)
-    assert not groups.keys() & left_out.keys()
+    kept, left_out = trained(run_dir), quarantined(run_dir)
+    assert not kept.keys() & left_out.keys()
     for indices, told in ((fails, "this reward fails for ever"), (poisons, "the gradient norm of step")):
         reasons = [reason for uid, reason in left_out.items() if index_of(uid) in indices]
         assert reasons and all(told in reason for reason in reasons)
     assert {index_of(uid) for uid in left_out} <= fails | poisons
-    assert not any(index_of(uid) in poisons for uid in groups)
-    assert all(len(group["trajectories"]) == SAMPLES for group in groups.values())
-    for group in (group for uid, group in groups.items() if index_of(uid) in fails):
+    assert not any(index_of(uid) in poisons for uid in kept)
+    assert all(len(group["trajectories"]) == SAMPLES for group in kept.values())
+    for group in (group for uid, group in kept.items() if index_of(uid) in fails):
         assert not any(sum(map(ord, each["text"])) % 3 == 0 for each in group["trajectories"])
-    lines = [line for line in lines_of(run_dir / "metrics.jsonl") if line["kind"] == "train"]
+    lines = metrics(run_dir, "train")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert len(groups) == lines[-1]["ledger/trained"]
+    assert len(kept) == lines[-1]["ledger/trained"]
     assert lines[-1]["rollout/dropped_trajectories"] == 0 < lines[-1]["rollout/failed_attempts"]
 
 
@@ -130,7 +126,7 @@ def test_a_trajectory_that_fails_for_ever_costs_itself_alone(folder):
     fails = set(range(0, 40, 3))
     code, output, run_dir = play(folder, "drop", fails=fails, rollout={"on_failed_trajectory": "drop"})
     assert code == 0, output
-    last = [line for line in lines_of(run_dir / "metrics.jsonl") if line["kind"] == "train"][-1]
+    last = metrics(run_dir, "train")[-1]
     assert last["ledger/trained"] == 5 * GROUPS
     # Of the groups that are left out at most one trajectory was left, and a baseline takes two.
     left_out = quarantined(run_dir)

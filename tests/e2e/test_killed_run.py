@@ -6,6 +6,7 @@ staleness, it ends with the same ledger (I1).
 import json
 
 import pytest
+from run_files import groups, json_lines, metrics
 from simulated import simulated
 from test_parity import configuration, trained, weights
 from test_parity import folder as parity_folder  # noqa: F401
@@ -44,31 +45,25 @@ def live(tree, folder, kills, **environment):
     return run.run_dir
 
 
-def lines_of(run_dir, kind):
-    every = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in every if line["kind"] == kind]
-
-
 def figures(run_dir):
     """The lines of the last start, by step."""
     return {
         line["step"]: {name: value for name, value in line.items() if name != "start" and not name.startswith(TIMING)}
-        for line in lines_of(run_dir, "train")
+        for line in metrics(run_dir, "train")
     }
 
 
 def tokens(run_dir):
     """What was trained in the last history, by step, without the numbers of versions."""
-    starts = {line["step"]: line["start"] for line in lines_of(run_dir, "train")}
+    starts = {line["step"]: line["start"] for line in metrics(run_dir, "train")}
     found = {}
-    for path in (run_dir / "samples").iterdir():
-        for line in map(json.loads, path.read_text().splitlines()):
-            if line["start"] == starts[line["step"]]:
-                # Versions differ: a run that goes on publishes under numbers that were never used.
-                sampled = [
-                    ([(s["tokens"], s["logprobs"]) for s in t["sequences"]], t["reward"]) for t in line["trajectories"]
-                ]
-                found.setdefault(line["step"], []).append((line["uid"], sampled))
+    for group in groups(run_dir):
+        if group["start"] == starts[group["step"]]:
+            # Versions differ: a run that goes on publishes under numbers that were never used.
+            sampled = [
+                ([(s["tokens"], s["logprobs"]) for s in t["sequences"]], t["reward"]) for t in group["trajectories"]
+            ]
+            found.setdefault(group["step"], []).append((group["uid"], sampled))
     return found
 
 
@@ -92,17 +87,17 @@ def test_a_run_begins_warm_keeps_it_and_is_resumed_bit_for_bit(parity_folder, tm
     whole = live(tree, tmp_path / "whole", [], PYTHONPATH=str(parity_folder))
     # The first kill is before the first checkpoint of a step: that of the warm steps is what it goes on from.
     resumed = live(tree, tmp_path / "resumed", [1, 4], PYTHONPATH=str(parity_folder))
-    warm, steps = lines_of(whole, "warm"), lines_of(whole, "train")
+    warm, steps = metrics(whole, "warm"), metrics(whole, "train")
     assert [line["sft/warm_steps"] for line in warm] == list(range(1, WARM + 1))
     assert warm[-1]["loss/sft"] < 0.5 * warm[0]["loss/sft"]
     assert all(line["loss/sft"] < 0.5 * warm[0]["loss/sft"] for line in steps)
     assert steps[0]["sft/epochs"] == pytest.approx((WARM + 1) * 8 / 30)
     # Nothing was sampled before: the first responses are of the letters that the completions have.
-    groups = map(json.loads, (whole / "samples" / "step_000001.jsonl").read_text().splitlines())
-    said = "".join(trajectory["text"] for group in groups for trajectory in group["trajectories"])
+    first = json_lines(whole / "samples" / "step_000001.jsonl")
+    said = "".join(trajectory["text"] for group in first for trajectory in group["trajectories"])
     assert sum(said.count(letter) for letter in "1a") > 0.8 * len(said) > 0
     # They are not taken again.
-    assert [line["sft/warm_steps"] for line in lines_of(resumed, "warm")] == list(range(1, WARM + 1))
+    assert [line["sft/warm_steps"] for line in metrics(resumed, "warm")] == list(range(1, WARM + 1))
     newest = CheckpointFolder(resumed / "checkpoints").newest()
     assert read_trainer_contents(newest.path / "trainer").warm_steps == WARM
     assert tokens(resumed) == tokens(whole)
@@ -125,5 +120,5 @@ def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
     whole = live(tree, tmp_path / "whole", [])
     resumed = live(tree, tmp_path / "resumed", [2, 5])
     assert ledger(resumed) == ledger(whole)
-    uids = [uid for groups in tokens(resumed).values() for uid, _ in groups]
+    uids = [uid for of_step in tokens(resumed).values() for uid, _ in of_step]
     assert len(uids) == len(set(uids)) == 6 * STEPS

@@ -16,6 +16,7 @@ import pytest
 import torch
 from ledgers import assert_ledgers_add_up
 from recordings import read_recording
+from run_files import assert_spans_cover, groups, json_lines, metrics
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trace_files import load
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -142,8 +143,7 @@ def _logs(folder):
 
 
 def lines(folder, kind):
-    text = (folder / "runs" / "real" / "metrics.jsonl").read_text()
-    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+    return metrics(folder / "runs" / "real", kind)
 
 
 def test_every_step_is_trained_published_and_recorded(folder, finished):
@@ -158,18 +158,11 @@ def test_every_step_is_trained_published_and_recorded(folder, finished):
 
 
 def test_i3_every_token_has_one_version_and_updates_met_running_trajectories(folder, finished):
-    trajectories = [
-        trajectory
-        for path in sorted((folder / "runs" / "real" / "samples").iterdir())
-        for group in map(json.loads, path.read_text().splitlines())
-        for trajectory in group["trajectories"]
-    ]
+    trajectories = [each for group in groups(folder / "runs" / "real") for each in group["trajectories"]]
     assert len(trajectories) == STEPS * 6 * 4
     for trajectory in trajectories:
-        [sequence] = trajectory["sequences"]
-        ends = [0, *(end for _, _, end, _ in sequence["spans"])]
-        assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
-        assert ends[-1] == len(sequence["tokens"]) <= 96
+        assert_spans_cover(trajectory)
+        assert len(trajectory["sequences"][0]["tokens"]) <= 96
     assert any(len(trajectory["sequences"][0]["spans"]) > 1 for trajectory in trajectories)
     assert any(trajectory["resumes"] for trajectory in trajectories)
 
@@ -204,9 +197,8 @@ def test_evaluations_are_of_the_first_and_the_last_version(folder, finished):
 def test_the_exported_model_loads_and_scores_the_same(folder, finished):
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "real" / "export", dtype=torch.float32).eval()
     rewards = []
-    for line in (folder / "held.jsonl").read_text().splitlines():
-        prompt = json.loads(line)["prompt"]
-        ids = torch.tensor([[CHARACTERS.index(c) for c in prompt]])
+    for row in json_lines(folder / "held.jsonl"):
+        ids = torch.tensor([[CHARACTERS.index(c) for c in row["prompt"]]])
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=96)
         text = "".join(CHARACTERS[i] for i in generated[0, ids.shape[1] :] if i)
         rewards.append(sum(c.islower() for c in text) / max(1, len(text)))

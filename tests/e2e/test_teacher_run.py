@@ -1,9 +1,9 @@
 """A run whose teacher is a server, with the divergence from a reference in its rewards."""
 
 import asyncio
-import json
 
 import pytest
+from run_files import metrics
 from teacher_server import scored, served
 from test_parity import configuration, run_live
 from test_parity import folder as parity_folder  # noqa: F401
@@ -18,8 +18,7 @@ async def test_a_server_scores_each_response_that_is_trained(parity_folder):  # 
         kl = {"coefficient": 0.01, "place": "reward", "path": str(parity_folder / "model")}
         tree = configuration(parity_folder, learner=settings | {"kl": kl})
         run_dir = await asyncio.to_thread(run_live, parity_folder, tree, "taught")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "train"]
+    steps = metrics(run_dir, "train")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert all(line["loss/teacher_kl"] > 0 for line in steps)
     # The reference is what the run began with: in the first step it differs by rounding alone.

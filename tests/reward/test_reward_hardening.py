@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from reward.pools import LIMIT, MIB, Printed, lives, pids, reward, started, until
+from run_files import groups, json_lines
 
 from asyncrl.errors import RewardFailed
 from asyncrl.runtime.workers import memory
@@ -235,12 +236,10 @@ def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_tra
     run_dir = tmp_path / "runs" / "bad"
     logs = "".join(path.read_text()[-2000:] for path in run_dir.glob("logs/*/*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
-    quarantined = [json.loads(line) for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
+    quarantined = json_lines(run_dir / "quarantine.jsonl")
     reasons = {int(line["uid"].rpartition("-")[2]): line["reason"] for line in quarantined}
     assert len(quarantined) == len(reasons) == len(KINDS)
     for index, reason in reasons.items():
         assert KINDS[kinds[index]] in reason, (kinds[index], reason)
-    trained = []
-    for path in run_dir.glob("samples/*"):
-        trained += [int(json.loads(line)["uid"].rpartition("-")[2]) for line in path.read_text().splitlines()]
+    trained = [int(group["uid"].rpartition("-")[2]) for group in groups(run_dir)]
     assert sorted(trained) == [index for index, kind in enumerate(kinds) if kind == "good"]

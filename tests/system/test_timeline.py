@@ -8,6 +8,7 @@ import json
 
 import pytest
 from inprocess import System, sim_config
+from run_files import groups
 from trace_files import generation, load, slots
 
 from asyncrl.errors import UsageError
@@ -61,12 +62,6 @@ def live(tmp_path, during=None, **tables):
 
     assert asyncio.run(main()).phase == "done"
     return system
-
-
-def samples(run_dir):
-    for path in sorted((run_dir / "samples").iterdir()):
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
 
 
 def told(happenings, sample, *kinds):
@@ -140,8 +135,7 @@ def test_a_trace_on_demand_is_of_that_moment_and_the_run_goes_on(tmp_path, logs)
 
 def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_samples_say(tmp_path, logs):
     system = live(tmp_path)
-    groups = list(samples(system.run_dir))
-    twice = [group for group in groups if any(t["resumes"] == 2 for t in group["trajectories"])]
+    twice = [group for group in groups(system.run_dir) if any(t["resumes"] == 2 for t in group["trajectories"])]
     assert twice, "updates met no response three times"
     for group in twice:
         story = read_story(system.run_dir, group["uid"])
@@ -191,7 +185,7 @@ def test_the_story_goes_on_with_another_rollouter_when_the_first_dies(tmp_path, 
 
     system = live(tmp_path, kill)
     again = []
-    for group in samples(system.run_dir):
+    for group in groups(system.run_dir):
         story = read_story(system.run_dir, group["uid"])
         if any(h.what == "orphaned" for h in story):
             again.append([h.what for h in story if h.sample < 0])

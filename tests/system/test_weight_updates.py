@@ -2,12 +2,12 @@
 
 import asyncio
 import itertools
-import json
 from collections import Counter
 
 import msgspec
 import pytest
 from inprocess import System, sim_config
+from run_files import assert_spans_cover, groups
 from structlog.testing import capture_logs
 
 from asyncrl.learner.loop import Training
@@ -33,14 +33,10 @@ def check(system, state):
     """I1, I3 and I4: every group once, spans that cover, and the versions that were published."""
     assert state.phase == "done", state
     uids = []
-    for path in sorted((system.run_dir / "samples").iterdir()):
-        for group in map(json.loads, path.read_text().splitlines()):
-            uids.append(group["uid"])
-            for trajectory in group["trajectories"]:
-                [sequence] = trajectory["sequences"]
-                ends = [0, *(end for _, _, end, _ in sequence["spans"])]
-                assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
-                assert ends[-1] == len(sequence["tokens"])
+    for group in groups(system.run_dir):
+        uids.append(group["uid"])
+        for trajectory in group["trajectories"]:
+            assert_spans_cover(trajectory)
     trained = system.lines("train")[-1]["ledger/trained"]
     assert len(uids) == len(set(uids)) == trained == 30 * 4
 

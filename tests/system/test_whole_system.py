@@ -1,11 +1,11 @@
 """Every real actor in one process, simulated engines and learner: the loop as a whole."""
 
 import asyncio
-import json
 
 import msgspec
 import pytest
 from inprocess import System, sim_config
+from run_files import assert_spans_cover, groups, json_lines
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import NonFiniteStep, RemoteError
@@ -21,10 +21,7 @@ def run(config, tmp_path, **kwargs):
 
 
 def trained_uids(system):
-    uids = []
-    for path in sorted((system.run_dir / "samples").iterdir()):
-        uids += [json.loads(line)["uid"] for line in path.read_text().splitlines()]
-    return uids
+    return [group["uid"] for group in groups(system.run_dir)]
 
 
 @pytest.mark.parametrize("on_update", ["abort_resume", "keep", "drain"])
@@ -43,15 +40,8 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(tmp_path, on_upda
     assert len(uids) == len(set(uids)) == 48
     gate = system.actors["dataloader/0"]._tickets
     assert gate.outstanding == 0
-    for path in (system.run_dir / "samples").iterdir():
-        for group in map(json.loads, path.read_text().splitlines()):
-            for trajectory in group["trajectories"]:
-                [sequence] = trajectory["sequences"]
-                ends = [0, *(end for _, _, end, _ in sequence["spans"])]
-                assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
-                assert ends[-1] == len(sequence["tokens"])
-                versions = [version for version, _, _, _ in sequence["spans"]]
-                assert versions == sorted(versions)
+    for trajectory in (each for group in groups(system.run_dir) for each in group["trajectories"]):
+        assert_spans_cover(trajectory)
     assert not list((tmp_path / "run" / "private").glob("*.tmp"))
 
 
@@ -200,9 +190,8 @@ def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refuse
     assert not set(refused) & set(trained_uids(system))
     sampled = 0
     for line in lines:
-        path = system.run_dir / "samples" / f"step_{line['step']:06d}.jsonl"
-        groups = [json.loads(text) for text in path.read_text().splitlines()]
-        trajectories = [trajectory for group in groups for trajectory in group["trajectories"]]
+        of_step = json_lines(system.run_dir / "samples" / f"step_{line['step']:06d}.jsonl")
+        trajectories = [trajectory for group in of_step for trajectory in group["trajectories"]]
         lengths = [len(each["sequences"][0]["tokens"]) for each in trajectories]
         sampled += sum(lengths)
         assert line["reward/trained_mean"] == pytest.approx(sum(each["reward"] for each in trajectories) / len(lengths))
