@@ -42,9 +42,10 @@ class Folder:
         # What start 1 trained after its last checkpoint is no part of the history.
         self.lost = (4, 1, ["0-0", "1-1"])
         self.checkpoint = checkpoint
-        self.trained_extra, self.ledger_step = [], checkpoint
+        self.trained_extra = []
+        self.metrics = lambda line: line
 
-    def write(self, *, metrics=lambda line: line, sample=lambda line: line):
+    def write(self, *, metrics=None, sample=lambda line: line):
         lines, groups = [], []
         for step, start, uids in [*self.steps[:3], self.lost, *self.steps[3:]]:
             version = step + (start - 1) * 3
@@ -63,7 +64,7 @@ class Folder:
                 spans.append([version, 4, 5, "sampled"])
                 trajectory = {"sequences": [sampled, {"spans": spans, "tokens": [1, 2, 3, 4, 5]}]}
                 groups.append((step, {"step": step, "start": start, "uid": uid, "trajectories": [trajectory] * 2}))
-        (self.run_dir / "metrics.jsonl").write_text(text(map(metrics, lines)))
+        (self.run_dir / "metrics.jsonl").write_text(text(map(metrics or self.metrics, lines)))
         for step in range(1, STEPS + 1):
             of_step = [sample(line) for at, line in groups if at == step]
             (self.run_dir / f"samples/step_{step:06d}.jsonl").write_text(text(of_step))
@@ -135,11 +136,11 @@ def test_steps_after_the_last_checkpoint_are_taken_from_the_samples(tmp_path):
     assert all(uid in problems[0] for uid in later)
 
 
-def put(step, place, other=None, uid=""):
-    """Let the group at a place of a step be that of ``other``, or of ``uid``."""
+def put(step, place, uid):
+    """The group at a place of a step is that of a prompt, or of that at (step, place)."""
 
     def change(folder):
-        folder.steps[step][2][place] = uid or folder.steps[other[0]][2][other[1]]
+        folder.steps[step][2][place] = uid if isinstance(uid, str) else folder.steps[uid[0]][2][uid[1]]
 
     return change
 
@@ -151,68 +152,47 @@ def lose(folder):
         folder.steps[step - 1][2].remove(uid)
 
 
-def change_outcomes(folder):
-    changed = {"quarantined": "filtered"}
-    folder.concluded = [(step, uid, changed.get(kind, kind)) for step, uid, kind in folder.concluded]
+def filter_the_quarantined(folder):
+    kinds = {"quarantined": "filtered"}
+    folder.concluded = [(step, uid, kinds.get(kind, kind)) for step, uid, kind in folder.concluded]
 
 
-def trained_also(uid):
-    return lambda folder: folder.trained_extra.append(uid)
-
-
-def seam(folder):
-    folder.steps[4] = (5, 1, folder.steps[4][2])
+def count(name, of):
+    """A value of each line of metrics.jsonl is what ``of`` makes of the line."""
+    return lambda folder: setattr(folder, "metrics", lambda line: line | {name: of(line)})
 
 
 @pytest.mark.parametrize(
-    ("change", "metrics", "told"),
+    ("told", "change"),
     [
-        (put(5, 0, other=(1, 0)), {}, ["repeated: 1 prompts were trained more than once: "]),
-        (put(2, 1, other=(2, 0)), {}, ["repeated: 1 prompts"]),
-        (lambda folder: folder.steps[5][2].append("5-5"), {}, ["repeated: 1 steps have too many groups: 6"]),
-        (lose, {}, ["lost: 1 prompts have no outcome though later ones have: "]),
+        ("repeated: 1 prompts were trained more than once: 0-5 in steps [2, 6]", put(5, 0, (1, 0))),
+        ("repeated: 1 prompts", put(2, 1, (2, 0))),
+        ("repeated: 1 steps have too many groups: 6", lambda folder: folder.steps[5][2].append("5-5")),
+        ("lost: 1 prompts have no outcome though later ones have: ", lose),
+        ("ledger: 1 groups of steps up to 6 have no outcome in its checkpoint: 7-7", put(0, 0, "7-7")),
+        ("ledger: 1 groups are trained in the checkpoint and in no step", put(0, 0, "7-7")),
+        ("ledger: the checkpoint of step 6 counts 13", lambda folder: folder.trained_extra.append("4-4")),
+        ("ledger: 1 prompts have an outcome and are not in", lambda folder: folder.trained_extra.append("0-10")),
+        ("ledger: 6 steps were not counted as 2 groups", count("ledger/trained", lambda x: x["ledger/trained"] + 1)),
+        ("outcome: ", filter_the_quarantined),
         (
-            put(0, 0, uid="7-7"),
-            {},
-            [
-                "ledger: 1 groups of steps up to 6 have no outcome in its checkpoint: 7-7",
-                "ledger: 1 groups are trained in the checkpoint and in no step",
-            ],
+            "history: 1 steps follow one that a later start of the learner trained: step 5",
+            lambda folder: folder.steps.__setitem__(4, (5, 1, folder.steps[4][2])),
         ),
-        (trained_also("4-4"), {}, ["ledger: the checkpoint of step 6 counts 13 groups as trained"]),
-        (trained_also("0-10"), {}, ["ledger: 1 prompts have an outcome and are not in the data"]),
+        ("history: 1 steps were never asked for: 7", count("step", lambda x: 7 if x["step"] == 6 else x["step"])),
         (
-            None,
-            {"ledger/trained": lambda line: line["ledger/trained"] + 1},
-            ["ledger: 6 steps were not counted as 2 groups each"],
-        ),
-        (change_outcomes, {}, ["outcome: "]),
-        (seam, {}, ["history: 1 steps follow one that a later start of the learner trained: step 5"]),
-        (
-            None,
-            {"weights/version": lambda line: line["step"]},
-            ["version: 1 numbers of versions were used by two starts of the learner: 4"],
+            "version: 1 numbers of versions were used by two starts of the learner: 4",
+            count("weights/version", lambda x: x["step"]),
         ),
         (
-            None,
-            {"weights/version": lambda line: 20 - line["step"] - 7 * line["start"]},
-            ["version: 5 steps have an older version"],
-        ),
-        (
-            None,
-            {"step": lambda line: 7 if line["step"] == 6 else line["step"]},
-            ["history: 1 steps were never asked for: 7"],
+            "version: 5 steps have an older version",
+            count("weights/version", lambda x: 20 - x["step"] - 7 * x["start"]),
         ),
     ],
-    ids=lambda value: value[0].partition(":")[0] if isinstance(value, list) else "",
 )
-def test_each_thing_that_is_wrong_is_found(folder, change, metrics, told):
-    if change is not None:
-        change(folder)
-    folder.write(metrics=lambda line: line | {name: of(line) for name, of in metrics.items()})
-    problems = folder.problems()
-    for start in told:
-        has(problems, start)
+def test_each_thing_that_is_wrong_is_found(folder, told, change):
+    change(folder)
+    has(folder.write().problems(), told)
 
 
 @pytest.mark.parametrize("spans", [[[1, 0, 2]], [[1, 0, 2], [2, 1, 3]], [[2, 0, 2], [1, 2, 3]], [], [[1, 0, 4]]])
