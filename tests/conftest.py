@@ -91,3 +91,19 @@ def forbid(monkeypatch):
             monkeypatch.setattr(os, name, refusing(getattr(os, name)))
 
     return forbid
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory):
+    """``family(name)``: the folder of a model with the chat template of this family."""
+    from chat_models import FAMILIES, write_chat_model
+
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            template, eos = FAMILIES[name]
+            made[name] = write_chat_model(tmp_path_factory.mktemp("family") / "model", template, eos=eos)
+        return made[name]
+
+    return folder

@@ -1,11 +1,11 @@
-"""A judge's server for tests: aiohttp on loopback, which answers by a script and knows what it was asked."""
+"""A judge's server for tests."""
 
 import asyncio
 import json
 import re
-from contextlib import asynccontextmanager
 
 from aiohttp import web
+from scripted_server import ScriptedServer
 
 TRAJECTORY = re.compile(r"=== trajectory (\w+) begins ===\n(.*?)\n=== trajectory \1 ends ===", re.DOTALL)
 CRITERION = re.compile(r"^\* ([\w.-]+): ", re.MULTILINE)
@@ -41,46 +41,20 @@ def chat(text, status=200, **headers):
     return web.json_response(reply, status=status, headers=headers)
 
 
-class JudgeServer:
-    """``script`` holds what is done with each request in turn, the last one for all that come after: a function of the
-    request's body that gives the text of the answer, or a coroutine function that gives a response."""
-
-    def __init__(self, *script):
-        self.script = list(script)
-        self.bodies = []
-        self.headers = []
-        self.at_once = self.most_at_once = 0
-        self.url = ""
+class JudgeServer(ScriptedServer):
+    """The script has functions of the request's body that give the text of the answer, or coroutine functions that give
+    a response."""
 
     async def handle(self, request):
-        body = await request.json()
-        self.bodies.append(body)
-        self.headers.append(request.headers)
-        action = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        try:
+        async with self.turn(request) as (body, action):
             if asyncio.iscoroutinefunction(action):
                 return await action(request, body)
             return chat(action(body))
-        finally:
-            self.at_once -= 1
 
 
-@asynccontextmanager
-async def judge_server(*script):
+def judge_server(*script):
     server = JudgeServer(*script)
-    app = web.Application(client_max_size=1 << 26)
-    app.router.add_post("/v1/chat/completions", server.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
-        yield server
-    finally:
-        await runner.cleanup()
+    return server.on_loopback(web.post("/v1/chat/completions", server.handle))
 
 
 def status(code, text="busy", **headers):

@@ -39,7 +39,8 @@ class ChatTemplate:
         self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
         """Text of the tokens that end an answer, where text becomes them."""
         self._short_ids = False
-        self._writes_calls = True
+        self.writes_calls = True
+        """Whether the template writes the calls of an earlier answer; else they are put into its content."""
         self._learn()
 
     def _learn(self) -> None:
@@ -48,15 +49,10 @@ class ChatTemplate:
         if not self._tried(answered):
             self._short_ids = True
             self._short_ids = bool(self._tried(answered))
-        self._writes_calls = _NAME in self._tried(asked)
+        self.writes_calls = _NAME in self._tried(asked)
         without = self._tried([_USER], ())
         self.shows_tools = bool(without) and self._tried([_USER]) not in ("", without)
         """Whether the model is told of tools."""
-
-    @property
-    def writes_calls(self) -> bool:
-        """Whether the template writes the calls of an earlier answer; else they are put into its content."""
-        return self._writes_calls
 
     def text(
         self,
@@ -84,7 +80,7 @@ class ChatTemplate:
 
     def _shown(self, message: Message) -> Message:
         calls = message.get("tool_calls")
-        if calls and not self._writes_calls:
+        if calls and not self.writes_calls:
             content = "\n".join(text for text in (message["content"], write_calls(calls)) if text)
             message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
         elif calls and self._short_ids:

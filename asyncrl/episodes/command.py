@@ -21,14 +21,13 @@ from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.counts import EpisodeCounts
 from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.session import Playing, PolicySession
-from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
-from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.runtime.workers.memory import held_beyond
+from asyncrl.runtime.workers.process import WorkerProcess, gone
 
 TAIL_BYTES = 1 << 12
 LAST_LINES = 5
@@ -36,7 +35,6 @@ LOOK_S = 0.25
 MOST_LOOKED_AT = 32
 GATHER_S = 0.05
 """Seconds for which output is gathered."""
-CLOSE_TIMEOUT_S = 5.0
 MOST_ANSWER_BYTES = 1 << 20
 OURS = "ASYNCRL_"
 LARGEST_TASK = 64 << 10
@@ -160,17 +158,7 @@ class Programs:
             self._kill(program, "was stopped: the episode host was closed")
         if not self._running:
             self._all_ended.set()
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._all_ended.wait()
-                while left := kill_living(left):  # noqa: ASYNC110
-                    await asyncio.sleep(REAP_INTERVAL_S)
-        except TimeoutError:
-            pids = [str(program.process.pid) for program in self._running.values()]
-            pids += [str(process.pid) for process in kill_living(left)]
-            raise DeadlineExceeded(
-                "the episode host", f"process {', '.join(pids)}", "its end", CLOSE_TIMEOUT_S
-            ) from None
+        await gone("the episode host", self._all_ended, left, lambda: (each.process for each in self._running.values()))
 
     @property
     def open(self) -> int:
@@ -252,11 +240,8 @@ class Programs:
             program = self._running[key] = self._running.pop(key)
             if program.fault or program.process.ended:
                 continue
-            pids = family(program.process.pid)
-            if resident_bytes(pids) > limit and (held := proportional_bytes(pids)) > limit:
+            if (found := held_beyond(program.process.pid, limit)) is not None:
                 self.counts.out_of_memory += 1
-                self._kill(
-                    program,
-                    f"took more than {limit} bytes of memory (episode.max_memory_bytes; it held {held}); it was killed",
-                )
+                told = f"took more than {limit} bytes of memory (episode.max_memory_bytes; it held {found[0]})"
+                self._kill(program, f"{told}; it was killed")
         self._look = self._loop.call_later(LOOK_S, self._look_at_memory)

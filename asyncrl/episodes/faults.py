@@ -13,7 +13,7 @@ from typing import Literal
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.session import Playing, PolicySession
-from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.memory import held_beyond
 from asyncrl.runtime.workers.process import WorkerProcess
 from asyncrl.telemetry.states import StateLedger
 
@@ -84,14 +84,10 @@ def find_fault(slot: Slot, config: EpisodeConfig, now: float) -> EpisodeFault | 
             f"stood still for {config.stall_timeout_s:g} s (episode.stall_timeout_s): code that is async computes or "
             "waits without await, or holds the interpreter; it was killed",
         )
-    pids = family(slot.process.pid)
-    # Shared pages count more than once in the first, which costs next to nothing.
-    if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
-        return EpisodeFault(
-            "memory",
-            f"took more than {config.max_memory_bytes} bytes of memory ({MEMORY_KEY}; it and {len(pids) - 1} processes "
-            f"below it held {held}); it was killed",
-        )
+    if (found := held_beyond(slot.process.pid, slot.memory_limit)) is not None:
+        held, below = found
+        told = f"took more than {config.max_memory_bytes} bytes of memory ({MEMORY_KEY}; it and {below} processes"
+        return EpisodeFault("memory", f"{told} below it held {held}); it was killed")
     return unended(slot, config.close_timeout_s, now)
 
 

@@ -44,7 +44,7 @@ from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import resident_bytes
-from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.runtime.workers.process import WorkerProcess, gone
 from asyncrl.telemetry.states import StateLedger
 
 BEATS = 8
@@ -53,7 +53,6 @@ LOOK_S = 0.25
 """Longest pause between two looks at the workers."""
 GATHER_S = 0.05
 """Seconds for which output is gathered."""
-CLOSE_TIMEOUT_S = 5.0
 MAX_START_FAILURES = 5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
 
@@ -153,18 +152,8 @@ class Workers:
                 helpers += slot.process.descendants()
                 slot.process.kill("was stopped: the episode host was closed")
         self._note_ended()
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._all_ended.wait()
-                # They are no children of this process, so their end can only be seen.
-                while helpers := kill_living(helpers):  # noqa: ASYNC110
-                    await asyncio.sleep(REAP_INTERVAL_S)
-        except TimeoutError:
-            left = [str(slot.process.pid) for slot in [*self._slots, *self._lone] if slot.process is not None]
-            left += [str(helper.pid) for helper in kill_living(helpers)]
-            raise DeadlineExceeded(
-                "the episode host", f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S
-            ) from None
+        slots = [*self._slots, *self._lone]
+        await gone("the episode host", self._all_ended, helpers, lambda: (slot.process for slot in slots))
 
     @property
     def open(self) -> int:

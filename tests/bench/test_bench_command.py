@@ -14,23 +14,6 @@ from tools.bench.__main__ import parser
 from tools.bench.report import Report
 
 
-def test_the_commands():
-    chosen = parser().parse_args(["calls", "--vs", "ray", "--json"])
-    assert (chosen.bench, chosen.vs, chosen.json, chosen.pairs) == ("calls", "ray", True, 30)
-    assert parser().parse_args(["calls"]).vs is None
-    assert parser().parse_args(["learner", "--vs", "trl"]).vs == "trl"
-    assert parser().parse_args(["rollout", "--pairs", "3"]).pairs == 3
-    assert parser().parse_args(["overlap", "--steps", "5", "--json"]).steps == 5
-    assert parser().parse_args(["sharing"]).pairs == 20
-    chosen = parser().parse_args(["planning", "--pairs", "2"])
-    assert (chosen.pairs, chosen.steps) == (2, 5)
-
-
-def test_the_parts_of_the_bench_of_episodes():
-    chosen = parser().parse_args(["episodes", "--only", "calls", "--pairs", "3"])
-    assert (chosen.only, chosen.pairs, chosen.open, chosen.steps) == ("calls", 3, 1000, 8)
-
-
 def test_a_tiny_run_of_calls_from_an_episode(monkeypatch):
     """The real host and its worker, in processes of their own."""
     monkeypatch.setattr(episode_calls, "STEP_S", 0.0005)

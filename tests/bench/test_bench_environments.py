@@ -1,6 +1,7 @@
 """Environments of peers: made once, made again when they are not what is asked for; and the batch that TRL is given."""
 
 import json
+import shutil
 import subprocess
 import zipfile
 
@@ -32,6 +33,11 @@ def test_an_environment_is_made_once_and_again_when_it_is_half_made(requirements
     witness = python.parent.parent / "witness"
     witness.touch()
     assert environments.environment("peer", requirements) == python and witness.exists()
+    # Making one takes ten seconds: from here on it is a copy of the first.
+    shutil.copytree(python.parent.parent, tmp_path / "kept", symlinks=True, ignore=lambda *_: ["witness", ".complete"])
+    monkeypatch.setattr(
+        environments.venv, "create", lambda at, with_pip: shutil.copytree(tmp_path / "kept", at, symlinks=True)
+    )
     (python.parent.parent / ".complete").unlink()
     environments.environment("peer", requirements)
     assert not witness.exists() and python.exists()

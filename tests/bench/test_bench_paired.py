@@ -28,14 +28,6 @@ def test_what_has_no_median_is_refused(data):
         median_interval(data)
 
 
-def test_more_samples_narrow_the_interval():
-    noise = np.random.default_rng(1).lognormal(0, 0.3, 2000)
-    few, many = median_interval(noise[:20]), median_interval(noise)
-    assert few.high - few.low > 3 * (many.high - many.low)
-    assert many.holds(1.0)
-    assert not many.holds(1.1)
-
-
 def test_pairs_alternate_and_both_sides_are_warmed_up():
     calls = []
 

@@ -4,7 +4,6 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.reward.scoring.functions import BUILT_IN
-from tools.bench.__main__ import parser
 from tools.bench.quickstart import TASKS, Point, ratio, seconds_until, waited_for_engine
 from tools.quickstart.__main__ import CONFIG
 from tools.quickstart.task import Problem, is_right
@@ -18,14 +17,6 @@ CURVE = [Point(0, 0.0, 0.3), Point(5, 10.0, 0.5), Point(10, 18.0, 0.45), Point(1
 )
 def test_it_is_there_when_the_line_through_the_points_first_is(accuracy, seconds):
     assert seconds_until(accuracy, CURVE) == (None if seconds is None else pytest.approx(seconds))
-
-
-def test_the_command_names_its_other_side(capsys):
-    chosen = parser().parse_args(["quickstart", "--vs", "trl", "--seed", "2", "--seed", "5"])
-    assert (chosen.seed, chosen.accuracy, chosen.steps, chosen.lengths) == ([2, 5], 0.8, 40, "equal")
-    with pytest.raises(SystemExit):
-        parser().parse_args(["quickstart"])
-    assert "--vs" in capsys.readouterr().err
 
 
 WITHOUT_DOTS = ["7+5=12;2", "7+5=12;12", "12", ";12", ""]

@@ -1,38 +1,22 @@
 """What the scale benchmark makes of snapshots, and of a screen that nobody sees."""
 
-import os
-import pty
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import ActorFailed, BroadcastFailed
-from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.messages.weights import Collective, CollectiveGroup
+from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
 from asyncrl.telemetry.catalogue import EDGES
-from asyncrl.weights.broadcast import BroadcastPart
 from tools.bench import scale_collective
 from tools.bench.report import Report
-from tools.bench.scale_heart import Heart
 from tools.bench.scale_phases import RECOVERY_S, broken, frozen, steady
 from tools.bench.scale_report import CONTROL_PLANE, LAG, LAG_TARGET_S, lost, report_all, report_phase
 from tools.bench.scale_run import (
-    MOST_IN_FLIGHT,
-    PROCESSES_PER_CPU,
     READY_S,
-    Processes,
-    concurrency,
-    config,
-    per_process,
 )
-from tools.bench.scale_terminal import Terminal
-from tools.bench.scale_top import Drawing, Top, drawing
-from tools.bench.scale_watch import FULL_S, SAY_S, Follower, Seen, Watched
+from tools.bench.scale_top import Drawing, drawing
+from tools.bench.scale_watch import FULL_S, Follower, Seen, Watched
 
 TICKETS = {"granted": 10.0, "trained": 4.0, "filtered": 1.0, "quarantined": 1.0, "returned": 1.0, "outstanding": 3.0}
 
@@ -84,8 +68,10 @@ def reported(last, shown=None, phase=STEADY):
     return report
 
 
-def test_nothing_is_lost_when_every_granted_group_is_accounted_for():
+def test_nothing_is_lost_when_every_granted_group_is_accounted_for_and_what_went_wrong_was_before():
     assert lost(snapshot(0.0), snapshot(9.0)) == {}
+    faults = {"wire/unsent": 2.0}
+    assert lost(snapshot(0.0, faults=faults), snapshot(9.0, faults=faults)) == {}
 
 
 @pytest.mark.parametrize(
@@ -99,11 +85,6 @@ def test_nothing_is_lost_when_every_granted_group_is_accounted_for():
 )
 def test_what_went_wrong_is_told(what, found):
     assert lost(snapshot(0.0), snapshot(9.0, **what)) == found
-
-
-def test_what_went_wrong_before_a_phase_is_not_of_it():
-    faults = {"wire/unsent": 2.0}
-    assert lost(snapshot(0.0, faults=faults), snapshot(9.0, faults=faults)) == {}
 
 
 def test_who_is_dead_is_turned_away_and_what_it_held_is_granted_again():
@@ -158,70 +139,6 @@ def test_drawing_is_counted_by_whole_seconds_from_the_first_picture():
     assert missed is not None and missed.seconds_share == pytest.approx(2 / 3)
 
 
-def test_a_screen_that_has_ended_is_a_failure(tmp_path):
-    screen = Top(tmp_path / "no-such-run")
-    try:
-        screen._process.wait(60.0)
-        with pytest.raises(ActorFailed, match="asyncrl-top"):
-            screen.drawing()
-    finally:
-        screen.close()
-
-
-def test_what_comes_to_a_terminal_is_timed_however_busy_its_owner_is():
-    ours, theirs = pty.openpty()
-    terminal = Terminal(ours)
-    try:
-        os.write(theirs, b"ready?")
-        deadline = time.monotonic() + 60.0
-        while not terminal.read():
-            assert time.monotonic() < deadline
-        os.write(theirs, b"picture")
-        written = time.monotonic()
-        # No other thread runs meanwhile.
-        sum(range(100_000_000))
-        busy_until = time.monotonic()
-        (at,) = terminal.read()
-        assert at - written < busy_until - at
-    finally:
-        os.close(theirs)
-        terminal.close()
-
-
-@pytest.mark.parametrize(("cpus", "rollouters", "each"), [(2, 256, 32), (2, 8, 1), (64, 256, 1), (1, 257, 65)])
-def test_no_more_processes_than_the_processors_bear(monkeypatch, cpus, rollouters, each):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
-    assert per_process(rollouters) == each
-    assert -(-rollouters // each) <= PROCESSES_PER_CPU * cpus
-
-
-def test_what_is_on_other_hosts_has_the_least_share_of_the_processors(tmp_path):
-    if not Path("/proc/self/autogroup").exists():
-        pytest.skip("this Linux does not share processors among sessions")
-    said = "import os, pathlib; print(os.sched_getscheduler(0), pathlib.Path('/proc/self/autogroup').read_text())"
-    yielding = f"from tools.bench.scale_host import yield_processors; yield_processors(); {said}"
-    processes = Processes(RunFolder(path=tmp_path, run_id="run"))
-    processes.folder.logs.mkdir(parents=True)
-    processes.start("ours", ["-c", said])
-    processes.start("theirs", ["-c", yielding], session=True)
-    processes.close(60.0)
-    processes.check()
-    ours, theirs = ((processes.folder.logs / f"{name}.log").read_text().split() for name in ("ours", "theirs"))
-    assert ours == [str(os.sched_getscheduler(0)), *Path("/proc/self/autogroup").read_text().split()]
-    # Ours may have none, which Linux shows as an empty file: it is begun with a session.
-    scheduler, group, *nice = theirs
-    assert scheduler == str(os.SCHED_IDLE) and group not in ours and nice == ["nice", "19"]
-
-
-@pytest.mark.parametrize(("rollouters", "each"), [(1, 64), (64, 64), (256, 64), (512, 32), (1024, 16), (4096, 8)])
-def test_many_rollouters_have_no_more_in_flight_than_some(tmp_path, rollouters, each):
-    assert concurrency(rollouters) == each
-    assert (
-        rollouters * each <= MOST_IN_FLIGHT
-        or each == config(tmp_path, rollouters, broadcast=False).rollout.samples_per_prompt
-    )
-
-
 def test_a_steady_phase_is_over_after_its_steps_and_not_at_once():
     first = snapshot(0.0, run={"step": 5})
     is_over = steady(3).is_over
@@ -269,14 +186,6 @@ class Watching:
 STARTING = {"phase": "starting", "waiting_for": ["rollouter/0", "rollouter/1"]}
 
 
-def test_it_is_said_how_far_a_start_is_and_at_which_times():
-    watching = Watching([steady(1)])
-    for tenth in range(1, 131):
-        watching.see(tenth / 10, **STARTING)
-    assert len(watching.said) == int(13.0 / SAY_S)
-    assert "4 of 6 actors ready; not ready: rollouter/0, rollouter/1" in watching.said[0]
-
-
 @pytest.mark.parametrize(
     ("run", "in_flight", "longest_s", "told"),
     [
@@ -313,81 +222,3 @@ def test_phases_follow_one_another_and_each_is_given_on_when_it_is_over(tmp_path
 def test_a_run_that_ends_by_itself_is_a_failure():
     with pytest.raises(ActorFailed, match="reward/0 died"):
         Watching([steady(1)]).see(1.0, phase="draining", reason="reward/0 died")
-
-
-def test_the_stand_in_of_a_broadcast_breaks_once_for_all_and_then_brings_them_all(tmp_path):
-    folder = tmp_path / scale_collective.FOLDER
-    folder.mkdir()
-    groups = [
-        CollectiveGroup(backend="gloo", epoch=epoch, world_size=3, host="h", port=1, token="") for epoch in (1, 2)
-    ]
-    broadcasts = [
-        BroadcastPart(7, Collective(group=group, first_rank=1, buckets=[]), timeout_s=5.0) for group in groups
-    ]
-    sender = scale_collective.Sender(folder)
-    members = [scale_collective.Receiver(folder) for _ in range(2)]
-    scale_collective.break_next(tmp_path)
-    for group, broadcast, breaks in zip(groups, broadcasts, (True, False), strict=True):
-        with ThreadPoolExecutor() as threads:
-            received = [threads.submit(member.receive, broadcast, 0) for member in members]
-            if breaks:
-                with pytest.raises(BroadcastFailed, match="a connection broke"):
-                    sender.send(group, 7, [], iter([]))
-            else:
-                sender.send(group, 7, [], iter([]))
-            for each in received:
-                if breaks:
-                    with pytest.raises(BroadcastFailed, match="a connection broke"):
-                        each.result()
-                else:
-                    assert each.result() == []
-
-
-def test_a_member_waits_for_the_sender_no_longer_than_it_may(tmp_path):
-    group = CollectiveGroup(backend="gloo", epoch=1, world_size=2, host="h", port=1, token="")
-    broadcast = BroadcastPart(7, Collective(group=group, first_rank=1, buckets=[]), timeout_s=0.05)
-    with pytest.raises(BroadcastFailed, match="without a word of the sender"):
-        scale_collective.Receiver(tmp_path).receive(broadcast, 0)
-
-
-class Beats:
-    """Heartbeats that note what becomes of them, and in which thread."""
-
-    def __init__(self):
-        self.done, self.threads, self.closed = [], set(), threading.Event()
-
-    def _note(self, what):
-        self.done.append(what)
-        self.threads.add(threading.get_ident())
-
-    def open(self):
-        self._note("open")
-
-    def beat(self):
-        self._note("beat")
-
-    def close(self):
-        self._note("close")
-        self.closed.set()
-
-
-def test_one_thread_beats_for_all_actors_of_a_process_until_each_ends():
-    heart, actors = Heart(0.01), [Beats() for _ in range(3)]
-    for beats in actors:
-        heart.add(beats)
-    deadline = time.monotonic() + 60.0
-    while not all(len(beats.done) > 3 for beats in actors):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    heart.remove(actors[0])
-    assert actors[0].closed.wait(60.0)
-    ended = len(actors[0].done)
-    going_on = len(actors[1].done)
-    while len(actors[1].done) < going_on + 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    heart.stop()
-    assert len(actors[0].done) == ended
-    for beats in actors:
-        assert beats.done[0] == "open" and beats.done[-1] == "close" and set(beats.done[1:-1]) == {"beat"}
-    assert len(set.union(*(beats.threads for beats in actors))) == 1

@@ -10,6 +10,8 @@ from asyncrl.chat.messages import read_json
 from asyncrl.chat.parsers import Both, JsonCallParser, NoParser, Parsed, ThinkParser, write_calls
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+HALF = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
+"""Half of a surrogate pair is no argument."""
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 
 
@@ -47,20 +49,15 @@ def calls(text, tools=TOOLS):
             [],
             1,
         ),
+        (HALF, HALF, [], 1),
         (f"<tool_call>nonsense</tool_call>{CALL}", "<tool_call>nonsense</tool_call>", [("f", '{"a": "é"}')], 1),
     ],
 )
-def test_calls_are_read_and_those_that_cannot_be_stay_in_the_content(text, content, found, malformed):
+def test_calls_are_read_where_tools_are_given_and_those_that_cannot_be_stay_in_the_content(
+    text, content, found, malformed
+):
     assert calls(text) == (content, found, malformed)
-
-
-def test_half_of_a_surrogate_pair_is_no_argument():
-    text = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
-    assert calls(text) == (text, [], 1)
-
-
-def test_without_tools_no_call_is_looked_for():
-    assert calls(CALL, tools=[]) == (CALL, [], 0)
+    assert calls(text, tools=[]) == (text, [], 0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from chat_models import CHATML, LLAMA, QWEN3, config_of, id_of, renderer_of, write_chat_model
 
-from asyncrl.chat.messages import normalise_messages, normalise_tools
+from asyncrl.chat.messages import normalise_tools
 from asyncrl.chat.parsers import Parsed
 from asyncrl.chat.probe import TOOLS
 from asyncrl.chat.renderer import make_renderer
@@ -70,28 +70,11 @@ def test_nothing_sampled_or_nothing_new_is_no_extension(family):
     assert renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
 
 
-def test_results_of_several_tools_and_a_question_follow_in_one(family):
-    renderer = renderer_of(family("qwen3"))
-    call = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
-    results = [{"role": "tool", "content": f"r{k}", "tool_call_id": f"call_7_{k}"} for k in range(3)]
-    expected = "\n<|im_start|>user" + "".join(f"\n<tool_response>\nr{k}\n</tool_response>" for k in range(3))
-    expected += "<|im_end|>\n<|im_start|>assistant\n"
-    assert extended(renderer, f"{call}\n{call}\n{call}", END, messages=results, tools=TOOLS) == expected
-
-
 def test_an_answer_cut_in_its_reasoning_is_closed(family):
     renderer = renderer_of(family("qwen3"))
     assert extended(renderer, "<think>\nwell", finish="length") == f"\n</think>\n\n<|im_end|>\n{QUESTION}"
     assert extended(renderer, "<think>\nwell", END) is None
     assert extended(renderer_of(family("qwen3"), history="template"), "<think>\nwell", finish="length") is None
-
-
-def test_a_history_as_the_template_has_it_forks_at_a_question_and_not_within_a_tool_cycle(family):
-    renderer = renderer_of(family("qwen3"), history="template")
-    assert extended(renderer, "Hello", END) is None
-    result = [{"role": "tool", "content": "r", "tool_call_id": "call_0_0"}]
-    call = '<think>\nwell\n</think>\n\n<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
-    assert extended(renderer, call, END, messages=result, tools=TOOLS) is not None
 
 
 def test_options_of_a_call_have_verdicts_of_their_own(family):
@@ -132,26 +115,6 @@ def test_without_a_date_it_is_that_of_the_load(family):
     today = time.strftime("%d %b %Y")
     texts = [load_tokenizer(str(family("llama"))).render_chat([USER])]
     assert f"Today: {today}" in texts[0] or f"Today: {time.strftime('%d %b %Y')}" in texts[0]
-
-
-def test_ids_of_calls_are_of_the_length_that_the_template_wants(family):
-    messages = normalise_messages(
-        [
-            USER,
-            {
-                "role": "assistant",
-                "tool_calls": [{"id": "call_0_0", "function": {"name": "lookup", "arguments": "{}"}}],
-            },
-            {"role": "tool", "tool_call_id": "call_0_0", "content": "r"},
-        ]
-    )
-    renderer = renderer_of(family("mistral"))
-    text = text_of(renderer, renderer.render(messages, TOOLS, {}))
-    assert "call_0_0" not in text and "lookup{}" in text
-    other = [message | {} for message in messages]
-    other[1] = other[1] | {"tool_calls": [other[1]["tool_calls"][0] | {"id": "call_0_1"}]}
-    other[2] = other[2] | {"tool_call_id": "call_0_1"}
-    assert text_of(renderer, renderer.render(other, TOOLS, {})) != text
 
 
 def test_calls_that_a_template_leaves_out_are_put_into_the_content(family):

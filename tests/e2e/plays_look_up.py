@@ -72,12 +72,12 @@ def bare_stream():
                 return
 
 
-async def openai_agents(streamed=False):
+async def openai_agents(streamed=False, responses=False):
     from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
     from agents.exceptions import AgentsException
 
     set_tracing_disabled(True)
-    set_default_openai_api("chat_completions")
+    set_default_openai_api("responses" if responses else "chat_completions")
 
     @function_tool
     def look_up(key: str) -> str:
@@ -141,6 +141,7 @@ PROGRAMS = {
     "openai-stream": bare_stream,
     "openai-agents": lambda: asyncio.run(openai_agents()),
     "openai-agents-streamed": lambda: asyncio.run(openai_agents(streamed=True)),
+    "openai-agents-responses": lambda: asyncio.run(openai_agents(streamed=True, responses=True)),
     "langgraph": langgraph,
     "smolagents-tools": smolagents,
     "smolagents-code": lambda: smolagents(code=True),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_files import groups, json_lines
 
 from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.config.training import ModelConfig
@@ -34,7 +35,8 @@ STEPS = 4
 RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=120))
 """Warmed up until calls of tools come, and no further."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-FRAMEWORKS = ["openai-agents", "openai-agents-streamed", "langgraph", "smolagents-tools", "smolagents-code"]
+ECHO = ["openai-agents", "openai-agents-streamed", "openai-agents-responses", "langgraph"]
+REWRITE = ["smolagents-tools", "smolagents-code"]
 
 
 def write_inputs(folder, clients, python):
@@ -44,7 +46,7 @@ def write_inputs(folder, clients, python):
     shutil.copytree(assets.model, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": POSITIONS}))
-    rows = [json.loads(line) for line in assets.train.read_text().splitlines()[: 40 * len(clients)]]
+    rows = json_lines(assets.train)[: 40 * len(clients)]
     rows = [row | {"client": clients[number % len(clients)]} for number, row in enumerate(rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.toml").write_text(f"""
@@ -106,14 +108,11 @@ def train(folder):
 
 def trajectories_by_client(folder, run):
     """(client, trajectory) of all that was trained."""
-    clients = {
-        row["prompt"]: row["client"] for row in map(json.loads, (folder / "train.jsonl").read_text().splitlines())
-    }
+    clients = {row["prompt"]: row["client"] for row in json_lines(folder / "train.jsonl")}
     found = []
-    for path in sorted((run / "samples").iterdir()):
-        for group in map(json.loads, path.read_text().splitlines()):
-            first = group["prompt"].split("<|user|>")[1].split("<|end|>")[0]
-            found += [(clients[first], trajectory) for trajectory in group["trajectories"]]
+    for group in groups(run):
+        first = group["prompt"].split("<|user|>")[1].split("<|end|>")[0]
+        found += [(clients[first], trajectory) for trajectory in group["trajectories"]]
     return found
 
 
@@ -192,10 +191,10 @@ def test_the_bare_client_never_forks(agents):
 
 @pytest.mark.skipif(not AGENTS_PYTHON, reason="ASYNCRL_AGENTS_PYTHON names no interpreter with frameworks")
 def test_frameworks_fork_where_they_rewrite_answers(agents):
-    table = agents(FRAMEWORKS, AGENTS_PYTHON)
-    for client in FRAMEWORKS[:3]:
+    table = agents([*ECHO, *REWRITE], AGENTS_PYTHON)
+    for client in ECHO:
         assert all(sequences == 1 for _, sequences in table[client])
         assert any(turns > 1 for turns, _ in table[client])
     # smolagents write calls of tools into prose, and put code into other words.
-    for client in FRAMEWORKS[3:]:
+    for client in REWRITE:
         assert any(sequences > 1 for _, sequences in table[client])

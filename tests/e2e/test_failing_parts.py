@@ -8,6 +8,7 @@ import json
 import random
 
 import pytest
+from run_files import groups, json_lines, metrics
 
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun
@@ -83,81 +84,71 @@ def play(folder, name, *, fails=(), poisons=(), **sections):
     return code, run.output, run.run_dir
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def trained(run_dir):
     """Every group that was trained, by uid; each once."""
-    groups = [group for path in sorted((run_dir / "samples").iterdir()) for group in lines_of(path)]
-    found = {group["uid"]: group for group in groups}
-    assert len(found) == len(groups)
+    found = {group["uid"]: group for group in groups(run_dir)}
+    assert len(found) == len(groups(run_dir))
     return found
 
 
 def quarantined(run_dir):
-    return {line["uid"]: line["reason"] for line in lines_of(run_dir / "quarantine.jsonl")}
+    return {line["uid"]: line["reason"] for line in json_lines(run_dir / "quarantine.jsonl")}
 
 
-@pytest.mark.parametrize("then", ["quarantine_group", "drop"])
-def test_a_trajectory_that_fails_for_ever_costs_its_group_or_itself(folder, then):
-    failing = set(range(0, 40, 3))
-    code, output, run_dir = play(folder, then, fails=failing, rollout={"on_failed_trajectory": then})
+def index_of(uid):
+    return int(uid.partition("-")[2])
+
+
+def test_what_fails_for_ever_costs_its_group_and_the_run_goes_on(folder):
+    fails = set(range(0, 40, 3))
+    poisons = set(range(1, 40, 4)) - fails
+    learner = {"loss": "users:loss", "on_nonfinite": "skip", "updates_per_batch": GROUPS}
+    sections = {"learner": learner, "rollout": {"on_failed_trajectory": "quarantine_group"}}
+    code, output, run_dir = play(folder, "skip", fails=fails, poisons=poisons, **sections)
     assert code == 0, output
-    last = [line for line in lines_of(run_dir / "metrics.jsonl") if line["kind"] == "train"][-1]
+    kept, left_out = trained(run_dir), quarantined(run_dir)
+    assert not kept.keys() & left_out.keys()
+    for indices, told in ((fails, "this reward fails for ever"), (poisons, "the gradient norm of step")):
+        reasons = [reason for uid, reason in left_out.items() if index_of(uid) in indices]
+        assert reasons and all(told in reason for reason in reasons)
+    assert {index_of(uid) for uid in left_out} <= fails | poisons
+    assert not any(index_of(uid) in poisons for uid in kept)
+    assert all(len(group["trajectories"]) == SAMPLES for group in kept.values())
+    for group in (group for uid, group in kept.items() if index_of(uid) in fails):
+        assert not any(sum(map(ord, each["text"])) % 3 == 0 for each in group["trajectories"])
+    lines = metrics(run_dir, "train")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert len(kept) == lines[-1]["ledger/trained"]
+    assert lines[-1]["rollout/dropped_trajectories"] == 0 < lines[-1]["rollout/failed_attempts"]
+
+
+def test_a_trajectory_that_fails_for_ever_costs_itself_alone(folder):
+    fails = set(range(0, 40, 3))
+    code, output, run_dir = play(folder, "drop", fails=fails, rollout={"on_failed_trajectory": "drop"})
+    assert code == 0, output
+    last = metrics(run_dir, "train")[-1]
     assert last["ledger/trained"] == 5 * GROUPS
-    groups, left_out = trained(run_dir), quarantined(run_dir)
-    assert not groups.keys() & left_out.keys()
-    assert {int(uid.partition("-")[2]) for uid in left_out} <= failing
-    assert last["rollout/failed_attempts"] > 0
+    # Of the groups that are left out at most one trajectory was left, and a baseline takes two.
+    left_out = quarantined(run_dir)
+    assert all(index_of(uid) in fails and "fails for ever" in reason for uid, reason in left_out.items())
     dropped = 0
-    for uid, group in groups.items():
+    for uid, group in trained(run_dir).items():
         texts = [trajectory["text"] for trajectory in group["trajectories"]]
-        if int(uid.partition("-")[2]) in failing:
+        if index_of(uid) in fails:
             assert not any(sum(map(ord, text)) % 3 == 0 for text in texts), "what has no reward is trained"
             dropped += SAMPLES - len(texts)
         else:
             assert len(texts) == SAMPLES
-    if then == "drop":
-        # Of these at most one was left, and a baseline takes two.
-        assert all("fails for ever" in reason for reason in left_out.values())
-        assert last["rollout/dropped_trajectories"] >= dropped > 0
-    else:
-        assert left_out and dropped == last["rollout/dropped_trajectories"] == 0
-        assert all("this reward fails for ever" in reason for reason in left_out.values())
+    assert last["rollout/dropped_trajectories"] >= dropped > 0
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_its_groups_are_named(folder):
+def test_a_gradient_that_is_not_finite_ends_the_run_and_its_group_is_named(folder):
     learner = {"loss": "users:loss", "on_nonfinite": "stop", "updates_per_batch": GROUPS}
     poisons = set(range(4, 40))
     code, output, run_dir = play(folder, "stop", poisons=poisons, learner=learner)
     assert code == 1, output
     told = next(line for line in output.splitlines() if "gradient norm" in line)
-    named = {uid.strip(" ).,") for uid in told.partition("(groups ")[2].partition(")")[0].split(",")}
     # An update is of one group here.
-    (uid,) = named
-    assert int(uid.partition("-")[2]) in poisons
-    assert not any(int(each.partition("-")[2]) in poisons for each in trained(run_dir))
-
-
-def test_a_gradient_that_is_not_finite_costs_its_group_and_the_run_goes_on(folder):
-    learner = {"loss": "users:loss", "on_nonfinite": "skip", "updates_per_batch": GROUPS}
-    poisons = set(range(1, 40, 4))
-    code, output, run_dir = play(folder, "skip", poisons=poisons, learner=learner)
-    assert code == 0, output
-    groups, left_out = trained(run_dir), quarantined(run_dir)
-    assert left_out
-    assert {int(uid.partition("-")[2]) for uid in left_out} <= poisons
-    assert all("the gradient norm of step" in reason for reason in left_out.values())
-    assert not any(int(uid.partition("-")[2]) in poisons for uid in groups)
-    lines = [line for line in lines_of(run_dir / "metrics.jsonl") if line["kind"] == "train"]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert len(groups) == lines[-1]["ledger/trained"]
-    # A line counts what its step has trained, also where a later update of it was refused.
-    for line in lines:
-        rewards = [
-            trajectory["reward"]
-            for group in lines_of(run_dir / "samples" / f"step_{line['step']:06d}.jsonl")
-            for trajectory in group["trajectories"]
-        ]
-        assert line["reward/trained_mean"] == pytest.approx(sum(rewards) / len(rewards))
+    (uid,) = {uid.strip(" ).,") for uid in told.partition("(groups ")[2].partition(")")[0].split(",")}
+    assert index_of(uid) in poisons
+    assert not any(index_of(each) in poisons for each in trained(run_dir))

@@ -1,14 +1,17 @@
 """A run that is killed as a whole and resumed: on the reference engine with staleness.max = 0 it ends with the same
-weights and metrics, in every bit, as one that was never interrupted; with more staleness, with the same ledger (I1).
+weights and metrics, in every bit, as one that was never interrupted, and does not begin its warm steps again; with more
+staleness, it ends with the same ledger (I1).
 """
 
 import json
 
 import pytest
+from run_files import groups, json_lines, metrics
+from simulated import simulated
 from test_parity import configuration, trained, weights
 from test_parity import folder as parity_folder  # noqa: F401
 
-from asyncrl.checkpoint.contents import read_state
+from asyncrl.checkpoint.contents import read_state, read_trainer_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from tools.live_run import LiveRun
 
@@ -19,7 +22,7 @@ TIMING = (
     "policy/drift_worst",
 )
 """What depends on when things happen, or numbers versions, which no run uses twice."""
-STEPS = 8
+STEPS, WARM = 8, 12
 
 
 def live(tree, folder, kills, **environment):
@@ -44,29 +47,23 @@ def live(tree, folder, kills, **environment):
 
 def figures(run_dir):
     """The lines of the last start, by step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = {line["step"]: line for line in lines if line["kind"] == "train"}
     return {
-        step: {name: value for name, value in line.items() if name != "start" and not name.startswith(TIMING)}
-        for step, line in found.items()
+        line["step"]: {name: value for name, value in line.items() if name != "start" and not name.startswith(TIMING)}
+        for line in metrics(run_dir, "train")
     }
 
 
 def tokens(run_dir):
     """What was trained in the last history, by step, without the numbers of versions."""
-    starts = {}
-    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
-        if line["kind"] == "train":
-            starts[line["step"]] = line["start"]
+    starts = {line["step"]: line["start"] for line in metrics(run_dir, "train")}
     found = {}
-    for path in (run_dir / "samples").iterdir():
-        for line in map(json.loads, path.read_text().splitlines()):
-            if line["start"] == starts[line["step"]]:
-                # Versions differ: a run that goes on publishes under numbers that were never used.
-                sampled = [
-                    ([(s["tokens"], s["logprobs"]) for s in t["sequences"]], t["reward"]) for t in line["trajectories"]
-                ]
-                found.setdefault(line["step"], []).append((line["uid"], sampled))
+    for group in groups(run_dir):
+        if group["start"] == starts[group["step"]]:
+            # Versions differ: a run that goes on publishes under numbers that were never used.
+            sampled = [
+                ([(s["tokens"], s["logprobs"]) for s in t["sequences"]], t["reward"]) for t in group["trajectories"]
+            ]
+            found.setdefault(group["step"], []).append((group["uid"], sampled))
     return found
 
 
@@ -78,10 +75,31 @@ def ledger(run_dir):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_for_bit(parity_folder, tmp_path):  # noqa: F811
-    tree = configuration(parity_folder, learner={"steps": STEPS}, checkpoint={"every_versions": 2})
+def test_a_run_begins_warm_keeps_it_and_is_resumed_bit_for_bit(parity_folder, tmp_path):  # noqa: F811
+    rows = [{"prompt": f"{number}+{number}=", "completion": "1a" * (1 + number % 4)} for number in range(10, 40)]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = configuration(
+        parity_folder,
+        learner={"steps": STEPS},
+        checkpoint={"every_versions": 2},
+        sft={"data": str(tmp_path / "talk.jsonl"), "warm_steps": WARM, "weight": 0.5, "batch": 8, "lr": 1e-2},
+    )
     whole = live(tree, tmp_path / "whole", [], PYTHONPATH=str(parity_folder))
-    resumed = live(tree, tmp_path / "resumed", [3], PYTHONPATH=str(parity_folder))
+    # The first kill is before the first checkpoint of a step: that of the warm steps is what it goes on from.
+    resumed = live(tree, tmp_path / "resumed", [1, 4], PYTHONPATH=str(parity_folder))
+    warm, steps = metrics(whole, "warm"), metrics(whole, "train")
+    assert [line["sft/warm_steps"] for line in warm] == list(range(1, WARM + 1))
+    assert warm[-1]["loss/sft"] < 0.5 * warm[0]["loss/sft"]
+    assert all(line["loss/sft"] < 0.5 * warm[0]["loss/sft"] for line in steps)
+    assert steps[0]["sft/epochs"] == pytest.approx((WARM + 1) * 8 / 30)
+    # Nothing was sampled before: the first responses are of the letters that the completions have.
+    first = json_lines(whole / "samples" / "step_000001.jsonl")
+    said = "".join(trajectory["text"] for group in first for trajectory in group["trajectories"])
+    assert sum(said.count(letter) for letter in "1a") > 0.8 * len(said) > 0
+    # They are not taken again.
+    assert [line["sft/warm_steps"] for line in metrics(resumed, "warm")] == list(range(1, WARM + 1))
+    newest = CheckpointFolder(resumed / "checkpoints").newest()
+    assert read_trainer_contents(newest.path / "trainer").warm_steps == WARM
     assert tokens(resumed) == tokens(whole)
     assert figures(resumed) == figures(whole)
     assert weights(resumed) == weights(whole)
@@ -92,31 +110,15 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_for_bit(parity_
 @pytest.mark.slow
 def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
     """The groups of the run are whole epochs, so whatever comes when, the same prompts are to be trained."""
-    tree = {
-        "run": {"samples_per_step": 1000},
-        "data": {"source": "synthetic", "size": 24},
-        "rollout": {
-            "engine": "sim",
-            "replicas": 2,
-            "gpus_per_replica": 0,
-            "samples_per_prompt": 2,
-            "concurrency": 8,
-            "max_tokens": 64,
-            "sim": {"length_median": 24.0, "decode_step_s": 0.01, "load_s": 0.02},
-        },
-        "reward": {"function": "constant", "workers": 1},
-        "learner": {
-            "backend": "sim",
-            "steps": STEPS,
-            "groups_per_step": 6,
-            "dynamic_sampling": False,
-            "sim": {"step_s": 0.5},
-        },
-        "staleness": {"max": 2},
-        "checkpoint": {"every_versions": 2},
-    }
+    tree = simulated(
+        run={"samples_per_step": 1000},
+        data={"size": 24},
+        rollout={"sim": {"decode_step_s": 0.01}},
+        learner={"steps": STEPS, "groups_per_step": 6, "sim": {"step_s": 0.5}},
+        checkpoint={"every_versions": 2},
+    )
     whole = live(tree, tmp_path / "whole", [])
     resumed = live(tree, tmp_path / "resumed", [2, 5])
     assert ledger(resumed) == ledger(whole)
-    uids = [uid for groups in tokens(resumed).values() for uid, _ in groups]
+    uids = [uid for of_step in tokens(resumed).values() for uid, _ in of_step]
     assert len(uids) == len(set(uids)) == 6 * STEPS

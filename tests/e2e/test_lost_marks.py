@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from simulated import simulated
 
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder
 from asyncrl.learner.publishing.version_mark import FILE
@@ -13,29 +14,12 @@ from tools.chaos.audit import Expected, audit
 from tools.live_run import ROOT, LiveRun
 
 STEPS, GROUPS, PROMPTS = 24, 4, 60
-TREE = {
-    "run": {"samples_per_step": GROUPS},
-    "data": {"source": "synthetic", "size": PROMPTS},
-    "rollout": {
-        "engine": "sim",
-        "replicas": 2,
-        "gpus_per_replica": 0,
-        "samples_per_prompt": 2,
-        "concurrency": 8,
-        "max_tokens": 64,
-        "sim": {"length_median": 24.0, "decode_step_s": 0.004, "load_s": 0.02},
-    },
-    "reward": {"function": "constant", "workers": 1},
-    "learner": {
-        "backend": "sim",
-        "steps": STEPS,
-        "groups_per_step": GROUPS,
-        "dynamic_sampling": False,
-        "sim": {"step_s": 0.1},
-    },
-    "staleness": {"max": 2},
-    "checkpoint": {"every_versions": 3, "keep": 3, "export_at_end": False},
-}
+TREE = simulated(
+    run={"samples_per_step": GROUPS},
+    data={"size": PROMPTS},
+    learner={"steps": STEPS, "groups_per_step": GROUPS},
+    checkpoint={"every_versions": 3, "keep": 3, "export_at_end": False},
+)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_files import groups, metrics
 
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun, to_toml
@@ -107,17 +108,14 @@ def run_live(folder, tree, name):
 def trained(run_dir):
     """Everything about the groups of each step that does not measure time, by step."""
     steps = {}
-    for path in sorted((run_dir / "samples").iterdir()):
-        for line in path.read_text().splitlines():
-            group = json.loads(line)
-            del group["start"]
-            steps.setdefault(group.pop("step"), []).append(group)
+    for group in groups(run_dir):
+        del group["start"]
+        steps.setdefault(group.pop("step"), []).append(group)
     return steps
 
 
 def figures(run_dir, *names):
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: [line[name] for name in names] for line in lines if line["kind"] == "train"}
+    return {line["step"]: [line[name] for name in names] for line in metrics(run_dir, "train")}
 
 
 def weights(run_dir):
@@ -160,18 +158,18 @@ def test_i8_a_run_is_the_plain_loop_bit_for_bit(folder, case):
     plain, live, arrivals = both(folder, tree, case)
     expected, found = trained(plain), trained(live)
     assert list(expected) == list(range(1, tree["learner"]["steps"] + 1))
-    for step, groups in expected.items():
-        assert [group["uid"] for group in groups] == [group["uid"] for group in found[step]], f"step {step}"
-        assert groups == found[step], f"step {step}"
+    for step, of_step in expected.items():
+        assert [group["uid"] for group in of_step] == [group["uid"] for group in found[step]], f"step {step}"
+        assert of_step == found[step], f"step {step}"
     assert found == expected
     assert figures(live, *EXACT) == figures(plain, *EXACT)
     assert weights(live) == weights(plain)
 
     # What makes it hard was there: a disorder of arrivals, groups left out and replaced, both kinds of ends, learning.
-    prompts = [group["prompt"] for groups in expected.values() for group in groups]
+    prompts = [group["prompt"] for of_step in expected.values() for group in of_step]
     assert arrivals != list(dict.fromkeys(prompts))
     assert figures(live, "ledger/filtered")[len(expected)] > [0]
-    responses = [response for groups in expected.values() for group in groups for response in group["trajectories"]]
+    responses = [response for of_step in expected.values() for group in of_step for response in group["trajectories"]]
     assert {response["finish_reason"] for response in responses} == {"stop", "length"}
     assert weights(live) != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
@@ -185,5 +183,5 @@ def test_i8_on_vllm_the_first_steps_have_equal_tokens_and_losses_within_rounding
     assert found == expected
     for step, (loss,) in figures(plain, "loss/policy").items():
         assert figures(live, "loss/policy")[step][0] == pytest.approx(loss, abs=1e-5), f"step {step}"
-    prompts = [group["prompt"] for groups in expected.values() for group in groups]
+    prompts = [group["prompt"] for of_step in expected.values() for group in of_step]
     assert arrivals != list(dict.fromkeys(prompts))

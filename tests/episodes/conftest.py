@@ -110,8 +110,6 @@ async def play(task: Task, client: Client, **options):
         asyncio.create_task(deaf())
         await asyncio.sleep(0)
         return 1
-    if words[0] == "environment":
-        return float("TEST_API_KEY" in os.environ)
     if words[0] == "tasks":
         # Those of other episodes that go on.
         return sum(not each.done() for each in asyncio.all_tasks() if "sleep" in repr(each.get_coro())) + 1

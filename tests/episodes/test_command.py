@@ -1,4 +1,3 @@
-import asyncio
 import contextlib
 import json
 import os
@@ -20,6 +19,8 @@ from asyncrl.episodes.command import described, environment, outcome_of
 from asyncrl.episodes.playing.task import Task
 from asyncrl.runtime.workers.environment import users_environment
 
+RUN = uvloop.run
+"""As an actor's process does."""
 SECONDS = f"1000.{secrets.randbelow(10**9):09d}"
 """For which what a program starts sleeps; by it the processes of this run are known."""
 PROGRAM = """
@@ -137,15 +138,14 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
         assert host.figure("failed") == 2
 
 
-@pytest.mark.parametrize(("size", "fits"), [(1000, 1.0), (100_000, 0.0), (3_000_000, 0.0)])
-async def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(tmp_path, size, fits):
-    paths = []
+async def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(tmp_path):
     async with hosting(command(), tmp_path) as host:
         printed = host.watch_output()
-        done = await host.play("file", row={"answer": "x" * size})
-        assert done.components == {"fits": fits, "mode": 0o600, "size": size}
-        paths.extend("".join(text for _, text, _ in printed).splitlines()[:1])
-    assert paths and not os.path.exists(paths[0])  # noqa: ASYNC240
+        for size, fits in ((1000, 1.0), (100_000, 0.0), (3_000_000, 0.0)):
+            done = await host.play("file", row={"answer": "x" * size})
+            assert done.components == {"fits": fits, "mode": 0o600, "size": size}
+    lines = "".join(text for _, text, _ in printed).splitlines()
+    assert len(lines) == 6 and not any(map(os.path.exists, lines[::2]))
 
 
 async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):
@@ -166,44 +166,22 @@ async def test_a_program_that_cannot_be_started_says_so(tmp_path):
         assert done.error.startswith("the program cannot be started: [Errno 2] No such file")
 
 
-@pytest.mark.parametrize("how", ["stay", "wait"])
-async def test_nothing_that_a_program_has_started_outlives_it(tmp_path, how):
+async def test_nothing_of_a_program_outlives_its_episode_and_one_that_is_stopped_is_asked_before_it_is_killed(tmp_path):
     assert sleepers() == []
     async with hosting(command(), tmp_path) as host:
-        began = tmp_path / "began"
-        call = host.run(f"family {began} {how}")
-        await until(began.exists)
-        if how == "stay":
-            assert (await call).error == ""
-        else:
-            await until(lambda: len(sleepers()) >= 2)
-            call.cancel()
-            await until(lambda: host.figure("open") == 0)
+        printed, began = host.watch_output(), tmp_path / "began"
+        assert (await host.play(f"family {began} stay")).error == ""
         assert sleepers() == []
         began.unlink()
-
-
-@pytest.mark.parametrize("how", ["deaf", "polite"])
-def test_a_stopped_program_is_asked_and_then_killed(tmp_path, how):
-    async def body():
-        async with hosting(command(), tmp_path) as host:
-            printed, began = host.watch_output(), tmp_path / "began"
-            call = host.run(f"{how} {began}")
-            await until(began.exists)
+        for how, started, said in (("family {} wait", 2, []), ("deaf {}", 1, []), ("polite {}", 0, ["leaving\n"])):
+            call = host.run(how.format(began))
+            await until(lambda least=started: began.exists() and len(sleepers()) >= least)
             call.cancel()
             await until(lambda: host.figure("open") == 0)
             assert sleepers() == []
-            assert [text for _, text, _ in printed] == ([] if how == "deaf" else ["leaving\n"])
+            assert [text for _, text, _ in printed] == said
             began.unlink()
-
-    # As an actor's process does.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(body())
-
-
-async def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(tmp_path):
-    async with hosting(command(), tmp_path) as host:
-        began = tmp_path / "began"
+        # One whose keeper is killed goes with it, and is not to blame.
         call = host.run(f"deaf {began}")
         await until(began.exists)
         (program,) = programs(host)
@@ -232,15 +210,15 @@ asyncio.run(main())
 """
     )
     host = subprocess.Popen([sys.executable, "host.py"], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
-    await until((tmp_path / "began").exists)
-    assert (len(sleepers()), len(keepers(tmp_path))) == (1, 1)
+    # A process that has just been started has no command line for a moment, and is not seen.
+    await until(lambda: (tmp_path / "began").exists() and (len(sleepers()), len(keepers(tmp_path))) == (1, 1))
     host.kill()
     host.wait()
     await until(lambda: sleepers() == [])
     await until(lambda: keepers(tmp_path) == [])
 
 
-async def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path):
+async def test_output_is_bounded_its_lines_stay_whole_and_the_reward_behind_it_is_found(tmp_path):
     async with hosting(command(max_output_bytes=100_000), tmp_path) as host:
         printed = host.watch_output()
         assert (await host.play("flood")).reward == 5.0
@@ -250,11 +228,7 @@ async def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path):
         failed = await host.play("flood enough")
         assert "enough" in failed.error.split(" | ")
         assert len(failed.error) < 6000
-
-
-async def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path):
-    async with hosting(command(), tmp_path) as host:
-        printed = host.watch_output()
+        printed.clear()
         assert (await host.play("mixed")).reward == 1.0
         lines = "".join(text for _, text, _ in printed).splitlines()
         assert sorted(lines) == sorted([*(f"error {n}" for n in range(20)), *(f"text {n}" for n in range(20)), "1"])

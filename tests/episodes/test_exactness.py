@@ -3,14 +3,11 @@ same time too, and over HTTP: each trained token has the log-prob that the Huggi
 over the whole context in which it was sampled (I3, I4).
 """
 
-import asyncio
-import gc
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Publisher
-from whole import play, vllm_world, whole, worst_error
+from whole import played_by_vllm, worst_error
 
 from tools.learn.chat_model import make_model, make_tokenizer, save
 from tools.learn.recipe import Settings
@@ -77,28 +74,10 @@ def models(tmp_path_factory):
 def test_i4_each_trained_token_of_an_episode_has_the_log_prob_of_the_weights_of_its_version(tmp_path, models):
     folder, made = models
     Path("agent.py").write_text(AGENT)
-
-    async def main():
-        publisher = Publisher()
-        world = vllm_world(
-            tmp_path,
-            folder,
-            lambda version: publisher.publish_model(version, made[version % 2]),
-            max_tokens=MAX_TOKENS,
-            data={"max_prompt_tokens": 400},
-        )
-        async with whole(world, tmp_path):
-            updating = asyncio.ensure_future(world.update_every(150))
-            names = [f"{'http' if sample % 2 else 'client'} {sample}" for sample in range(EPISODES)]
-            trajectories = await asyncio.gather(*(play(world, name, at) for at, name in enumerate(names)))
-            updating.cancel()
-            await asyncio.wait({updating})
-            version = world.host.version
-        publisher.close()
-        return trajectories, version
-
-    trajectories, version = asyncio.run(main())
-    gc.collect()
+    names = [f"{'http' if sample % 2 else 'client'} {sample}" for sample in range(EPISODES)]
+    _, trajectories, version = played_by_vllm(
+        tmp_path, folder, made, names, tokens=150, max_tokens=MAX_TOKENS, data={"max_prompt_tokens": 400}
+    )
     worst, tokens = worst_error(trajectories, lambda of: made[of % 2])
     assert worst < TOLERANCE
     assert tokens > 500

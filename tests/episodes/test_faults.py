@@ -1,8 +1,10 @@
-"""Whom the looks at a worker find guilty, by tables."""
+"""Whom the looks at a worker find guilty, by tables; and who is played alone, since it may have ended its worker."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from asyncrl.episodes.faults import Open, Slot, silence, unended
+from asyncrl.episodes.faults import MOST, Open, Slot, Suspects, silence, unended
 from asyncrl.telemetry.states import StateLedger
 
 
@@ -44,3 +46,25 @@ def test_silence_is_what_was_listened_to(looks, heard, silent_s):
 def test_who_does_not_end_is_guilty_where_the_loop_turns(heard, stopped, guilty):
     fault = unended(slot(heard, **stopped), 10.0, 20.0)
     assert (None if fault is None else fault.guilty) == guilty
+
+
+@given(st.lists(st.lists(st.integers(0, 5), unique=True), max_size=20))
+def test_deaths_count_since_the_last_good_end(deaths):
+    suspects, counted = Suspects(), dict.fromkeys(range(6), 0)
+    for number, inside in enumerate(deaths):
+        suspects.died([str(each) for each in inside])
+        for each in inside:
+            counted[each] += 1
+        if number % 3 == 2:
+            suspects.ended("0")
+            counted[0] = 0
+    assert [suspects.alone(str(each)) for each in range(6)] == [counted[each] >= 2 for each in range(6)]
+
+
+def test_the_oldest_are_forgotten():
+    suspects = Suspects()
+    for number in range(MOST + 10):
+        suspects.died([str(number)])
+    suspects.died(["0", str(MOST)])
+    assert not suspects.alone("0")
+    assert suspects.alone(str(MOST))

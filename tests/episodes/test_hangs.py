@@ -16,8 +16,6 @@ AGENT = '''
 import asyncio, json, os, socket, subprocess, time
 from urllib.parse import urlsplit
 
-from asyncrl.episodes import EpisodeOver
-
 
 def user(text):
     return [{"role": "user", "content": text}]
@@ -41,7 +39,7 @@ async def play(task, client):
         await asyncio.sleep(1000)
     if how == "well":
         return float(len((await client.chat(user("hi"))).content))
-    if how in ("spin", "fork", "stop", "later", "big"):
+    if how in ("spin", "fork", "stop", "big"):
         await client.chat(user("hi"))
     if how == "spin":
         while True:
@@ -57,15 +55,6 @@ async def play(task, client):
                 await asyncio.sleep(1000)
             except asyncio.CancelledError:
                 pass
-    if how == "later":
-        async def later():
-            await asyncio.sleep(0.2)
-            try:
-                await client.chat(user("again"))
-            except EpisodeOver:
-                open(task.row["late"], "w").close()
-        asyncio.ensure_future(later())
-        return 1.0
     if how == "big":
         await client.chat([*user("hi"), {"role": "user", "content": "word " * (task.row["size"] // 5)}])
         return 1.0
@@ -95,59 +84,40 @@ def agent():
     Path("agent.py").write_text(AGENT)
 
 
-def hang(folder, how, *, say=lambda prompt: "Hello.", row=None, **episode):
-    """Its trajectory or error; afterwards the same host plays another episode."""
+AFTER_AN_ANSWER = "turn: it neither called the policy again nor ended within 1 s of an answer"
+HANGS = {"never": "start: it did not call the policy within 4 s"} | dict.fromkeys(
+    ["fork", "stop", "spin", "cut", "slow"], AFTER_AN_ANSWER
+)
+
+
+def ended(folder, hows, row=None, **episode):
+    """The trajectory or the error of each; after each of them the same host plays another episode."""
+    found = {}
 
     async def main():
-        world = World(folder, say=say, episode=QUICK | episode, rollout={"max_attempts": 2, "retry_backoff_s": 0.05})
+        rollout = {"max_attempts": 2, "retry_backoff_s": 0.05}
+        world = World(folder, say=lambda prompt: "word " * 20, episode=QUICK | episode, rollout=rollout)
         world.ticket.row.update(row or {})
         async with whole(world, folder):
-            assert (await play(world, "well", 1)).reward > 0.0
-            try:
-                async with asyncio.timeout(60.0):
-                    found = await play(world, how)
-            except EpisodeFailed as error:
-                found = str(error)
-            assert (await play(world, "well", 2)).reward > 0.0
-            assert len(world.sessions) == 0
-        return found
+            for number, how in enumerate(hows):
+                try:
+                    async with asyncio.timeout(60.0):
+                        found[how] = await play(world, how, 2 * number)
+                except EpisodeFailed as error:
+                    found[how] = str(error)
+                assert (await play(world, "well", 2 * number + 1)).reward > 0.0
+                assert len(world.sessions) == 0
 
-    return asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("how", "stage"),
-    [
-        ("never", "start: it did not call the policy within 4 s"),
-        ("fork", "turn: it neither called the policy again nor ended within 1 s of an answer"),
-        ("stop", "turn: it neither called the policy again nor ended within 1 s of an answer"),
-        ("spin", "turn: it neither called the policy again nor ended within 1 s of an answer"),
-        ("cut", "turn: it neither called the policy again nor ended within 1 s of an answer"),
-    ],
-)
-def test_it_ends_by_its_deadline_and_says_which(tmp_path, how, stage):
-    found = hang(tmp_path, how)
-    assert isinstance(found, str) and stage in found, found
+    asyncio.run(main())
+    return found
 
 
-def test_a_worker_that_stands_still_is_killed_before_the_deadline_of_a_turn(tmp_path):
-    found = hang(tmp_path, "spin", turn_timeout_s=50.0)
-    assert isinstance(found, str) and "stood still" in found, found
-
-
-def test_a_call_after_the_end_reaches_nobody(tmp_path):
-    late = tmp_path / "late"
-    found = hang(tmp_path, "later", row={"late": str(late)})
-    assert found.reward == 1.0 and len(found.sequences) == 1
-    late.unlink(missing_ok=True)
+def test_it_ends_by_its_deadline_and_says_which(tmp_path):
+    for how, told in ended(tmp_path, HANGS).items():
+        assert isinstance(told, str) and HANGS[how] in told, (how, told)
 
 
 def test_a_tool_result_of_50_mb_ends_the_episode_as_too_long(tmp_path):
-    found = hang(tmp_path, "big", row={"size": 50 << 20}, turn_timeout_s=60.0, stall_timeout_s=60.0)
+    found = ended(tmp_path, ["big"], row={"size": 50 << 20}, turn_timeout_s=60.0, stall_timeout_s=60.0)["big"]
     # The refusal of its call has ended it, so its conversation is scored as one that was cut.
-    assert (found.finish_reason, found.reward, found.text) == ("length", None, "Hello.")
-
-
-def test_a_slow_reader_ends_by_its_deadline(tmp_path):
-    found = hang(tmp_path, "slow", say=lambda prompt: "word " * 20)
-    assert "turn: it neither called the policy again nor ended within 1 s of an answer" in found
+    assert (found.finish_reason, found.reward) == ("length", None) and found.text.startswith("word ")

@@ -5,15 +5,12 @@ Skipped where ASYNCRL_CHAT_MODEL does not name its folder; ``make chat-model`` f
 and runs this.
 """
 
-import asyncio
-import gc
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Publisher
-from whole import play, vllm_world, whole, worst_error
+from whole import played_by_vllm, worst_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,29 +79,11 @@ def test_a_real_chat_model_plays_with_a_tool_and_each_token_has_the_log_prob_of_
     folder = Path(os.environ["ASYNCRL_CHAT_MODEL"]).absolute()
     Path("agent.py").write_text(AGENT)
     made = changed(folder)
-
-    async def main():
-        publisher = Publisher()
-        world = vllm_world(
-            tmp_path,
-            folder,
-            lambda version: publisher.publish_model(version, made[version % 2]),
-            max_tokens=48,
-            data={"max_prompt_tokens": 700},
-            chat={"tool_parser": "json"},
-        )
-        report = world.renderer.report
-        async with whole(world, tmp_path):
-            updating = asyncio.ensure_future(world.update_every(70))
-            trajectories = await asyncio.gather(*(play(world, "weather", sample) for sample in range(EPISODES)))
-            updating.cancel()
-            await asyncio.wait({updating})
-            version = world.host.version
-        publisher.close()
-        return report, trajectories, version
-
-    report, trajectories, version = asyncio.run(main())
-    gc.collect()
+    sections = {"data": {"max_prompt_tokens": 700}, "chat": {"tool_parser": "json"}}
+    world, trajectories, version = played_by_vllm(
+        tmp_path, folder, made, ["weather"] * EPISODES, tokens=70, max_tokens=48, **sections
+    )
+    report = world.renderer.report
     verdicts = {case.case: case.verdict for case in report.cases}
     assert (report.end, report.seam) == ("<|im_end|>", "\n")
     assert verdicts["user"] == "extend"

@@ -1,12 +1,12 @@
 """The agent that plays for time: by itself, and a whole run of it on the simulated engine."""
 
 import asyncio
-import json
 import random
 from statistics import median
 
 import pytest
 from inprocess import System, sim_config
+from run_files import groups
 from virtual import run_virtual
 
 from asyncrl.episodes.playing.client import Reply
@@ -94,13 +94,9 @@ def test_a_run_rehearses_agents_without_a_model(tmp_path):
     )
     system = System(config, tmp_path / "run")
     assert asyncio.run(system.run()).phase == "done"
-    groups = [
-        json.loads(line)
-        for path in sorted((tmp_path / "run" / "samples").iterdir())
-        for line in path.read_text().splitlines()
-    ]
-    assert len(groups) == 12
-    trajectories = [each for group in groups for each in group["trajectories"]]
+    played_groups = groups(tmp_path / "run")
+    assert len(played_groups) == 12
+    trajectories = [each for group in played_groups for each in group["trajectories"]]
     assert {each["reward"] for each in trajectories} == {0.0, 1.0}
     assert max(len(each["messages"]) for each in trajectories) >= 5
     for each in trajectories:

@@ -7,6 +7,7 @@ hand, and no learner trains.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 from episodes.hosted import Hosted, hosting
 from session_cases import HOST, World
-from tiny_models import logprobs_of
+from tiny_models import Publisher, logprobs_of
 
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Trajectory
@@ -69,25 +70,45 @@ async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
         yield hosted
 
 
-def vllm_world(folder: Path, model: Path, publish: Any, *, max_tokens: int, **sections: Any) -> World:
-    """A world in which vLLM speaks; agent:play plays."""
+def played_by_vllm(
+    folder: Path,
+    model: Path,
+    made: Sequence[Any],
+    prompts: Sequence[str],
+    *,
+    tokens: int,
+    max_tokens: int,
+    **more: Any,
+) -> tuple[World, list[Trajectory], int]:
+    """Episodes that agent:play plays at the same time, vLLM speaks, and the weights are those of ``made`` in turn, new
+    ones every ``tokens``. Returns the world, a trajectory for each prompt, and the last version.
+    """
     vllm = {"cpu_kv_cache_bytes": 256 << 20, "threads": 1, "max_num_seqs": 32}
-    return World(
-        folder,
-        model=model,
-        engine=lambda config: make_engine(config, "rollouter/0"),
-        publish=publish,
-        rollout={
-            "engine": "vllm",
-            "gpus_per_replica": 0,
-            "max_tokens": max_tokens,
-            "concurrency": 16,
-            "stream_interval": 4,
-            "vllm": vllm,
-        },
-        episode={"function": "agent:play"},
-        **sections,
-    )
+    rollout = {"engine": "vllm", "gpus_per_replica": 0, "concurrency": 16, "stream_interval": 4, "vllm": vllm}
+
+    async def main() -> tuple[World, list[Trajectory], int]:
+        publisher = Publisher()
+        world = World(
+            folder,
+            model=model,
+            engine=lambda config: make_engine(config, "rollouter/0"),
+            publish=lambda version: publisher.publish_model(version, made[version % len(made)]),
+            rollout=rollout | {"max_tokens": max_tokens},
+            episode={"function": "agent:play"},
+            **more,
+        )
+        async with whole(world, folder):
+            updating = asyncio.ensure_future(world.update_every(tokens))
+            played = await asyncio.gather(*(play(world, prompt, at) for at, prompt in enumerate(prompts)))
+            updating.cancel()
+            await asyncio.wait({updating})
+            version = world.host.version
+        publisher.close()
+        return world, played, version
+
+    found = asyncio.run(main())
+    gc.collect()
+    return found
 
 
 def play(world: World, prompt: str, sample: int = 0, **ticket: Any) -> asyncio.Task[Trajectory]:

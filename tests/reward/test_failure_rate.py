@@ -50,15 +50,6 @@ def test_one_that_worked_before_a_restart_may_fail_for_a_while():
     assert calls.broken == f"has failed in all of its last {calls.made} calls, for {calls.made} prompts, for 30 s"
 
 
-def test_timeouts_of_two_workers_end_it_within_two_minutes():
-    calls = Calls(workers=2)
-    calls.come(*range(8))
-    while not calls.broken:
-        # Two at a time, each killed after 10 s.
-        calls.end(calls.made % 8, works=False, after_s=5.0)
-    assert calls.now <= 120
-
-
 @given(prompts=st.integers(1, MIN_PROMPTS - 1), worked=st.booleans(), samples=st.integers(1, 64))
 def test_one_or_two_bad_prompts_end_nothing_however_often_they_fail(prompts, worked, samples):
     calls = Calls()
@@ -71,24 +62,22 @@ def test_one_or_two_bad_prompts_end_nothing_however_often_they_fail(prompts, wor
     assert not calls.broken
 
 
-def test_one_that_has_worked_may_fail_for_a_moment():
-    calls = Calls()
-    for number in range(100):
-        calls.call(number, works=True, after_s=0.1)
-    while calls.now < 10.0 + OUTAGE_S - 1.0:
-        calls.call(f"then {calls.made}", works=False, after_s=0.01)
-    assert not calls.broken
-    assert calls.made > 1000
-    calls.call("again", works=True)
-    calls.call("and again", works=False, after_s=OUTAGE_S)
-    assert not calls.broken
-
-
-def test_one_that_works_no_longer_is_broken_once_that_lasts():
+def that_worked():
     calls = Calls()
     for number in range(200):
         calls.call(number, works=True, after_s=0.1)
-    since = calls.now
+    return calls, calls.now
+
+
+def test_one_that_has_worked_may_fail_for_a_moment_and_is_broken_once_that_lasts():
+    calls, since = that_worked()
+    while calls.now < since + OUTAGE_S - 1.0:
+        calls.call(f"then {calls.made}", works=False, after_s=0.01)
+    assert not calls.broken and calls.made > 1000
+    calls.call("again", works=True)
+    calls.call("and again", works=False, after_s=OUTAGE_S)
+    assert not calls.broken
+    calls, since = that_worked()
     while not calls.broken:
         calls.call(f"then {calls.made // 8}", works=False, after_s=0.5)
     assert OUTAGE_S <= calls.now - since < OUTAGE_S + 1

@@ -6,6 +6,7 @@ import math
 import random
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,19 @@ def test_nothing_but_one_good_score_for_each_is_taken(names, data):
             match(entries, "id", names, number)
 
 
+def test_all_that_is_wrong_with_an_answer_is_said():
+    entries = [{"id": id, "score": score} for id, score in (("a", 1), ("a", 1), ("b", "high"), ("c", 7), ("z", 1))]
+    with pytest.raises(BadAnswer) as caught:
+        match(entries, "id", "abcd", number)
+    assert set(caught.value.problems) == {
+        'id "a" is there twice',
+        'id "b": the score "high" is not a number',
+        'id "c": the score 7 is not between 0 and 1',
+        'there is no id "z"',
+        'id "d" is missing',
+    }
+
+
 @settings(max_examples=40)
 @given(st.text('{}"[]:,scores1 \n\\', max_size=200))
 def test_any_text_is_read_or_refused(text):
@@ -89,6 +103,11 @@ def test_a_question_is_the_same_for_the_same_vote_and_shows_each_trajectory_once
     question = judge.questions(request)[vote]
     assert question.messages == judge.questions(request)[vote].messages
     trajectories = shown({"messages": question.messages})
+    for other in (
+        judge.questions(request)[(vote + 1) % 4],
+        judge.questions(msgspec.structs.replace(request, uid="9-9"))[vote],
+    ):
+        assert not shown({"messages": other.messages}).keys() & trajectories.keys(), "each vote has ids of its own"
     assert sorted(trajectories.values()) == texts
     # Whatever the order and the ids: the score of a text goes to the completion that it is of.
     answer = json.dumps({"scores": [{"id": id, "score": int(text[-1]) / 10} for id, text in trajectories.items()]})
@@ -171,11 +190,8 @@ def test_a_view_is_bounded_and_equal_ones_are_one(texts, prompt, limit):
         assert all(found.body_of[other] == at for other, text in enumerate(texts) if text == one)
 
 
-def test_equal_trajectories_take_the_room_of_one():
+def test_equal_trajectories_take_the_room_of_one_and_those_that_differ_in_what_is_left_out_are_one():
     assert view("", [said("a" * 100)] * 4, 100).bodies == ["a" * 100]
-
-
-def test_trajectories_that_differ_only_in_what_is_left_out_are_one():
     found = view("", [said("a" * 50 + middle + "a" * 50) for middle in "bcb"], 60)
     assert (len(found.bodies), found.body_of) == (1, [0, 0, 0])
 

@@ -118,22 +118,6 @@ async def test_an_answer_that_cannot_be_used_is_sent_back_once_and_then_leaves_t
         assert (pool.judged.unjudged, pool.counters.failed, pool.counters.scored) == (1, 1, 1)
 
 
-async def test_the_repair_says_what_is_wrong():
-    def wrong(body):
-        first, second, third, _ = scores(body)
-        return told([first, first, {**second, "score": "high"}, {**third, "score": 7}, {"id": "zzzzz", "score": 1}])
-
-    async with judging(wrong, right) as (server, pool):
-        await pool.score(group(*WORTH))
-        first, second, third, fourth = shown(server.bodies[0])
-        said = server.bodies[1]["messages"][3]["content"]
-        assert f'* id "{first}" is there twice\n' in said
-        assert f'* id "{second}": the score "high" is not a number\n' in said
-        assert f'* id "{third}": the score 7 is not between 0 and 1\n' in said
-        assert '* there is no id "zzzzz"\n' in said
-        assert f'* id "{fourth}" is missing\n' in said
-
-
 PASSING = {
     "429": status(429, Retry_After="0.2"),
     "503 with a date": status(503, Retry_After="Fri, 01 Jan 2021 00:00:00 GMT"),
@@ -194,17 +178,6 @@ async def test_a_judge_that_says_nothing_ends_by_the_deadline(answer):
         assert (pool.counters.timed_out, pool.running, pool.queued) == (1, 0, 0)
 
 
-async def test_the_deadline_is_over_all_tries_of_a_vote():
-    async def refuse_late(request, body):
-        await asyncio.sleep(0.2)
-        return web.Response(status=500)
-
-    async with judging(refuse_late, timeout_s=0.3, tries=20) as (server, pool):
-        with pytest.raises(RewardFailed, match=r"within 0.3 s"):
-            await pool.score(group(*WORTH))
-        assert len(server.bodies) <= 2
-
-
 async def test_tokens_a_minute_are_those_that_the_server_counts():
     # By the estimate alone the second request would wait for a minute.
     async with judging(right, tokens_per_minute=1500) as (_, pool):
@@ -215,23 +188,6 @@ async def test_tokens_a_minute_are_those_that_the_server_counts():
         while not pool.queued:
             await asyncio.sleep(0.01)
         third.cancel()
-
-
-async def test_each_vote_has_ids_and_an_order_of_its_own_and_asks_the_same_when_repeated():
-    async with judging(right, votes=6) as (server, pool):
-        found = await pool.score(group(*WORTH))
-        assert found.rewards == WORTH
-        assert [parts["judge_spread"] for parts in found.components] == [0.0] * 4
-        asked = server.bodies[:]
-        orders = {tuple(shown(body).values()) for body in asked}
-        assert len(orders) > 1 and len({id for body in asked for id in shown(body)}) == 24
-        await pool.score(group(*WORTH))
-        key = str
-        assert sorted(map(key, server.bodies[6:])) == sorted(map(key, asked))
-        await pool.score(group(*WORTH, uid="0-2"))
-        assert not {id for body in server.bodies[12:] for id in shown(body)} & {
-            id for body in asked for id in shown(body)
-        }
 
 
 async def test_votes_are_averaged_and_a_majority_is_needed():

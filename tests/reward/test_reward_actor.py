@@ -11,12 +11,12 @@ import pytest
 import thief
 import uvloop
 from harness import RUN_ID, SECRET, Net
+from reward.pools import MODULE, request, until
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.actor import RewardActor
 from asyncrl.reward.scoring import pool as pool_module
 from asyncrl.runtime.actor import ActorContext
@@ -27,35 +27,17 @@ from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.live_run import title
 
-MODULE = """
-import os, time
-
-def act(*, completion):
-    if completion == "raise":
-        raise ValueError("no judge")
-    if completion == "exit":
-        os._exit(1)
-    if completion.startswith("odd"):
-        return {"a": completion}
-    if completion.startswith("sleep "):
-        time.sleep(float(completion.split()[1]))
-    return {"length": len(completion)}
-"""
-
 
 def workers() -> list[psutil.Process]:
     """The pool's processes; other tests' helpers may live beside them."""
     return [p for p in psutil.Process().children(recursive=True) if "asyncrl reward worker" in title(p)]
 
 
-@pytest.fixture(autouse=True)
-def _module(tmp_path, monkeypatch):
-    (tmp_path / "actor_rewards.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("user_module")
 
 
 def config_with(**reward: Any) -> Config:
-    reward = {"function": "actor_rewards:act", "workers": 2, **reward}
+    reward = {"function": "act_rewards:act", "workers": 2, **reward}
     simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
     return validate_config({**simulated, "reward": reward})
 
@@ -92,12 +74,6 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[tuple[RewardAc
     assert workers() == []
 
 
-def request(text: str, uid: str = "0-1") -> Score:
-    return Score(
-        uid=uid, prompt="p", row={"answer": "1"}, completions=[Completion(text=text, finish_reason="stop", tokens=3)]
-    )
-
-
 @pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
 async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_actor(tmp_path):
     private = tmp_path / "runs" / "mine" / "private"
@@ -118,8 +94,7 @@ def test_scores_and_failures_go_over_the_wire(tmp_path):
             calls = [rollouter.call(request("x" * size)) for size in range(1, 100)]
             scores = await asyncio.gather(*calls)
             assert [one.rewards for one in scores] == [[float(size)] for size in range(1, 100)]
-            assert scores[4].components == [{"length": 5.0}]
-            for text, named in (("raise", "raised ValueError: no judge"), ("sleep 99", "ran longer than 1 s")):
+            for text, named in (("raise", "raised KeyError: 'no such judge'"), ("sleep 99", "ran longer than 1 s")):
                 with pytest.raises(RemoteError, match=named) as caught:
                     await rollouter.call(request(text))
                 assert (caught.value.code, caught.value.retryable) == ("reward_failed", True)
@@ -139,29 +114,22 @@ def test_scores_and_failures_go_over_the_wire(tmp_path):
         runner.run(body())
 
 
-async def test_a_caller_that_cancels_gives_up_its_task(tmp_path, monkeypatch):
+async def test_a_caller_that_cancels_gives_up_its_task_and_the_actor_ends_while_another_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
     async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as (actor, rollouter):
-        hanging = rollouter.call(request("sleep 500"))
-        queued = rollouter.call(request("sleep 500"))
-        async with asyncio.timeout(30):
-            while (actor.figures()["reward/running"], actor.figures()["reward/queued"]) != (1, 1):
-                await asyncio.sleep(0.01)
+        hanging, queued = (rollouter.call(request("sleep 500")) for _ in range(2))
+        await until(lambda: (actor.figures()["reward/running"], actor.figures()["reward/queued"]) == (1, 1))
         hanging.cancel()
         queued.cancel()
         assert (await rollouter.call(request("abc"))).rewards == [3.0]
         assert actor.heartbeat(1, 0.0).counters["reward/workers_killed"] == 1
-
-
-async def test_the_actor_ends_while_a_function_hangs(tmp_path):
-    async with serving(config_with(timeout_s=600.0), tmp_path) as (_, rollouter):
         hanging = rollouter.call(request("sleep 500"))
-        await asyncio.sleep(0.2)
+        await until(lambda: actor.figures()["reward/running"] == 1)
     hanging.cancel()
 
 
 async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_ready(tmp_path):
-    actor = RewardActor(context_with(config_with(function="actor_rewards:akt"), tmp_path))
+    actor = RewardActor(context_with(config_with(function="act_rewards:akt"), tmp_path))
     with pytest.raises(ConfigError, match=r"reward\.function: .*did you mean act") as caught:
         await actor.main()
     assert caught.value.exit_code == 78
@@ -175,7 +143,7 @@ async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
     actor = RewardActor(context_with(config_with(workers=1), tmp_path))
     life = asyncio.create_task(actor.main())
     await until_ready(actor, life)
-    (tmp_path / "actor_rewards.py").write_text("")
+    (tmp_path / "act_rewards.py").write_text("")
     workers()[0].kill()
     with pytest.raises(RewardFailed, match="no worker process left"):
         await asyncio.wait_for(life, 60)
@@ -185,7 +153,7 @@ async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
 async def failing(rollouter: Peer, text: str, uid: str) -> str:
     """The code of what comes back."""
     with pytest.raises(RemoteError) as caught:
-        await rollouter.call(request(text, uid))
+        await rollouter.call(request(text, uid=uid))
     return caught.value.code
 
 
@@ -193,28 +161,31 @@ async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_co
     async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
         for number in range(3):
             assert (await rollouter.call(request("abc"))).rewards == [3.0]
-            for text in ("raise", "exit", f"odd {number}"):
+            for text in ("raise", "exit", "text", "crash"):
                 assert await failing(rollouter, text, f"0-{number}") == "reward_failed"
         assert await failing(rollouter, "sleep 99", "0-7") == "reward_failed"
-        line = MODULE[: MODULE.index("no judge")].count("\n") + 1
+        line = MODULE[: MODULE.index("no such judge")].count("\n") + 1
         notices = actor._notices.take()
         told = {notice.key: (notice.count, f"{notice.text}. {notice.meanwhile}") for notice in notices}
-        function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
+        function, path = "reward function act_rewards:act", tmp_path / "act_rewards.py"
         then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"
         hint = "; reward.on_timeout = NUMBER would give such a response that reward"
         assert told == {
-            f"reward: ValueError {path}:{line}": (
+            f"reward: KeyError {path}:{line}": (
                 3,
-                f"{function} raised ValueError: no judge ({path}:{line}) (prompt 0-0). {then}",
+                f"{function} raised KeyError: 'no such judge' ({path}:{line}) (prompt 0-0). {then}",
             ),
-            "reward: ended its worker process (exit code 1)": (
+            "reward: ended its worker process (exit code 3)": (
                 3,
-                f"{function} ended its worker process (exit code 1) (prompt 0-0). {then}",
+                f"{function} ended its worker process (exit code 3) (prompt 0-0). {then}",
             ),
             "reward: no reward": (
                 3,
-                f"{function} returned for the component 'a' str 'odd 0'; a finite number is expected (prompt 0-0). "
-                f"{then}",
+                f"{function} returned str 'good'; a finite number is expected (prompt 0-0). {then}",
+            ),
+            "reward: died with its worker process (SIGSEGV)": (
+                3,
+                f"{function} died with its worker process (SIGSEGV) (prompt 0-0). {then}",
             ),
             "reward: timed out": (
                 1,
@@ -222,16 +193,16 @@ async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_co
                 f"{then}{hint}",
             ),
         }
-        assert [notice.of for notice in notices] == ["10 calls", "11 calls", "12 calls", "13 calls"]
+        assert [notice.of for notice in notices] == ["13 calls", "14 calls", "15 calls", "16 calls"]
         spent = actor.histograms.taken()["reward/run_s"]
-        assert sum(spent.counts) == 13, "the calls that failed are among them"
+        assert sum(spent.counts) == 16, "the calls that failed are among them"
         assert spent.counts[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"
 
 
 @pytest.mark.parametrize("text", ["raise", "sleep 99"])
 async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path, text):
     """Timeouts that have a number for a reward are failures as well."""
-    named = {"raise": "raised ValueError: no judge", "sleep 99": "ran longer than 0.2 s"}[text]
+    named = {"raise": "raised KeyError: 'no such judge'", "sleep 99": "ran longer than 0.2 s"}[text]
     config = config_with(timeout_s=0.2, on_timeout=0.0)
     actor = RewardActor(context_with(config, tmp_path))
     async with Net() as net:
@@ -239,7 +210,7 @@ async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path,
         await until_ready(actor, life)
         net.register(ActorRecord(name="reward/0", incarnation=1, address=actor.address))
         rollouter = net.client("reward/0", "rollouter/0")
-        calls = [rollouter.call(request(text, f"0-{number % 4}"), timeout=600.0) for number in range(64)]
+        calls = [rollouter.call(request(text, uid=f"0-{number % 4}"), timeout=600.0) for number in range(64)]
         ending = asyncio.gather(*calls, return_exceptions=True)
         with pytest.raises(RewardBroken, match="has failed in all of its 16 calls, for 4 prompts") as caught:
             await asyncio.wait_for(life, 60)
@@ -259,7 +230,9 @@ async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path,
 
 async def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path):
     async with serving(config_with(), tmp_path) as (_, rollouter):
-        asked = [msgspec.structs.replace(request("raise", f"0-{number % 4}"), has_worked=True) for number in range(64)]
+        asked = [
+            msgspec.structs.replace(request("raise", uid=f"0-{number % 4}"), has_worked=True) for number in range(64)
+        ]
         outcomes = await asyncio.gather(*(rollouter.call(each) for each in asked), return_exceptions=True)
         assert {getattr(outcome, "code", "") for outcome in outcomes} == {"reward_failed"}
         assert (await rollouter.call(request("abc"))).rewards == [3.0]

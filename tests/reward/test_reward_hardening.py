@@ -1,249 +1,80 @@
 """Harm that a reward function may do to its worker, and what is said of it: memory, output, descriptors, processes."""
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import uvloop
+from reward.pools import LIMIT, MIB, Printed, lives, pids, reward, started, until
+from run_files import groups, json_lines
 
-from asyncrl.config.training import RewardConfig
 from asyncrl.errors import RewardFailed
-from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.workers import memory
 from asyncrl.runtime.workers.process import Output
 
-MODULE = """
-import ctypes, mmap, os, signal, subprocess, sys, threading, time
-
-MIB = 1 << 20
-kept = []
-DETACH = (
-    "import os, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True); time.sleep(1000)"
-)
-HOARD = (
-    "import mmap, time\\nheld = mmap.mmap(-1, 100 << 20)\\n"
-    "for _ in range(100): held.write(bytes(1 << 20))\\ntime.sleep(1000)"
-)
-
-def act(*, completion, row=None):
-    match completion:
-        case "allocate":
-            while True:
-                kept.append(bytearray(16 * MIB))
-        case "swallow":
-            # As libraries do that have allocators of their own.
-            try:
-                act(completion="allocate")
-            except MemoryError:
-                raise RuntimeError("cannot allocate") from None
-        case "allocate_in_c":
-            libc = ctypes.CDLL(None)
-            libc.malloc.restype = ctypes.c_void_p
-            while address := libc.malloc(ctypes.c_size_t(16 * MIB)):
-                ctypes.memset(address, 1, 16 * MIB)
-            os.abort()
-        case "share":
-            held = mmap.mmap(-1, 600 * MIB)
-            for _ in range(600):
-                held.write(bytes(MIB))
-            time.sleep(1000)
-        case "child_allocates":
-            return subprocess.run([sys.executable, "-c", "bytearray(600 << 20)"], stderr=subprocess.PIPE).returncode
-        case "children_share":
-            for _ in range(3):
-                subprocess.Popen([sys.executable, "-c", HOARD])
-            time.sleep(1000)
-        case "thread_allocates":
-            threading.Thread(target=act, kwargs={"completion": "allocate"}, daemon=True).start()
-            time.sleep(1000)
-        case "print":
-            block = b"x" * MIB
-            for _ in range(row["mib"] // 3):
-                os.write(1, block)
-                sys.stdout.write("y" * MIB)
-                sys.stderr.write("z" * MIB)
-            return 1.0
-        case "print_for_ever":
-            while True:
-                os.write(2, b"for ever " * 10_000)
-        case "say":
-            print("said", row["what"])
-            return 1.0
-        case "say_late":
-            threading.Thread(target=lambda: (time.sleep(0.2), print("late", flush=True)), daemon=True).start()
-            return 1.0
-        case "say_and_crash":
-            os.write(2, b"about to crash")
-            ctypes.string_at(0)
-        case "close":
-            os.closerange(3, 4096)
-            return 1.0
-        case "close_and_hang":
-            os.closerange(0, 4096)
-            time.sleep(1000)
-        case "recycle":
-            os.closerange(3, 4096)
-            for _ in range(64):
-                os.open("/dev/null", os.O_RDWR)
-            return 1.0
-        case "no_streams":
-            sys.stdout.close()
-            sys.stderr = None
-            os.close(1), os.close(2)
-            return 1.0
-        case "sleep_in_c":
-            # With the interpreter's lock held: no thread of the worker can run.
-            signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.valid_signals()))
-            ctypes.PyDLL(None).sleep(1000)
-        case "detached":
-            # Its parent is gone, its session is its own.
-            done = subprocess.Popen([sys.executable, "-c", DETACH], stdout=subprocess.PIPE, text=True)
-            pid = int(done.stdout.readline())
-            done.wait()
-            open(row["path"], "w").write(str(pid))
-            if row["end"] == "exit":
-                os._exit(5)
-            time.sleep(1000)
-        case "spawn_and_exit":
-            open(row["path"], "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
-            os._exit(5)
-        case "pid":
-            return os.getpid()
-    return len(completion)
-"""
-MIB = 1 << 20
-LIMIT = 256 * MIB
-
-
-@pytest.fixture(autouse=True)
-def _module(tmp_path, monkeypatch):
-    (tmp_path / "hard_rewards.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _libuv():
-    """The first loop of a process opens a pipe for signals that is never closed."""
-    uvloop.new_event_loop().close()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left():
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    pipes = open_pipes()
-    yield
-    assert not [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    assert open_pipes() <= pipes
-
-
-class Printed(list[tuple[str, str, int]]):
-    """What the pool hands out: (uid, text, bytes dropped)."""
-
-    def take(self, *said: Any) -> None:
-        self.append(said)
-
-    @property
-    def text(self) -> str:
-        return "".join(text for _, text, _ in self)
-
-    @property
-    def dropped(self) -> int:
-        return sum(dropped for _, _, dropped in self)
-
-
+pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
 RUN = uvloop.run
+AT_ONCE = {
+    "exit": ("exit code 3", {"workers_died"}),
+    "crash": ("SIGSEGV", {"workers_died"}),
+    "scribble": ("no result", {"workers_killed"}),
+    "allocate": (
+        rf"raised MemoryError \(.*act_rewards.py:\d+\); {LIMIT} bytes are allowed \(reward.max_memory",
+        {"workers_killed", "out_of_memory"},
+    ),
+    "swallow": ("raised RuntimeError: cannot allocate", {"workers_killed", "out_of_memory"}),
+    "allocate_in_c": ("SIGABRT", {"workers_died"}),
+    "share": (
+        rf"took more than {LIMIT} bytes of memory \(reward.max_memory_bytes; its worker process and 0 below",
+        {"workers_killed", "out_of_memory"},
+    ),
+    "children_share": (
+        "reward.max_memory_bytes; its worker process and [1-3] below it held",
+        {"workers_killed", "out_of_memory"},
+    ),
+    "close": ("closed the socket of its worker process", {"workers_died"}),
+    "recycle": ("closed the socket of its worker process", {"workers_died"}),
+}
+BY_THE_DEADLINE = {
+    "loop": ("ran longer than 1 s", {"workers_killed", "timed_out"}),
+    "deaf": ("ran longer than 1 s", {"workers_killed", "timed_out"}),
+    "sleep_in_c": ("ran longer than 1 s", {"workers_killed", "timed_out"}),
+    "close_and_hang": ("closed the socket of its worker process.*was killed", {"workers_died"}),
+}
 
 
-@asynccontextmanager
-async def started(printed: Printed | None = None, **fields: Any) -> AsyncIterator[RewardPool]:
-    fields = {"workers": 2, "timeout_s": 20.0, "function": "hard_rewards:act", "max_memory_bytes": LIMIT, **fields}
-    pool = RewardPool(
-        RewardConfig(**fields), max_tokens=100, on_output=(Printed() if printed is None else printed).take
-    )
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-async def reward(pool: RewardPool, text: str, uid: str = "0-1", **row: Any) -> float:
-    completion = Completion(text=text, finish_reason="stop", tokens=1)
-    return (await pool.score(Score(uid=uid, prompt="p", row=row, completions=[completion]))).rewards[0]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.005)
-
-
-def open_pipes() -> set[str]:
-    found = set()
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{entry}"))
-    return {target for target in found if target.startswith("pipe:")}
-
-
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def pids(pool: RewardPool) -> list[int]:
-    return [slot.process.pid for slot in pool._slots if slot.process is not None]
+@pytest.mark.parametrize(("timeout_s", "harms"), [(20.0, AT_ONCE), (1.0, BY_THE_DEADLINE)], ids=["at once", "late"])
+async def test_a_task_that_harms_its_worker_fails_alone_and_the_worker_is_replaced(timeout_s, harms):
+    async with started(workers=2, timeout_s=timeout_s, max_memory_bytes=LIMIT) as pool:
+        for text, (named, counted) in harms.items():
+            before, counters = pids(pool), asdict(pool.counters)
+            others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(20)]
+            with pytest.raises(RewardFailed, match=named) as caught:
+                await reward(pool, text)
+            assert caught.value.retryable
+            assert await asyncio.gather(*others) == [3.0] * 20
+            assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(20))) == [4.0] * 20
+            await until(lambda before=before: len(pids(pool)) == 2 and len(set(pids(pool)) - set(before)) == 1)
+            found = {name: count - counters[name] for name, count in asdict(pool.counters).items()}
+            expected = {"scored": 40, "failed": 1} | dict.fromkeys(counted, 1)
+            assert {name: more for name, more in found.items() if more} == expected, text
 
 
 # --- memory ---
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("allocate", rf"raised MemoryError \(.*hard_rewards.py:\d+\); {LIMIT} bytes are allowed \(reward.max_memory"),
-        ("swallow", "raised RuntimeError: cannot allocate"),
-        ("allocate_in_c", "SIGABRT"),
-        ("share", rf"took more than {LIMIT} bytes of memory \(reward.max_memory_bytes; its worker process and 0 below"),
-        ("children_share", "reward.max_memory_bytes; its worker process and [1-3] below it held"),
-    ],
-)
-async def test_a_function_that_eats_memory_fails_alone_and_its_worker_is_replaced(text, named):
-    async with started() as pool:
-        before = pids(pool)
-        others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(50)]
-        with pytest.raises(RewardFailed, match=named) as caught:
-            await reward(pool, text)
-        assert caught.value.retryable
-        assert await asyncio.gather(*others) == [3.0] * 50
-        assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(50))) == [4.0] * 50
-        await until(lambda: len(set(pids(pool)) - set(before)) == 1 and len(pids(pool)) == 2)
-        assert pool.counters.failed == 1
-        assert pool.counters.out_of_memory == (text != "allocate_in_c")
-
-
-async def test_the_limit_holds_for_what_the_function_starts():
-    async with started() as pool:
+async def test_the_limit_holds_for_what_the_function_starts_and_for_its_threads():
+    async with started(timeout_s=2.0, max_memory_bytes=LIMIT) as pool:
         # Its own MemoryError ends the child; the function goes on.
         assert await reward(pool, "child_allocates") == 1.0
-
-
-async def test_a_worker_that_cannot_even_say_that_it_is_full_is_replaced():
-    async with started(workers=1, timeout_s=2.0) as pool:
         before = await reward(pool, "pid")
+        # One that cannot even say that it is full is replaced.
         with pytest.raises(RewardFailed):
             await reward(pool, "thread_allocates")
         assert await reward(pool, "pid") != before
@@ -274,7 +105,7 @@ def test_memory_that_processes_share_counts_once():
 
 async def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept():
     printed = Printed()
-    async with started(printed, max_output_bytes=1000) as pool:
+    async with started(printed=printed, workers=2, max_output_bytes=1000) as pool:
         printing = asyncio.ensure_future(reward(pool, "print", uid="0-7", mib=1026))
         # Others are served meanwhile.
         while not printing.done():
@@ -287,7 +118,7 @@ async def test_a_gigabyte_of_output_is_drained_and_only_its_beginning_is_kept():
 
 async def test_each_call_hands_out_what_it_printed_and_has_a_budget_of_its_own():
     printed = Printed()
-    async with started(printed, workers=1, max_output_bytes=8) as pool:
+    async with started(printed=printed, max_output_bytes=8) as pool:
         for number in range(5):
             assert await reward(pool, "say", uid=f"0-{number}", what=number) == 1.0
         with pytest.raises(RewardFailed, match="SIGSEGV"):
@@ -320,31 +151,11 @@ def test_output_is_bounded_whatever_is_written():
         output.close()
 
 
-# --- descriptors, streams, signals, processes ---
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("close", "closed the socket of its worker process"),
-        ("close_and_hang", "closed the socket of its worker process.*was killed"),
-        ("recycle", "closed the socket of its worker process"),
-        ("sleep_in_c", "ran longer than 1 s"),
-    ],
-)
-async def test_what_a_function_did_to_its_worker_is_said(text, named):
-    async with started(timeout_s=1.0) as pool:
-        others = [asyncio.ensure_future(reward(pool, "abc")) for _ in range(20)]
-        with pytest.raises(RewardFailed, match=named) as caught:
-            await reward(pool, text)
-        assert caught.value.retryable
-        assert await asyncio.gather(*others) == [3.0] * 20
-        assert await asyncio.gather(*(reward(pool, "abcd") for _ in range(20))) == [4.0] * 20
-        assert pool.counters.failed == 1
+# --- descriptors, streams, processes ---
 
 
 async def test_a_function_may_close_its_streams():
-    async with started(workers=1) as pool:
+    async with started() as pool:
         before = await reward(pool, "pid")
         assert await reward(pool, "no_streams") == 1.0
         assert await reward(pool, "abc") == 3.0
@@ -371,14 +182,14 @@ KINDS = {
 }
 WHOLE = """
 import os
-import hard_rewards
+import act_rewards
 
 def judge(*, row):
     kind = row["kind"]
     if kind == "exit":
         os._exit(3)
     if kind != "good":
-        return hard_rewards.act(completion=kind, row=row)
+        return act_rewards.act(completion=kind, row=row)
     return 0.5
 """
 
@@ -425,12 +236,10 @@ def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_tra
     run_dir = tmp_path / "runs" / "bad"
     logs = "".join(path.read_text()[-2000:] for path in run_dir.glob("logs/*/*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
-    quarantined = [json.loads(line) for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
+    quarantined = json_lines(run_dir / "quarantine.jsonl")
     reasons = {int(line["uid"].rpartition("-")[2]): line["reason"] for line in quarantined}
     assert len(quarantined) == len(reasons) == len(KINDS)
     for index, reason in reasons.items():
         assert KINDS[kinds[index]] in reason, (kinds[index], reason)
-    trained = []
-    for path in run_dir.glob("samples/*"):
-        trained += [int(json.loads(line)["uid"].rpartition("-")[2]) for line in path.read_text().splitlines()]
+    trained = [int(group["uid"].rpartition("-")[2]) for group in groups(run_dir)]
     assert sorted(trained) == [index for index, kind in enumerate(kinds) if kind == "good"]

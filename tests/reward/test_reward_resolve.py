@@ -77,7 +77,8 @@ def scored(runner: asyncio.Runner, function: str, per: str = "trajectory", **opt
 
 
 def test_a_function_is_given_what_it_accepts(runner):
-    assert scored(runner, "my_rewards:little") == [(2.0, {}), (3.0, {})]
+    for function, per in (("little", "trajectory"), ("awaited", "trajectory"), ("group", "group")):
+        assert scored(runner, f"my_rewards:{function}", per) == [(2.0, {}), (3.0, {})]
     assert scored(runner, "my_rewards:judge") == [(2.0, {}), (2.0, {})]
     assert scored(runner, "pack.inner:little") == [(2.0, {}), (3.0, {})]
     assert scored(runner, "my_rewards:everything", bonus=1) == [
@@ -86,14 +87,6 @@ def test_a_function_is_given_what_it_accepts(runner):
     ]
     _, components = scored(runner, "my_rewards:anything", extra=7)[0]
     assert components == {"prompt": 1, "completion": 2, "finish_reason": 6, "extra": 7}
-
-
-def test_a_coroutine_is_awaited(runner):
-    assert scored(runner, "my_rewards:awaited") == [(2.0, {}), (3.0, {})]
-
-
-def test_a_group_function_sees_the_group(runner):
-    assert scored(runner, "my_rewards:group", per="group") == [(2.0, {}), (3.0, {})]
 
 
 def test_a_function_sees_the_conversations_of_episodes(runner):

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.training import OverlongPenalty
-from asyncrl.reward.scoring.shaping import overlong_penalty, shaped
+from asyncrl.reward.scoring.shaping import overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -18,14 +17,3 @@ def test_penalty_never_rewards_and_never_exceeds_its_scale(tokens, margin, scale
     penalty = overlong_penalty(tokens, max_tokens=100, margin_tokens=margin, scale=scale)
     longer = overlong_penalty(tokens + 1, max_tokens=100, margin_tokens=margin, scale=scale)
     assert -scale <= longer <= penalty <= 0
-
-
-def test_shaped_reward_shows_its_penalty_and_keeps_its_components():
-    overlong = OverlongPenalty(margin_tokens=20, scale=0.5)
-    components = {"format": 1.0}
-    assert shaped(1.0, components, 90, max_tokens=100, overlong=overlong) == (
-        0.75,
-        {"format": 1.0, "overlong_penalty": -0.25},
-    )
-    assert shaped(1.0, {}, 10, max_tokens=100, overlong=overlong) == (1.0, {"overlong_penalty": 0.0})
-    assert components == {"format": 1.0}

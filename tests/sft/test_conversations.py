@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from chat_models import FAMILIES, config_of, id_of, write_chat_model
+from chat_models import config_of, id_of, write_chat_model
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, DataError
@@ -19,19 +19,6 @@ TALK = [
     {"role": "user", "content": "And then?"},
     {"role": "assistant", "content": "The end."},
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-
-    def folder(name):
-        if name not in made:
-            template, eos = FAMILIES[name]
-            made[name] = write_chat_model(tmp_path_factory.mktemp("m") / "model", template, eos=eos)
-        return made[name]
-
-    return folder
 
 
 def configured(folder, *, prompts=None, **sft):
@@ -58,40 +45,39 @@ def chatml(*messages):
     return "".join(f"<|im_start|>{role}\n{text}\n" for role, text in messages)
 
 
-def test_answers_are_trained_with_their_ends_and_nothing_else_is(folders):
+def test_answers_are_trained_with_their_ends_and_nothing_else_is(family):
     expected = chatml(
         ("user", "Hello.<|im_end|>"),
         ("assistant", "[Hi there.<|im_end|>]"),
         ("user", "And then?<|im_end|>"),
         ("assistant", "[The end.<|im_end|>]"),
     )
-    assert shown(configured(folders("chatml")), {"messages": TALK}) == [expected.removesuffix("\n")]
+    config = configured(family("chatml"))
+    assert shown(config, {"messages": TALK}) == [expected.removesuffix("\n")]
+    # What is said after the last answer has no part.
+    assert shown(config, {"messages": [*TALK, {"role": "user", "content": "Bye."}]}) == shown(
+        config, {"messages": TALK}
+    )
 
 
-def test_what_is_said_after_the_last_answer_has_no_part(folders):
-    more = [*TALK, {"role": "user", "content": "Bye."}]
-    config = configured(folders("chatml"))
-    assert shown(config, {"messages": more}) == shown(config, {"messages": TALK})
-
-
-def test_where_a_context_is_not_extended_another_sequence_begins_and_each_answer_is_trained_once(folders):
-    first, second = shown(configured(folders("lines")), {"messages": TALK})
+def test_where_a_context_is_not_extended_another_sequence_begins_and_each_answer_is_trained_once(family):
+    first, second = shown(configured(family("lines")), {"messages": TALK})
     assert first == "user: Hello.\nassistant:[ Hi there.</s>]"
     assert second == "user: Hello.\nassistant: Hi there.\nuser: And then?\nassistant:[ The end.</s>]"
 
 
-def test_an_answer_of_weight_0_is_context(folders):
+def test_an_answer_of_weight_0_is_context(family):
     talk = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
-    (found,) = shown(configured(folders("chatml")), {"messages": talk})
+    (found,) = shown(configured(family("chatml")), {"messages": talk})
     assert found.count("[") == 1 and found.endswith("[The end.<|im_end|>]")
 
 
-def test_prompt_and_completion_go_by_the_template_of_the_data(folders):
+def test_prompt_and_completion_go_by_the_template_of_the_data(family):
     row = {"prompt": "Hello.", "completion": "Hi there.", "answer": 1}
-    plain = configured(folders("chatml"))
+    plain = configured(family("chatml"))
     assert shown(plain, row) == ["<s>Hello.[Hi there.<|im_end|>]"]
     assert shown(plain, row | {"completion": "Hi.<|im_end|>"}) == ["<s>Hello.[Hi.<|im_end|>]"]
-    chat = configured(folders("chatml"), prompts={"template": "chat", "system": "Be brief."})
+    chat = configured(family("chatml"), prompts={"template": "chat", "system": "Be brief."})
     (found,) = shown(chat, row)
     assert found == chatml(
         ("system", "Be brief.<|im_end|>"), ("user", "Hello.<|im_end|>"), ("assistant", "[Hi there.<|im_end|>]")
@@ -101,9 +87,9 @@ def test_prompt_and_completion_go_by_the_template_of_the_data(folders):
     assert "Or not." in own and "Be brief." not in own
 
 
-def test_tools_of_a_row_are_shown(folders):
+def test_tools_of_a_row_are_shown(family):
     tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
-    (found,) = shown(configured(folders("tools first")), {"messages": TALK, "tools": [tool]})
+    (found,) = shown(configured(family("tools first")), {"messages": TALK, "tools": [tool]})
     assert '"name": "lookup"' in found and found.count("[") >= 2
 
 
@@ -124,9 +110,9 @@ def test_tools_of_a_row_are_shown(folders):
         ({"prompt": TALK, "completion": "x"}, 'prompt: must be text under data.template = "plain"'),
     ],
 )
-def test_a_row_that_cannot_be_trained_says_why(row, told, folders):
+def test_a_row_that_cannot_be_trained_says_why(row, told, family):
     with pytest.raises(BadConversation, match=told):
-        shown(configured(folders("chatml")), row)
+        shown(configured(family("chatml")), row)
 
 
 def test_a_model_without_a_chat_template_has_prompts_and_completions_alone(tmp_path):
@@ -136,8 +122,8 @@ def test_a_model_without_a_chat_template_has_prompts_and_completions_alone(tmp_p
     assert shown(config, {"prompt": "Hello.", "completion": "Hi."}) == ["<s>Hello.[Hi.<|im_end|>]"]
 
 
-def test_a_sequence_that_is_too_long_is_refused_or_cut(folders):
-    folder = folders("chatml")
+def test_a_sequence_that_is_too_long_is_refused_or_cut(family):
+    folder = family("chatml")
     (whole,) = make_encoder(configured(folder), tokenizer_of(config_of(folder)))({"messages": TALK})
     length = len(whole.ids)
     assert whole.ids[-1] == id_of("<|im_end|>")
@@ -156,23 +142,23 @@ def loaded(tmp_path, folder, rows, **sft):
     return load_conversations(configured(folder, data=str(tmp_path / "talk.jsonl"), **sft))
 
 
-def test_a_bad_row_ends_the_reading_with_its_place_or_is_left_out(tmp_path, folders):
+def test_a_bad_row_ends_the_reading_with_its_place_or_is_left_out(tmp_path, family):
     rows = [{"messages": TALK}, "", "{", {"messages": TALK[:1]}, {"prompt": "a", "completion": "b"}]
     with pytest.raises(DataError, match=r"talk.jsonl:3: is not valid JSON.*sft.on_bad_row"):
-        loaded(tmp_path, folders("chatml"), rows)
-    found = loaded(tmp_path, folders("chatml"), rows, on_bad_row="skip")
+        loaded(tmp_path, family("chatml"), rows)
+    found = loaded(tmp_path, family("chatml"), rows, on_bad_row="skip")
     assert [row.place.rpartition(":")[2] for row in found.rows] == ["1", "5"]
     assert found.skipped == 2 and "talk.jsonl:3: is not valid JSON" in found.first_skipped
     with pytest.raises(DataError, match=r"talk.jsonl:1: takes .* tokens.*sft.max_tokens"):
-        loaded(tmp_path, folders("chatml"), rows, max_tokens=3)
+        loaded(tmp_path, family("chatml"), rows, max_tokens=3)
     with pytest.raises(DataError, match=r"none of its 1 rows can be used, the first: .*talk.jsonl:1"):
-        loaded(tmp_path, folders("chatml"), ["{"], on_bad_row="skip")
+        loaded(tmp_path, family("chatml"), ["{"], on_bad_row="skip")
     with pytest.raises(DataError, match="no such file"):
-        load_conversations(configured(folders("chatml"), data=str(tmp_path / "none.jsonl")))
+        load_conversations(configured(family("chatml"), data=str(tmp_path / "none.jsonl")))
 
 
-def test_the_fingerprint_is_of_tokens_and_of_what_is_trained(tmp_path, folders):
-    folder = folders("chatml")
+def test_the_fingerprint_is_of_tokens_and_of_what_is_trained(tmp_path, family):
+    folder = family("chatml")
     rows = [{"messages": TALK}, {"prompt": "a", "completion": "b"}]
     first = loaded(tmp_path, folder, rows)
     assert loaded(tmp_path, folder, ["", *rows]).fingerprint == first.fingerprint

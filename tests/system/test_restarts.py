@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from inprocess import System, sim_config
+from run_files import groups, metrics
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
@@ -37,14 +37,12 @@ def config(**tables: dict[str, Any]) -> Any:
 def history(run_dir: Path) -> dict[int, list[str]]:
     """Step to the uids that it trained, in the history from which the last weights come."""
     starts: dict[int, int] = {}
-    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
-        if line["kind"] == "train":
-            starts[line["step"]] = max(starts.get(line["step"], 0), line["start"])
+    for line in metrics(run_dir, "train"):
+        starts[line["step"]] = max(starts.get(line["step"], 0), line["start"])
     found: dict[int, list[str]] = {step: [] for step in starts}
-    for file in (run_dir / "samples").iterdir():
-        for line in map(json.loads, file.read_text().splitlines()):
-            if line["start"] == starts[line["step"]]:
-                found[line["step"]].append(line["uid"])
+    for group in groups(run_dir):
+        if group["start"] == starts[group["step"]]:
+            found[group["step"]].append(group["uid"])
     return found
 
 
@@ -81,9 +79,9 @@ async def torment(system: System, victims: list[str], randomness: random.Random)
     return await running
 
 
-@pytest.mark.parametrize("victim", ["dataloader/0", "learner/0", "rollouter/0", "parameter_server/0", "reward/0"])
+@pytest.mark.parametrize("victim", ["dataloader/0", "learner/0", "rollouter/0", "parameter_server/0", "reward/1"])
 def test_i1_an_actor_that_dies_again_and_again_costs_nothing(tmp_path: Path, victim: str) -> None:
-    system = System(config(), tmp_path / "run")
+    system = System(config(reward={"pools": 2}), tmp_path / "run")
     state = asyncio.run(torment(system, [victim] * 3, random.Random(victim)))
     assert state.phase == "done"
     audit(tmp_path / "run")

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from simulated import simulated
 
 from tools.live_run import LiveRun
 
@@ -21,30 +22,14 @@ def score(**_):
 
 
 def tree(policy, replicas=1, silence_s=600.0):
-    return {
-        "data": {"source": "synthetic", "size": 4096},
-        "rollout": {
-            "engine": "sim",
-            "replicas": replicas,
-            "samples_per_prompt": 2,
-            "concurrency": 8,
-            "max_tokens": 64,
-            "sim": {"length_median": 16.0, "decode_step_s": 0.005, "load_s": 0.02},
-        },
-        "reward": {"function": "constant", "workers": 1},
-        "learner": {
-            "backend": "sim",
-            "steps": 1_000_000,
-            "groups_per_step": 4,
-            "dynamic_sampling": False,
-            "sim": {"step_s": 0.1, "publish_bytes": 65536},
-        },
-        "staleness": {"max": 2},
-        "network": {"call_timeout_s": 6.0},
-        "watchdog": {"stall_s": STALL_S, "policy": policy},
-        "supervision": {"heartbeat_s": 0.25, "silence_s": silence_s, "backoff_s": 0.05, "max_restarts": 100},
-        "checkpoint": {"export_at_end": False, "every_versions": 0},
-    }
+    return simulated(
+        rollout={"replicas": replicas, "sim": {"length_median": 16.0, "decode_step_s": 0.005}},
+        learner={"steps": 1_000_000, "sim": {"publish_bytes": 65536}},
+        network={"call_timeout_s": 6.0},
+        watchdog={"stall_s": STALL_S, "policy": policy},
+        supervision={"heartbeat_s": 0.25, "silence_s": silence_s, "backoff_s": 0.05, "max_restarts": 100},
+        checkpoint={"export_at_end": False, "every_versions": 0},
+    )
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 import asyncio
 import itertools
-import json
 from collections import Counter
 
 import msgspec
 import pytest
 from inprocess import System, sim_config
+from run_files import assert_spans_cover, groups
 from structlog.testing import capture_logs
 
 from asyncrl.learner.loop import Training
@@ -33,14 +33,10 @@ def check(system, state):
     """I1, I3 and I4: every group once, spans that cover, and the versions that were published."""
     assert state.phase == "done", state
     uids = []
-    for path in sorted((system.run_dir / "samples").iterdir()):
-        for group in map(json.loads, path.read_text().splitlines()):
-            uids.append(group["uid"])
-            for trajectory in group["trajectories"]:
-                [sequence] = trajectory["sequences"]
-                ends = [0, *(end for _, _, end, _ in sequence["spans"])]
-                assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
-                assert ends[-1] == len(sequence["tokens"])
+    for group in groups(system.run_dir):
+        uids.append(group["uid"])
+        for trajectory in group["trajectories"]:
+            assert_spans_cover(trajectory)
     trained = system.lines("train")[-1]["ledger/trained"]
     assert len(uids) == len(set(uids)) == trained == 30 * 4
 
@@ -81,9 +77,16 @@ def step_reached(system, step):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_replica_is_updated_by_the_chosen_transport(tmp_path, transport):
+def test_every_replica_is_updated_by_the_chosen_transport_and_one_that_joins_disturbs_nobody(tmp_path, transport):
     system = System(config_of(transport), tmp_path / "run")
-    check(system, asyncio.run(system.run()))
+    seen = {}
+
+    async def join():
+        seen["published"] = system.actors["learner/0"].param_version
+        system._lives["rollouter/2"] = asyncio.create_task(system._live("rollouter/2"))
+
+    state = asyncio.run(asyncio.wait_for(disturb(system, lambda: step_reached(system, 8), join), 60))
+    check(system, state)
     updates = system.lines("update")
     first = [line for line in updates if line["weights/version"] == 0]
     assert {line["replica"] for line in first} == {"rollouter/0", "rollouter/1"}
@@ -98,21 +101,6 @@ def test_every_replica_is_updated_by_the_chosen_transport(tmp_path, transport):
     for at, line in enumerate(told):
         following = (other["step"] for other in told[at:] if other["kind"] == "train")
         assert line["step"] == next(following, steps[-1])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rollouter_that_joins_serves_the_newest_version_and_disturbs_nobody(tmp_path, transport):
-    system = System(config_of(transport), tmp_path / "run")
-    seen = {}
-
-    async def join():
-        learner = system.actors["learner/0"]
-        seen["published"] = learner.param_version
-        system._lives["rollouter/2"] = asyncio.create_task(system._live("rollouter/2"))
-
-    state = asyncio.run(asyncio.wait_for(disturb(system, lambda: step_reached(system, 8), join), 60))
-    check(system, state)
-    updates = system.lines("update")
     own = [line for line in updates if line["replica"] == "rollouter/2"]
     assert own[0]["weights/version"] >= seen["published"]
     assert own[0]["weights/transport"] in ("shm", "stream")
@@ -124,26 +112,14 @@ def test_a_rollouter_that_joins_serves_the_newest_version_and_disturbs_nobody(tm
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rollouter_that_dies_in_an_update_costs_the_others_nothing(tmp_path, monkeypatch, transport):
+def test_who_dies_in_an_update_or_conducts_it_costs_the_others_nothing(tmp_path, monkeypatch, transport):
     system = System(config_of(transport), tmp_path / "run")
 
     async def kill():
-        # Three times, at whatever point of an update that is.
-        for _ in range(3):
-            await system.replace("rollouter/1")
-            await asyncio.sleep(0.1)
-
-    asyncio.run(live_till_all_serve_the_last(system, monkeypatch, lambda: step_reached(system, 5), kill))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_parameter_server_that_is_replaced_gets_the_newest_version_again(tmp_path, monkeypatch, transport):
-    system = System(config_of(transport), tmp_path / "run")
-
-    async def kill():
-        for _ in range(2):
-            await system.replace("parameter_server/0")
-            await asyncio.sleep(0.15)
+        # At whatever point of an update that is.
+        for victim in ("rollouter/1", "parameter_server/0", "rollouter/1", "parameter_server/0", "rollouter/1"):
+            await system.replace(victim)
+            await asyncio.sleep(0.12)
 
     asyncio.run(live_till_all_serve_the_last(system, monkeypatch, lambda: step_reached(system, 5), kill))
     versions = [line["weights/version"] for line in system.lines("train")]

@@ -1,11 +1,11 @@
 """Every real actor in one process, simulated engines and learner: the loop as a whole."""
 
 import asyncio
-import json
 
 import msgspec
 import pytest
 from inprocess import System, sim_config
+from run_files import assert_spans_cover, groups, json_lines
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import NonFiniteStep, RemoteError
@@ -21,10 +21,7 @@ def run(config, tmp_path, **kwargs):
 
 
 def trained_uids(system):
-    uids = []
-    for path in sorted((system.run_dir / "samples").iterdir()):
-        uids += [json.loads(line)["uid"] for line in path.read_text().splitlines()]
-    return uids
+    return [group["uid"] for group in groups(system.run_dir)]
 
 
 @pytest.mark.parametrize("on_update", ["abort_resume", "keep", "drain"])
@@ -43,15 +40,8 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(tmp_path, on_upda
     assert len(uids) == len(set(uids)) == 48
     gate = system.actors["dataloader/0"]._tickets
     assert gate.outstanding == 0
-    for path in (system.run_dir / "samples").iterdir():
-        for group in map(json.loads, path.read_text().splitlines()):
-            for trajectory in group["trajectories"]:
-                [sequence] = trajectory["sequences"]
-                ends = [0, *(end for _, _, end, _ in sequence["spans"])]
-                assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
-                assert ends[-1] == len(sequence["tokens"])
-                versions = [version for version, _, _, _ in sequence["spans"]]
-                assert versions == sorted(versions)
+    for trajectory in (each for group in groups(system.run_dir) for each in group["trajectories"]):
+        assert_spans_cover(trajectory)
     assert not list((tmp_path / "run" / "private").glob("*.tmp"))
 
 
@@ -200,9 +190,8 @@ def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refuse
     assert not set(refused) & set(trained_uids(system))
     sampled = 0
     for line in lines:
-        path = system.run_dir / "samples" / f"step_{line['step']:06d}.jsonl"
-        groups = [json.loads(text) for text in path.read_text().splitlines()]
-        trajectories = [trajectory for group in groups for trajectory in group["trajectories"]]
+        of_step = json_lines(system.run_dir / "samples" / f"step_{line['step']:06d}.jsonl")
+        trajectories = [trajectory for group in of_step for trajectory in group["trajectories"]]
         lengths = [len(each["sequences"][0]["tokens"]) for each in trajectories]
         sampled += sum(lengths)
         assert line["reward/trained_mean"] == pytest.approx(sum(each["reward"] for each in trajectories) / len(lengths))
@@ -210,15 +199,6 @@ def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refuse
     learner = system.actors["learner/0"]
     assert learner.counters["learner/tokens"] == sum(tokens)
     assert sum(learner.histograms.taken()["staleness/tokens"].counts) == sampled
-
-
-def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):
-    config = sim_config(learner={"dynamic_sampling": True, "max_filtered_ratio": 3.0})
-    system = System(config, tmp_path / "run")
-    with pytest.raises(Exception, match="no signal") as caught:
-        asyncio.run(system.run())
-    assert "had equal rewards in themselves (reward " in str(caught.value)
-    assert system.actors["learner/0"]._intake.ledger.count("filtered") > 12
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -247,16 +227,6 @@ def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(tmp
     assert notice.count == empty
     assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in notice.text
     assert 'reward.truncated = "mask"' in notice.text
-
-
-def test_a_run_whose_responses_are_all_masked_ends_and_says_why(tmp_path):
-    config = sim_config(
-        rollout={"max_tokens": 8, "sim": {"length": "constant", "length_median": 9.0}},
-        reward={"truncated": "mask"},
-        learner={"max_filtered_ratio": 2.0},
-    )
-    with pytest.raises(Exception, match="because all were masked. To do: raise rollout.max_tokens"):
-        asyncio.run(System(config, tmp_path / "run").run())
 
 
 def test_evaluations_run_at_start_between_and_at_the_end_and_never_train(tmp_path):
@@ -321,11 +291,9 @@ def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
         assert in_learner or unreported or unseen, f"{uid} was neither delivered nor returned"
 
 
-@pytest.mark.parametrize("when", ["eval", "training"])
-def test_i1_a_rollouter_that_dies_again_and_again_loses_nothing_and_repeats_nothing(tmp_path, when):
-    evaluation = {"data": {"source": "synthetic", "size": 24}, "n": 2, "at_end": False}
+def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_nothing(tmp_path):
     config = sim_config(
-        eval={"held": evaluation} if when == "eval" else {},
+        eval={"held": {"data": {"source": "synthetic", "size": 24}, "n": 2, "at_end": False}},
         run={"samples_per_step": 100},
         learner={"steps": 12, "sim": {"step_s": 0.05}},
         rollout={"sim": {"decode_step_s": 0.004}},
@@ -334,14 +302,11 @@ def test_i1_a_rollouter_that_dies_again_and_again_loses_nothing_and_repeats_noth
     async def main():
         system = System(config, tmp_path / "run")
         running = asyncio.create_task(system.run())
-        learner = None
         deaths = 0
         while not running.done() and deaths < 3:
             await asyncio.sleep(0.02)
-            rollouter, learner = system.actors.get("rollouter/0"), system.actors.get("learner/0")
-            generating = rollouter is not None and rollouter._generating > 0
-            evaluating = any("@" in uid for uid in rollouter._held) if rollouter is not None else False
-            if learner is not None and generating and (evaluating if when == "eval" else learner.step > 2 * deaths):
+            rollouter = system.actors.get("rollouter/0")
+            if rollouter is not None and rollouter._generating > 0 and any("@" in uid for uid in rollouter._held):
                 await system.replace("rollouter/0")
                 deaths += 1
         return system, await running, deaths
@@ -351,19 +316,36 @@ def test_i1_a_rollouter_that_dies_again_and_again_loses_nothing_and_repeats_noth
     assert state.phase == "done"
     uids = trained_uids(system)
     assert len(uids) == len(set(uids)) == system.lines("train")[-1]["ledger/trained"] == 48
-    if when == "eval":
-        (line,) = system.lines("eval")
-        assert (line["eval/held/prompts"], line["eval/held/failed"]) == (24, 0)
+    (line,) = system.lines("eval")
+    assert (line["eval/held/prompts"], line["eval/held/failed"]) == (24, 0)
 
 
-def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path):
-    config = sim_config(
-        reward={"function": "exact", "options": {"answer_key": "absent"}},
-        rollout={"max_attempts": 1},
-        learner={"max_filtered_ratio": 2.0},
-    )
-    with pytest.raises(
-        Exception,
-        match="function exact has failed in all of its .*: it raised ValueError: the row has no column 'absent'",
-    ):
-        run(config, tmp_path)
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        (
+            {"learner": {"dynamic_sampling": True, "max_filtered_ratio": 3.0}},
+            r"no signal.*had equal rewards in themselves \(reward ",
+        ),
+        (
+            {
+                "rollout": {"max_tokens": 8, "sim": {"length": "constant", "length_median": 9.0}},
+                "reward": {"truncated": "mask"},
+                "learner": {"max_filtered_ratio": 2.0},
+            },
+            "because all were masked. To do: raise rollout.max_tokens",
+        ),
+        (
+            {
+                "reward": {"function": "exact", "options": {"answer_key": "absent"}},
+                "rollout": {"max_attempts": 1},
+                "learner": {"max_filtered_ratio": 2.0},
+            },
+            "function exact has failed in all of its .*: it raised ValueError: the row has no column 'absent'",
+        ),
+    ],
+    ids=["no signal", "all masked", "no reward"],
+)
+def test_a_run_that_cannot_learn_ends_and_says_why(tmp_path, tables, told):
+    with pytest.raises(Exception, match=f"(?s){told}"):
+        run(sim_config(**tables), tmp_path)

@@ -42,9 +42,10 @@ class Folder:
         # What start 1 trained after its last checkpoint is no part of the history.
         self.lost = (4, 1, ["0-0", "1-1"])
         self.checkpoint = checkpoint
-        self.trained_extra, self.ledger_step = [], checkpoint
+        self.trained_extra = []
+        self.metrics = lambda line: line
 
-    def write(self, *, metrics=lambda line: line, sample=lambda line: line):
+    def write(self, *, metrics=None, sample=lambda line: line):
         lines, groups = [], []
         for step, start, uids in [*self.steps[:3], self.lost, *self.steps[3:]]:
             version = step + (start - 1) * 3
@@ -63,7 +64,7 @@ class Folder:
                 spans.append([version, 4, 5, "sampled"])
                 trajectory = {"sequences": [sampled, {"spans": spans, "tokens": [1, 2, 3, 4, 5]}]}
                 groups.append((step, {"step": step, "start": start, "uid": uid, "trajectories": [trajectory] * 2}))
-        (self.run_dir / "metrics.jsonl").write_text(text(map(metrics, lines)))
+        (self.run_dir / "metrics.jsonl").write_text(text(map(metrics or self.metrics, lines)))
         for step in range(1, STEPS + 1):
             of_step = [sample(line) for at, line in groups if at == step]
             (self.run_dir / f"samples/step_{step:06d}.jsonl").write_text(text(of_step))
@@ -135,76 +136,63 @@ def test_steps_after_the_last_checkpoint_are_taken_from_the_samples(tmp_path):
     assert all(uid in problems[0] for uid in later)
 
 
-def test_a_prompt_trained_in_two_steps_is_found(folder):
-    folder.steps[5][2][0] = folder.steps[1][2][0]
-    has(
-        folder.write().problems(),
-        f"repeated: 1 prompts were trained more than once: {folder.steps[1][2][0]} in steps [2, 6]",
-    )
+def put(step, place, uid):
+    """The group at a place of a step is that of a prompt, or of that at (step, place)."""
+
+    def change(folder):
+        folder.steps[step][2][place] = uid if isinstance(uid, str) else folder.steps[uid[0]][2][uid[1]]
+
+    return change
 
 
-def test_a_prompt_trained_twice_in_one_step_is_found(folder):
-    folder.steps[2][2][1] = folder.steps[2][2][0]
-    has(folder.write().problems(), "repeated: 1 prompts")
-
-
-def test_a_step_with_too_many_groups_is_found(folder):
-    folder.steps[5][2].append("5-5")
-    has(folder.write().problems(), "repeated: 1 steps have too many groups: 6")
-
-
-def test_a_prompt_that_no_step_has_trained_is_found_as_lost(folder):
-    """In the ledger it has no outcome, though later ones have."""
+def lose(folder):
+    """One prompt is in no step, and in the ledger it has no outcome though later ones have."""
     step, uid, _ = folder.concluded.pop(2)
-    folder.steps[step - 1][2].remove(uid) if uid in folder.steps[step - 1][2] else None
-    problems = folder.write().problems()
-    has(problems, f"lost: 1 prompts have no outcome though later ones have: {uid}")
+    if uid in folder.steps[step - 1][2]:
+        folder.steps[step - 1][2].remove(uid)
 
 
-def test_a_ledger_that_does_not_fit_the_samples_is_found(folder):
-    folder.steps[0][2][0] = "7-7"
-    problems = folder.write().problems()
-    has(problems, "ledger: 1 groups of steps up to 6 have no outcome in its checkpoint: 7-7")
-    has(problems, "ledger: 1 groups are trained in the checkpoint and in no step")
+def filter_the_quarantined(folder):
+    kinds = {"quarantined": "filtered"}
+    folder.concluded = [(step, uid, kinds.get(kind, kind)) for step, uid, kind in folder.concluded]
 
 
-def test_a_ledger_that_counts_more_than_was_trained_is_found(folder):
-    folder.trained_extra = ["4-4"]
-    has(folder.write().problems(), "ledger: the checkpoint of step 6 counts 13 groups as trained")
+def count(name, of):
+    """A value of each line of metrics.jsonl is what ``of`` makes of the line."""
+    return lambda folder: setattr(folder, "metrics", lambda line: line | {name: of(line)})
 
 
-def test_a_ledger_of_prompts_that_are_not_in_the_data_is_found(folder):
-    folder.trained_extra = ["0-10"]
-    has(folder.write().problems(), "ledger: 1 prompts have an outcome and are not in the data")
-
-
-def test_a_step_that_was_miscounted_is_found(folder):
-    problems = folder.write(metrics=lambda line: line | {"ledger/trained": line["ledger/trained"] + 1}).problems()
-    has(problems, "ledger: 6 steps were not counted as 2 groups each")
-
-
-def test_another_outcome_than_the_rewards_give_is_found(folder):
-    folder.concluded = [
-        (step, uid, "filtered" if kind == "quarantined" else kind) for step, uid, kind in folder.concluded
-    ]
-    has(folder.write().problems(), "outcome: ")
-
-
-def test_a_history_with_a_seam_in_it_is_found(folder):
-    folder.steps[4] = (5, 1, folder.steps[4][2])
-    has(folder.write().problems(), "history: 1 steps follow one that a later start of the learner trained: step 5")
-
-
-def test_a_version_with_two_sets_of_weights_is_found(folder):
-    problems = folder.write(metrics=lambda line: line | {"weights/version": line["step"]}).problems()
-    has(problems, "version: 1 numbers of versions were used by two starts of the learner: 4")
-
-
-def test_a_version_that_goes_back_is_found(folder):
-    problems = folder.write(
-        metrics=lambda line: line | {"weights/version": 20 - line["step"] - 7 * line["start"]}
-    ).problems()
-    has(problems, "version: 5 steps have an older version")
+@pytest.mark.parametrize(
+    ("told", "change"),
+    [
+        ("repeated: 1 prompts were trained more than once: 0-5 in steps [2, 6]", put(5, 0, (1, 0))),
+        ("repeated: 1 prompts", put(2, 1, (2, 0))),
+        ("repeated: 1 steps have too many groups: 6", lambda folder: folder.steps[5][2].append("5-5")),
+        ("lost: 1 prompts have no outcome though later ones have: ", lose),
+        ("ledger: 1 groups of steps up to 6 have no outcome in its checkpoint: 7-7", put(0, 0, "7-7")),
+        ("ledger: 1 groups are trained in the checkpoint and in no step", put(0, 0, "7-7")),
+        ("ledger: the checkpoint of step 6 counts 13", lambda folder: folder.trained_extra.append("4-4")),
+        ("ledger: 1 prompts have an outcome and are not in", lambda folder: folder.trained_extra.append("0-10")),
+        ("ledger: 6 steps were not counted as 2 groups", count("ledger/trained", lambda x: x["ledger/trained"] + 1)),
+        ("outcome: ", filter_the_quarantined),
+        (
+            "history: 1 steps follow one that a later start of the learner trained: step 5",
+            lambda folder: folder.steps.__setitem__(4, (5, 1, folder.steps[4][2])),
+        ),
+        ("history: 1 steps were never asked for: 7", count("step", lambda x: 7 if x["step"] == 6 else x["step"])),
+        (
+            "version: 1 numbers of versions were used by two starts of the learner: 4",
+            count("weights/version", lambda x: x["step"]),
+        ),
+        (
+            "version: 5 steps have an older version",
+            count("weights/version", lambda x: 20 - x["step"] - 7 * x["start"]),
+        ),
+    ],
+)
+def test_each_thing_that_is_wrong_is_found(folder, told, change):
+    change(folder)
+    has(folder.write().problems(), told)
 
 
 @pytest.mark.parametrize("spans", [[[1, 0, 2]], [[1, 0, 2], [2, 1, 3]], [[2, 0, 2], [1, 2, 3]], [], [[1, 0, 4]]])
@@ -232,11 +220,6 @@ def test_records_that_are_missing_are_told_apart(folder):
 def test_training_that_came_to_its_end_too_early_is_found(folder):
     folder.write(metrics=lambda line: None if line["step"] == 6 else line)
     has(folder.problems(), "end: training came to step 5 of 6")
-
-
-def test_more_steps_than_were_asked_for_are_found(folder):
-    folder.write(metrics=lambda line: line | {"step": 7} if line["step"] == 6 else line)
-    has(folder.problems(), "history: 1 steps were never asked for: 7")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The comparison of losses: which runs are made, which are kept, and what the table and the figure tell of them."""
 
-import json
 import sys
 import xml.etree.ElementTree as xml
 from dataclasses import replace
@@ -10,7 +9,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
-from tools.compare.runs import RESULT, Plan, Result, figures, plan_runs, run, run_all
+from tools.compare.runs import RESULT, Plan, Result, plan_runs, run, run_all
 from tools.compare.table import figure, markdown
 from tools.compare.variants import LOSSES, TAUGHT_BY, VARIANTS, Variant
 from tools.quickstart.assets import Assets
@@ -90,12 +89,6 @@ def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path):
 def test_an_interrupted_run_is_made_again(tmp_path, code):
     assert run(plan(tmp_path, code)).failed
     assert not (tmp_path / "decoupled" / RESULT).exists()
-
-
-def test_a_result_is_of_the_first_and_the_newest_version(tmp_path):
-    run(plan(tmp_path))
-    lines = [json.loads(line) for line in (tmp_path / "decoupled" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert figures(lines)["after"] == 0.75
 
 
 def test_the_table_shows_each_seed_and_names_what_failed():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.learn import guess_number, smollm2, tool_lookup
-from tools.learn.__main__ import RECIPES, findings, launch_command, samples_of
+from tools.learn.__main__ import RECIPES, findings, launch_command
 from tools.learn.assets import Assets, draw_rows, ensure_assets
 from tools.learn.guess_number import GUESSES, GuessNumber
 from tools.learn.tool_lookup import NOT_THERE, Table
@@ -109,17 +109,6 @@ def test_a_run_is_told_by_its_first_and_last_version(tmp_path):
     command = launch_command("guess-number", Assets(tmp_path), ["--run.seed", "1"])
     assert command[-2:] == ["--run.seed", "1"]
     assert str(tmp_path / "model") in command
-
-
-def test_a_run_shows_what_was_said_first_and_last(tmp_path):
-    (tmp_path / "samples").mkdir()
-    for step, text, reward in ((1, "8", 0.0), (2, "8", 0.5), (3, "7", 1.0)):
-        line = {"prompt": "3 + 4?", "trajectories": [{"text": text, "reward": reward}, {"text": "", "reward": 0.0}]}
-        (tmp_path / "samples" / f"step_{step:06d}.jsonl").write_text(f"{json.dumps(line)}\n" * 9)
-    said = list(samples_of(tmp_path))
-    assert len(said) == 10
-    assert (said[0], said[1]) == ("in the first step:", "  '3 + 4?'  ->  '8'  reward 0")
-    assert (said[5], said[6]) == ("in the last step:", "  '3 + 4?'  ->  '7'  reward 1")
 
 
 def test_a_pretrained_model_is_taken_as_it_is(tmp_path):

@@ -82,16 +82,9 @@ class JudgeClient:
 
     async def ask(self, messages: Sequence[dict[str, str]], schema: dict[str, Any]) -> JudgeReply:
         """The model's answer. Raises AskFailed; the caller keeps the time."""
-        return await self._post(messages, schema if self._takes_schema else None)
-
-    async def close(self) -> None:
-        """Close its connections."""
-        if self._session is not None:
-            await self._session.close()
-
-    async def _post(self, messages: Sequence[dict[str, str]], schema: dict[str, Any] | None) -> JudgeReply:
         body: dict[str, Any] = {"model": self._options.model, "messages": list(messages), **self._options.extra}
-        if schema is not None:
+        takes_schema = self._takes_schema
+        if takes_schema:
             format = {"name": "judgement", "strict": True, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": format}
         headers = {"Content-Type": "application/json"}
@@ -111,11 +104,16 @@ class JudgeClient:
         if status != 200:
             said = " ".join(data[:400].decode(errors="replace").split())
             told = f"{self._url} answers with status {status}: {said}"
-            if schema is not None and status in WITHOUT_SCHEMA and any(word in said for word in SCHEMA_WORDS):
+            if takes_schema and status in WITHOUT_SCHEMA and any(word in said for word in SCHEMA_WORDS):
                 self._takes_schema = False
                 raise AskFailed("no schema", told, passing=True, pause_s=0.0)
             raise AskFailed(f"status {status}", told, passing=status in PASSING, pause_s=pause_s)
         return self._answer(data)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        if self._session is not None:
+            await self._session.close()
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         parts, size = [], 0

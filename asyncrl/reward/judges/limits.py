@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -65,42 +65,36 @@ class JudgeLimits:
         *,
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._places = asyncio.Semaphore(concurrency)
         self._door = asyncio.Lock()
         self._requests, self._tokens = MinuteLimit(requests_per_minute), MinuteLimit(tokens_per_minute)
-        self._now = now
         self._paused_until = 0.0
-        self.waiting = self.running = 0
+        self.waiting = 0
 
     @asynccontextmanager
     async def turn(self, tokens: int) -> AsyncIterator[Spent]:
         """A place for one request of about so many tokens, for as long as the context lasts."""
         self.waiting += 1
-        entered = False
+        waits = True
         try:
             async with self._places:
                 async with self._door:
                     # A pause that is asked for meanwhile makes it longer.
                     while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110
                         await asyncio.sleep(wait_s)
-                    self._requests.begin(1, self._now())
-                    spent = self._tokens.begin(tokens, self._now())
+                    self._requests.begin(1, time.monotonic())
+                    spent = self._tokens.begin(tokens, time.monotonic())
                 self.waiting -= 1
-                self.running += 1
-                entered = True
+                waits = False
                 yield spent
         finally:
-            if entered:
-                self.running -= 1
-            else:
-                self.waiting -= 1
+            self.waiting -= waits
 
     def pause(self, seconds: float) -> None:
         """Let nothing begin for so long."""
-        self._paused_until = max(self._paused_until, self._now() + seconds)
+        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     def _wait_s(self, tokens: int) -> float:
-        now = self._now()
+        now = time.monotonic()
         return max(self._paused_until - now, self._requests.wait_s(1, now), self._tokens.wait_s(tokens, now))

@@ -29,7 +29,7 @@ from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_o
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.scoring.faults import RewardFault
 from asyncrl.reward.scoring.pool import RewardPool
-from asyncrl.reward.scoring.shaping import all_shaped
+from asyncrl.reward.scoring.shaping import shaped
 from asyncrl.reward.scoring.slots import PoolCounters
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.user_code import NotCallable
@@ -225,7 +225,9 @@ class JudgePool:
         outcomes = [_sum(outcome, more) for outcome, more in zip(judged.result(), added.result(), strict=True)]
         self._counters.scored += 1
         self._on_outcome(request.uid, None)
-        return self._scores(request, outcomes, time.monotonic() - began)
+        rewards, components = map(list, zip(*outcomes, strict=True))
+        scores = Scores(rewards=rewards, components=components, run_s=time.monotonic() - began)
+        return shaped(scores, request, self._config, self._max_tokens)
 
     async def _judged(self, request: Score) -> list[Outcome]:
         """The outcomes by the votes that were valid. Raises _Unjudged."""
@@ -274,15 +276,6 @@ class JudgePool:
             (options.also_weight * one.rewards[0], {name: one.rewards[0], **_prefixed(name, one.components[0])})
             for one in scores
         ]
-
-    def _scores(self, request: Score, outcomes: list[Outcome], run_s: float) -> Scores:
-        rewards, components = [reward for reward, _ in outcomes], [parts for _, parts in outcomes]
-        # As of RewardPool: an eval set has its own limit of length and is judged by the plain reward.
-        if self._config.truncated == "penalty" and "@" not in request.uid:
-            rewards, components = all_shaped(
-                rewards, components, request.completions, max_tokens=self._max_tokens, overlong=self._config.overlong
-            )
-        return Scores(rewards=rewards, components=components, run_s=run_s)
 
     def _ended_error(self) -> AsyncRLError:
         error = self._end.exception()

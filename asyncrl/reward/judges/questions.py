@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -71,33 +71,17 @@ class Question:
     """Reader of the answer's text; gives what the judge's ``outcomes`` takes. Raises BadAnswer."""
 
 
-class Judge(Protocol):
-    """The questions about a request, and the rewards that their answers come to."""
-
-    @property
-    def per(self) -> str:
-        """Unit that is judged, as in reward.per."""
-
-    @property
-    def options(self) -> JudgeOptions:
-        """Options of the configuration."""
-
-    def questions(self, request: Score) -> list[Question]:
-        """Questions, one for each vote. Raises ValueError for a row that cannot be judged."""
-
-    def outcomes(self, request: Score, answers: Sequence[Any]) -> list[Outcome]:
-        """The rewards of the completions, by the answers to at least one vote."""
-
-
 class RelativeJudge:
     """Scores a group by comparing its trajectories."""
 
     per = "group"
+    """Unit that is judged, as in reward.per."""
 
     def __init__(self, options: RelativeOptions) -> None:
         self.options = options
 
     def questions(self, request: Score) -> list[Question]:
+        """Questions, one for each vote. Raises ValueError for a row that cannot be judged."""
         options = self.options
         shown = view(request.prompt, request.completions, options.max_input_chars)
         criteria = [options.criteria] if isinstance(options.criteria, str) else options.criteria or RELATIVE_CRITERIA
@@ -123,6 +107,7 @@ class RelativeJudge:
         return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read)
 
     def outcomes(self, request: Score, answers: Sequence[list[float]]) -> list[Outcome]:
+        """The rewards of the completions, by the answers to at least one vote."""
         found = []
         for at in range(len(request.completions)):
             votes = [answer[at] for answer in answers]
@@ -140,7 +125,7 @@ def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, te
 
 
 class Rubric:
-    """Scores a trajectory by criteria."""
+    """Scores a trajectory by criteria; attributes and methods as of RelativeJudge."""
 
     per = "trajectory"
 
@@ -189,6 +174,9 @@ class Rubric:
         for criterion in self.options.rubric:
             components[criterion.name] = sum(answer[criterion.name] for answer in answers) / len(answers)
         return [(components[JUDGE_COMPONENT], components)]
+
+
+Judge = RelativeJudge | Rubric
 
 
 def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:

@@ -30,11 +30,11 @@ from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.reward.scoring.faults import TIMED_OUT, RewardFault, fault_of
 from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardReady, RewardSetup, RewardTask
-from asyncrl.reward.scoring.shaping import all_shaped, timed_out_scores
+from asyncrl.reward.scoring.shaping import shaped, timed_out_scores
 from asyncrl.reward.scoring.slots import Pending, PoolCounters, RewardSlot
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
-from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.runtime.workers.memory import held_beyond, resident_bytes
+from asyncrl.runtime.workers.process import WorkerProcess, gone
 from asyncrl.telemetry.states import StateLedger
 
 AHEAD_S = 0.002
@@ -50,7 +50,6 @@ CANCEL_GRACE_S = 1.0
 """Seconds that the task of a caller who is gone may go on: about what the start of another worker would cost."""
 MEMORY_INTERVAL_S = 0.25
 """Seconds between two looks at the workers' memory."""
-CLOSE_TIMEOUT_S = 5.0
 MAX_START_FAILURES = 5
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 10.0
@@ -84,7 +83,6 @@ class RewardPool:
         self._on_task = on_task
         self._on_outcome = on_outcome
         self._loop = loop = asyncio.get_running_loop()
-        self._penalty = config.truncated == "penalty"
         self._setup = RewardSetup(config.function, config.per, config.options, config.max_memory_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._ready_decoder = msgspec.msgpack.Decoder(RewardReady)
@@ -184,7 +182,7 @@ class RewardPool:
     async def close(self) -> None:
         """End every worker and what it has started. Open calls of ``score`` fail.
 
-        Raises DeadlineExceeded when a process outlives its SIGKILL by ``CLOSE_TIMEOUT_S``.
+        Raises DeadlineExceeded when a process outlives its SIGKILL.
         """
         if not self._end.done():
             self._end.set_result(None)
@@ -209,18 +207,7 @@ class RewardPool:
                 slot.process.kill("was stopped: the pool was closed")
         self._idle.clear()
         self._note_ended()
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._all_ended.wait()
-                # They are no children of this process, so their end can only be seen.
-                while helpers := kill_living(helpers):  # noqa: ASYNC110
-                    await asyncio.sleep(REAP_INTERVAL_S)
-        except TimeoutError:
-            left = [str(slot.process.pid) for slot in self._slots if slot.process is not None]
-            left += [str(helper.pid) for helper in kill_living(helpers)]
-            raise DeadlineExceeded(
-                "the reward pool", f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S
-            ) from None
+        await gone("the reward pool", self._all_ended, helpers, lambda: (slot.process for slot in self._slots))
 
     def _launch(self, slot: RewardSlot) -> None:
         slot.restart = None
@@ -369,7 +356,8 @@ class RewardPool:
             self._fault(pending, fault_of(result.error, result.kind))
         else:
             self.counters.scored += 1
-            pending.set_result(self._scores(pending.request, result))
+            made = Scores(rewards=result.rewards, components=result.components, run_s=result.run_s)
+            pending.set_result(shaped(made, pending.request, self._config, self._max_tokens))
             self._on_outcome(pending.request.uid, None)
 
     def _fault(self, pending: Pending, fault: RewardFault) -> None:
@@ -398,13 +386,12 @@ class RewardPool:
             process = slot.process
             if process is None or process.ended or slot.ledger.state == "starting":
                 continue
-            pids = family(process.pid)
-            # Shared pages count more than once in the first, which costs next to nothing.
-            if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
+            if (found := held_beyond(process.pid, slot.memory_limit)) is not None:
                 self.counters.out_of_memory += 1
+                held, below = found
                 process.kill(
                     f"took more than {self._config.max_memory_bytes} bytes of memory (reward.max_memory_bytes; "
-                    f"its worker process and {len(pids) - 1} below it held {held}); they were killed"
+                    f"its worker process and {below} below it held {held}); they were killed"
                 )
         self._memory_timer = self._loop.call_later(MEMORY_INTERVAL_S, self._look_at_memory)
 
@@ -509,15 +496,6 @@ class RewardPool:
         pending = Pending(loop=self._loop)
         pending.pool, pending.request, pending.slot, pending.size = self, request, None, 0
         return pending
-
-    def _scores(self, request: Score, result: Result) -> Scores:
-        rewards, components = result.rewards, result.components
-        # An eval set has its own limit of length and is judged by the plain reward.
-        if self._penalty and "@" not in request.uid:
-            rewards, components = all_shaped(
-                rewards, components, request.completions, max_tokens=self._max_tokens, overlong=self._config.overlong
-            )
-        return Scores(rewards=rewards, components=components, run_s=result.run_s)
 
     def _note_ended(self) -> None:
         if all(slot.process is None for slot in self._slots):

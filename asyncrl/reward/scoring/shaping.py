@@ -6,10 +6,8 @@ response out of its loss, and under ``"score"`` nothing is done at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from asyncrl.config.training import OverlongPenalty
-from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT, Completion, Score, Scores
+from asyncrl.config.training import RewardConfig
+from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT, Score, Scores
 
 
 def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale: float) -> float:
@@ -27,30 +25,25 @@ def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale:
     return -scale * min(max(over / margin_tokens, 0.0), 1.0)
 
 
-def shaped(
-    reward: float, components: dict[str, float], tokens: int, *, max_tokens: int, overlong: OverlongPenalty
-) -> tuple[float, dict[str, float]]:
-    """The reward with its penalty, which is also shown as a component of its own, zeros included."""
-    penalty = overlong_penalty(
-        tokens, max_tokens=max_tokens, margin_tokens=overlong.margin_tokens, scale=overlong.scale
-    )
-    return reward + penalty, {**components, PENALTY_COMPONENT: penalty}
+def shaped(scores: Scores, request: Score, config: RewardConfig, max_tokens: int) -> Scores:
+    """The scores with their penalties, which are also shown as components of their own, zeros included.
 
-
-def all_shaped(
-    rewards: Sequence[float],
-    components: Sequence[dict[str, float]],
-    completions: Sequence[Completion],
-    *,
-    max_tokens: int,
-    overlong: OverlongPenalty,
-) -> tuple[list[float], list[dict[str, float]]]:
-    """Rewards as of ``shaped``, for each of several completions."""
-    pairs = [
-        shaped(reward, of_it, completion.tokens, max_tokens=max_tokens, overlong=overlong)
-        for reward, of_it, completion in zip(rewards, components, completions, strict=True)
+    An eval set has its own limit of length and is judged by the plain reward.
+    """
+    if config.truncated != "penalty" or "@" in request.uid:
+        return scores
+    margin_tokens, scale = config.overlong.margin_tokens, config.overlong.scale
+    penalties = [
+        overlong_penalty(completion.tokens, max_tokens=max_tokens, margin_tokens=margin_tokens, scale=scale)
+        for completion in request.completions
     ]
-    return [reward for reward, _ in pairs], [of_it for _, of_it in pairs]
+    return Scores(
+        rewards=[reward + penalty for reward, penalty in zip(scores.rewards, penalties, strict=True)],
+        components=[
+            {**parts, PENALTY_COMPONENT: penalty} for parts, penalty in zip(scores.components, penalties, strict=True)
+        ],
+        run_s=scores.run_s,
+    )
 
 
 def timed_out_scores(request: Score, reward: float, run_s: float) -> Scores:

@@ -63,6 +63,15 @@ def proportional_bytes(pids: list[int]) -> int:
     return total
 
 
+def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
+    """Bytes that a process and its descendants hold, and the number of these, where that is more than ``limit``."""
+    pids = family(pid)
+    # Shared pages count more than once in the first, which costs next to nothing.
+    if resident_bytes(pids) > limit and (held := proportional_bytes(pids)) > limit:
+        return held, len(pids) - 1
+    return None
+
+
 def family(pid: int) -> list[int]:
     """A process and all that descend from it."""
     found = [pid]

@@ -68,20 +68,6 @@ async def test_a_chat_completion_is_answered():
     assert served.notices == {}
 
 
-async def test_the_synchronous_client_is_answered():
-    async with serving(ScriptedCore(told_in_pieces)) as served:
-
-        def ask():
-            with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY) as client:
-                names = [model.id for model in client.models.list()]
-                with client.chat.completions.create(model="m", messages=HI, stream=True) as chunks:
-                    return names, [chunk.choices[0].delta.content for chunk in chunks]
-
-        names, texts = await asyncio.to_thread(ask)
-    assert names == ["policy"]
-    assert "".join(text or "" for text in texts) == "".join(PIECES)
-
-
 async def test_text_is_streamed_as_it_comes_and_what_is_lost_comes_with_the_reply():
     heard = asyncio.Event()
 

@@ -159,32 +159,12 @@ async def test_a_retry_that_comes_while_its_call_is_given_up_has_it_called_again
     assert [call.call for call in core.asked] == ["http-0", "http-0"]
 
 
-async def test_equal_requests_that_broke_are_taken_up_one_by_one():
-    gate = Gate()
-    async with http_client(gate.core) as (served, client):
-        await asked_and_left(gate.core, client, times=3)
-        await until(lambda: unheard(served) == 3, "the server has seen them")
-        retries = [asyncio.create_task(client.post(CHAT, json=HI, headers=RETRY)) for _ in range(3)]
-        await until(lambda: served.counts["joined"] == 3, "joined")
-        gate.open.set()
-        ids = {(await retry).json()["id"] for retry in retries}
-    assert ids == {"chatcmpl-1", "chatcmpl-2", "chatcmpl-3"}
-
-
 async def test_an_idempotency_key_makes_one_sample_of_many_requests():
     core = ScriptedCore()
     async with http_client(core) as (_, client):
         one = [await client.post(CHAT, json=HI, headers={"Idempotency-Key": "a"}) for _ in range(3)]
         two = await client.post(CHAT, json=HI, headers={"Idempotency-Key": "b"})
     assert {answer.json()["id"] for answer in one} == {"chatcmpl-1"} and two.json()["id"] == "chatcmpl-2"
-
-
-async def test_answers_are_forgotten_after_a_time():
-    core = ScriptedCore()
-    async with http_client(core, kept_s=0.2) as (served, client):
-        await client.post(CHAT, json=HI)
-        await until(lambda: served.endpoint.calls.held == (1, 0), "forgotten")
-        assert (await client.post(CHAT, json=HI, headers=RETRY)).json()["id"] == "chatcmpl-2"
 
 
 async def test_a_session_has_so_many_calls_and_no_more(monkeypatch):
@@ -378,17 +358,6 @@ async def test_a_client_that_does_not_read_is_closed(stream):
         await until(lambda: served.counts["cut/slow reader"] == 1, "cut")
         await until(lambda: not served.endpoint._runner.server.connections, "closed")
         writer.transport.abort()
-
-
-async def test_nothing_that_is_written_is_left_to_wait_without_a_deadline():
-    gate = Gate()
-    async with http_client(gate.core) as (served, client):
-        asking = asyncio.create_task(client.post(CHAT, json=HI))
-        await until(lambda: gate.core.asked, "asked")
-        (connection,) = served.endpoint._runner.server.connections
-        assert connection.transport.get_write_buffer_limits() == (0, 0)
-        gate.open.set()
-        await asking
 
 
 async def test_nonsense_is_answered_or_closed_and_the_endpoint_lives():

@@ -91,13 +91,6 @@ async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_o
         beside.cancel()
 
 
-async def test_the_client_refuses_sampling_of_its_own(tmp_path):
-    async with hosting(config_with(**PLAY, options={"temperature": 0.5}), tmp_path) as host:
-        told = "raised ChatRefused: temperature: is not for an episode to say; the run's own sampling holds ("
-        assert (await host.play("reply")).error.startswith(told)
-        assert host.rollouter.chats == []
-
-
 async def test_a_stopped_episode_is_cancelled_and_closes(tmp_path):
     rollouter = Rollouter(waits)
     async with hosting(config_with(**PLAY), tmp_path, rollouter) as host:
@@ -188,15 +181,19 @@ async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with
                 child.kill()
 
 
-async def test_what_goes_on_behind_the_end_reaches_nobody(tmp_path):
+async def test_what_goes_on_behind_the_end_reaches_nobody_and_is_told_of_where_it_does_not_end(tmp_path):
     rollouter = Rollouter("a")
-    async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
+    async with hosting(config_with(**PLAY, workers=1, close_timeout_s=1.0), tmp_path, rollouter) as host:
         assert (await host.play("leak")).reward == 1.0
         assert (await host.play("tasks")).reward == 1.0
         printed = host.watch_output()
         assert (await host.play("after")).reward == 1.0
         await until(lambda: any("over" in text for _, text, _ in printed))
         assert len(rollouter.chats) == 1
+        assert host.notices() == {}
+        assert (await host.play("deaf-task")).reward == 1.0
+        ((_, text),) = host.notices().values()
+        assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
 
 
 async def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_through(tmp_path):
@@ -210,6 +207,7 @@ async def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_throug
 
 async def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path):
     malformed = {
+        "temperature 0.5": "temperature: is not for an episode to say; the run's own sampling holds (",
         "max_tokens 0": "max_tokens: Expected `int` >= 1",
         "max_tokens 1.5": "max_tokens: Expected `int | null`, got `float`",
         "stop [1]": "stop[0]: Expected `str`, got `int`",
@@ -265,13 +263,6 @@ async def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again
         assert (await playing).reward == 3.0
 
 
-async def test_tasks_left_behind_that_do_not_end_are_told_of(tmp_path):
-    async with hosting(config_with(**PLAY, workers=1, close_timeout_s=1.0), tmp_path) as host:
-        assert (await host.play("deaf-task")).reward == 1.0
-        ((_, text),) = host.notices().values()
-        assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
-
-
 @pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
 @pytest.mark.parametrize("play", [{"function": "thief:episode"}, {"command": [sys.executable, "thief.py"]}])
 async def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_host(tmp_path, play):
@@ -285,12 +276,6 @@ async def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_wa
         loot = tmp_path / "loot"
         assert loot.read_text() == "{}"
         loot.unlink()
-
-
-async def test_workers_do_not_inherit_secrets(tmp_path, monkeypatch):
-    monkeypatch.setenv("TEST_API_KEY", "secret")
-    async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
-        assert (await host.play("environment")).reward == 0.0
 
 
 async def test_a_host_without_the_endpoints_library_says_what_to_install(tmp_path, monkeypatch):
