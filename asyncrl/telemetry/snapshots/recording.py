@@ -25,7 +25,7 @@ import zstandard
 from asyncrl.files import append_whole, replace_file
 from asyncrl.snapshot import SCHEMA, Snapshot
 from asyncrl.telemetry.snapshots.folder import entries_of
-from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot, is_wall
+from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
 
 FOLDER = "monitor"
 LARGEST_SNAPSHOT_BYTES = 1 << 28
@@ -164,11 +164,9 @@ def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
 def decode(body: bytes) -> Snapshot | None:
     """A recorded snapshot; None where it is not one of a schema that is known here."""
     try:
-        # The limit of the library is for bodies that do not tell their size: what is told is allocated.
         if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
             return None
-        plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES)
-        snapshot = decode_snapshot(plain)
+        snapshot = decode_snapshot(zstandard.ZstdDecompressor().decompress(body))
     except (zstandard.ZstdError, msgspec.DecodeError):
         return None
     return snapshot if snapshot.schema == SCHEMA else None
@@ -181,8 +179,7 @@ def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[fl
             while True:
                 match unpacker.unpack():
                     case [float() as wall, bytes() as body]:
-                        if is_wall(wall):
-                            yield wall, body
+                        yield wall, body
                     case _:
                         break
     except (msgpack.OutOfData, FileNotFoundError):
