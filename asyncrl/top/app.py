@@ -24,11 +24,10 @@ from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.top.drawing.layout import LEVELS, Choice, PaneName
-from asyncrl.top.drawing.tables import sorted_next
 from asyncrl.top.drawing.text import ASCII, UNICODE, fit, rich_text
 from asyncrl.top.figures.document import Document
 from asyncrl.top.model import build
-from asyncrl.top.panes import PANES, pane, panes_of, title
+from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.source.client import Away
 from asyncrl.top.source.replay import Feed, Replay, Source

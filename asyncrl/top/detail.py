@@ -11,11 +11,10 @@ from rich.text import Text
 from asyncrl.snapshot import ActorView, Resource
 from asyncrl.text.json_text import from_json
 from asyncrl.text.numbers import ABSENT, count, duration, fixed, percent, size
-from asyncrl.top.drawing.layout import said_state
-from asyncrl.top.drawing.tables import CONTROLLER, LEVEL_STYLES
 from asyncrl.top.drawing.text import Glyphs, Line, Style, columns, fit, joined, length, rich_text, state_bar, wrapped
 from asyncrl.top.figures.bottleneck import by_kind, kind_of
 from asyncrl.top.figures.document import Document
+from asyncrl.top.panes import CONTROLLER, LEVEL_STYLES, said_state
 from asyncrl.top.source.history import GONE
 
 EVENTS_SHOWN = 20

@@ -19,7 +19,7 @@ from asyncrl.snapshot import Event
 from asyncrl.telemetry.snapshots.recording import Recorder
 from asyncrl.text.printable import json_in_ascii, printable, say
 from asyncrl.top.detail import detail
-from asyncrl.top.drawing.layout import Column, Row, Table
+from asyncrl.top.drawing.layout import Column, Table, row
 from asyncrl.top.drawing.text import ASCII, UNICODE, fit, wrapped
 from asyncrl.top.model import build
 from asyncrl.top.source.history import History
@@ -79,10 +79,9 @@ def test_lines_that_are_wrapped_fit(text, width):
 
 def test_columns_stand_below_each_other_whatever_is_in_them():
     names = ["plain", "字字", "e\u0301e\u0301", "👍", "a\x1b[2J"]
-    rows = [Row(name, ((name, ""), ("7", ""))) for name in names]
-    drawn = [
-        line.plain for line in Table([Column(title="name"), Column(title="n", right=True)], rows).lines(30, UNICODE)
-    ]
+    columns = [Column("name", lambda name, _: name), Column("n", lambda name, _: "7", right=True)]
+    rows = [row(name, [name, "7"]) for name in names]
+    drawn = [line.plain for line in Table(columns, rows).lines(30, UNICODE)]
     assert {cell_len(each[: each.index("7")]) for each in drawn[1:]} == {drawn[1].index("7")}
 
 

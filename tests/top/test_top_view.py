@@ -17,7 +17,6 @@ from asyncrl.snapshot import ActorView, Event, Resource
 from asyncrl.telemetry import catalogue
 from asyncrl.top.detail import detail, help_page
 from asyncrl.top.drawing.layout import Choice
-from asyncrl.top.drawing.tables import SORTS, sorted_next
 from asyncrl.top.drawing.text import (
     ASCII,
     UNICODE,
@@ -29,7 +28,7 @@ from asyncrl.top.drawing.text import (
 )
 from asyncrl.top.figures.document import json_schema, to_json
 from asyncrl.top.model import build
-from asyncrl.top.panes import PANES, page, pane
+from asyncrl.top.panes import PANES, SORTS, page, pane, sorted_next
 from asyncrl.top.pipeline import header, pipeline
 from asyncrl.top.source.history import KEPT, History
 
@@ -429,7 +428,7 @@ def test_sorting_and_filtering():
     document = seen(Run(rollouters=12, hosts=3).between())
 
     def keys(**choice):
-        return list(pane("rollouters", document, Choice(**choice), 120, UNICODE).keys)
+        return [row.key for row in pane("rollouters", document, Choice(**choice), 120, UNICODE).table.rows]
 
     assert keys(sort="name") == [f"rollouter/{n}" for n in range(12)]
     assert keys(sort="name", descending=True)[0] == "rollouter/11"
@@ -456,7 +455,7 @@ def test_who_is_gone_comes_last_however_it_is_sorted():
     document = seen(Run(rollouters=4, hosts=1, dead=("rollouter/0",)).between())
     for descending in (False, True):
         choice = Choice(sort="tokens_per_s", descending=descending)
-        assert pane("rollouters", document, choice, 80, UNICODE).keys[-1] == "rollouter/0"
+        assert pane("rollouters", document, choice, 80, UNICODE).table.rows[-1].key == "rollouter/0"
 
 
 @pytest.mark.parametrize(
