@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +12,11 @@ from rich.text import Text
 
 from asyncrl.telemetry.snapshots.rates import total
 from asyncrl.text.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
-from asyncrl.top.drawing.layout import LEVELS, Cell, Choice, Column, Pane, PaneName, Row, Table, number, row
+from asyncrl.top.drawing.columns import DATE, EVENTS, HOSTS, RANKS, ROLLOUTERS, SHORT, UPDATES, is_amiss, is_there
+from asyncrl.top.drawing.layout import LEVELS, Cell, Choice, Column, Pane, PaneName, Row, Table, row
 from asyncrl.top.drawing.text import (
     Glyphs,
     Line,
-    Span,
     Style,
     columns,
     fitting,
@@ -27,44 +26,12 @@ from asyncrl.top.drawing.text import (
     state_bar,
     warned,
 )
-from asyncrl.top.figures.bottleneck import by_kind, kind_of
+from asyncrl.top.figures.bottleneck import by_kind
 from asyncrl.top.figures.document import Document, EpisodesView, RollouterRow
 from asyncrl.top.pipeline import header, pipeline
 
-BAR = 8
-"""Cells of a bar in a table."""
-LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 CONTROLLER = "controller/0"
 """Actor that tells what happened to the run as a whole."""
-
-
-# --- what several panes say ---
-
-
-def is_there(condition: str) -> bool:
-    """Whether an actor in this condition can do anything."""
-    return condition in ("ready", "starting", "silent")
-
-
-def is_amiss(condition: str) -> bool:
-    """Whether an actor should be otherwise."""
-    return condition in ("condemned", "dead", "lost", "aside")
-
-
-def said_state(condition: str, state: str, awaiting: str) -> Span:
-    """Words for what an actor does, with their style."""
-    if condition in ("ready", "starting") and state:
-        kind = kind_of(state)
-        styles: dict[str, Style] = {"wait": "dim", "start": "start", "weights": "weights", "upkeep": "upkeep"}
-        whom = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
-        return f"{state} {whom}".rstrip(), styles.get(kind, "")
-    return condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim"
-
-
-def _name(entry: Any, short: str = "") -> Span:
-    """An actor's name; one that begins with ``short`` has its first letter alone."""
-    name = entry.name.replace(short, f"{short[0]}/") if short else entry.name
-    return name, "bad" if is_amiss(entry.condition) else ""
 
 
 def _table(columns: Sequence[Column], entries: Iterable[Any], glyphs: Glyphs) -> Table:
@@ -81,34 +48,9 @@ def _there(rows: Sequence[Any]) -> str:
 
 # --- rollouters ---
 
-SHORT = "rollouter/"
-ROLLOUTERS = (
-    Column("rollouter", lambda row, _: _name(row, SHORT), 9, key="name"),
-    Column("host", lambda row, _: (row.host, "dim"), drop=7, key="host", most=16),
-    Column("state", lambda row, _: said_state(row.condition, row.state, row.awaiting), 10, key="state", most=15),
-    Column("time", lambda row, glyphs: state_bar(by_kind(row.states), BAR, glyphs), BAR, 3),
-    number("flight", lambda row: count(row.in_flight), 6, key="in_flight"),
-    number("wait", lambda row: count(row.waiting), 4, 5, "waiting"),
-    number("most", lambda row: (count(row.concurrency), "dim"), 4, 7, "concurrency"),
-    number("tok/s", lambda row: count(row.tokens_per_s), 5, key="tokens_per_s"),
-    number("KV", lambda row: (percent(row.kv_use), warned((row.kv_use or 0.0) > 0.95)), 4, 4, "kv_use"),
-    number("v", lambda row: count(row.version), 3, key="version"),
-    number("lag", lambda row: (count(row.lag), warned((row.lag or 0) > 1)), 3, key="lag"),
-    number("stall", lambda row: duration(row.stall_s), 6, 6, "stall_s", spare=True),
-    number("drift", lambda row: (fixed(row.drift, 3), warned(row.drift_warnings)), 6, 5, "drift", spare=True),
-    number(
-        "worst",
-        lambda row: (fixed(row.drift_largest, 3), warned(row.drift_warnings, "dim")),
-        *(6, 8, "drift_largest"),
-        spare=True,
-    ),
-    number("rst", lambda row: (count(row.restarts), warned(row.restarts, "dim")), 3, 2, "restarts"),
-    number("oldest", lambda row: duration(row.oldest_s), 6, 1, "oldest_s"),
-)
 WORDS = ("name", "host", "state")
 """Columns that are sorted upwards at first; numbers downwards."""
-SORTS = tuple(column.key for column in ROLLOUTERS)
-SORTS = tuple(key for key in SORTS if key)
+SORTS = tuple(column.key for column in ROLLOUTERS if column.key)
 SUMMED = {"flight": "in_flight", "wait": "waiting", "most": "concurrency", "tok/s": "tokens_per_s"}
 """Columns that a host has the sums of."""
 
@@ -159,20 +101,6 @@ def _host_row(host: str, rows: Sequence[RollouterRow]) -> Row:
 
 
 # --- learner ---
-
-RANKS = (
-    Column("rank", lambda row, _: _name(row), 9),
-    Column("host", lambda row, _: (row.host, "dim"), drop=4, most=16),
-    Column("state", lambda row, _: said_state(row.condition, row.state, row.awaiting), 14, most=24),
-    Column("time", lambda row, glyphs: state_bar(by_kind(row.states), BAR, glyphs), BAR),
-    number("memory", lambda row: size(row.rss_bytes), 7),
-    number(
-        "GPU memory",
-        lambda row: ABSENT if row.gpu_bytes is None else f"{size(row.gpu_bytes)}/{size(row.gpu_total_bytes)}",
-        *(10, 2),
-        spare=True,
-    ),
-)
 
 
 def learner(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
@@ -226,18 +154,6 @@ def _speed(document: Document) -> Line:
 
 
 # --- weights ---
-
-UPDATES = (
-    number("v", lambda update: count(update.version), 4),
-    Column("replica", lambda update, _: update.replica, 9, most=14),
-    Column("by", lambda update, _: (update.transport, "dim"), 6, 3),
-    number("stage", lambda update: duration(update.stage_s), 6),
-    number("pause", lambda update: duration(update.pause_s), 6),
-    number("load", lambda update: duration(update.load_s), 6),
-    number("stall", lambda update: duration(update.stall_s), 6),
-    number("bytes", lambda update: size(update.bytes), 7),
-    number("read", lambda update: size(update.encoded_bytes), 7, 2),
-)
 
 
 def weights(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
@@ -376,18 +292,6 @@ def ledger(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pa
 
 # --- events ---
 
-EVENTS = (
-    Column("time", lambda event, _: (time.strftime("%H:%M:%S", time.localtime(event.wall)), "dim"), 8),
-    Column("level", lambda event, _: (event.level, LEVEL_STYLES.get(event.level, "")), 7, 1),
-    Column("actor", lambda event, _: event.actor or "run", 9, most=18),
-    Column(
-        "event",
-        lambda event, _: (" ".join(event.text.split()), LEVEL_STYLES.get(event.level, "").replace("dim", "")),
-        *(20, 0, ""),
-        most=20,
-    ),
-)
-DATE = Column("time", lambda event, _: (time.strftime("%m-%d %H:%M:%S", time.localtime(event.wall)), "dim"), 8)
 SAME_DAY_S = 43_200.0
 """Age (s) of the oldest event above which the date is told too."""
 
@@ -411,21 +315,6 @@ def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pa
 
 STAGE_WIDTH = 32
 SHARE_BAR = 24
-HOSTS = (
-    Column("played by", lambda row, _: _name(row, "episodes/"), 9),
-    Column("host", lambda row, _: (row.host, "dim"), drop=3, most=16),
-    Column("state", lambda row, _: said_state(row.condition, "", ""), 6, most=12),
-    Column("time", lambda row, glyphs: state_bar(row.kinds, BAR, glyphs), BAR, 4),
-    number("workers", lambda row: f"{row.workers or ABSENT}", drop=1),
-    number("open", lambda row: count(row.open), 4),
-    number("wait", lambda row: (count(row.waiting), warned(row.waiting)), 4, 2),
-    number("played", lambda row: count(row.played)),
-    number("failed", lambda row: (count(row.failed), "bad" if row.failed else "")),
-    number("tools", lambda row: count(row.tool_calls), 5, 5),
-    number("errors", lambda row: (count(row.tool_errors), warned(row.tool_errors)), drop=6),
-    number("lost", lambda row: (count(row.lost_workers), warned(row.lost_workers)), drop=7),
-    number("rst", lambda row: (str(row.restarts), warned(row.restarts, "dim")), 3, 8),
-)
 
 
 def episodes(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
