@@ -304,7 +304,9 @@ def test_a_single_snapshot_has_shares_of_whole_lives_and_no_rates():
 
 
 def test_every_figure_that_is_shown_is_declared():
-    source = "".join((ROOT / f"asyncrl/top/{name}.py").read_text() for name in ("facts", "model", "source/history"))
+    source = "".join(
+        (ROOT / f"asyncrl/top/{name}.py").read_text() for name in ("facts", "model", "episodes", "source/history")
+    )
     names = set(re.findall(r'"([a-z]+/[a-z_0-9]+)"', source))
     assert len(names) > 20
     assert not [name for name in names if catalogue.find(name) is None]
