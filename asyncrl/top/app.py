@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from textual import work
 from textual.app import App, ComposeResult
@@ -24,7 +24,7 @@ from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.top.drawing.layout import LEVELS, Choice, PaneName
-from asyncrl.top.drawing.text import ASCII, UNICODE, fit, rich_text
+from asyncrl.top.drawing.text import ASCII, UNICODE, Line, fit, rich_text
 from asyncrl.top.figures.document import Document
 from asyncrl.top.model import build
 from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title
@@ -116,12 +116,12 @@ class Top(App[int]):
         Binding("shift+tab", "next(-1)", show=False, priority=True),
         *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
         # Before a table takes them for itself.
-        Binding("left", "step(-1)", show=False, priority=True),
-        Binding("right", "step(1)", show=False, priority=True),
-        Binding("less_than_sign,comma", "seek(-0.05)", show=False),
-        Binding("greater_than_sign,full_stop", "seek(0.05)", show=False),
-        Binding("plus,equals_sign", "speed(1)", show=False),
-        Binding("minus", "speed(-1)", show=False),
+        Binding("left", "go('step', -1)", show=False, priority=True),
+        Binding("right", "go('step', 1)", show=False, priority=True),
+        Binding("less_than_sign,comma", "go('seek', -0.05)", show=False),
+        Binding("greater_than_sign,full_stop", "go('seek', 0.05)", show=False),
+        Binding("plus,equals_sign", "go('faster', 1)", show=False),
+        Binding("minus", "go('faster', -1)", show=False),
     ]
 
     def __init__(self, source: Source, *, ascii_only: bool = False) -> None:
@@ -157,25 +157,12 @@ class Top(App[int]):
 
     def compose(self) -> ComposeResult:
         panes = self.panes
-        yield self._header
-        yield self._pipeline
-        yield self._time
-        yield self._tab_line
+        yield from (self._header, self._pipeline, self._time, self._tab_line)
         with Horizontal(id="body"):
-            with Vertical(id="left"):
-                yield panes["rollouters"]
-                yield panes["episodes"]
-                yield panes["events"]
-            with Vertical(id="right"):
-                yield panes["learner"]
-                yield panes["weights"]
-                yield panes["staleness"]
-                with Horizontal(id="pair"):
-                    yield panes["reward"]
-                    yield panes["ledger"]
-        yield self._filter
-        yield self._foot
-        yield self._small
+            yield Vertical(panes["rollouters"], panes["episodes"], panes["events"], id="left")
+            pair = Horizontal(panes["reward"], panes["ledger"], id="pair")
+            yield Vertical(panes["learner"], panes["weights"], panes["staleness"], pair, id="right")
+        yield from (self._filter, self._foot, self._small)
 
     def on_mount(self) -> None:
         """Begin."""
@@ -272,8 +259,9 @@ class Top(App[int]):
             self.document = build(self._history)
         self._draw_foot()
         if self.document is None:
-            said = ("asyncrl-top", "waiting for the run")
-            self._header.show([rich_text([(each, "dim")], self.glyphs) for each in said])
+            self._header.show(
+                [rich_text([(each, "dim")], self.glyphs) for each in ("asyncrl-top", "waiting for the run")]
+            )
             return
         document, glyphs, choice = self.document, self.glyphs, self._choice
         wide = self._header.size.width
@@ -296,18 +284,10 @@ class Top(App[int]):
             self.screen.draw()
 
     def _draw_foot(self) -> None:
-        said = status(
-            note=self._note,
-            frozen=self._frozen,
-            replay=self.source.replay,
-            over=self._over,
-            away=self._away,
-            attached=self.document is not None,
-        )
-        width = self._foot.size.width
-        self._foot.show(
-            [fit(foot(said, self._choice, width, replay=self.source.replay is not None), width, self.glyphs)]
-        )
+        replay, width, attached = self.source.replay, self._foot.size.width, self.document is not None
+        seen = status(self._note, self._over, self._away, replay, frozen=self._frozen, attached=attached)
+        line = foot(seen, self._choice, width, replay=replay is not None)
+        self._foot.show([fit(line, width, self.glyphs)])
 
     # --- keys ---
 
@@ -383,24 +363,13 @@ class Top(App[int]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Whether a key is meant for this: the arrows of the filter's text are not."""
-        return action != "step" or (self.source.replay is not None and self.focused is not self._filter)
+        step = action == "go" and parameters[0] == "step"
+        return not step or (self.source.replay is not None and self.focused is not self._filter)
 
-    def action_step(self, by: int) -> None:
-        """Go by snapshots in a replay."""
+    def action_go(self, how: Literal["step", "seek", "faster"], by: Any) -> None:
+        """Go elsewhere in a replay, or at another speed."""
         if self.source.replay is not None:
-            self.source.replay.step(by)
-            self._draw()
-
-    def action_seek(self, share: float) -> None:
-        """Go by a share of the recording."""
-        if (replay := self.source.replay) is not None:
-            replay.jump(replay.position + share * (replay.end - replay.begin))
-            self._draw()
-
-    def action_speed(self, by: int) -> None:
-        """Play faster or slower."""
-        if self.source.replay is not None:
-            self.source.replay.faster(by)
+            getattr(self.source.replay, how)(by)
             self._draw()
 
     def action_help(self) -> None:

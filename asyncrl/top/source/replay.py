@@ -81,6 +81,10 @@ class Replay:
         """Go to a position."""
         self.position = max(self.begin, min(self.end, position))
 
+    def seek(self, share: float) -> None:
+        """Go by a share of the recording."""
+        self.jump(self.position + share * (self.end - self.begin))
+
     def step(self, by: int) -> None:
         """Go by so many snapshots, and stay."""
         self.playing = False
