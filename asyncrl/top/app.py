@@ -24,7 +24,7 @@ from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.top.drawing.layout import LEVELS, Choice, PaneName
-from asyncrl.top.drawing.text import ASCII, UNICODE, Line, fit, rich_text
+from asyncrl.top.drawing.text import ASCII, UNICODE, fit, rich_text
 from asyncrl.top.figures.document import Document
 from asyncrl.top.model import build
 from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title
