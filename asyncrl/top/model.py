@@ -66,8 +66,13 @@ AS_TOLD = (
     *("waiting_for", "lost_hosts", "aside", "stalled"),
 )
 """Fields of the run that are as in the snapshot."""
-PHASES = {"wait": "wait_for_groups", "train": "train", "publish": "publish", "step": "step"}
-"""Keys of a line of metrics, ``time/KEY_s``, by phase."""
+PHASES = {
+    "wait": "time/wait_for_groups_s",
+    "train": "time/train_s",
+    "publish": "time/publish_s",
+    "step": "time/step_s",
+}
+"""Keys of a line of metrics by phase."""
 LEARNING = {
     "loss": "loss/policy",
     "grad_norm": "policy/grad_norm",
@@ -131,7 +136,7 @@ def learning(facts: Facts) -> LearningView:
 
 def phases(facts: Facts) -> list[PhaseRow]:
     """Phases of a step, in the mean."""
-    found = {name: facts.step_mean(f"time/{key}_s") for name, key in PHASES.items()}
+    found = {name: facts.step_mean(key) for name, key in PHASES.items()}
     return [PhaseRow(name=name, seconds=seconds) for name, seconds in found.items() if seconds is not None]
 
 
@@ -306,8 +311,14 @@ def _trained_per_s(facts: Facts) -> float | None:
 
 # --- weights, staleness, reward, ledger ---
 
-UPDATE = {name: f"weights/{name}" for name in ("stage_s", "pause_s", "load_s", "resume_s", "stall_s")}
-UPDATE |= {name: f"weights/{name}" for name in ("bytes", "encoded_bytes")}
+UPDATE = {
+    key.removeprefix("weights/"): key
+    for key in (
+        *("weights/stage_s", "weights/pause_s", "weights/load_s", "weights/resume_s", "weights/stall_s"),
+        *("weights/bytes", "weights/encoded_bytes"),
+    )
+}
+"""Keys of a line of metrics by field of UpdateRow."""
 
 
 def weights(facts: Facts, rollouters: Sequence[RollouterRow]) -> WeightsView:

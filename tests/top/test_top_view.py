@@ -11,7 +11,7 @@ from driven import known
 from harness import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
-from top.pictures import STATES, WALL, Run, empty
+from top.pictures import STATES, WALL, Run
 
 from asyncrl.snapshot import ActorView, Event, Resource
 from asyncrl.telemetry import catalogue
@@ -148,21 +148,6 @@ def test_once_a_run_steps_its_start_is_not_what_sets_the_pace():
 # --- numbers ---
 
 
-def test_a_healthy_run_in_numbers():
-    document = seen(Run().between())
-    run = document.run
-    assert (run.step, run.steps, run.version) == (50, 100, 50)
-    assert run.eta_s == pytest.approx(100.0)
-    assert run.tokens_per_s == pytest.approx(850 + 860 + 870 + 880)
-    assert run.samples_per_s == pytest.approx(256)
-    assert document.reward.rate == pytest.approx(255)
-    assert document.ledger.outstanding == 200 and document.ledger.gate == 256
-    for row in document.rollouters:
-        assert sum(row.states.values()) == pytest.approx(1.0)
-        assert row.lag == 0
-    assert [row.seconds for row in document.phases] == pytest.approx([0.5, 1.4, 0.1, 2.0])
-
-
 def test_the_first_step_of_a_learner_foretells_nothing():
     def told(*lines):
         snapshot = Run().at(100.0)
@@ -177,16 +162,6 @@ def test_the_first_step_of_a_learner_foretells_nothing():
     later = told((1, 22.0), (1, 2.0))
     assert later.run.step_s == 2.0 and later.stages[3].rate == 64 / 2.0
     assert told((1, 22.0), (1, 2.0), (2, 40.0), (2, 4.0)).run.step_s == 3.0
-
-
-def test_what_is_absent_is_null_and_shown_as_such():
-    document = seen([empty()])
-    assert document.run.tokens_per_s is None and document.run.eta_s is None
-    assert document.ledger.outstanding is None and document.reward.rate is None
-    assert all(row.rate is None and row.depth is None for row in document.stages)
-    text = page(document, 80, UNICODE)
-    assert "tokens/s –" in text
-    assert not re.search(r"\b0\.?0* (tokens|groups|samples)/s", text)
 
 
 def test_of_rollouters_that_stand_still_nothing_is_told_of_what_they_do():
