@@ -19,7 +19,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
 from textual.geometry import Size
-from textual.timer import Timer
 from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
@@ -138,9 +137,6 @@ class Top(App[int]):
         self._away: Away | None = None
         self._over = ""
         """Reason that nothing more comes; empty while more may."""
-        self._note = ""
-        self._note_timer: Timer | None = None
-        """Timer that takes the note away."""
         self._drawn_at = 0.0
         self._stale = False
         """Whether there is something that is not drawn."""
@@ -150,7 +146,7 @@ class Top(App[int]):
             Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
         )
         self._small = Block(id="small")
-        self.panes = {name: PaneView(name) for name in PANES}
+        self.panes = {name: PaneView(name, self._show_actor, self._draw) for name in PANES}
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
 
     # --- the screen ---
@@ -285,7 +281,7 @@ class Top(App[int]):
 
     def _draw_foot(self) -> None:
         replay, width, attached = self.source.replay, self._foot.size.width, self.document is not None
-        seen = status(self._note, self._over, self._away, replay, frozen=self._frozen, attached=attached)
+        seen = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
         line = foot(seen, self._choice, width, replay=replay is not None)
         self._foot.show([fit(line, width, self.glyphs)])
 
@@ -377,32 +373,23 @@ class Top(App[int]):
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.glyphs))
 
-    def on_pane_view_chosen(self, event: PaneView.Chosen) -> None:
-        """Show an actor."""
+    def _show_actor(self, name: str) -> None:
         past = self.source.replay is not None
-        self.push_screen(DetailScreen(event.key, lambda: self.document, self.source.run_dir, self.glyphs, past=past))
-
-    def on_pane_view_resized(self, event: PaneView.Resized) -> None:
-        """Draw for the new width."""
-        self.call_after_refresh(self._draw)
+        self.push_screen(DetailScreen(name, lambda: self.document, self.source.run_dir, self.glyphs, past=past))
 
     @work(exclusive=True, group="trace")
     async def action_trace(self) -> None:
         """Have a trace written."""
         if self.source.trace is None:
-            self._say("a trace needs a living run", NOTE_S)
+            self._say("a trace needs a living run")
             return
         self._say("the trace is being written")
         try:
-            said = await self.source.trace()
+            self._say(await self.source.trace())
         except AsyncRLError as error:
-            said = f"no trace: {error}"
-        self._say(said, NOTE_S)
+            self._say(f"no trace: {error}")
 
-    def _say(self, note: str, seconds: float | None = None) -> None:
-        """Show a note at the foot, for so long or until something else is said."""
-        if self._note_timer is not None:
-            self._note_timer.stop()
-        self._note = note
-        self._note_timer = self.set_timer(seconds, lambda: self._say("")) if seconds is not None else None
-        self._draw_foot()
+    def _say(self, note: str) -> None:
+        """Show a note for a while, in the place of the one before."""
+        self.clear_notifications()
+        self.notify(self.glyphs.seen(note), timeout=NOTE_S, markup=False)

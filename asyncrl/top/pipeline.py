@@ -215,10 +215,8 @@ def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
     return [(left, ""), *bar, (right, "dim")]
 
 
-def status(note: str, over: str, away: Away | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
-    """Status of the picture that is seen: a note, frozen, a replay, over, away, live or attaching."""
-    if note:
-        return [("frozen  ", "bad"), (note, "warn")] if frozen else [(note, "warn")]
+def status(over: str, away: Away | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
+    """Status of the picture that is seen: frozen, a replay, over, away, live or attaching."""
     if frozen:
         return [("frozen, space goes on", "warn")]
     said: Line

@@ -13,7 +13,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import Resize
-from textual.message import Message
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Static
 
@@ -119,19 +118,11 @@ class PaneView(Vertical):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
 
-    class Chosen(Message):
-        """An entry was chosen; ``key`` is the actor that it is about."""
-
-        def __init__(self, key: str) -> None:
-            super().__init__()
-            self.key = key
-
-    class Resized(Message):
-        """The pane has another width."""
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, choose: Callable[[str], None], draw: Callable[[], None]) -> None:
+        """``choose`` is told the actor that an entry is about; ``draw`` is called once the pane has another width."""
         super().__init__(id=name, classes="pane")
         self._lines, self._rows, self._about = Lines(classes="lines"), Rows(), ""
+        self._choose, self._draw = choose, draw
 
     def compose(self) -> ComposeResult:
         yield self._lines
@@ -160,19 +151,18 @@ class PaneView(Vertical):
         (self._rows if self._rows.display else self._lines).focus()
 
     def action_choose(self) -> None:
-        """Choose the actor that the pane is about."""
-        if self._about:
-            self.post_message(self.Chosen(self._about))
+        """Choose the actor that the row is about, or the pane."""
+        if key := (self._rows.display and self._rows.chosen) or self._about:
+            self._choose(key)
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         """Choose the row."""
         event.stop()
-        if key := self._rows.chosen or self._about:
-            self.post_message(self.Chosen(key))
+        self.action_choose()
 
     def on_resize(self, event: Resize) -> None:
         """Lines depend on the width."""
-        self.post_message(self.Resized())
+        self.call_after_refresh(self._draw)
 
 
 class HelpScreen(ModalScreen[None]):

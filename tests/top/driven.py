@@ -30,7 +30,7 @@ def text_of(app):
 async def shown(source, size="80x24", **options):
     """The app with what drives it."""
     app = Top(source, **options)
-    async with app.run_test(size=SIZES[size]) as pilot:
+    async with app.run_test(size=SIZES[size], notifications=True) as pilot:
         await settled(pilot)
         yield app, pilot
 

@@ -214,26 +214,14 @@ async def test_whoever_interrupts_gets_the_exit_code_of_that(key, code):
     assert app.return_code == code
 
 
-async def test_what_is_said_of_a_trace_is_not_taken_away_with_what_was_said_of_the_one_before(monkeypatch):
-    monkeypatch.setattr(terminal, "NOTE_S", 1.0)
-    written, later = asyncio.Queue(), asyncio.Event()
+async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
+    written = asyncio.Queue()
     async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):
         await pilot.press("t")
-        await written.put("trace: 1.json")
-        await until(pilot, "trace: 1.json")
-        await pilot.press("space")
-        await until(pilot, "frozen  trace: 1.json")
-        await pilot.press("space", "t")
         await until(pilot, "the trace is being written")
-        # It is over after whatever was to be over by now.
-        app.set_timer(2 * terminal.NOTE_S, later.set)
-        async with asyncio.timeout(10.0):
-            await later.wait()
-        await settled(pilot)
-        assert "the trace is being written" in text_of(app)
-        await written.put("trace: 2.json")
-        await until(pilot, "trace: 2.json")
-        await until(pilot, "live")
+        await written.put("trace: runs/[x]/trace/1.json\x1b")
+        await until(pilot, "trace: runs/[x]/trace/1.json\\x1b")
+        assert "is being written" not in text_of(app)
 
 
 async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monkeypatch):
