@@ -98,24 +98,18 @@ def is_voided(line: Line, by: Line) -> bool:
     return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
 
 
-def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list[int] | None = None) -> list[Line]:
+def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]:
     """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
 
     ``kinds`` are those wanted, all without it: updates are many in a large run. Lines that a learner that was started
-    again has voided are left out (is_voided), and so are texts that are no line of metrics: ``damaged`` is given the
-    numbers of such lines, from 1 on; a torn last line is none.
+    again has voided are left out (is_voided), and so are texts that are no line of metrics.
     """
     if not path.exists():
         return []
     found: list[Line] = []
     newest = 0
     with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            line = parse_line(text)
-            if line is None:
-                if damaged is not None and text.endswith(b"\n"):
-                    damaged.append(number)
-                continue
+        for line in filter(None, map(parse_line, file)):
             kind, start = line.get("kind"), line.get("start", 0)
             if kind == "train" and start > newest:
                 newest = start

@@ -222,9 +222,7 @@ def status(over: str, away: Away | None, replay: Replay | None, *, frozen: bool,
     said: Line
     if replay is not None:
         said = [("replay", "level")]
-        if replay.note:
-            said.append((f"  {replay.note}", "warn"))
-        elif replay.at_end and replay.lives:
+        if replay.at_end and replay.lives:
             said.append(("  up to here; the run goes on", "warn"))
         return said
     if over:

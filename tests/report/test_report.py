@@ -326,15 +326,9 @@ ODD = [{"start": "2"}, {"step": 2.5}, {"weights/version": None}, {"reward/mean":
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
-def test_a_line_that_no_run_writes_is_left_out_and_counted(run_dir, tmp_path, odd):
-    good = [step(1), step(2), update(1), evaluation(2)]
-    write_lines(run_dir, *good, step(3) | odd, step(4))
-    page = written(run_dir, tmp_path)
-    assert page.figures[0][0]["x"] == [1, 2, 4]
-    assert "1 line is left out of metrics.jsonl, the first number 5" in " ".join(page.text)
-    write_lines(run_dir, *good, update(2) | odd, evaluation(4) | odd, step(4))
-    damaged = []
-    assert read_metrics(run_dir / "metrics.jsonl", damaged=damaged) == [*good, step(4)] and damaged == [5, 6]
+def test_a_line_that_no_run_writes_is_left_out(run_dir, tmp_path, odd):
+    write_lines(run_dir, step(1), step(2), update(1), step(3) | odd, step(4))
+    assert written(run_dir, tmp_path).figures[0][0]["x"] == [1, 2, 4]
 
 
 def test_a_learner_that_goes_back_voids_what_was_told_of_the_same_steps_and_later_ones(run_dir):

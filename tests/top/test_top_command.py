@@ -157,24 +157,17 @@ def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, 
             complains((*words, "--once"), "/", code, text)
 
 
-def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read_and_says_so(ended, tmp_path, complains, capsys):
+def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read(ended, complains, capsys):
     path = next((ended / "monitor").iterdir())
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) * 3 // 4])
-    assert command.main([str(ended), "--replay", "--once"]) == 0
-    assert not capsys.readouterr().err, "the end that a writer which died left behind is no damage"
-    path.write_bytes(whole + b"\xc1" * 40)
-    assert command.main([str(ended), "--replay", "--once"]) == 0
-    out, err = capsys.readouterr()
-    assert "step " in out and f"damaged, and shown as far as it can be read: {path.name}" in err
+    for damaged in (whole[: len(whole) * 3 // 4], whole + b"\xc1" * 40):
+        path.write_bytes(damaged)
+        assert command.main([str(ended), "--replay", "--once"]) == 0
+        assert "step " in capsys.readouterr().out
     path.write_bytes(b"\xc1" * 400)
-    complains(
-        ("trial", "--replay"), tmp_path, 2, f"nothing is recorded there that can be read; it is damaged: {path.name}"
-    )
+    complains((ended, "--replay"), "/", 2, "nothing is recorded there that can be read")
     path.write_bytes(msgspec.msgpack.encode([WALL, b"no snapshot"]))
-    complains(
-        ("trial", "--replay"), tmp_path, 2, "no snapshot there can be read, damaged or of another version of asyncrl"
-    )
+    complains((ended, "--replay"), "/", 2, "no snapshot there can be read, damaged or of another version of asyncrl")
 
 
 ENDINGS = {

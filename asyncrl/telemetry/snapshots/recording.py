@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -125,14 +126,11 @@ def _append(path: Path, body: bytes) -> None:
         os.close(descriptor)
 
 
-def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
-    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording.
-
-    ``damaged`` is given the segments that hold something else; a torn end is none.
-    """
+def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
+    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording."""
     seen: set[float] = set()
     for segment in segments(run_dir):
-        for wall, body in _entries(segment.path, damaged):
+        for wall, body in _entries(segment.path):
             # A writer that died while it thinned may have left some twice.
             if wall not in seen:
                 seen.add(wall)
@@ -172,22 +170,13 @@ def decode(body: bytes) -> Snapshot | None:
     return snapshot if snapshot.schema == SCHEMA else None
 
 
-def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
-    try:
-        with path.open("rb") as file:
-            unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
-            while True:
-                match unpacker.unpack():
-                    case [float() as wall, bytes() as body]:
-                        yield wall, body
-                    case _:
-                        break
-    except (msgpack.OutOfData, FileNotFoundError):
-        # The end, or what a writer that died has left; or one that lives has thinned the segment away.
-        return
-    except PermissionError:
-        raise
-    except (OSError, msgpack.UnpackException, ValueError):
-        pass
-    if damaged is not None:
-        damaged.append(path)
+def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
+    """The entries up to the first byte that is none. Raises OSError."""
+    # Its end, what a writer that died has left, or damage; or one that lives has thinned the segment away.
+    over = (msgpack.OutOfData, msgpack.UnpackException, ValueError, FileNotFoundError)
+    with suppress(*over), path.open("rb") as file:
+        unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
+        while True:
+            match unpacker.unpack():
+                case [float() as wall, bytes() as body]:
+                    yield wall, body
