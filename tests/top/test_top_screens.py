@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from driven import SIZES, known, recording, settled, shown, text_of, until
+from driven import known, recording, settled, shown, text_of, until
 from top.pictures import STATES, WALL, Run
 
 from asyncrl.top.source.replay import Replay, Source
@@ -25,8 +25,12 @@ def compare(name, text):
     assert text == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("state", STATES)
+LARGE = ("healthy", "dead_host", "agents")
+
+
+@pytest.mark.parametrize(
+    ("state", "size"), [*((each, "80x24") for each in STATES), *((each, "200x50") for each in LARGE)]
+)
 async def test_screens(state, size):
     async with shown(Source(history=known(STATES[state]())), size) as (app, _):
         text = text_of(app)
