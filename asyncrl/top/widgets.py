@@ -51,11 +51,8 @@ class Lines(VerticalScroll):
     ]
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
         self._block = Block()
-
-    def compose(self) -> ComposeResult:
-        yield self._block
+        super().__init__(self._block, id=id, classes=classes)
 
     def show(self, lines: list[Text]) -> None:
         """Draw the lines."""
@@ -120,13 +117,9 @@ class PaneView(Vertical):
 
     def __init__(self, name: str, choose: Callable[[str], None], draw: Callable[[], None]) -> None:
         """``choose`` is told the actor that an entry is about; ``draw`` is called once the pane has another width."""
-        super().__init__(id=name, classes="pane")
         self._lines, self._rows, self._about = Lines(classes="lines"), Rows(), ""
+        super().__init__(self._lines, self._rows, id=name, classes="pane")
         self._choose, self._draw = choose, draw
-
-    def compose(self) -> ComposeResult:
-        yield self._lines
-        yield self._rows
 
     @property
     def room(self) -> int:
