@@ -161,7 +161,6 @@ class Top(App[int]):
         yield from (self._filter, self._foot, self._small)
 
     def on_mount(self) -> None:
-        """Begin."""
         self.screen.set_class(self.source.replay is not None, "replay")
         self._arrange()
         self.set_interval(TICK_S, self._tick)
@@ -172,7 +171,6 @@ class Top(App[int]):
         self._draw()
 
     def on_resize(self, event: Resize) -> None:
-        """Arrange the panes for the new size."""
         self._arrange(event.size)
 
     def _arrange(self, size: Size | None = None) -> None:
@@ -248,7 +246,6 @@ class Top(App[int]):
     # --- drawing ---
 
     def _draw(self) -> None:
-        """Draw what is known."""
         if self.source.replay is not None:
             self._history = self.source.replay.history()
         if not self._frozen and self._history.newest is not None:
@@ -288,7 +285,6 @@ class Top(App[int]):
     # --- keys ---
 
     def action_interrupt(self) -> None:
-        """Quit, as an interrupted command does."""
         self.exit(return_code=130)
 
     def action_pane(self, number: int) -> None:
@@ -299,7 +295,6 @@ class Top(App[int]):
             self._arrange()
 
     def action_next(self, by: int) -> None:
-        """Show the next pane."""
         panes = panes_of(self.document)
         at = panes.index(self._seen) if self._seen in panes else 0
         self.action_pane((at + by) % len(panes) + 1)
@@ -309,16 +304,13 @@ class Top(App[int]):
         self._choose(sorted_next(self._choice))
 
     def action_reverse(self) -> None:
-        """Sort the other way round."""
         self._choose(replace(self._choice, descending=not self._choice.descending))
 
     def action_level(self) -> None:
-        """Choose the next level of events."""
         level = LEVELS[(LEVELS.index(self._choice.level) + 1) % len(LEVELS)]
         self._choose(replace(self._choice, level=level))
 
     def action_filter(self) -> None:
-        """Ask for the text to filter by."""
         if self.focused is self._filter:
             # After the keys that were typed before it.
             self._filter.post_message(Key("slash", "/"))
@@ -327,16 +319,13 @@ class Top(App[int]):
             self.screen.set_focus(self._filter)
 
     def action_unfilter(self) -> None:
-        """Show everything."""
         self._filter.value = ""
         self._end_filter("")
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Filter while it is typed."""
         self._choose(replace(self._choice, needle=event.value))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Keep the filter."""
         self._end_filter(event.value)
 
     def _end_filter(self, needle: str) -> None:
@@ -369,7 +358,6 @@ class Top(App[int]):
             self._draw()
 
     def action_help(self) -> None:
-        """Show the keys."""
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.glyphs))
 
@@ -379,7 +367,6 @@ class Top(App[int]):
 
     @work(exclusive=True, group="trace")
     async def action_trace(self) -> None:
-        """Have a trace written."""
         if self.source.trace is None:
             self._say("a trace needs a living run")
             return

@@ -45,7 +45,6 @@ class Facts:
         return {"name": actor.name, "host": actor.host, "condition": self.condition(actor)}
 
     def of(self, role: str) -> list[ActorView]:
-        """All actors of a role."""
         return self.by_role.get(role, [])
 
     def living(self, role: str) -> list[ActorView]:

@@ -297,7 +297,6 @@ SAME_DAY_S = 43_200.0
 
 
 def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """Events from a level on, the newest first."""
     wanted = LEVELS[LEVELS.index(choice.level) :]
     shown = [
         event
@@ -398,7 +397,6 @@ def panes_of(document: Document | None) -> tuple[PaneName, ...]:
 
 
 def pane(name: PaneName, document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """A pane at a width."""
     return _DRAWN[name](document, choice, width, glyphs)
 
 

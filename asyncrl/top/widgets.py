@@ -36,7 +36,6 @@ class Block(Static):
         self._lines: list[Text] = []
 
     def show(self, lines: list[Text]) -> None:
-        """Draw the lines."""
         if lines != self._lines:
             self.update(Text("\n").join(lines), layout=len(lines) != len(self._lines))
             self._lines = lines
@@ -55,7 +54,6 @@ class Lines(VerticalScroll):
         super().__init__(self._block, id=id, classes=classes)
 
     def show(self, lines: list[Text]) -> None:
-        """Draw the lines."""
         self._block.show(lines)
 
 
@@ -80,7 +78,6 @@ class Rows(DataTable[Text]):
         return self._shown[self.cursor_row].key if self.cursor_row < len(self._shown) else ""
 
     def show(self, table: Table, width: int, glyphs: Glyphs) -> None:
-        """Draw the table at a width."""
         chosen, layout = self.chosen, table.laid(width)
         if layout != self._layout_shown:
             self.clear(columns=True)
@@ -149,7 +146,6 @@ class PaneView(Vertical):
             self._choose(key)
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        """Choose the row."""
         event.stop()
         self.action_choose()
 
@@ -178,7 +174,6 @@ class HelpScreen(ModalScreen[None]):
         yield self._lines
 
     def on_resize(self, event: Resize) -> None:
-        """Draw for the width that there is."""
         room = min(76, event.size.width) - 2 - SIDES
         self.call_after_refresh(self._lines.show, help_page(room, self._glyphs))
 
@@ -217,7 +212,6 @@ class DetailScreen(Screen[None]):
         self.set_interval(LOG_S, self._read_log)
 
     def on_resize(self, event: Resize) -> None:
-        """Draw for the width that there is."""
         self.call_after_refresh(self.draw)
 
     @work(thread=True, exclusive=True)
@@ -234,7 +228,6 @@ class DetailScreen(Screen[None]):
             self.draw()
 
     def draw(self) -> None:
-        """Draw the newest document."""
         room = max(1, self.size.width - SIDES)
         keys = "   esc back   n p another actor   ↑ ↓ scroll"
         self._top.show([fit([(self._actor, "bold"), (keys, "dim")], room, self._glyphs)])
@@ -246,7 +239,6 @@ class DetailScreen(Screen[None]):
             self._lines.show(detail(document, self._actor, self._log, room, self._glyphs))
 
     def action_other(self, by: int) -> None:
-        """Show the next actor, or the one before."""
         document = self._document()
         names = [actor.name for actor in document.actors] if document is not None else []
         if self._actor in names:

@@ -88,7 +88,7 @@ SAWTEETH = {
 @pytest.mark.parametrize("what", SAWTEETH)
 def test_the_mark_of_a_steady_run_stays_where_it_is_while_levels_swing_with_its_steps(what):
     history, stages, swing = History(), [], SAWTEETH[what]
-    for n in range(120):
+    for n in range(60):
         history.add(Run(step_s=1.7, **STEADY, **swing[n % len(swing)]).at(30.0 + 0.75 * n))
         stages.append(build(history).bottleneck.stage)
     assert set(stages[20:]) == {"gate"}

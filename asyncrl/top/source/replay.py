@@ -51,12 +51,10 @@ class Replay:
 
     @property
     def begin(self) -> float:
-        """Begin of the recording."""
         return self._walls[0]
 
     @property
     def end(self) -> float:
-        """End of the recording."""
         return self._walls[-1]
 
     @property
@@ -65,7 +63,6 @@ class Replay:
         return self.position >= self.end
 
     def advance(self, seconds: float) -> None:
-        """Play for so long."""
         if self.playing:
             self.position = min(self.end, self.position + seconds * self.speed)
             self.playing = not self.at_end
@@ -77,7 +74,6 @@ class Replay:
         self.playing = not self.playing
 
     def jump(self, position: float) -> None:
-        """Go to a position."""
         self.position = max(self.begin, min(self.end, position))
 
     def seek(self, share: float) -> None:
