@@ -182,8 +182,6 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
 
     replay = open_replay(run_dir, lives=_may_live(run_dir))
     if not _wants_terminal(given):
-        if replay.note:
-            say(f"{PROGRAM}: {run_dir}: {replay.note}", sys.stderr)
         replay.jump(replay.end)
         return _print(replay.history(), given)
 

@@ -1,9 +1,9 @@
 """The story of one prompt group, from the logs of all actors and attempts: ``asyncrl-top RUN --explain UID``.
 
-Every actor logs what it does with a group under the group's uid (story_log.py): the dataloader whom it is granted to
-and what becomes of it when its holder dies, the rollouter what happened to each sample, the learner what it took it for
-and at which step it was trained. Here these lines (story_lines.py) are put into words (story_words.py) and in order of
-time. Any other line that carries the uid, as one that a reward function printed, is told too.
+Every actor logs what it does with a group under the group's uid (telemetry/group_log.py): the dataloader whom it is
+granted to and what becomes of it when its holder dies, the rollouter what happened to each sample, the learner what it
+took it for and at which step it was trained. Here these lines (lines.py) are put into words (words.py) and in order of
+time.
 
 Fails with UsageError (a ValueError) when that is no uid, when there are no logs, and when nothing is known of the
 group.
@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import UsageError
-from asyncrl.explain.lines import LogLine, aligned, lines_of, log_files, parse
+from asyncrl.explain.lines import LogLine, lines_of, lines_on, log_files
 from asyncrl.explain.words import Happening, words_of
 from asyncrl.telemetry.group_log import GRANTED
-from asyncrl.telemetry.snapshots.snapshot_codec import is_wall
 from asyncrl.text.printable import printable
 
 UID = re.compile(r"\d+-\d+|[A-Za-z0-9_-]+@\d+-\d+")
@@ -87,35 +86,24 @@ def read_story(run_dir: Path, uid: str) -> list[Happening]:
             f"{uid!r} is no prompt group: the uid of one is EPOCH-INDEX (0-17), or NAME@ROUND-INDEX of an evaluation "
             "(heldout@0-3); samples/, quarantine.jsonl and the trace have them"
         )
-    logs = log_files(run_dir)
-    if not logs:
+    if not log_files(run_dir):
         raise UsageError(f"{run_dir} holds no logs/attempt_*/*.log: is it the folder of a run?")
-    lines = [line for attempt, path in logs for line in lines_of(path, attempt, uid)]
-    found = list(_undo(_tell(aligned(lines), uid)))
+    found = list(_undo(_tell(lines_on(run_dir, uid), uid)))
     if not any(happening.what != "undone" for happening in found):
-        raise UsageError(_nothing_known(run_dir, uid, logs))
+        raise UsageError(_nothing_known(run_dir, uid))
     return found
 
 
 def _tell(lines: list[LogLine], uid: str) -> list[Happening]:
     """Happenings that the lines tell, in order of time."""
-    found: list[Happening] = []
+    found: dict[tuple[object, ...], Happening] = {}
     for line in lines:
-        try:
-            found += [told for told in words_of(line, uid) if is_wall(told.wall)]
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError):
-            # A line with the name of one of ours that is none.
-            continue
-    found.sort(key=lambda happening: (happening.attempt, round(happening.wall, 6), _RANKS.get(happening.what, 1)))
-    seen: set[tuple[Any, ...]] = set()
-    once: list[Happening] = []
-    for happening in found:
         # A grant whose reply was lost is given once more.
-        key = (happening.attempt, happening.text) if happening.what == "granted" else (len(once),)
-        if key not in seen:
-            once.append(happening)
-        seen.add(key)
-    return once
+        with suppress(KeyError, TypeError, ValueError):
+            for told in words_of(line, uid):
+                key = (told.attempt, told.text) if told.what == "granted" else (len(found),)
+                found[key] = min(told, found.get(key, told), key=lambda each: each.wall)
+    return sorted(found.values(), key=lambda told: (told.attempt, round(told.wall, 6), _RANKS.get(told.what, 1)))
 
 
 _RANKS = {
@@ -160,23 +148,19 @@ _STANDS_AS = {
 def _is_undone(standing: Happening, start: Happening, later: list[Happening]) -> bool:
     """Whether a learner that starts knows nothing of what became of the group."""
     if standing.what == "trained":
-        trained, checkpoint = standing.facts["step"], start.facts["step"]
-        return isinstance(trained, int) and isinstance(checkpoint, int) and trained > checkpoint
+        return bool(standing.facts["step"] > start.facts["step"])
     # Its checkpoint may have held the outcome; if it did not, the group was granted again.
     return standing.what == "buffered" or any(happening.what == "granted" for happening in later)
 
 
-def _nothing_known(run_dir: Path, uid: str, logs: list[tuple[int, Path]]) -> str:
+def _nothing_known(run_dir: Path, uid: str) -> str:
     """Reason that nothing is known of the group."""
     kind = _kind(uid)
     ends: dict[str, tuple[str, str]] = {}
-    for attempt, path in logs:
-        with path.open("rb") as file:
-            for data in file:
-                if f'"{GRANTED}"'.encode() in data and (line := parse(data, attempt)) is not None:
-                    for one in line.facts.get("uids", []):
-                        if isinstance(one, str):
-                            ends[_kind(one)] = ends.get(_kind(one), (one, ""))[0], one
+    for attempt, path in log_files(run_dir):
+        for line in lines_of(path, attempt, GRANTED):
+            for one in line.uids if line.event == GRANTED else ():
+                ends[_kind(one)] = ends.get(_kind(one), (one, ""))[0], one
     if not ends:
         return f"the logs of {run_dir} tell of no prompt group: nothing was granted, or log.level was above info"
     said = f"nothing is known of prompt group {uid} in {run_dir}: it was not granted. "

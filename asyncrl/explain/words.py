@@ -1,31 +1,38 @@
-"""The lines of the logs that speak of one prompt group, in words; see story.py.
+"""The lines of the logs that speak of one prompt group, in words; see story.py. Pure.
 
-One function for each line that story_log.py writes says what befell the group by it; any other line with the uid is
-told by what it says of itself. Fails with KeyError, TypeError, ValueError or IndexError for a line that has the name of
-one of ours and is none. Pure.
+A line that a program prints with the uid is told by what it says of itself. Calls of an episode are numbered as they
+came, turns as they were answered, both from 0, as ChatReply.node has it. Fails with KeyError, TypeError or ValueError
+for an event that is none of rollouter/serving/group_events.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.explain.episodes import EPISODE_SAYS, sampled
 from asyncrl.explain.lines import LogLine
-from asyncrl.telemetry.group_log import (
-    EVALUATED,
-    GENERATED,
-    GRANTED,
-    NOT_TRAINED,
-    ORPHANED,
-    RESTORED,
-    RETURNED,
-    SETTLED,
-    TAKEN,
-    TRAINED,
-)
-from asyncrl.text.numbers import fixed
+from asyncrl.telemetry import group_log
+from asyncrl.text.numbers import duration, fixed
+
+STAGES_SAID = 4
+FORKS = {
+    "root": "forks: it has other tools or template options",
+    "branch": "forks: its messages go on from no answer",
+    "edited": "forks: what comes before an answer was changed",
+    "assistant": "forks: it holds an answer that was not sampled here",
+    "history": "forks: the chat template renders an earlier answer in another way",
+    "cut": "forks: an answer was cut, and the chat template cannot go on from that",
+    "no-extension": "forks: the chat template cannot go on from the answer",
+}
+"""Words for forks, by the causes of rollouter/episode/conversation.py."""
+TAKEN_INTO = {
+    "buffered": "taken into the buffer",
+    "filtered": "filtered: all of its rewards are equal",
+    "quarantined": "quarantined",
+    "evaluation": "taken for its round of evaluation",
+    "duplicate": "delivered once more; not taken again",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,148 +53,101 @@ class Happening:
 
 def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
     """Happenings of the group ``uid`` by what a line says."""
-    return _SAYS.get(line.event, _other)(line, uid)
+
+    def told(what: str, text: str, wall: float = line.wall, sample: int = -1, **facts: Any) -> Happening:
+        at, actor = wall + line.shift, line.actor
+        return Happening(wall=at, attempt=line.attempt, actor=actor, what=what, text=text, sample=sample, facts=facts)
+
+    match line.event:
+        case group_log.GRANTED:
+            for one, (number, version, deaths, alone) in zip(line.uids, line.grants, strict=True):
+                if one == uid:
+                    more = (f", deaths {deaths})" if deaths else ")") + (", alone" if alone else "")
+                    yield told("granted", f"granted to {line.to} (grant {number}, newest version {version}{more}")
+        case group_log.GENERATED:
+            for sample, events in enumerate(line.samples):
+                for seconds, what, *facts in events:
+                    yield told(what, _SAMPLE_SAYS[what](*facts), line.since + seconds, sample, told=facts)
+            if line.left_out:
+                yield told("left out", f"{line.left_out} more events of its samples are not kept")
+            if line.end == "running":
+                yield told("running", "it goes on; this is the last word on it")
+            elif line.end == "given up":
+                yield told("given up", "gives it up: it ends or makes way")
+            else:
+                yield told("delivered", line.end if ": " in line.end else f"{line.end} to the learner")
+        case group_log.ORPHANED:
+            yield told("orphaned", f"its holder {line.of} has died" if line.of else "its holder has died")
+        case group_log.SETTLED if line.held:
+            yield told("settled", "the learner has it: it is not granted again")
+        case group_log.SETTLED:
+            yield told("to be granted again", "the learner does not have it: it is granted again")
+        case group_log.RETURNED:
+            yield told("returned", f"returned by {line.by}")
+        case group_log.TAKEN:
+            yield told(line.into, TAKEN_INTO[line.into])
+        case group_log.TRAINED:
+            text = f"trained at step {line.step}, on the weights of version {line.version}"
+            yield told("trained", text, step=line.step)
+        case group_log.NOT_TRAINED:
+            yield told(line.outcome, f"{line.outcome}: {line.reason}")
+        case group_log.EVALUATED:
+            yield told("evaluated", f"evaluated, after step {line.step}")
+        case group_log.RESTORED:
+            since = "the beginning" if line.version is None else f"the checkpoint of step {line.step}"
+            yield told("undone", f"starts from {since}", step=line.step, held=uid in line.uids)
+        case _:
+            words = (str(each) for each in (line.reason, line.error, line.text) if each)
+            yield told("note", ": ".join([line.event, *words]))
 
 
-def _happening(line: LogLine, what: str, text: str, wall: float | None = None, **facts: Any) -> Happening:
-    at = (line.wall if wall is None else wall) + line.shift
-    sample = facts.pop("sample", -1)
-    return Happening(wall=at, attempt=line.attempt, actor=line.actor, what=what, text=text, sample=sample, facts=facts)
+def _asked(call: int, version: int, waited: float, cause: str, parent: int | None, tokens: int, new: int) -> str:
+    kind, _, fork = cause.partition(":")
+    why = FORKS.get(fork, fork) if kind == "fork" else "the first" if parent is None else f"goes on from turn {parent}"
+    context = f"{tokens} tokens of context, {new} of them new"
+    return f"call {call} ({why}): {context}; generation began at version {version} after {duration(waited)}"
 
 
-def _granted(line: LogLine, uid: str) -> Iterator[Happening]:
-    for one, (number, version, attempt, alone) in zip(line.facts["uids"], line.facts["grants"], strict=True):
-        if one == uid:
-            more = f", deaths {attempt}" if attempt else ""
-            text = f"granted to {line.facts['to']} (grant {number}, newest version {version}{more})"
-            yield _happening(line, "granted", text + (", alone" if alone else ""), version=version)
+def _answered(
+    call: int, turn: int, tokens: int, reason: str, spans: list[list[int]], tools: list[str], malformed: int
+) -> str:
+    said = f"call {call} gave turn {turn}: {_sampled(tokens, reason, spans)}"
+    if tools:
+        said += f"; it calls {', '.join(tools)}"
+    return said + (f"; {malformed} calls of tools cannot be read" if malformed else "")
 
 
-def _generated(line: LogLine, uid: str) -> Iterator[Happening]:
-    since = line.facts["since"]
-    for sample, events in enumerate(line.facts["samples"]):
-        for seconds, what, *facts in events:
-            yield _happening(line, what, _SAMPLE_SAYS[what](*facts), since + seconds, sample=sample, told=facts)
-    if left_out := line.facts.get("left_out"):
-        yield _happening(line, "left out", f"{left_out} more events of its samples are not kept")
-    end = line.facts["end"]
-    if end == "running":
-        yield _happening(line, "running", "it goes on; this is the last word on it")
-        return
-    text = "gives it up: it ends or makes way" if end == "given up" else f"{end} to the learner"
-    if ": " in end:
-        text = end
-    yield _happening(line, "given up" if end == "given up" else "delivered", text)
+def _ended(outcome: str, turns: int, reward: float | None, stages: Mapping[str, float]) -> str:
+    worth = "" if reward is None else f", reward {fixed(reward, 3)}"
+    longest = sorted(stages.items(), key=lambda stage: -stage[1])[:STAGES_SAID]
+    where = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in longest)
+    return f"episode ended ({outcome}) with {turns} turns{worth}" + (f"; {where}" if where else "")
 
 
-def _began(version: int) -> str:
-    return f"generation began at version {version}"
+def _sampled(tokens: int, reason: str, spans: list[list[int]]) -> str:
+    """Tokens of an answer, the reason of its end, and the number of them that each version sampled."""
+    by_version = ", ".join(f"{end - start} at version {version}" for version, start, end in spans)
+    return f"{tokens} tokens ({reason}): {by_version}"
 
 
-def _resumed(version: int, call: int | None = None) -> str:
-    return f"{_call(call)}resumed at version {version}"
-
-
-def _aborted(tokens: int, call: int | None = None) -> str:
-    return f"{_call(call)}aborted with {tokens} tokens"
-
-
-def _died(tokens: int, call: int | None = None) -> str:
-    return f"{_call(call)}the engine died; {tokens} tokens are kept"
-
-
-def _call(number: int | None) -> str:
+def _of(call: int | None) -> str:
     """Number of an episode's call of the policy, in words."""
-    return "" if number is None else f"call {number}: "
-
-
-def _finished(tokens: int, reason: str, spans: list[list[int]]) -> str:
-    return f"finished with {sampled(tokens, reason, spans)}"
-
-
-def _failed(reason: str) -> str:
-    return f"failed: {reason}"
-
-
-def _scored(reward: float, run_s: float) -> str:
-    return f"scored {fixed(reward, 3)}, which took {1000 * run_s:.3g} ms"
+    return "" if call is None else f"call {call}: "
 
 
 _SAMPLE_SAYS: dict[str, Callable[..., str]] = {
-    "began": _began,
-    "resumed": _resumed,
-    "aborted": _aborted,
-    "engine died": _died,
-    "finished": _finished,
-    "failed": _failed,
-    "scored": _scored,
-    **EPISODE_SAYS,
+    "began": lambda version: f"generation began at version {version}",
+    "resumed": lambda version, call=None: f"{_of(call)}resumed at version {version}",
+    "aborted": lambda tokens, call=None: f"{_of(call)}aborted with {tokens} tokens",
+    "engine died": lambda tokens, call=None: f"{_of(call)}the engine died; {tokens} tokens are kept",
+    "finished": lambda *sampled: f"finished with {_sampled(*sampled)}",
+    "failed": lambda reason: f"failed: {reason}",
+    "scored": lambda reward, run_s: f"scored {fixed(reward, 3)}, which took {1000 * run_s:.3g} ms",
+    "episode": lambda attempt, host: f"episode began at {host}" + (f", attempt {attempt + 1}" if attempt else ""),
+    "asked": _asked,
+    "answered": _answered,
+    "refused": lambda call, reason: f"call {call} was refused: {reason}",
+    "turn reward": lambda turn, value: f"turn {turn} is worth {fixed(value, 3)}",
+    "ended": _ended,
 }
-
-
-def _orphaned(line: LogLine, uid: str) -> Iterator[Happening]:
-    holder = line.facts["of"]
-    yield _happening(line, "orphaned", f"its holder {holder} has died" if holder else "its holder has died")
-
-
-def _settled(line: LogLine, uid: str) -> Iterator[Happening]:
-    if line.facts["held"]:
-        yield _happening(line, "settled", "the learner has it: it is not granted again")
-    else:
-        yield _happening(line, "to be granted again", "the learner does not have it: it is granted again")
-
-
-def _returned(line: LogLine, uid: str) -> Iterator[Happening]:
-    yield _happening(line, "returned", f"returned by {line.facts['by']}")
-
-
-def _taken(line: LogLine, uid: str) -> Iterator[Happening]:
-    into = line.facts["into"]
-    texts = {
-        "buffered": "taken into the buffer",
-        "filtered": "filtered: all of its rewards are equal",
-        "quarantined": "quarantined",
-        "evaluation": "taken for its round of evaluation",
-        "duplicate": "delivered once more; not taken again",
-    }
-    yield _happening(line, into, texts[into])
-
-
-def _trained(line: LogLine, uid: str) -> Iterator[Happening]:
-    step, version = line.facts["step"], line.facts["version"]
-    yield _happening(line, "trained", f"trained at step {step}, on the weights of version {version}", step=step)
-
-
-def _not_trained(line: LogLine, uid: str) -> Iterator[Happening]:
-    outcome = line.facts.get("outcome", "quarantined")
-    yield _happening(line, outcome, f"{outcome}: {line.facts['reason']}")
-
-
-def _evaluated(line: LogLine, uid: str) -> Iterator[Happening]:
-    yield _happening(line, "evaluated", f"evaluated, after step {line.facts['step']}", step=line.facts["step"])
-
-
-def _restored(line: LogLine, uid: str) -> Iterator[Happening]:
-    step = line.facts["step"]
-    text = f"starts from the checkpoint of step {step}" if "version" in line.facts else "starts from the beginning"
-    yield _happening(line, "undone", text, step=step, held=uid in line.facts["uids"])
-
-
-def _other(line: LogLine, uid: str) -> Iterator[Happening]:
-    """A line of the log that is not written for stories."""
-    words = [str(line.facts[key]) for key in ("reason", "error", "text") if line.facts.get(key)]
-    yield _happening(line, "note", ": ".join([line.event, *words]))
-
-
-_SAYS: dict[str, Callable[[LogLine, str], Iterator[Happening]]] = {
-    GRANTED: _granted,
-    GENERATED: _generated,
-    ORPHANED: _orphaned,
-    SETTLED: _settled,
-    RETURNED: _returned,
-    TAKEN: _taken,
-    TRAINED: _trained,
-    NOT_TRAINED: _not_trained,
-    EVALUATED: _evaluated,
-    RESTORED: _restored,
-}
+"""Words by the events of rollouter/serving/group_events.py."""

@@ -54,8 +54,7 @@ def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
 
 def _page(run_dir: Path, *, lives: bool) -> str:
     config, amiss = _read_config(run_dir)
-    damaged: list[int] = []
-    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, damaged)
+    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
     train = [line for line in train if "step" in line]
     snapshots = _snapshots(run_dir)
@@ -82,8 +81,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
         ("Ledger", charts.ledger(train), no_lines, "What became of the prompt groups since the run's start."),
     ]
     body = [
-        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_note(damaged)}{_figures(train)}"
-        "</header>",
+        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
         *(_section(*section) for section in sections),
         _events(last.events if last is not None else []),
         _config(config, amiss),
@@ -111,20 +109,9 @@ def _episodes(train: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
 def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
     """The configuration, empty if it cannot be read, and then the reason."""
     try:
-        config = read_json_object(run_dir / "config.json")
-        json.dumps(config, indent=2)
+        return read_json_object(run_dir / "config.json"), ""
     except ValueError as error:
         return {}, str(error)
-    except RecursionError:
-        return {}, f"{run_dir / 'config.json'} cannot be read as JSON: it is nested too deeply"
-    return config, ""
-
-
-def _note(damaged: Sequence[int]) -> str:
-    if not damaged:
-        return ""
-    many = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
-    return f"<p class=note>{many} left out of metrics.jsonl, the first number {damaged[0]}: not as a run writes it.</p>"
 
 
 KINDS_OF_LINES = ("train", "eval", "update")

@@ -61,13 +61,6 @@ def _value(node: ast.expr) -> Any:
     return getattr(catalogue_table, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
-def edges_of(name: str) -> tuple[float, ...] | None:
-    """The edges of a histogram's buckets; None for what is no histogram."""
-    if name not in EDGES:
-        find(name)
-    return EDGES.get(name)
-
-
 def find(name: str) -> Metric | None:
     """The metric of this name, or the one that it is an instance of."""
     if (metric := _BY_NAME.get(name)) is not None:

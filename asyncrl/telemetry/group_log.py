@@ -37,11 +37,6 @@ class StoryLog:
     def __init__(self, actor: str) -> None:
         self._actor = actor
 
-    @property
-    def on(self) -> bool:
-        """Whether it is worth putting a line together."""
-        return logging.writes("info")
-
     def tell(self, event: str, **facts: Any) -> None:
         """Write a line. ``facts`` have ``uid`` or ``uids``."""
         if logging.writes("info"):

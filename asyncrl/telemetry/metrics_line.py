@@ -7,7 +7,6 @@ any, ``kind`` is text, and every figure is a number that fits into a float, true
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -99,56 +98,22 @@ def is_voided(line: Line, by: Line) -> bool:
     return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
 
 
-class StandingLines:
-    """Lines without those that a learner which went back has voided, in the order in which they were taken.
-
-    The rule is that of is_voided, for a whole file: the cost of a line does not depend on how often a
-    learner went back, but for a logarithm.
-    """
-
-    def __init__(self) -> None:
-        self._lines: list[tuple[int, Line]] = []
-        """Lines, each with the number of returns that had been seen before it."""
-        self._starts: list[int] = []
-        """Starts of the learners that went back, ascending; ``_steps`` has the step that each went back to."""
-        self._steps: list[int] = []
-
-    def take(self, line: Line, *, keep: bool) -> None:
-        """Take the next line; it counts even where it is not kept."""
-        start = line.get("start", 0)
-        if line.get("kind") == "train" and start > (self._starts[-1] if self._starts else 0):
-            self._starts.append(start)
-            self._steps.append(line.get("step", 0))
-        if keep:
-            self._lines.append((len(self._starts), line))
-
-    def lines(self) -> list[Line]:
-        """Lines that stand."""
-        least = [*self._steps, LARGEST_WHOLE + 1]
-        for index in range(len(self._steps) - 1, -1, -1):
-            least[index] = min(least[index], least[index + 1])
-        return [line for seen, line in self._lines if line.get("step", 0) < least[self._first_above(seen, line)]]
-
-    def _first_above(self, seen: int, line: Line) -> int:
-        """The first return after a line, of a learner that came after its own."""
-        return max(seen, bisect_right(self._starts, line.get("start", 0)))
-
-
-def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list[int] | None = None) -> list[Line]:
+def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]:
     """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
 
     ``kinds`` are those wanted, all without it: updates are many in a large run. Lines that a learner that was started
-    again has voided are left out (is_voided), and so are texts that are no line of metrics: ``damaged`` is given the
-    numbers of such lines, from 1 on; a torn last line is none.
+    again has voided are left out (is_voided), and so are texts that are no line of metrics.
     """
     if not path.exists():
         return []
-    found = StandingLines()
+    found: list[Line] = []
+    newest = 0
     with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            line = parse_line(text)
-            if line is not None:
-                found.take(line, keep=kinds is None or line.get("kind") in kinds)
-            elif damaged is not None and text.endswith(b"\n"):
-                damaged.append(number)
-    return found.lines()
+        for line in filter(None, map(parse_line, file)):
+            kind, start = line.get("kind"), line.get("start", 0)
+            if kind == "train" and start > newest:
+                newest = start
+                found = [other for other in found if not is_voided(other, line)]
+            if kinds is None or kind in kinds:
+                found.append(line)
+    return found

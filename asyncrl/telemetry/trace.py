@@ -147,19 +147,17 @@ def _tid(pid: int, order: int) -> int:
 
 def process_events(pid: int, name: str) -> list[dict[str, Any]]:
     """Events that give an actor its name and place in the file."""
-    return [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
-    ]
+    return _placing("process", pid, 0, name, pid)
 
 
 def track_events(pid: int, track: str, order: int) -> list[dict[str, Any]]:
     """Events that give a track its name and place in the file."""
-    tid = _tid(pid, order)
-    return [
-        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}},
-        {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": order}},
-    ]
+    return _placing("thread", pid, _tid(pid, order), track, order)
+
+
+def _placing(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[str, Any]]:
+    facts = {"name": {"name": name}, "sort_index": {"sort_index": place}}
+    return [{"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "args": args} for what, args in facts.items()]
 
 
 def span_events(pid: int, spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from textual import work
 from textual.app import App, ComposeResult
@@ -19,16 +19,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
 from textual.geometry import Size
-from textual.timer import Timer
 from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.top.drawing.layout import LEVELS, Choice, PaneName
-from asyncrl.top.drawing.tables import sorted_next
 from asyncrl.top.drawing.text import ASCII, UNICODE, fit, rich_text
 from asyncrl.top.figures.document import Document
 from asyncrl.top.model import build
-from asyncrl.top.panes import PANES, pane, panes_of, title
+from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.source.client import Away
 from asyncrl.top.source.replay import Feed, Replay, Source
@@ -117,12 +115,12 @@ class Top(App[int]):
         Binding("shift+tab", "next(-1)", show=False, priority=True),
         *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
         # Before a table takes them for itself.
-        Binding("left", "step(-1)", show=False, priority=True),
-        Binding("right", "step(1)", show=False, priority=True),
-        Binding("less_than_sign,comma", "seek(-0.05)", show=False),
-        Binding("greater_than_sign,full_stop", "seek(0.05)", show=False),
-        Binding("plus,equals_sign", "speed(1)", show=False),
-        Binding("minus", "speed(-1)", show=False),
+        Binding("left", "go('step', -1)", show=False, priority=True),
+        Binding("right", "go('step', 1)", show=False, priority=True),
+        Binding("less_than_sign,comma", "go('seek', -0.05)", show=False),
+        Binding("greater_than_sign,full_stop", "go('seek', 0.05)", show=False),
+        Binding("plus,equals_sign", "go('faster', 1)", show=False),
+        Binding("minus", "go('faster', -1)", show=False),
     ]
 
     def __init__(self, source: Source, *, ascii_only: bool = False) -> None:
@@ -139,9 +137,6 @@ class Top(App[int]):
         self._away: Away | None = None
         self._over = ""
         """Reason that nothing more comes; empty while more may."""
-        self._note = ""
-        self._note_timer: Timer | None = None
-        """Timer that takes the note away."""
         self._drawn_at = 0.0
         self._stale = False
         """Whether there is something that is not drawn."""
@@ -151,35 +146,21 @@ class Top(App[int]):
             Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
         )
         self._small = Block(id="small")
-        self.panes = {name: PaneView(name) for name in PANES}
+        self.panes = {name: PaneView(name, self._show_actor, self._draw) for name in PANES}
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
 
     # --- the screen ---
 
     def compose(self) -> ComposeResult:
         panes = self.panes
-        yield self._header
-        yield self._pipeline
-        yield self._time
-        yield self._tab_line
+        yield from (self._header, self._pipeline, self._time, self._tab_line)
         with Horizontal(id="body"):
-            with Vertical(id="left"):
-                yield panes["rollouters"]
-                yield panes["episodes"]
-                yield panes["events"]
-            with Vertical(id="right"):
-                yield panes["learner"]
-                yield panes["weights"]
-                yield panes["staleness"]
-                with Horizontal(id="pair"):
-                    yield panes["reward"]
-                    yield panes["ledger"]
-        yield self._filter
-        yield self._foot
-        yield self._small
+            yield Vertical(panes["rollouters"], panes["episodes"], panes["events"], id="left")
+            pair = Horizontal(panes["reward"], panes["ledger"], id="pair")
+            yield Vertical(panes["learner"], panes["weights"], panes["staleness"], pair, id="right")
+        yield from (self._filter, self._foot, self._small)
 
     def on_mount(self) -> None:
-        """Begin."""
         self.screen.set_class(self.source.replay is not None, "replay")
         self._arrange()
         self.set_interval(TICK_S, self._tick)
@@ -190,7 +171,6 @@ class Top(App[int]):
         self._draw()
 
     def on_resize(self, event: Resize) -> None:
-        """Arrange the panes for the new size."""
         self._arrange(event.size)
 
     def _arrange(self, size: Size | None = None) -> None:
@@ -266,15 +246,15 @@ class Top(App[int]):
     # --- drawing ---
 
     def _draw(self) -> None:
-        """Draw what is known."""
         if self.source.replay is not None:
             self._history = self.source.replay.history()
         if not self._frozen and self._history.newest is not None:
             self.document = build(self._history)
         self._draw_foot()
         if self.document is None:
-            said = ("asyncrl-top", "waiting for the run")
-            self._header.show([rich_text([(each, "dim")], self.glyphs) for each in said])
+            self._header.show(
+                [rich_text([(each, "dim")], self.glyphs) for each in ("asyncrl-top", "waiting for the run")]
+            )
             return
         document, glyphs, choice = self.document, self.glyphs, self._choice
         wide = self._header.size.width
@@ -297,23 +277,14 @@ class Top(App[int]):
             self.screen.draw()
 
     def _draw_foot(self) -> None:
-        said = status(
-            note=self._note,
-            frozen=self._frozen,
-            replay=self.source.replay,
-            over=self._over,
-            away=self._away,
-            attached=self.document is not None,
-        )
-        width = self._foot.size.width
-        self._foot.show(
-            [fit(foot(said, self._choice, width, replay=self.source.replay is not None), width, self.glyphs)]
-        )
+        replay, width, attached = self.source.replay, self._foot.size.width, self.document is not None
+        seen = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
+        line = foot(seen, self._choice, width, replay=replay is not None)
+        self._foot.show([fit(line, width, self.glyphs)])
 
     # --- keys ---
 
     def action_interrupt(self) -> None:
-        """Quit, as an interrupted command does."""
         self.exit(return_code=130)
 
     def action_pane(self, number: int) -> None:
@@ -324,7 +295,6 @@ class Top(App[int]):
             self._arrange()
 
     def action_next(self, by: int) -> None:
-        """Show the next pane."""
         panes = panes_of(self.document)
         at = panes.index(self._seen) if self._seen in panes else 0
         self.action_pane((at + by) % len(panes) + 1)
@@ -334,16 +304,13 @@ class Top(App[int]):
         self._choose(sorted_next(self._choice))
 
     def action_reverse(self) -> None:
-        """Sort the other way round."""
         self._choose(replace(self._choice, descending=not self._choice.descending))
 
     def action_level(self) -> None:
-        """Choose the next level of events."""
         level = LEVELS[(LEVELS.index(self._choice.level) + 1) % len(LEVELS)]
         self._choose(replace(self._choice, level=level))
 
     def action_filter(self) -> None:
-        """Ask for the text to filter by."""
         if self.focused is self._filter:
             # After the keys that were typed before it.
             self._filter.post_message(Key("slash", "/"))
@@ -352,16 +319,13 @@ class Top(App[int]):
             self.screen.set_focus(self._filter)
 
     def action_unfilter(self) -> None:
-        """Show everything."""
         self._filter.value = ""
         self._end_filter("")
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Filter while it is typed."""
         self._choose(replace(self._choice, needle=event.value))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Keep the filter."""
         self._end_filter(event.value)
 
     def _end_filter(self, needle: str) -> None:
@@ -384,57 +348,35 @@ class Top(App[int]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Whether a key is meant for this: the arrows of the filter's text are not."""
-        return action != "step" or (self.source.replay is not None and self.focused is not self._filter)
+        step = action == "go" and parameters[0] == "step"
+        return not step or (self.source.replay is not None and self.focused is not self._filter)
 
-    def action_step(self, by: int) -> None:
-        """Go by snapshots in a replay."""
+    def action_go(self, how: Literal["step", "seek", "faster"], by: Any) -> None:
+        """Go elsewhere in a replay, or at another speed."""
         if self.source.replay is not None:
-            self.source.replay.step(by)
-            self._draw()
-
-    def action_seek(self, share: float) -> None:
-        """Go by a share of the recording."""
-        if (replay := self.source.replay) is not None:
-            replay.jump(replay.position + share * (replay.end - replay.begin))
-            self._draw()
-
-    def action_speed(self, by: int) -> None:
-        """Play faster or slower."""
-        if self.source.replay is not None:
-            self.source.replay.faster(by)
+            getattr(self.source.replay, how)(by)
             self._draw()
 
     def action_help(self) -> None:
-        """Show the keys."""
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.glyphs))
 
-    def on_pane_view_chosen(self, event: PaneView.Chosen) -> None:
-        """Show an actor."""
+    def _show_actor(self, name: str) -> None:
         past = self.source.replay is not None
-        self.push_screen(DetailScreen(event.key, lambda: self.document, self.source.run_dir, self.glyphs, past=past))
-
-    def on_pane_view_resized(self, event: PaneView.Resized) -> None:
-        """Draw for the new width."""
-        self.call_after_refresh(self._draw)
+        self.push_screen(DetailScreen(name, lambda: self.document, self.source.run_dir, self.glyphs, past=past))
 
     @work(exclusive=True, group="trace")
     async def action_trace(self) -> None:
-        """Have a trace written."""
         if self.source.trace is None:
-            self._say("a trace needs a living run", NOTE_S)
+            self._say("a trace needs a living run")
             return
         self._say("the trace is being written")
         try:
-            said = await self.source.trace()
+            self._say(await self.source.trace())
         except AsyncRLError as error:
-            said = f"no trace: {error}"
-        self._say(said, NOTE_S)
+            self._say(f"no trace: {error}")
 
-    def _say(self, note: str, seconds: float | None = None) -> None:
-        """Show a note at the foot, for so long or until something else is said."""
-        if self._note_timer is not None:
-            self._note_timer.stop()
-        self._note = note
-        self._note_timer = self.set_timer(seconds, lambda: self._say("")) if seconds is not None else None
-        self._draw_foot()
+    def _say(self, note: str) -> None:
+        """Show a note for a while, in the place of the one before."""
+        self.clear_notifications()
+        self.notify(self.glyphs.seen(note), timeout=NOTE_S, markup=False)

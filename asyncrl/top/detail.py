@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from rich.text import Text
 
 from asyncrl.snapshot import ActorView, Resource
 from asyncrl.text.json_text import from_json
 from asyncrl.text.numbers import ABSENT, count, duration, fixed, percent, size
-from asyncrl.top.drawing.layout import said_state
-from asyncrl.top.drawing.tables import CONTROLLER, LEVEL_STYLES
-from asyncrl.top.drawing.text import Glyphs, Line, Style, columns, fit, joined, length, rich_text, state_bar, wrapped
+from asyncrl.top.drawing.columns import LEVEL_STYLES, said_state
+from asyncrl.top.drawing.text import Glyphs, Line, Style, columns, fit, joined, length, said, state_bar, warned, wrapped
 from asyncrl.top.figures.bottleneck import by_kind, kind_of
 from asyncrl.top.figures.document import Document
+from asyncrl.top.panes import CONTROLLER
 from asyncrl.top.source.history import GONE
 
 EVENTS_SHOWN = 20
@@ -25,11 +24,6 @@ LOG_LINES = 3
 EVENT_LINES = 40
 """Lines of the screen for an event."""
 LABEL = 12
-NONE: list[Line] = [[("none", "dim")]]
-NONE_SO_FAR: list[Line] = [[("none up to here", "dim")]]
-HELP_WIDTH = 70
-"""Columns from which on there is room for two keys side by side."""
-KEY_WIDTH = 13
 LEAD = 20
 """Columns before the text of an event."""
 
@@ -39,31 +33,28 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
     actor = next((each for each in document.actors if each.name == name), None)
     if actor is None:
         return [fit([(f"{name} is not part of this run", "bad")], width, glyphs)]
-    parts: list[tuple[str, list[Line] | list[Text]]] = [("", _facts(actor))]
+    parts: list[tuple[str, Sequence[Line | Text]]] = [("", _facts(actor))]
     if actor.resources:
         bars = [line for each in actor.resources[:RESOURCES_SHOWN] for line in _resource(each, width, glyphs)]
-        if len(actor.resources) > RESOURCES_SHOWN:
-            bars.append([(f"and {len(actor.resources) - RESOURCES_SHOWN} more", "dim")])
+        if (more := len(actor.resources) - RESOURCES_SHOWN) > 0:
+            bars.append([(f"and {more} more", "dim")])
         parts.append(("TIME, since its start", bars))
-    waits: list[Line] = []
-    for wait in actor.waits:
-        style: Style = "dim" if wait.idle else ""
-        idle = "  (idle)" if wait.idle else ""
-        waits.append([(f"{duration(wait.seconds):>8}  {wait.whom}  {wait.what}", style), (idle, "dim")])
-    parts.append(("OPEN AWAITS, the oldest first", waits or NONE))
+    waits: list[Line] = [
+        [
+            (f"{duration(wait.seconds):>8}  {wait.whom}  {wait.what}", "dim" if wait.idle else ""),
+            ("  (idle)" if wait.idle else "", "dim"),
+        ]
+        for wait in actor.waits
+    ]
+    parts.append(("OPEN AWAITS, the oldest first", waits or [[("none", "dim")]]))
     if log is not None:
         told = [line for text in log for line in _log_lines(text, width, glyphs)]
-        parts.append(("LOG, its last lines", told or NONE_SO_FAR))
-    events = [event for event in document.events if (event.actor or CONTROLLER) == name][-EVENTS_SHOWN:]
-    told = [
-        line
-        for event in reversed(events)
-        for line in _entry(
-            f"{time.strftime('%H:%M:%S', time.localtime(event.wall))}  {event.level}", event.text, event.level, width,
-            EVENT_LINES, glyphs,
-        )
-    ]  # fmt: skip
-    parts.append(("EVENTS, the newest first", told or NONE))
+        parts.append(("LOG, its last lines", told or [[("none up to here", "dim")]]))
+    events: list[Text] = []
+    for event in [event for event in document.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]:
+        lead = f"{time.strftime('%H:%M:%S', time.localtime(event.wall))}  {event.level}"
+        events += _entry(lead, event.text, event.level, width, EVENT_LINES, glyphs)
+    parts.append(("EVENTS, the newest first", events or [[("none", "dim")]]))
     if actor.figures:
         figures: list[tuple[str, str, Style]] = [
             (figure, _figure(figure, value), "") for figure, value in sorted(actor.figures.items())
@@ -78,43 +69,45 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
 
 
 def _facts(actor: ActorView) -> list[Line]:
-    state = said_state(actor.condition, actor.state, actor.awaiting)
+    condition = said_state(actor.condition, actor.state, actor.awaiting)
     # Without a heartbeat nothing is known of it, and of what it takes of its host nothing once it is gone.
     told, known = bool(actor.state), actor.condition != "absent"
     there = told and actor.condition not in GONE
-    heard = f"{duration(actor.heard_s)} ago" if known else ABSENT
-    pairs: list[Line] = [
-        [("condition ", "dim"), (actor.condition, state[1] if state[1] == "bad" else "")],
-        [("state ", "dim"), (f"{actor.state} {actor.awaiting}".strip() or "–", "")],
-        [("for ", "dim"), (duration(actor.state_s if told else None), "")],
-        [("heard ", "dim"), (heard, "warn" if actor.heard_s > 10 else "")],
-    ]
-    place: list[Line] = [
-        [("host ", "dim"), (actor.host or "–", "")],
-        [("pid ", "dim"), (str(actor.pid or "–"), "")],
-        [("restarts ", "dim"), (str(actor.restarts) if known else ABSENT, "warn" if actor.restarts else "")],
-        [("version ", "dim"), (str(actor.version) if actor.version >= 0 else "–", "")],
-    ]
-    load: list[Line] = [
-        [("processors ", "dim"), (fixed(actor.cpu if there else None), "")],
-        [("memory ", "dim"), (size(actor.rss_bytes or None if there else None), "")],
-        [
-            ("event loop busy ", "dim"),
-            (percent(actor.loop_busy if there else None), "warn" if there and actor.loop_busy > 0.8 else ""),
-        ],
-        [
-            ("most late ", "dim"),
-            (duration(actor.loop_lag_s if there else None), "warn" if there and actor.loop_lag_s > 0.5 else ""),
-        ],
-    ]
-    gpus: list[Line] = [
-        [
-            (f"GPU {gpu.index} ", "dim"),
-            (f"{percent(gpu.utilisation)}  {size(gpu.memory_bytes)} of {size(gpu.memory_total_bytes)}", ""),
-        ]
+    busy, late = (actor.loop_busy, actor.loop_lag_s) if there else (None, None)
+    gpus = [
+        said(
+            f"GPU {gpu.index}",
+            f"{percent(gpu.utilisation)}  {size(gpu.memory_bytes)} of {size(gpu.memory_total_bytes)}",
+        )
         for gpu in actor.gpus
     ]
-    return [joined(pairs), joined(place), joined(load), *gpus]
+    return [
+        joined(
+            [
+                said("condition", actor.condition, "bad" if condition[1] == "bad" else ""),
+                said("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
+                said("for", duration(actor.state_s if told else None)),
+                said("heard", f"{duration(actor.heard_s)} ago" if known else ABSENT, warned(actor.heard_s > 10)),
+            ]
+        ),
+        joined(
+            [
+                said("host", actor.host or ABSENT),
+                said("pid", str(actor.pid or ABSENT)),
+                said("restarts", str(actor.restarts) if known else ABSENT, warned(actor.restarts)),
+                said("version", str(actor.version) if actor.version >= 0 else ABSENT),
+            ]
+        ),
+        joined(
+            [
+                said("processors", fixed(actor.cpu if there else None)),
+                said("memory", size(actor.rss_bytes or None if there else None)),
+                said("event loop busy", percent(busy), warned((busy or 0.0) > 0.8)),
+                said("most late", duration(late), warned((late or 0.0) > 0.5)),
+            ]
+        ),
+        *(said(f"GPU {gpu.index}", f"{percent(gpu.utilisation)}  {gpus[gpu.index]}") for gpu in actor.gpus),
+    ]
 
 
 def _resource(resource: Resource, width: int, glyphs: Glyphs) -> list[Line]:
@@ -176,67 +169,48 @@ HELP = (
 )
 KEYS = (
     ("1 … 8, tab", "panes"),
-    ("↑ ↓ enter", "an actor in detail, n p: the next ones"),
     ("space", "freeze, go on"),
+    ("s", "sort by next column"),
+    ("/", "filter, esc: show all"),
+    ("q", "quit: the run goes on"),
+    ("↑ ↓ enter", "an actor in detail"),
+    ("n p", "the next ones"),
     ("l", "level of events"),
-    ("s", "sort by the next column"),
     ("r", "the other way round"),
-    ("/", "filter, esc shows all again"),
-    ("t", "have a trace written"),
-    ("q", "quit; the run does not notice"),
-    ("", ""),
+    ("t", "write a trace"),
 )
 REPLAY_KEYS = (
     ("← →", "one snapshot"),
-    ("space", "play, stop"),
     ("< >", "a twentieth of it"),
+    ("space", "play, stop"),
     ("- +", "slower, faster"),
 )
 WORDS = (
-    ("flight", "trajectories in a rollouter"),
+    ("flight", "trajectories in it"),
     ("wait", "of these not in the engine"),
-    ("v, lag", "weights served, versions behind"),
-    ("rst", "restarts of process, engine"),
+    ("v, lag", "weights, versions behind"),
+    ("rst", "restarts of both"),
     ("oldest", "age of a trajectory"),
-    ("", ""),
 )
 
 
 def help_page(width: int, glyphs: Glyphs) -> list[Text]:
-    """Lines on the keys; in one column where there is no room for two."""
+    """Lines on the keys, and on the words that a table has for a rollouter and its engine."""
+    names = ("work", "weights", "checkpoints", "starting", "waiting")
     kinds: list[Line] = [
-        [(f"{glyphs.kinds[kind]} {said}", kind)]
-        for kind, said in zip(glyphs.kinds, ("work", "weights", "checkpoints", "starting", "waiting"), strict=True)
+        [(f"{mark} {name}", kind)] for (kind, mark), name in zip(glyphs.kinds.items(), names, strict=True)
     ]
 
-    def entry(key: str, said: str, wide: int) -> list[Text]:
-        keys = [fit([(each, "bold")], KEY_WIDTH, glyphs) for each in (key, *[""] * len(said))]
-        told = wrapped([(said, "")], wide - KEY_WIDTH, len(said), glyphs)
-        return [Text().join(parts) for parts in zip(keys, told, strict=False)]
-
-    def pairs(entries: Sequence[tuple[str, str]]) -> list[Text]:
-        if width < HELP_WIDTH:
-            return [line for key, said in entries for line in entry(key, said, width)]
-        half, found = len(entries) // 2, []
-        for left, right in zip(entries[:half], entries[half:], strict=True):
-            lines = [entry(*left, width // 2), entry(*right, width // 2)]
-            for one, two in zip_longest(*lines, fillvalue=Text()):
-                one = one.copy()
-                one.pad_right(width // 2 - one.cell_len)
-                found.append(Text().join([one, two]))
-        return found
-
-    def title(said: str) -> Text:
-        return rich_text([(said, "bold")], glyphs)
+    def part(title: str, entries: Sequence[tuple[str, str]]) -> list[Text]:
+        lines: list[Line] = [[(title, "bold")], *columns([(*entry, "") for entry in entries], width, most=2)]
+        return [fit(line, width, glyphs) for line in lines]
 
     return [
-        title("who waits on whom"),
+        fit([("who waits on whom", "bold")], width, glyphs),
         *wrapped([(HELP, "")], width, len(HELP), glyphs),
         *wrapped(joined(kinds), width, len(HELP), glyphs),
         Text(),
-        *pairs(KEYS),
-        title("in a replay"),
-        *pairs(REPLAY_KEYS),
-        Text(),
-        *pairs(WORDS),
+        *part("keys", KEYS),
+        *part("in a replay", REPLAY_KEYS),
+        *part("a rollouter", WORDS),
     ]

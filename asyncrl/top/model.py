@@ -1,31 +1,33 @@
-"""The stages of the pipeline with the one that sets the pace, weights, staleness, reward, ledger and episodes. Pure."""
+"""The Document, made of snapshots: here figures are given their meaning. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from asyncrl.snapshot import OVER, ActorView
 from asyncrl.telemetry.catalogue import EDGES, quantile
-from asyncrl.telemetry.metrics_line import number_in
-from asyncrl.telemetry.snapshots.rates import Shares, mean, total
-from asyncrl.top.facts import UNHEARD, Facts, learning, phases, rank, rollouter, run_row
+from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in, served_versions
+from asyncrl.telemetry.snapshots.rates import Shares, total
+from asyncrl.top.episodes import episodes
+from asyncrl.top.facts import Facts
 from asyncrl.top.figures.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
 from asyncrl.top.figures.document import (
     Document,
-    EpisodeHostRow,
-    EpisodeStageRow,
-    EpisodesView,
+    LearningView,
     LedgerView,
+    PhaseRow,
+    RankRow,
     RewardView,
     RollouterRow,
+    RunRow,
     StageRow,
     StalenessView,
     UpdateRow,
     WeightsView,
 )
-from asyncrl.top.source.history import GONE, History, Levels, stages_of
+from asyncrl.top.source.history import GONE, History, Levels, served_version, versions_behind
 
 
 def build(history: History) -> Document:
@@ -55,6 +57,150 @@ def build(history: History) -> Document:
         actors=snapshot.actors,
     )
 
+
+# --- the run and its learner ---
+
+REWARDS = 40
+AS_TOLD = (
+    *("name", "run_id", "phase", "attempt", "age_s", "step", "steps", "version", "reason", "exit_code"),
+    *("waiting_for", "lost_hosts", "aside", "stalled"),
+)
+"""Fields of the run that are as in the snapshot."""
+PHASES = {
+    "wait": "time/wait_for_groups_s",
+    "train": "time/train_s",
+    "publish": "time/publish_s",
+    "step": "time/step_s",
+}
+"""Keys of a line of metrics by phase."""
+LEARNING = {
+    "loss": "loss/policy",
+    "grad_norm": "policy/grad_norm",
+    "entropy": "policy/entropy",
+    "kl": "policy/behaviour_kl",
+    "engine_kl": "policy/engine_kl",
+    "lr": "learner/lr",
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+}
+"""Keys of a line of metrics by field of LearningView."""
+
+
+def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
+    """Row of the run: its state, and its rates."""
+    run = facts.run
+    step_s, left = facts.step_mean("time/step_s"), run.steps - run.step
+    goes_on = run.phase == "running" and not run.stalled and left > 0
+    evals = {
+        key.removeprefix("eval/").removesuffix("/mean"): (value, served_versions(line))
+        for line in facts.snapshot.evals
+        for key in filter(is_eval_mean, line)
+        if (value := number_in(line, key)) is not None
+    }
+    told = [number_in(line, "reward/mean") for line in facts.snapshot.train[-REWARDS:]]
+    rewards = [value for value in told if value is not None]
+    return RunRow(
+        **{name: getattr(run, name) for name in AS_TOLD},
+        step_s=step_s,
+        eta_s=left * step_s if step_s is not None and goes_on else None,
+        tokens_per_s=total(row.tokens_per_s for row in rollouters),
+        samples_per_s=facts.rate("rollouter", "rollout/trajectories"),
+        reward=rewards[-1] if rewards else None,
+        rewards=rewards,
+        evals={name: value for name, (value, _) in evals.items()},
+        eval_versions={name: versions for name, (_, versions) in evals.items() if versions is not None},
+        down=_down(facts),
+        disk_free_bytes=run.disk_free_bytes or None,
+    )
+
+
+def _down(facts: Facts) -> list[str]:
+    """Actors that are dead, silent or not ready again, or whose engine is not. A stalled run says who matters."""
+    if facts.run.phase != "running" or facts.run.stalled:
+        return []
+    found = []
+    for actor in facts.snapshot.actors:
+        if actor.condition in ("dead", "condemned", "silent"):
+            found.append(f"{actor.name} ({actor.condition})")
+        elif actor.condition == "starting" and actor.restarts:
+            found.append(f"{actor.name} (starting again)")
+        elif actor.condition == "ready" and any(resource.state == "restarting" for resource in actor.resources):
+            found.append(f"{actor.name} (engine restarting)")
+    return found
+
+
+def learning(facts: Facts) -> LearningView:
+    """Figures of the newest step."""
+    return LearningView(step=facts.last.get("step"), **_numbers(facts.last, LEARNING))
+
+
+def phases(facts: Facts) -> list[PhaseRow]:
+    """Phases of a step, in the mean."""
+    found = {name: facts.step_mean(key) for name, key in PHASES.items()}
+    return [PhaseRow(name=name, seconds=seconds) for name, seconds in found.items() if seconds is not None]
+
+
+def _numbers(line: Line, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Numbers of a line of metrics, by the names of its keys."""
+    return {name: number_in(line, key) for name, key in keys.items()}
+
+
+# --- actors ---
+
+
+def rollouter(facts: Facts, actor: ActorView) -> RollouterRow:
+    """A rollouter and its engine."""
+    figures, gone = actor.figures, actor.condition in GONE
+    now: Mapping[str, float] = {} if gone else figures
+    in_flight = now.get("rollout/in_flight")
+    return RollouterRow(
+        **facts.placed(actor),
+        **_state(facts, actor),
+        in_flight=in_flight,
+        waiting=now.get("rollout/waiting"),
+        concurrency=now.get("rollout/concurrency"),
+        tokens_per_s=facts.rate_of(actor, "rollout/sampled_tokens"),
+        kv_use=now.get("rollout/kv_use"),
+        version=None if gone else served_version(actor),
+        lag=None if gone else versions_behind(facts.run, actor),
+        restarts=actor.restarts + int(figures.get("rollout/engine_restarts", 0)),
+        oldest_s=now.get("rollout/oldest_s") if in_flight else None,
+        stall_s=now.get("weights/stall_s"),
+        drift=now.get("rollout/drift"),
+        drift_largest=figures.get("rollout/drift_largest"),
+        drift_warnings=int(figures.get("rollout/drift_warnings", 0)),
+    )
+
+
+def rank(facts: Facts, actor: ActorView) -> RankRow:
+    """A rank of the learner."""
+    gone = actor.condition in GONE
+    gpus = [] if gone else actor.gpus
+    return RankRow(
+        **facts.placed(actor),
+        **_state(facts, actor),
+        tokens_per_s=facts.rate_of(actor, "learner/tokens"),
+        # A step is of all ranks, and so is its share of the peak.
+        mfu=None if gone else number_in(facts.last, "perf/mfu"),
+        rss_bytes=None if gone else actor.rss_bytes or None,
+        gpu_bytes=sum(gpu.memory_bytes for gpu in gpus) if gpus else None,
+        gpu_total_bytes=sum(gpu.memory_total_bytes for gpu in gpus) if gpus else None,
+    )
+
+
+def _state(facts: Facts, actor: ActorView) -> dict[str, Any]:
+    """Fields of StateRow: of an actor's serial resource, or its own."""
+    told = next(iter(actor.resources), actor)
+    gone = actor.condition in GONE
+    return {
+        "state": "" if gone else told.state,
+        "awaiting": "" if gone else told.awaiting,
+        "state_s": 0.0 if gone else told.state_s,
+        "states": facts.shares([actor]),
+    }
+
+
+# --- the pipeline ---
 
 OPEN = 0.5
 """Share of what the gate admits below which nobody waits for the gate."""
@@ -115,74 +261,64 @@ def stages(
     """The pipeline in the order of its flow."""
     marked = {"gate": "dataloader", "episodes": "rollouters"}.get(bottleneck.stage or "", bottleneck.stage)
 
-    def row(stage: Stage, role: str, shares: Mapping[str, float], **figures: Any) -> StageRow:
+    def row(
+        stage: Stage,
+        role: str,
+        shares: Shares,
+        rate: float | None,
+        unit: str,
+        depth: float | None,
+        of: str,
+        limit: float | None = None,
+    ) -> StageRow:
+        """Depth in units ``of``."""
         actors = facts.of(role)
         return StageRow(
             stage=stage,
             actors=sum(actor.condition not in GONE for actor in actors),
             expected=len(actors),
             resources=sum(len(actor.resources) for actor in actors),
-            states=dict(shares),
+            rate=rate,
+            unit=unit,
+            depth=depth,
+            depth_limit=limit,
+            depth_unit=of,
+            states=shares,
             kinds=by_kind(shares),
             bottleneck=stage == marked,
-            **figures,
         )
 
+    engines, learner = facts.states("rollouter"), _learner(facts)
+    tokens, flight = total(each.tokens_per_s for each in rollouters), total(each.in_flight for each in rollouters)
+    granted = facts.rate("dataloader", "tickets/granted")
+    updates = facts.rate("parameter_server", "weights/updates_committed")
+    known = None if weights.behind is None else float(sum(each.lag is not None for each in rollouters))
+    step = float(facts.run.groups_per_step) or None
+    at_hand = total((reward.queued, reward.running))
     return [
-        row(
-            "dataloader",
-            "dataloader",
-            {},
-            rate=facts.rate("dataloader", "tickets/granted"),
-            unit="groups",
-            depth=ledger.outstanding,
-            depth_limit=ledger.gate,
-            depth_unit="groups",
-        ),
-        row(
-            "rollouters",
-            "rollouter",
-            facts.states("rollouter"),
-            rate=total(each.tokens_per_s for each in rollouters),
-            unit="tokens",
-            depth=total(each.in_flight for each in rollouters),
-            depth_unit="samples",
-        ),
-        row(
-            "reward",
-            "reward",
-            reward.states,
-            rate=reward.rate,
-            unit="tasks",
-            depth=total((reward.queued, reward.running)),
-            depth_unit="tasks",
-        ),
-        row(
-            "learner",
-            "learner",
-            _learner(facts),
-            rate=_trained_per_s(facts),
-            unit="groups",
-            depth=ledger.buffered,
-            depth_limit=float(facts.run.groups_per_step) if facts.run.groups_per_step else None,
-            depth_unit="groups",
-        ),
-        row(
-            "weights",
-            "parameter_server",
-            {},
-            rate=facts.rate("parameter_server", "weights/updates_committed"),
-            unit="updates",
-            depth=weights.behind,
-            depth_limit=float(sum(each.lag is not None for each in rollouters)) if weights.behind is not None else None,
-            depth_unit="behind",
-        ),
+        row("dataloader", "dataloader", {}, granted, "groups", ledger.outstanding, "groups", ledger.gate),
+        row("rollouters", "rollouter", engines, tokens, "tokens", flight, "samples"),
+        row("reward", "reward", reward.states, reward.rate, "tasks", at_hand, "tasks"),
+        row("learner", "learner", learner, _trained_per_s(facts), "groups", ledger.buffered, "groups", step),
+        row("weights", "parameter_server", {}, updates, "updates", weights.behind, "behind", known),
     ]
 
 
 def _trained_per_s(facts: Facts) -> float | None:
     step_s, groups = facts.step_mean("time/step_s"), facts.run.groups_per_step
     return groups / step_s if step_s and groups and facts.run.phase not in OVER else None
+
+
+# --- weights, staleness, reward, ledger ---
+
+UPDATE = {
+    key.removeprefix("weights/"): key
+    for key in (
+        *("weights/stage_s", "weights/pause_s", "weights/load_s", "weights/resume_s", "weights/stall_s"),
+        *("weights/bytes", "weights/encoded_bytes"),
+    )
+}
+"""Keys of a line of metrics by field of UpdateRow."""
 
 
 def weights(facts: Facts, rollouters: Sequence[RollouterRow]) -> WeightsView:
@@ -203,13 +339,7 @@ def weights(facts: Facts, rollouters: Sequence[RollouterRow]) -> WeightsView:
                 version=int(line.get("weights/version", -1)),
                 replica=str(line.get("replica", "")),
                 transport=str(line.get("weights/transport", "")),
-                stage_s=number_in(line, "weights/stage_s"),
-                pause_s=number_in(line, "weights/pause_s"),
-                load_s=number_in(line, "weights/load_s"),
-                resume_s=number_in(line, "weights/resume_s"),
-                stall_s=number_in(line, "weights/stall_s"),
-                bytes=number_in(line, "weights/bytes"),
-                encoded_bytes=number_in(line, "weights/encoded_bytes"),
+                **_numbers(line, UPDATE),
             )
             for line in reversed(facts.snapshot.updates)
         ],
@@ -218,9 +348,8 @@ def weights(facts: Facts, rollouters: Sequence[RollouterRow]) -> WeightsView:
 
 def staleness(facts: Facts) -> StalenessView:
     """Versions between sampling and training."""
-    leader = next(iter(facts.of("learner")), None)
-    tokens = leader.histograms.get("staleness/tokens") if leader is not None else None
-    groups = leader.histograms.get("staleness/groups") if leader is not None else None
+    histograms = next((actor.histograms for actor in facts.of("learner")), {})
+    tokens, groups = (histograms.get(f"staleness/{what}") for what in ("tokens", "groups"))
     limit = facts.level("dataloader", "staleness/limit")
     return StalenessView(
         limit=number_in(facts.last, "staleness/limit") if limit is None else limit,
@@ -268,92 +397,3 @@ def ledger(facts: Facts) -> LedgerView:
         buffered=facts.buffered(),
         groups_per_step=facts.run.groups_per_step,
     )
-
-
-def episodes(facts: Facts) -> EpisodesView | None:
-    """The episodes; None where a prompt has one response."""
-    rollouters, hosts = facts.of("rollouter"), facts.of("episodes")
-    if not hosts:
-        return None
-    at, shares = stages_of(facts.living("rollouter")), _shares(facts)
-    turns, prompts = _seen(facts, "rollout/turns"), _seen(facts, "rollout/prompt_tokens")
-    names = sorted({*at, *shares}, key=lambda name: (-at.get(name, 0.0), -shares.get(name, 0.0), name))
-    return EpisodesView(
-        open=facts.level("rollouter", "rollout/episodes"),
-        oldest_s=max((actor.figures.get("rollout/episodes_oldest_s", 0.0) for actor in rollouters), default=None),
-        stages=[
-            EpisodeStageRow(name=name, open=at.get(name), share=shares.get(name))
-            for name in names
-            if at.get(name) or shares.get(name)
-        ],
-        turns_mean=_mean(turns),
-        turns_p95=quantile(turns[0], EDGES["rollout/turns"], 0.95),
-        prompt_tokens_mean=_mean(prompts),
-        cost_factor=mean(actor.figures.get("rollout/cost_factor") for actor in rollouters),
-        reprefill_tokens=facts.counted("rollouter", "rollout/reprefill_tokens"),
-        malformed_calls=facts.counted("rollouter", "rollout/malformed_calls"),
-        ended=_family(rollouters, "rollout/episodes_ended/"),
-        failed=_family(rollouters, "rollout/episodes_failed/"),
-        forks=_family(rollouters, "rollout/forks/"),
-        hosts=[_host(facts, actor) for actor in hosts],
-    )
-
-
-def _host(facts: Facts, actor: ActorView) -> EpisodeHostRow:
-    gone = actor.condition in GONE
-    return EpisodeHostRow(
-        name=actor.name,
-        host=actor.host,
-        condition=facts.condition(actor),
-        workers=0 if gone else len(actor.resources),
-        kinds=by_kind(facts.shares([actor])),
-        open=None if gone else actor.figures.get("episodes/open"),
-        waiting=None if gone else actor.figures.get("episodes/waiting"),
-        played=actor.figures.get("episodes/played"),
-        failed=actor.figures.get("episodes/failed"),
-        tool_calls=actor.figures.get("episodes/tool_calls"),
-        tool_errors=total((actor.figures.get("episodes/tool_errors"), actor.figures.get("episodes/tool_mistakes"))),
-        lost_workers=total((actor.figures.get("episodes/workers_killed"), actor.figures.get("episodes/workers_died"))),
-        restarts=actor.restarts,
-    )
-
-
-def _family(actors: Iterable[ActorView], beginning: str) -> dict[str, float]:
-    """Counters of which each has a name of its own, added up, the largest first."""
-    found: dict[str, float] = {}
-    for actor in actors:
-        for name, value in actor.figures.items():
-            if name.startswith(beginning) and value:
-                name = name.removeprefix(beginning)
-                found[name] = found.get(name, 0.0) + value
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _shares(facts: Facts) -> Shares:
-    """Shares of the time of episodes that have ended meanwhile, by stage."""
-    spent: dict[str, float] = {}
-    for actor in facts.of("rollouter"):
-        if actor.condition in UNHEARD:
-            continue
-        before = facts.steps.before(actor)
-        earlier = _family([before], "rollout/episode_s/") if before is not None else {}
-        for stage, seconds in _family([actor], "rollout/episode_s/").items():
-            spent[stage] = spent.get(stage, 0.0) + max(0.0, seconds - earlier.get(stage, 0.0))
-    whole = sum(spent.values())
-    return {stage: seconds / whole for stage, seconds in spent.items() if seconds > 0} if whole > 0 else {}
-
-
-def _seen(facts: Facts, name: str) -> tuple[list[int], float]:
-    """Values that the histograms of all rollouters have taken in meanwhile: counts by bucket, and the sum."""
-    counts, whole = [0] * (len(EDGES[name]) + 1), 0.0
-    for actor in facts.of("rollouter"):
-        seen = facts.steps.histogram(actor, name)
-        if seen is not None and len(seen.counts) == len(counts):
-            counts = [one + other for one, other in zip(counts, seen.counts, strict=True)]
-            whole += seen.sum
-    return counts, whole
-
-
-def _mean(seen: tuple[list[int], float]) -> float | None:
-    counts, whole = seen
-    return whole / sum(counts) if sum(counts) else None

@@ -1,19 +1,193 @@
-"""The panes of gauges, staleness, reward and ledger; and all panes by name, one by one or as a page of text. Pure."""
+"""The panes by name, one by one or as a page of text. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 from rich.text import Text
 
-from asyncrl.text.numbers import count, duration, exact, fixed, percent, rate
-from asyncrl.top.drawing.layout import Choice, Pane, PaneName, facts, is_there
-from asyncrl.top.drawing.tables import episodes, events, learner, rollouters, weights
-from asyncrl.top.drawing.text import Glyphs, Line, Style, joined, level_bar, state_bar
+from asyncrl.telemetry.snapshots.rates import total
+from asyncrl.text.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
+from asyncrl.top.drawing.columns import DATE, EVENTS, HOSTS, RANKS, ROLLOUTERS, SHORT, UPDATES, is_amiss, is_there
+from asyncrl.top.drawing.layout import LEVELS, Cell, Choice, Column, Pane, PaneName, Row, Table, row
+from asyncrl.top.drawing.text import (
+    Glyphs,
+    Line,
+    Style,
+    columns,
+    fitting,
+    joined,
+    level_bar,
+    said,
+    state_bar,
+    warned,
+)
 from asyncrl.top.figures.bottleneck import by_kind
-from asyncrl.top.figures.document import Document, StalenessView
+from asyncrl.top.figures.document import Document, EpisodesView, RollouterRow
 from asyncrl.top.pipeline import header, pipeline
+
+CONTROLLER = "controller/0"
+"""Actor that tells what happened to the run as a whole."""
+
+
+def _table(columns: Sequence[Column], entries: Iterable[Any], glyphs: Glyphs) -> Table:
+    return Table(columns, [_row(columns, entry, entry.name, glyphs) for entry in entries])
+
+
+def _row(columns: Sequence[Column], entry: Any, key: str, glyphs: Glyphs) -> Row:
+    return row(key, (column.of(entry, glyphs) for column in columns))
+
+
+def _there(rows: Sequence[Any]) -> str:
+    return f"{sum(is_there(each.condition) for each in rows)}/{len(rows)}"
+
+
+# --- rollouters ---
+
+WORDS = ("name", "host", "state")
+"""Columns that are sorted upwards at first; numbers downwards."""
+SORTS = tuple(column.key for column in ROLLOUTERS if column.key)
+SUMMED = {"flight": "in_flight", "wait": "waiting", "most": "concurrency", "tok/s": "tokens_per_s"}
+"""Columns that a host has the sums of."""
+
+
+def rollouters(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    """A row for each rollouter, by host where there are several."""
+    chosen = [
+        row
+        for row in document.rollouters
+        if choice.matches(row.name, row.name.replace(SHORT, "r/"), row.host, row.condition, row.state)
+    ]
+    by_host = choice.sort == "host" and len({row.host for row in chosen}) > 1
+    rows: list[Row] = []
+    for host, found in groupby(_in_order(chosen, choice), key=lambda row: row.host if by_host else ""):
+        group = list(found)
+        if by_host:
+            rows.append(_host_row(host, group))
+        rows += [_row(ROLLOUTERS, each, each.name, glyphs) for each in group]
+    words = f"no rollouter matches {choice.needle}" if document.rollouters else "no rollouter is known so far"
+    return Pane([] if rows else [[(words, "dim")]], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
+
+
+def sorted_next(choice: Choice) -> Choice:
+    """The choice, sorted by the next column: words from the first on, numbers from the largest."""
+    sort = SORTS[(SORTS.index(choice.sort) + 1) % len(SORTS)]
+    return replace(choice, sort=sort, descending=sort not in WORDS)
+
+
+def _in_order(rows: Iterable[RollouterRow], choice: Choice) -> list[RollouterRow]:
+    """In the order chosen; those of which nothing is known come last."""
+    known = sorted(rows, key=lambda row: int(row.name.partition("/")[2]))
+    if choice.sort == "name":
+        return known[::-1] if choice.descending else known
+    there = [row for row in known if getattr(row, choice.sort) is not None]
+    there.sort(key=lambda row: getattr(row, choice.sort), reverse=choice.descending)
+    return [*there, *(row for row in known if getattr(row, choice.sort) is None)]
+
+
+def _host_row(host: str, rows: Sequence[RollouterRow]) -> Row:
+    there = f"{sum(is_there(each.condition) for each in rows)} of {len(rows)}"
+    cells: dict[str, Cell] = {
+        "rollouter": (host or "host unknown", "bold"),
+        "state": (there, "bad" if any(is_amiss(each.condition) for each in rows) else "dim"),
+    }
+    for title, name in SUMMED.items():
+        cells[title] = count(total(getattr(each, name) for each in rows)), "bold"
+    return row(rows[0].name, (cells.get(column.title, "") for column in ROLLOUTERS), heading=True)
+
+
+# --- learner ---
+
+
+def learner(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    """Phases of a step, figures of the newest one, and a row for each rank."""
+    ranks = [row for row in document.ranks if choice.matches(row.name, row.host, row.state)]
+    head = [_step(document), _learning(document, width), _speed(document)]
+    return Pane(head, _table(RANKS, ranks, glyphs), "learner/0")
+
+
+def _step(document: Document) -> Line:
+    """Duration of a step, and of each of its phases."""
+    seconds = {phase.name: phase.seconds for phase in document.phases}
+    if not seconds:
+        return [("only a first step is trained so far" if document.run.step else "no step is trained so far", "dim")]
+    whole = seconds.pop("step", None)
+    phases: list[Line] = [
+        [*said(name, duration(each)), (f" {percent(each / whole)}" if whole else "", "dim")]
+        for name, each in seconds.items()
+    ]
+    return joined([said("step", duration(whole), "bold"), *phases])
+
+
+def _learning(document: Document, width: int) -> Line:
+    """Figures of the newest step. A gradient or a learning rate of 0 stands out: nothing is learnt from it."""
+    found = document.learning
+    figures = {
+        "loss": found.loss,
+        "grad norm": found.grad_norm,
+        "entropy": found.entropy,
+        "KL": found.kl,
+        "lr": found.lr,
+    }
+    stand_out = {name for name in ("grad norm", "lr") if figures[name] == 0}
+    parts = [said(name, fixed(value, 3), "bad" if name in stand_out else "") for name, value in figures.items()]
+    return fitting(parts, width)
+
+
+def _speed(document: Document) -> Line:
+    """Speed and reward. A step is of all ranks, and so are its tokens and its share of the peak."""
+    first, found = next(iter(document.ranks), None), document.learning
+    parts = [said("trained tokens/s", count(first.tokens_per_s if first is not None else None))]
+    if first is not None and first.mfu is not None:
+        parts.append(said("MFU", percent(first.mfu)))
+    if found.reward is not None:
+        spread = f" ± {fixed(found.reward_std, 3)}" if found.reward_std is not None else ""
+        parts.append([*said("reward", fixed(found.reward, 3)), (spread, "dim")])
+    if found.engine_kl is not None:
+        # A step without tokens of equal weights has none.
+        parts.append(said("engine KL", fixed(found.engine_kl, 3)))
+    return joined(parts)
+
+
+# --- weights ---
+
+
+def weights(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    """The newest publication, and the newest updates of replicas."""
+    view, about = document.weights, "parameter_server/0"
+    head = [
+        joined(
+            [
+                said("learner idle", duration(view.idle_s)),
+                said("gather", duration(view.gather_s)),
+                said("published", size(view.publish_bytes)),
+            ]
+        ),
+        joined(
+            [
+                said("behind", count(view.behind)),
+                said("paused", count(view.paused)),
+                said("failures", count(view.failures), "bad" if view.failures else ""),
+                [*said("prefilled again", count(view.reprefill_tokens)), (" an update", "dim")],
+            ]
+        ),
+    ]
+    rows = [
+        _row(UPDATES, update, update.replica, glyphs)
+        for update in view.updates
+        if choice.matches(update.replica, update.transport)
+    ]
+    if not rows:
+        words = f"no update matches {choice.needle}" if view.updates else "no update is reported so far"
+        return Pane([*head, [(words, "dim")]], about=about)
+    return Pane(head, Table(UPDATES, rows), about)
+
+
+# --- staleness ---
 
 LABEL = 10
 FIGURES = LABEL + 2 + 2 * 12
@@ -22,128 +196,185 @@ FIGURES = LABEL + 2 + 2 * 12
 
 def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
     """The working limit, the newest step, and a histogram since the learner started."""
-    view, run = document.staleness, document.run
+    view = document.staleness
     late = f"{count(view.late_groups)} of {document.ledger.groups_per_step} groups"
-    head: Line = joined(
+    became = {"trained": view.late_trained, "masked": view.late_masked, "waited for": view.waited}
+    became["requeued"] = view.requeued
+    so_far = ", ".join(f"{count(number)} {words}" for words, number in became.items() if number)
+    head = joined(
         [
-            [("limit ", "dim"), (f"{fixed(view.limit, 0)} of {view.max}", "")],
-            [(f"step {run.step}: mean ", "dim"), (fixed(view.token_mean), "")],
-            [("most ", "dim"), (fixed(view.token_max, 0), "")],
-            [("late ", "dim"), (late, "warn" if view.late_groups else "")],
-            [("so far ", "dim"), (_so_far(view), "")] if _so_far(view) else [],
+            said("limit", f"{fixed(view.limit, 0)} of {view.max}"),
+            said(f"step {document.run.step}: mean", fixed(view.token_mean)),
+            said("most", fixed(view.token_max, 0)),
+            said("late", late, warned(view.late_groups)),
+            said("so far", so_far) if so_far else [],
         ]
     )
     if not (view.tokens or view.groups):
         return Pane([head], about="learner/0")
     wide = max(6, min(32, (width - FIGURES) // 2))
     titles: Line = [(f"{'versions':>{LABEL}}  {'tokens':<{wide + 12}}{'groups':<{wide + 10}}", "dim")]
-    lines = [_bucket_line(document, i, wide, glyphs) for i in range(buckets(view))]
-    return Pane([head, titles, *lines], about="learner/0")
-
-
-def _so_far(view: StalenessView) -> str:
-    """Words for what became of late groups; empty while there were none."""
-    found = {
-        "trained": view.late_trained,
-        "masked": view.late_masked,
-        "waited for": view.waited,
-        "requeued": view.requeued,
-    }
-    return ", ".join(f"{count(number)} {words}" for words, number in found.items() if number)
-
-
-def buckets(view: StalenessView) -> int:
-    """Number of buckets that are shown: up to the last that holds something, and up to that of staleness.max."""
+    # Up to the last bucket that holds something, and up to that of staleness.max.
     held = max((i for counts in (view.tokens, view.groups) for i, n in enumerate(counts) if n), default=0)
-    return max(held, bisect_left(view.edges, view.max)) + 1
+    shown = range(max(held, bisect_left(view.edges, view.max)) + 1)
+    return Pane([head, titles, *(_bucket_line(document, i, wide, glyphs) for i in shown)], about="learner/0")
 
 
 def _bucket_line(document: Document, index: int, wide: int, glyphs: Glyphs) -> Line:
     view = document.staleness
-    low, label = _bucket(view.edges, index)
+    # The whole versions in a bucket, whose upper edges are inside.
+    low, high = (int(view.edges[i]) if i < len(view.edges) else None for i in (max(0, index - 1), index))
+    low = (low or 0) + 1 if index else 0
+    label = f"{low}+" if high is None else f"{low}" if high <= low else f"{low}–{high}"
     # Beyond the limit is beyond what the gate can hold: stragglers, which staleness.late is for.
     late = low > view.max
-    style: Style = "warn" if late else "level"
     line: Line = [(f"{f'late {label}' if late else label:>{LABEL}}  ", "warn" if late else "dim")]
     for counts in (view.tokens, view.groups):
         value, whole = counts[index] if index < len(counts) else 0, sum(counts)
         line += [
-            *level_bar(value, max(counts, default=0) or None, wide, glyphs, style),
+            *level_bar(value, max(counts, default=0) or None, wide, glyphs, "warn" if late else "level"),
             (f" {count(value):>5}", ""),
             (f"{percent(value / whole) if whole else '':>5} ", "dim"),
         ]
     return line
 
 
-def _bucket(edges: Sequence[float], index: int) -> tuple[int, str]:
-    """The whole versions in a bucket, whose upper edges are inside: the least of them, and all."""
-    low = int(edges[index - 1]) + 1 if index else 0
-    if index >= len(edges):
-        return low, f"{low}+"
-    high = int(edges[index])
-    return low, f"{high}" if high <= low else f"{low}–{high}"
+# --- reward, ledger ---
+
+ROOMY = 40
+"""Width from which on there is room for units."""
 
 
 def reward(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
     """Tasks of the pool: its rate, those at hand, and those that went wrong."""
     view = document.reward
-    busy = by_kind(view.states).get("work")
-    return facts(
-        [
-            ("tasks/s", rate(view.rate), ""),
-            ("workers", f"{view.workers or count(None)}", ""),
-            ("at work", percent(busy), ""),
-            ("running", count(view.running), ""),
-            ("queued", count(view.queued), ""),
-            ("time p50", _at_most(view.p50_s), ""),
-            ("time p99", _at_most(view.p99_s), ""),
-            ("timeouts", count(view.timeouts), "warn" if view.timeouts else ""),
-            ("killed", count(view.killed), "warn" if view.killed else ""),
-            ("failed", count(view.failed), "bad" if view.failed else ""),
-        ],
-        [state_bar(by_kind(view.states), min(40, width), glyphs)] if view.states else [],
-        width,
-        "reward/0",
-    )
+    kinds = by_kind(view.states)
+    facts: list[tuple[str, str, Style]] = [
+        ("tasks/s", rate(view.rate), ""),
+        ("workers", f"{view.workers or ABSENT}", ""),
+        ("at work", percent(kinds.get("work")), ""),
+        ("running", count(view.running), ""),
+        ("queued", count(view.queued), ""),
+        ("time p50", _at_most(view.p50_s), ""),
+        ("time p99", _at_most(view.p99_s), ""),
+        ("timeouts", count(view.timeouts), warned(view.timeouts)),
+        ("killed", count(view.killed), warned(view.killed)),
+        ("failed", count(view.failed), "bad" if view.failed else ""),
+    ]
+    bars = [state_bar(kinds, min(40, width), glyphs)] if view.states else []
+    return Pane([*bars, *columns(facts, width, most=3)], about="reward/0")
 
 
 def _at_most(seconds: float | None) -> str:
-    return count(None) if seconds is None else f"≤ {duration(seconds)}" if seconds < float("inf") else "long"
-
-
-ROOMY = 40
-"""Width from which on there is room for units."""
+    return ABSENT if seconds is None else f"≤ {duration(seconds)}" if seconds < float("inf") else "long"
 
 
 def ledger(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
     """Prompt groups by what became of them, and those under way against the gate."""
     view = document.ledger
     bars: list[Line] = []
+    facts: list[tuple[str, str, Style]] = [
+        ("trained", exact(view.trained), ""),
+        ("filtered", exact(view.filtered), ""),
+        ("quarantined", exact(view.quarantined), "bad" if view.quarantined else ""),
+        ("in the buffer", count(view.buffered), ""),
+        ("a step takes", f"{view.groups_per_step} groups", ""),
+    ]
     if view.outstanding is not None and view.gate:
-        wide = max(4, min(40, width - 36))
         full = view.outstanding >= view.gate
-        bars.append(
-            [
-                ("outstanding  ", "dim"),
-                *level_bar(view.outstanding, view.gate, wide, glyphs, "warn" if full else "level"),
-                (f"  {count(view.outstanding)} of {count(view.gate)}{' groups' if width >= ROOMY else ''}", ""),
-            ]
-        )
-    unbarred: tuple[str, str, Style] = ("outstanding", count(view.outstanding), "")
-    return facts(
-        [
-            ("trained", exact(view.trained), ""),
-            ("filtered", exact(view.filtered), ""),
-            ("quarantined", exact(view.quarantined), "bad" if view.quarantined else ""),
-            *([] if bars else [unbarred]),
-            ("in the buffer", count(view.buffered), ""),
-            ("a step takes", f"{view.groups_per_step} groups", ""),
-        ],
-        bars,
-        width,
-        "dataloader/0",
-    )
+        bar = level_bar(view.outstanding, view.gate, max(4, min(40, width - 36)), glyphs, "warn" if full else "level")
+        figures = f"  {count(view.outstanding)} of {count(view.gate)}{' groups' if width >= ROOMY else ''}"
+        bars = [[("outstanding  ", "dim"), *bar, (figures, "")]]
+    else:
+        facts.insert(3, ("outstanding", count(view.outstanding), ""))
+    return Pane([*bars, *columns(facts, width, most=3)], about="dataloader/0")
 
+
+# --- events ---
+
+SAME_DAY_S = 43_200.0
+"""Age (s) of the oldest event above which the date is told too."""
+
+
+def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    wanted = LEVELS[LEVELS.index(choice.level) :]
+    shown = [
+        event
+        for event in reversed(document.events)
+        if (event.level in wanted or event.level not in LEVELS) and choice.matches(event.actor, event.text, event.level)
+    ]
+    if not shown:
+        return Pane([[("nothing to tell", "dim")]], about=CONTROLLER)
+    first = DATE if document.wall - shown[-1].wall > SAME_DAY_S else EVENTS[0]
+    columns = (first, *EVENTS[1:])
+    return Pane([], Table(columns, [_row(columns, event, event.actor or CONTROLLER, glyphs) for event in shown]))
+
+
+# --- episodes ---
+
+STAGE_WIDTH = 32
+SHARE_BAR = 24
+
+
+def episodes(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    """Open episodes by stage, the ends of those before, and a row for each host."""
+    view = document.episodes
+    if view is None:
+        return Pane([[("a prompt has one response: there are no episodes", "dim")]])
+    hosts = [row for row in view.hosts if choice.matches(row.name, row.host, row.condition)]
+    return Pane([*_episode_figures(view, width), *_stages(view, glyphs)], _table(HOSTS, hosts, glyphs))
+
+
+def _episode_figures(view: EpisodesView, width: int) -> list[Line]:
+    at = ", ".join(f"{count(row.open)} {row.name}" for row in view.stages if row.open)
+    p95 = view.turns_p95
+    return [
+        joined(
+            [
+                said("oldest", duration(view.oldest_s if view.open else None)),
+                [(f"{count(view.open)} episodes" + (f": {at}" if at else ""), "bold")],
+            ]
+        ),
+        fitting(
+            [
+                said("turns", fixed(view.turns_mean, 1)),
+                said("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
+                said("context", f"{count(view.prompt_tokens_mean)} tokens"),
+                said("cost", fixed(view.cost_factor), warned((view.cost_factor or 0.0) > 2)),
+                said("prefilled again", count(view.reprefill_tokens)),
+                said("malformed calls", count(view.malformed_calls), warned(view.malformed_calls)),
+            ],
+            width,
+        ),
+        fitting(
+            [
+                said("ended", _counts(view.ended)),
+                said("failed", _counts(view.failed), "bad" if view.failed else ""),
+                said("forks", _counts(view.forks)),
+            ],
+            width,
+        ),
+    ]
+
+
+def _counts(found: Mapping[str, float]) -> str:
+    return ", ".join(f"{count(number)} {name}" for name, number in found.items()) or "0"
+
+
+def _stages(view: EpisodesView, glyphs: Glyphs) -> list[Line]:
+    """Titles, and a line for each stage: its open episodes, and its share of the time of those that have ended."""
+    if not view.stages:
+        return []
+    wide = min(STAGE_WIDTH, max(12, *(len(row.name) for row in view.stages)))
+    lines: list[Line] = [[(f"{'stage':<{wide}}   open  time", "dim")]]
+    for each in view.stages:
+        figures = f"  {count(each.open):>5}  {percent(each.share):>4}  "
+        bar = level_bar(each.share or 0.0, 1.0, SHARE_BAR, glyphs)
+        lines.append([(f"{each.name[:wide]:<{wide}}", "bold" if each.open else "dim"), (figures, ""), *bar])
+    return lines
+
+
+# --- all of them ---
 
 _DRAWN: dict[PaneName, Callable[[Document, Choice, int, Glyphs], Pane]] = {
     "rollouters": rollouters,
@@ -156,6 +387,8 @@ _DRAWN: dict[PaneName, Callable[[Document, Choice, int, Glyphs], Pane]] = {
     "episodes": episodes,
 }
 PANES: tuple[PaneName, ...] = tuple(_DRAWN)
+MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
+"""Entries, in a page, of panes that may have many."""
 
 
 def panes_of(document: Document | None) -> tuple[PaneName, ...]:
@@ -164,7 +397,6 @@ def panes_of(document: Document | None) -> tuple[PaneName, ...]:
 
 
 def pane(name: PaneName, document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """A pane at a width."""
     return _DRAWN[name](document, choice, width, glyphs)
 
 
@@ -173,25 +405,20 @@ def title(name: PaneName, document: Document, choice: Choice) -> str:
     if name == "events" and choice.level != "info":
         return f"events: {choice.level}s" if choice.level == "error" else "events: warnings, errors"
     if name == "rollouters":
-        return f"rollouters {sum(is_there(row.condition) for row in document.rollouters)}/{len(document.rollouters)}"
+        return f"rollouters {_there(document.rollouters)}"
     if name == "episodes" and document.episodes is not None:
-        there = sum(is_there(row.condition) for row in document.episodes.hosts)
-        return f"episodes {there}/{len(document.episodes.hosts)}"
+        return f"episodes {_there(document.episodes.hosts)}"
     return name
-
-
-MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
-"""Entries of panes that may have many."""
 
 
 def page(document: Document, width: int, glyphs: Glyphs, *, whole: bool = False) -> str:
     """All panes, one below the other: the newest of events and updates, and events as a ``whole`` if that is asked for,
     however wide they are."""
-    choice, empty = Choice(), Text()
-    lines = [*header(document, width, glyphs), empty, *pipeline(document, width, glyphs)]
+    choice = Choice()
+    lines = [*header(document, width, glyphs), Text(), *pipeline(document, width, glyphs)]
+    longest = max((len(event.text) for event in document.events), default=0) if whole else 0
     for name in panes_of(document):
-        longest = max((len(event.text) for event in document.events), default=0) if whole else 0
         wide = width + longest if name == "events" else width
         drawn = pane(name, document, choice, wide, glyphs).lines(wide, glyphs, MOST_SHOWN.get(name))
-        lines += [empty, Text(title(name, document, choice).upper()), *drawn]
+        lines += [Text(), Text(title(name, document, choice).upper()), *drawn]
     return "".join(f"{line.plain.rstrip()}\n" for line in lines)

@@ -19,12 +19,13 @@ from asyncrl.top.drawing.text import (
     joined,
     length,
     level_bar,
+    said,
     sparkline,
     state_bar,
     wrapped,
 )
 from asyncrl.top.figures.bottleneck import kind_of
-from asyncrl.top.figures.document import Document, RunRow, StageRow
+from asyncrl.top.figures.document import Document, StageRow
 from asyncrl.top.source.client import Away
 from asyncrl.top.source.replay import Replay
 
@@ -49,42 +50,28 @@ ROOMY = 16
 def header(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
     """Two lines: the state of the run, and its rates."""
     run = document.run
-    phase = _said_phase(run)
+    stalled = run.phase == "running" and run.stalled
+    phase = "stalled" if stalled else phase_word(run.phase, run.exit_code)
     first: list[Line] = [
         [(run.name, "bold")],
         [(phase, PHASE_STYLES.get(phase, ""))],
-        [("step ", "dim"), (f"{run.step}/{run.steps}", "")],
-        [("version ", "dim"), (count(run.version) if run.version >= 0 else count(None), "")],
-        [("up ", "dim"), (duration(run.age_s), "")],
-        [("ETA ", "dim"), (duration(run.eta_s), "")],
-        [("attempt ", "dim"), (f"{run.attempt}", "")] if run.attempt > 1 else [],
+        said("step", f"{run.step}/{run.steps}"),
+        said("version", count(run.version if run.version >= 0 else None)),
+        said("up", duration(run.age_s)),
+        said("ETA", duration(run.eta_s)),
+        said("attempt", f"{run.attempt}") if run.attempt > 1 else [],
     ]
     spark = sparkline(run.rewards, max(8, min(40, width - 72)), glyphs)
     second: list[Line] = [
-        [("reward ", "dim"), (fixed(run.reward), ""), (f" {spark}" if spark else "", "level")],
-        [("tokens/s ", "dim"), (count(run.tokens_per_s), "")],
-        [("samples/s ", "dim"), (rate(run.samples_per_s), "")],
-        [("step ", "dim"), (duration(run.step_s), "")],
+        [*said("reward", fixed(run.reward)), (f" {spark}" if spark else "", "level")],
+        said("tokens/s", count(run.tokens_per_s)),
+        said("samples/s", rate(run.samples_per_s)),
+        said("step", duration(run.step_s)),
     ]
-    second += [
-        [(f"{name} ", "dim"), (fixed(mean, 3), ""), (_versions(run.eval_versions.get(name)), "dim")]
-        for name, mean in sorted(run.evals.items())
-    ]
+    for name, mean in sorted(run.evals.items()):
+        versions = "–".join(map(str, dict.fromkeys(run.eval_versions.get(name, ()))))
+        second.append([*said(name, fixed(mean, 3)), (f" v{versions}" if versions else "", "dim")])
     return [fit(fitting(parts, width), width, glyphs) for parts in (first, second)]
-
-
-def _versions(served: tuple[int, int] | None) -> str:
-    if served is None:
-        return ""
-    oldest, newest = served
-    return f" v{newest}" if oldest == newest else f" v{oldest}–{newest}"
-
-
-def _said_phase(run: RunRow) -> str:
-    """State of a run in a word: one that ended before its last step is not done."""
-    if run.phase == "running" and run.stalled:
-        return "stalled"
-    return phase_word(run.phase, run.exit_code)
 
 
 def pipeline(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
@@ -126,8 +113,8 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
 
 def _rate(stage: StageRow, wide: int) -> str:
     """Rate of a stage, with a blank before the arrow."""
-    said = f"{rate(stage.rate)} {stage.unit}/s"
-    return said if len(said) < wide else said.replace("tokens/s", "tok/s")
+    words = f"{rate(stage.rate)} {stage.unit}/s"
+    return words if len(words) < wide else words.replace("tokens/s", "tok/s")
 
 
 def _depth(stage: StageRow, document: Document) -> str:
@@ -170,29 +157,27 @@ def _state(stage: StageRow, document: Document) -> Line:
 def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
     """Two lines: who is down, and who sets the pace, or what keeps the run."""
     run, found = document.run, document.bottleneck
-    said: tuple[str, str, Style]
+    word: str
+    style: Style
     if run.phase in ("done", "failed", "draining", "preempting"):
-        reason = run.reason or {"done": "all steps are trained"}.get(run.phase, "")
-        phase, _, why = phase_and_reason(run.phase, run.exit_code, reason).partition(": ")
-        said = phase, why, PHASE_STYLES[phase]
+        reason = run.reason or ("all steps are trained" if run.phase == "done" else "")
+        word, _, why = phase_and_reason(run.phase, run.exit_code, reason).partition(": ")
+        style = PHASE_STYLES[word]
     elif run.stalled:
-        said = "stalled", run.stalled, "bad"
+        word, why, style = "stalled", run.stalled, "bad"
     elif run.phase == "starting":
-        said = "starting", f"waiting for {_some(run.waiting_for)}" if run.waiting_for else "", "start"
+        word, style = "starting", "start"
+        why = f"waiting for {_some(run.waiting_for)}" if run.waiting_for else ""
     elif found.stage is None:
-        said = "bottleneck", found.why or "unknown", "dim"
+        word, why, style = "bottleneck", found.why or "unknown", "dim"
     else:
-        said = f"{glyphs.mark} {found.stage}", found.why, "mark"
-    missing: list[Line] = []
-    if run.lost_hosts:
-        missing.append([("lost hosts: ", "bad"), (_some(run.lost_hosts), "")])
-    if run.aside:
-        missing.append([("set aside: ", "bad"), (_some([f"{name} ({why})" for name, why in run.aside.items()]), "")])
-    if run.down:
-        missing.append([("down: ", "bad"), (_some(run.down), "")])
+        word, why, style = f"{glyphs.mark} {found.stage}", found.why, "mark"
+    aside = [f"{name} ({why})" for name, why in run.aside.items()]
+    amiss = {"lost hosts: ": run.lost_hosts, "set aside: ": aside, "down: ": run.down}
+    missing: list[Line] = [[(title, "bad"), (_some(names), "")] for title, names in amiss.items() if names]
     # All that wait, wait for these.
     first = [fit(joined(missing), width, glyphs)] if missing else []
-    head: Line = [(said[0] + (":" if said[1] else ""), said[2]), (f" {said[1]}", "")]
+    head: Line = [(word + (":" if why else ""), style), (f" {why}", "")]
     return [*first, *wrapped(head, width, 2 - len(first), glyphs), Text()][:2]
 
 
@@ -209,14 +194,16 @@ KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
 
 def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
     """The panes of the run, of which one is seen; where there is no room for all of their names, that one's."""
-    line: Line = []
-    for number, name in enumerate(panes, 1):
-        line += [(f"{number} {name}", "chosen" if name == seen else "dim"), ("  ", "")]
-    if length(line[:-1]) > width:
-        line = []
+
+    def line(*, whole: bool) -> Line:
+        parts: list[Line] = []
         for number, name in enumerate(panes, 1):
-            line += [(f"{number} {name}", "chosen") if name == seen else (f"{number}", "dim"), ("  ", "")]
-    return line[:-1]
+            chosen = name == seen
+            parts.append([(f"{number} {name}" if whole or chosen else f"{number}", "chosen" if chosen else "dim")])
+        return joined(parts, "  ")
+
+    found = line(whole=True)
+    return found if length(found) <= width else line(whole=False)
 
 
 def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
@@ -228,18 +215,14 @@ def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
     return [(left, ""), *bar, (right, "dim")]
 
 
-def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: Away | None, attached: bool) -> Line:
-    """Status of the picture that is seen: a note, frozen, a replay, over, away, live or attaching."""
-    if note:
-        return [("frozen  ", "bad"), (note, "warn")] if frozen else [(note, "warn")]
+def status(over: str, away: Away | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
+    """Status of the picture that is seen: frozen, a replay, over, away, live or attaching."""
     if frozen:
         return [("frozen, space goes on", "warn")]
     said: Line
     if replay is not None:
         said = [("replay", "level")]
-        if replay.note:
-            said.append((f"  {replay.note}", "warn"))
-        elif replay.at_end and replay.lives:
+        if replay.at_end and replay.lives:
             said.append(("  up to here; the run goes on", "warn"))
         return said
     if over:

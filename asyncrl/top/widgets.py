@@ -13,7 +13,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import Resize
-from textual.message import Message
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Static
 
@@ -37,7 +36,6 @@ class Block(Static):
         self._lines: list[Text] = []
 
     def show(self, lines: list[Text]) -> None:
-        """Draw the lines."""
         if lines != self._lines:
             self.update(Text("\n").join(lines), layout=len(lines) != len(self._lines))
             self._lines = lines
@@ -52,14 +50,10 @@ class Lines(VerticalScroll):
     ]
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
         self._block = Block()
-
-    def compose(self) -> ComposeResult:
-        yield self._block
+        super().__init__(self._block, id=id, classes=classes)
 
     def show(self, lines: list[Text]) -> None:
-        """Draw the lines."""
         self._block.show(lines)
 
 
@@ -84,7 +78,6 @@ class Rows(DataTable[Text]):
         return self._shown[self.cursor_row].key if self.cursor_row < len(self._shown) else ""
 
     def show(self, table: Table, width: int, glyphs: Glyphs) -> None:
-        """Draw the table at a width."""
         chosen, layout = self.chosen, table.laid(width)
         if layout != self._layout_shown:
             self.clear(columns=True)
@@ -119,23 +112,11 @@ class PaneView(Vertical):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
 
-    class Chosen(Message):
-        """An entry was chosen; ``key`` is the actor that it is about."""
-
-        def __init__(self, key: str) -> None:
-            super().__init__()
-            self.key = key
-
-    class Resized(Message):
-        """The pane has another width."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(id=name, classes="pane")
+    def __init__(self, name: str, choose: Callable[[str], None], draw: Callable[[], None]) -> None:
+        """``choose`` is told the actor that an entry is about; ``draw`` is called once the pane has another width."""
         self._lines, self._rows, self._about = Lines(classes="lines"), Rows(), ""
-
-    def compose(self) -> ComposeResult:
-        yield self._lines
-        yield self._rows
+        super().__init__(self._lines, self._rows, id=name, classes="pane")
+        self._choose, self._draw = choose, draw
 
     @property
     def room(self) -> int:
@@ -160,19 +141,17 @@ class PaneView(Vertical):
         (self._rows if self._rows.display else self._lines).focus()
 
     def action_choose(self) -> None:
-        """Choose the actor that the pane is about."""
-        if self._about:
-            self.post_message(self.Chosen(self._about))
+        """Choose the actor that the row is about, or the pane."""
+        if key := (self._rows.display and self._rows.chosen) or self._about:
+            self._choose(key)
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        """Choose the row."""
         event.stop()
-        if key := self._rows.chosen or self._about:
-            self.post_message(self.Chosen(key))
+        self.action_choose()
 
     def on_resize(self, event: Resize) -> None:
         """Lines depend on the width."""
-        self.post_message(self.Resized())
+        self.call_after_refresh(self._draw)
 
 
 class HelpScreen(ModalScreen[None]):
@@ -195,7 +174,6 @@ class HelpScreen(ModalScreen[None]):
         yield self._lines
 
     def on_resize(self, event: Resize) -> None:
-        """Draw for the width that there is."""
         room = min(76, event.size.width) - 2 - SIDES
         self.call_after_refresh(self._lines.show, help_page(room, self._glyphs))
 
@@ -234,7 +212,6 @@ class DetailScreen(Screen[None]):
         self.set_interval(LOG_S, self._read_log)
 
     def on_resize(self, event: Resize) -> None:
-        """Draw for the width that there is."""
         self.call_after_refresh(self.draw)
 
     @work(thread=True, exclusive=True)
@@ -251,7 +228,6 @@ class DetailScreen(Screen[None]):
             self.draw()
 
     def draw(self) -> None:
-        """Draw the newest document."""
         room = max(1, self.size.width - SIDES)
         keys = "   esc back   n p another actor   ↑ ↓ scroll"
         self._top.show([fit([(self._actor, "bold"), (keys, "dim")], room, self._glyphs)])
@@ -263,7 +239,6 @@ class DetailScreen(Screen[None]):
             self._lines.show(detail(document, self._actor, self._log, room, self._glyphs))
 
     def action_other(self, by: int) -> None:
-        """Show the next actor, or the one before."""
         document = self._document()
         names = [actor.name for actor in document.actors] if document is not None else []
         if self._actor in names:

@@ -1,7 +1,6 @@
 """The terminal of asyncrl-top without a terminal: what stands on it, as text."""
 
 import asyncio
-import functools
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -11,16 +10,6 @@ from asyncrl.top.app import Top
 from asyncrl.top.source.history import History
 
 SIZES = {"80x24": (80, 24), "200x50": (200, 50)}
-
-
-def within_a_loop(test):
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 def known(snapshots):
@@ -41,7 +30,7 @@ def text_of(app):
 async def shown(source, size="80x24", **options):
     """The app with what drives it."""
     app = Top(source, **options)
-    async with app.run_test(size=SIZES[size]) as pilot:
+    async with app.run_test(size=SIZES[size], notifications=True) as pilot:
         await settled(pilot)
         yield app, pilot
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from asyncrl.snapshot import ActorView, Event, Gpu, Histogram, Resource, RunView, Snapshot, Wait
 
 WALL = 1_790_000_000.0
@@ -325,19 +327,7 @@ def starting() -> Snapshot:
         for n, actor in enumerate(made.actors)
     ]
     waiting = [actor.name for actor in actors]
-    view = RunView(
-        name="sim-64",
-        run_id="a1b2c3",
-        phase="starting",
-        attempt=1,
-        age_s=1.0,
-        step=0,
-        steps=100,
-        version=-1,
-        waiting_for=waiting,
-        staleness_max=4,
-        groups_per_step=64,
-    )
+    view = replace(empty().run, age_s=1.0, waiting_for=waiting, staleness_max=4, groups_per_step=64)
     return Snapshot(wall=WALL + 1.0, run=view, actors=actors)
 
 

@@ -6,13 +6,12 @@ import time
 
 import msgspec
 import pytest
-from driven import known, recording, settled, shown, text_of, until, within_a_loop
+from driven import known, recording, settled, shown, text_of, until
 from top.pictures import WALL, Run
 
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Event
-from asyncrl.telemetry.snapshots import recording as recorded
-from asyncrl.telemetry.snapshots.recording import Recorder, segments
+from asyncrl.telemetry.snapshots.recording import Recorder
 from asyncrl.top import app as terminal
 from asyncrl.top.model import build
 from asyncrl.top.source import replay as sources
@@ -24,48 +23,30 @@ from asyncrl.top.widgets import Rows
 pytestmark = pytest.mark.usefixtures("utc")
 
 
-@within_a_loop
-async def test_tokens_beyond_the_limit_are_shown_as_late():
-    async with shown(Source(history=known(Run(staleness_max=2).between()))) as (app, pilot):
-        await pilot.press("4")
-        await settled(pilot)
-        text = text_of(app)
-    assert "late 3" in text and "late 4" in text and "late 2" not in text and "late 1 of 64 groups" in text
-
-
-@pytest.mark.parametrize(
-    ("pane", "actor"), [("4", "learner/0"), ("5", "reward/0"), ("6", "dataloader/0"), ("7", "rollouter/1")]
-)
-@within_a_loop
-async def test_a_pane_leads_to_the_actor_that_it_is_about(pane, actor):
-    async with shown(Source(history=known(Run().between()))) as (_, pilot):
-        await pilot.press(pane, "enter")
-        await until(pilot, f"{actor}   esc back")
-
-
-@within_a_loop
-async def test_what_happened_to_the_run_as_a_whole_is_told_in_detail_by_the_controller():
+async def test_a_pane_leads_to_the_actor_that_it_is_about():
     events = [Event(number=1, wall=WALL, level="info", actor="", text="the run is running")]
-    async with shown(Source(history=known(Run(events=events).between()))) as (app, pilot):
-        await pilot.press("7", "enter")
-        await until(pilot, "controller/0   esc back")
-        await settled(pilot)
-        assert "the run is running" in text_of(app)
+    actors = {"4": "learner/0", "5": "reward/0", "6": "dataloader/0", "7": "controller/0"}
+    async with shown(Source(history=known(Run(events=events).between()))) as (_, pilot):
+        for pane, actor in actors.items():
+            await pilot.press(pane, "enter")
+            await until(pilot, f"{actor}   esc back")
+            if pane == "7":
+                # An event of the run as a whole is the controller's.
+                await until(pilot, "the run is running")
+            await pilot.press("escape")
 
 
-@within_a_loop
 async def test_a_terminal_that_is_too_small_says_so_and_recovers():
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
-        for columns, rows in ((40, 10), (80, 24), (200, 50), (20, 5), (59, 24), (80, 15)):
+        for columns, rows in ((40, 10), (80, 24), (59, 24), (80, 15)):
             await pilot.resize_terminal(columns, rows)
             await settled(pilot)
             text = text_of(app)
             small = columns < 60 or rows < 16
             assert ("needs 60×16" in text) == small and ("step 50/100" in text) != small
-            assert not small or f"{columns}×{rows}" in text or columns == 20
+            assert not small or f"{columns}×{rows}" in text
 
 
-@within_a_loop
 async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen():
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
         await pilot.resize_terminal(60, 16)
@@ -82,7 +63,6 @@ async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen
         assert "who waits on whom" not in text_of(app)
 
 
-@within_a_loop
 async def test_sort_filter_and_level_keys():
     async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
         await pilot.press("s")
@@ -104,7 +84,6 @@ async def test_sort_filter_and_level_keys():
         assert "the run has begun" not in text and "engine died" in text and "events: warning" in text
 
 
-@within_a_loop
 async def test_it_follows_freezes_and_goes_on():
     run = Run(steps=1000)
     gate = asyncio.Queue()
@@ -131,7 +110,6 @@ async def test_it_follows_freezes_and_goes_on():
         await until(pilot, "step 100/1000")
 
 
-@within_a_loop
 async def test_it_reads_no_more_than_it_draws():
     run, read_at = Run(steps=1000), []
 
@@ -146,7 +124,6 @@ async def test_it_reads_no_more_than_it_draws():
     assert all(later - earlier >= terminal.DRAW_S - 0.01 for earlier, later in itertools.pairwise(read_at))
 
 
-@within_a_loop
 async def test_what_a_picture_takes_is_part_of_the_pace(monkeypatch):
     run, read_at, drawn_at, draw = Run(steps=1000), [], {}, terminal.Top._draw
 
@@ -167,7 +144,6 @@ async def test_what_a_picture_takes_is_part_of_the_pace(monkeypatch):
     assert min(pauses) < 0.75 * terminal.DRAW_S
 
 
-@within_a_loop
 async def test_a_controller_that_is_away_is_shown_and_what_was_seen_stays():
     async def feed():
         yield Run().at(100.0)
@@ -181,7 +157,6 @@ async def test_a_controller_that_is_away_is_shown_and_what_was_seen_stays():
 
 
 @pytest.mark.parametrize("recorded_s", [None, 103.0])
-@within_a_loop
 async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch, recorded_s):
     run = Run(steps=1000)
     if recorded_s is not None:
@@ -203,7 +178,6 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
         assert ("step 50/1000" if recorded_s is None else "step 51/1000") in head
 
 
-@within_a_loop
 async def test_the_end_of_a_run_and_a_refusal_are_told():
     async def ends():
         yield Run(phase="done").at(100.0)
@@ -230,7 +204,6 @@ async def test_the_end_of_a_run_and_a_refusal_are_told():
 
 
 @pytest.mark.parametrize(("key", "code"), [("q", 0), ("ctrl+c", 130)])
-@within_a_loop
 async def test_whoever_interrupts_gets_the_exit_code_of_that(key, code):
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
         await pilot.press("7", "enter")
@@ -241,44 +214,16 @@ async def test_whoever_interrupts_gets_the_exit_code_of_that(key, code):
     assert app.return_code == code
 
 
-@within_a_loop
 async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
-    asked = []
-
-    async def trace():
-        asked.append(1)
-        return "trace: runs/x/trace/1.json"
-
-    async with shown(Source(history=known(Run().between()), trace=trace)) as (_, pilot):
-        await pilot.press("t")
-        await until(pilot, "trace: runs/x/trace/1.json")
-        await pilot.press("space")
-        await until(pilot, "frozen  trace: runs/x/trace/1.json")
-    assert asked == [1]
-
-
-@within_a_loop
-async def test_what_is_said_of_a_trace_is_not_taken_away_with_what_was_said_of_the_one_before(monkeypatch):
-    monkeypatch.setattr(terminal, "NOTE_S", 1.0)
-    written, later = asyncio.Queue(), asyncio.Event()
+    written = asyncio.Queue()
     async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):
         await pilot.press("t")
-        await written.put("trace: 1.json")
-        await until(pilot, "trace: 1.json")
-        await pilot.press("t")
         await until(pilot, "the trace is being written")
-        # It is over after whatever was to be over by now.
-        app.set_timer(2 * terminal.NOTE_S, later.set)
-        async with asyncio.timeout(10.0):
-            await later.wait()
-        await settled(pilot)
-        assert "the trace is being written" in text_of(app)
-        await written.put("trace: 2.json")
-        await until(pilot, "trace: 2.json")
-        await until(pilot, "live")
+        await written.put("trace: runs/[x]/trace/1.json\x1b")
+        await until(pilot, "trace: runs/[x]/trace/1.json\\x1b")
+        assert "is being written" not in text_of(app)
 
 
-@within_a_loop
 async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monkeypatch):
     monkeypatch.setattr(terminal, "LOOK_S", 0.05)
     run, found = Run(steps=1000), []
@@ -314,23 +259,17 @@ def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
         assert steps is not None and steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
 
 
-def test_a_viewer_that_comes_knows_the_last_minutes_and_reads_no_more(tmp_path, monkeypatch):
+def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
     recorder, run = Recorder(tmp_path, 1, 1 << 20), Run(rollouters=32, steps=100_000)
     for second in range(0, 6000, 10):
         snapshot = run.at(float(second))
         recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
     whole = open_replay(tmp_path, lives=True)
     whole.jump(whole.end)
-    oldest = segments(tmp_path)[0].path
-    read = []
-    entries = recorded._entries
-    monkeypatch.setattr(recorded, "_entries", lambda path, *rest: read.append(path) or entries(path, *rest))
     assert build(recent_history(tmp_path)) == build(whole.history())
-    assert read and oldest not in read
     assert recent_history(tmp_path / "nowhere").newest is None
 
 
-@within_a_loop
 async def test_cells_that_changed_are_drawn_again_and_no_others():
     history = known(Run(rollouters=40, hosts=1, steps=100_000).between())
     async with shown(Source(history=history), "200x50") as (app, pilot):
@@ -352,7 +291,6 @@ async def test_cells_that_changed_are_drawn_again_and_no_others():
         assert drawn == [(7, "999")] and "999" in text_of(app)
 
 
-@within_a_loop
 async def test_the_cursor_stays_with_its_actor_wherever_that_is_sorted_to():
     async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
         rows = app.panes["rollouters"].query_one(Rows)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from driven import SIZES, known, recording, settled, shown, text_of, until, within_a_loop
+from driven import known, recording, settled, shown, text_of, until
 from top.pictures import STATES, WALL, Run
 
 from asyncrl.top.source.replay import Replay, Source
@@ -25,16 +25,18 @@ def compare(name, text):
     assert text == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("state", STATES)
-@within_a_loop
+LARGE = ("healthy", "dead_host", "agents")
+
+
+@pytest.mark.parametrize(
+    ("state", "size"), [*((each, "80x24") for each in STATES), *((each, "200x50") for each in LARGE)]
+)
 async def test_screens(state, size):
     async with shown(Source(history=known(STATES[state]())), size) as (app, _):
         text = text_of(app)
     compare(f"{state}-{size}", text)
 
 
-@within_a_loop
 async def test_screen_of_a_terminal_in_between():
     async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
         await pilot.resize_terminal(150, 40)
@@ -43,7 +45,6 @@ async def test_screen_of_a_terminal_in_between():
 
 
 @pytest.mark.parametrize("key", ["2", "3", "4", "5", "6", "7", "question_mark"])
-@within_a_loop
 async def test_panes_on_a_small_terminal(key):
     async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
         await pilot.press(key)
@@ -52,7 +53,6 @@ async def test_panes_on_a_small_terminal(key):
     compare(f"pane-{key}-80x24", text)
 
 
-@within_a_loop
 async def test_the_pane_of_episodes_on_a_small_terminal():
     async with shown(Source(history=known(STATES["agents"]()))) as (app, pilot):
         await pilot.press("8")
@@ -67,7 +67,6 @@ async def test_the_pane_of_episodes_on_a_small_terminal():
         assert "1 rollouters" in text_of(app)
 
 
-@within_a_loop
 async def test_there_is_no_such_pane_where_a_prompt_has_one_response():
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
         before = text_of(app)
@@ -76,7 +75,6 @@ async def test_there_is_no_such_pane_where_a_prompt_has_one_response():
         assert text_of(app) == before
 
 
-@within_a_loop
 async def test_a_terminal_that_knows_ascii_alone():
     async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, _):
         text = text_of(app)
@@ -84,7 +82,6 @@ async def test_a_terminal_that_knows_ascii_alone():
     compare("ascii-80x24", text)
 
 
-@within_a_loop
 async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
     log = tmp_path / "logs" / "attempt_1" / "rollouter-2.log"
     log.parent.mkdir(parents=True)
@@ -111,7 +108,6 @@ async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
         assert "1 rollouters" in text_of(app)
 
 
-@within_a_loop
 async def test_in_a_replay_the_log_is_that_of_the_moment(tmp_path):
     log = tmp_path / "logs" / "attempt_1" / "rollouter-0.log"
     log.parent.mkdir(parents=True)
@@ -131,7 +127,6 @@ async def test_in_a_replay_the_log_is_that_of_the_moment(tmp_path):
         await until(pilot, f"event of {stamps[1][:19]}")
 
 
-@within_a_loop
 async def test_replay_with_a_time_bar():
     replay = Replay(recording(Run(steps=1000), 120))
     replay.playing = False

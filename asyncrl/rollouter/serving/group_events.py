@@ -30,7 +30,7 @@ class SampleAccount:
         self.uid = uid
         self.sample = sample
         self.events: list[list[Any]] = []
-        """Events: [seconds, what, facts ...]; explain/words.py reads them."""
+        """Events: [seconds, what, facts ...]; asyncrl/explain/words.py reads them."""
         self.left_out = 0
         self.attempts = 0
         """Episodes that were begun for it."""
@@ -44,13 +44,11 @@ class SampleAccount:
         return CallAccount(self, number)
 
     def began_episode(self, host: str) -> None:
-        """An attempt begins at an episode host."""
         self.note("episode", self.attempts, host)
         self.attempts += 1
         self.host = host
 
     def credited(self, turn: int, value: float) -> None:
-        """A turn got a reward."""
         self.note("turn reward", turn, value)
 
     def ended_episode(self, outcome: str, turns: int, reward: float | None, stage_s: Mapping[str, float]) -> None:
@@ -91,7 +89,7 @@ class CallAccount:
         self._slot: Track | None = None
 
     def prompted(self, cause: str, parent: int | None, tokens: int, new: int) -> None:
-        """Note the context: its cause, the turn that it goes on from, its tokens, and the ``new`` ones of them."""
+        """Take the context: its cause, the turn that it goes on from, its tokens, and the ``new`` ones of them."""
         self._context = cause, parent, tokens, new
 
     def refused(self, reason: str) -> None:

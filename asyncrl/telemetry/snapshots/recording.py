@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ import zstandard
 from asyncrl.files import append_whole, replace_file
 from asyncrl.snapshot import SCHEMA, Snapshot
 from asyncrl.telemetry.snapshots.folder import entries_of
-from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot, is_wall
+from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
 
 FOLDER = "monitor"
 LARGEST_SNAPSHOT_BYTES = 1 << 28
@@ -125,14 +126,11 @@ def _append(path: Path, body: bytes) -> None:
         os.close(descriptor)
 
 
-def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
-    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording.
-
-    ``damaged`` is given the segments that hold something else; a torn end is none.
-    """
+def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
+    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording."""
     seen: set[float] = set()
     for segment in segments(run_dir):
-        for wall, body in _entries(segment.path, damaged):
+        for wall, body in _entries(segment.path):
             # A writer that died while it thinned may have left some twice.
             if wall not in seen:
                 seen.add(wall)
@@ -164,33 +162,21 @@ def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
 def decode(body: bytes) -> Snapshot | None:
     """A recorded snapshot; None where it is not one of a schema that is known here."""
     try:
-        # The limit of the library is for bodies that do not tell their size: what is told is allocated.
         if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
             return None
-        plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES)
-        snapshot = decode_snapshot(plain)
+        snapshot = decode_snapshot(zstandard.ZstdDecompressor().decompress(body))
     except (zstandard.ZstdError, msgspec.DecodeError):
         return None
     return snapshot if snapshot.schema == SCHEMA else None
 
 
-def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
-    try:
-        with path.open("rb") as file:
-            unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
-            while True:
-                match unpacker.unpack():
-                    case [float() as wall, bytes() as body]:
-                        if is_wall(wall):
-                            yield wall, body
-                    case _:
-                        break
-    except (msgpack.OutOfData, FileNotFoundError):
-        # The end, or what a writer that died has left; or one that lives has thinned the segment away.
-        return
-    except PermissionError:
-        raise
-    except (OSError, msgpack.UnpackException, ValueError):
-        pass
-    if damaged is not None:
-        damaged.append(path)
+def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
+    """The entries up to the first byte that is none. Raises OSError."""
+    # Its end, what a writer that died has left, or damage; or one that lives has thinned the segment away.
+    over = (msgpack.OutOfData, msgpack.UnpackException, ValueError, FileNotFoundError)
+    with suppress(*over), path.open("rb") as file:
+        unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
+        while True:
+            match unpacker.unpack():
+                case [float() as wall, bytes() as body]:
+                    yield wall, body

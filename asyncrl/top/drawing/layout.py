@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rich.text import Text
 
 from asyncrl.text.numbers import ABSENT
-from asyncrl.top.drawing.text import Glyphs, Line, Span, Style, columns, fit, length
-from asyncrl.top.figures.bottleneck import kind_of
+from asyncrl.top.drawing.text import Glyphs, Line, Span, fit, length
 
 PaneName = Literal["rollouters", "learner", "weights", "staleness", "reward", "ledger", "events", "episodes"]
 LEVELS = ("info", "warning", "error")
-BAR = 8
-"""Cells of a bar in a table."""
 NARROW = 100
 """Width below which columns stand one blank apart, else two."""
-Cell = Span | Line
+Cell = str | Span | Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,22 +29,35 @@ class Choice:
     level: str = "info"
     """Events of this level and above."""
 
+    def matches(self, *texts: str) -> bool:
+        """Whether one of the texts holds the needle."""
+        return any(self.needle.lower() in text.lower() for text in texts)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table."""
 
     title: str
-    right: bool = False
+    of: Callable[[Any, Glyphs], Cell]
+    """Cell of an entry."""
     width: int = 0
     """Least width; so that columns do not move with every figure."""
-    most: int = 40
     drop: int = 0
     """Columns with larger numbers go first when there is no room; 0 stays."""
-    spare: bool = False
-    """Whether it is left out where nothing is known of it."""
     key: str = ""
     """Key by which rows are sorted; empty if they cannot be."""
+    most: int = 40
+    right: bool = False
+    spare: bool = False
+    """Whether it is left out where nothing is known of it."""
+
+
+def number(
+    title: str, of: Callable[[Any], Cell], width: int = 0, drop: int = 0, key: str = "", *, spare: bool = False
+) -> Column:
+    """A column of numbers."""
+    return Column(title, lambda entry, _: of(entry), width, drop, key, right=True, spare=spare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +65,15 @@ class Row:
     """A row; ``key`` is the actor that it is about, of a heading the first below it."""
 
     key: str
-    cells: Sequence[Cell]
+    cells: Sequence[Line]
     heading: bool = False
     """Whether it is no entry, but stands above some."""
+
+
+def row(key: str, cells: Iterable[Cell], *, heading: bool = False) -> Row:
+    """The row of these cells; a text alone has no style."""
+    lines = [[(cell, "")] if isinstance(cell, str) else [cell] if isinstance(cell, tuple) else cell for cell in cells]
+    return Row(key, lines, heading)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +114,7 @@ class Table:
 
     def heads(self, layout: TableLayout, glyphs: Glyphs) -> list[Text]:
         """The titles of the columns."""
-        return [self._drawn((title, "dim"), at, layout, glyphs) for at, title in enumerate(layout.titles)]
+        return [self._drawn([(title, "dim")], at, layout, glyphs) for at, title in enumerate(layout.titles)]
 
     def cell(self, row: Row, at: int, layout: TableLayout, glyphs: Glyphs) -> Text:
         """The cell of a row in column ``at`` of the layout."""
@@ -106,20 +122,20 @@ class Table:
 
     def lines(self, width: int, glyphs: Glyphs, most: int | None = None) -> list[Text]:
         """The table as lines, with the titles and no more than so many rows."""
-        layout, end = self.laid(width), Text()
+        layout = self.laid(width)
         rows = [[self.cell(row, at, layout, glyphs) for at in range(len(layout.widths))] for row in self.rows[:most]]
-        return [end.join(cells) for cells in [self.heads(layout, glyphs), *rows]]
+        return [Text().join(cells) for cells in [self.heads(layout, glyphs), *rows]]
 
-    def _drawn(self, cell: Cell, at: int, layout: TableLayout, glyphs: Glyphs) -> Text:
+    def _drawn(self, cell: Line, at: int, layout: TableLayout, glyphs: Glyphs) -> Text:
         number, width = layout.widths[at]
         gap = layout.gap if at < len(layout.widths) - 1 else 0
-        found = fit(_spans(cell), width - gap, glyphs, right=self.columns[number].right)
+        found = fit(cell, width - gap, glyphs, right=self.columns[number].right)
         found.pad_right(gap)
         return found
 
     def _width(self, number: int) -> int:
         column = self.columns[number]
-        widest = max((length(_spans(row.cells[number])) for row in self.rows if not row.heading), default=0)
+        widest = max((length(row.cells[number]) for row in self.rows if not row.heading), default=0)
         return max(len(self._title(column)), column.width, min(widest, column.most))
 
     def _title(self, column: Column) -> str:
@@ -127,7 +143,7 @@ class Table:
         return f"{column.title}{mark}" if column.key and column.key == self.sorted_by else column.title
 
     def _is_unknown(self, number: int) -> bool:
-        return all(row.cells[number][0] == ABSENT for row in self.rows if not row.heading)
+        return all(row.cells[number][0][0] == ABSENT for row in self.rows if not row.heading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,47 +155,7 @@ class Pane:
     about: str = ""
     """Actor that the pane is about as a whole."""
 
-    @property
-    def keys(self) -> list[str]:
-        """Actors that the rows are about."""
-        return [row.key for row in self.table.rows] if self.table is not None else []
-
     def lines(self, width: int, glyphs: Glyphs, most: int | None = None) -> list[Text]:
         """All of the pane, or no more than so many rows of it, as lines of this width."""
         below = self.table.lines(width, glyphs, most) if self.table is not None else []
         return [*(fit(line, width, glyphs) for line in self.head), *below]
-
-
-def _spans(cell: Cell) -> Line:
-    return [cell] if isinstance(cell, tuple) else cell
-
-
-def matches(choice: Choice, *texts: str) -> bool:
-    """Whether one of the texts holds the needle."""
-    needle = choice.needle.lower()
-    return not needle or any(needle in text.lower() for text in texts)
-
-
-def is_there(condition: str) -> bool:
-    """Whether an actor in this condition can do anything."""
-    return condition in ("ready", "starting", "silent")
-
-
-def is_amiss(condition: str) -> bool:
-    """Whether an actor should be otherwise."""
-    return condition in ("condemned", "dead", "lost", "aside")
-
-
-def said_state(condition: str, state: str, awaiting: str) -> Span:
-    """Words for what an actor does, with their style."""
-    if condition in ("ready", "starting") and state:
-        kind = kind_of(state)
-        styles: dict[str, Style] = {"wait": "dim", "start": "start", "weights": "weights", "upkeep": "upkeep"}
-        whom = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
-        return f"{state} {whom}".rstrip(), styles.get(kind, "")
-    return condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim"
-
-
-def facts(known: Sequence[tuple[str, str, Style]], bars: Sequence[Line], width: int, about: str) -> Pane:
-    """Names and values in as many columns as there is room for, filled downwards, below ``bars``."""
-    return Pane([*bars, *columns(known, width, most=3)], about=about)

@@ -140,6 +140,16 @@ def length(line: Line) -> int:
     return sum(len(text) if text.isascii() and text.isprintable() else cell_len(printable(text)) for text, _ in line)
 
 
+def said(name: str, value: str, style: Style = "") -> Line:
+    """A value with its name before it."""
+    return [(f"{name} ", "dim"), (value, style)]
+
+
+def warned(amiss: object, otherwise: Style = "") -> Style:
+    """The style of what stands out where something is amiss."""
+    return "warn" if amiss else otherwise
+
+
 def joined(parts: Sequence[Line], between: str = "   ") -> Line:
     """Parts that are not empty, one after the other."""
     found: Line = []

@@ -1,23 +1,8 @@
 """The stage of the pipeline that sets the pace: who waits on whom. Pure; the figures come from state-time ledgers.
 
 The flow is dataloader → rollouters → reward → learner → weights, and back: the gate admits a prompt when earlier ones
-are trained. A stage that sets the pace is at work all the time, and the others wait for it. So, over a window of a few
-steps, with the share of time in which the resources of a stage (ranks, workers, engines) were occupied:
-
-1. The last stage in the direction of flow that is occupied for at least SATURATED of its time is the bottleneck. An
-   earlier one that is as busy only fills the queues before it. The learner comes last, then reward, then rollouters,
-   then the dataloader (the share in which its event loop used a processor).
-2. A stage that was occupied mostly with something other than its work is named by that: a learner that publishes and
-   engines that are paused to load are held up by the weights.
-3. Engines are at work all the time with few requests, too: where most of the open episodes are with the user's code
-   (starting, between calls, in a tool), and neither learner nor reward is saturated, that code sets the pace.
-4. When nobody is saturated, everybody waits at some time, and what they wait for is the rule that couples them. If most
-   of the trajectories in flight sit with the reward, its latency is what all wait for. If engines that wait for tickets
-   serve older weights than there are, admission waits for the weights. If the gate has room all the time, prompts do
-   not come fast enough. Else it is the gate: with a larger staleness.max the stages would wait less. When all prompts
-   that are left to be trained are under way, they wait for the end, and no stage is named.
-5. The window does not reach back beyond the first step of the learner. Nothing is said of less than MIN_WINDOW_S, of a
-   run that is not running, and when there is nothing to go by.
+are trained. docs/monitor.md has the rules: the last stage in the direction of flow that is occupied for SATURATED of
+its time sets the pace; where none is, what couples the stages does. Nothing is said of less than MIN_WINDOW_S.
 
 Shares of a stage are taken over the time of all of its resources; a dead one has none, and starting counts as
 occupied, since others wait for it just so. The learner's are those of rank 0: the other ranks do what it wants done,

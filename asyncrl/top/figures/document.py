@@ -85,17 +85,27 @@ class StageRow(Struct, frozen=True, kw_only=True):
     bottleneck: bool = False
 
 
-class RollouterRow(Struct, frozen=True, kw_only=True):
-    """A rollouter and its engine."""
+class PlacedRow(Struct, frozen=True, kw_only=True):
+    """An actor with its host."""
 
     name: str
     host: str
     condition: str
     """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
+
+
+class StateRow(PlacedRow, frozen=True, kw_only=True):
+    """An actor with what it does, and its shares of time by state."""
+
     state: str
     awaiting: str
     state_s: float
     states: dict[str, float]
+
+
+class RollouterRow(StateRow, frozen=True, kw_only=True):
+    """A rollouter and its engine."""
+
     in_flight: float | None = None
     """Trajectories in flight."""
     waiting: float | None = None
@@ -122,17 +132,9 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     """Updates after which the drift was drift.warn or more."""
 
 
-class RankRow(Struct, frozen=True, kw_only=True):
+class RankRow(StateRow, frozen=True, kw_only=True):
     """A learner rank."""
 
-    name: str
-    host: str
-    condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
-    state: str
-    awaiting: str
-    state_s: float
-    states: dict[str, float]
     tokens_per_s: float | None = None
     """Tokens that all ranks train a second, prompts included; told by the first."""
     mfu: float | None = None
@@ -272,13 +274,9 @@ class EpisodeStageRow(Struct, frozen=True, kw_only=True):
     """Share of the time of episodes that have ended meanwhile; those of all stages add up to 1."""
 
 
-class EpisodeHostRow(Struct, frozen=True, kw_only=True):
+class EpisodeHostRow(PlacedRow, frozen=True, kw_only=True):
     """An actor that plays episodes."""
 
-    name: str
-    host: str
-    condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
     workers: Count = 0
     """Processes; 0 where each episode is a program of its own."""
     kinds: dict[Kind, float] = {}

@@ -141,7 +141,6 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Disconnect."""
         self.controller.close()
         self._transport.close()
 

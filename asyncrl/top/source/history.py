@@ -147,7 +147,7 @@ class History:
 
     def recent(self) -> Interval:
         """Interval for rates."""
-        return self._since(RATES_S)
+        return Interval(self._back(RATES_S)[0].snapshot, self._kept[-1].snapshot)
 
     def steps(self) -> Interval | None:
         """Interval for shares; None when there is one snapshot alone."""
@@ -168,9 +168,6 @@ class History:
     @staticmethod
     def _stepping(moments: list[Moment]) -> list[Moment]:
         return [each for each in moments if each.learner == moments[-1].learner]
-
-    def _since(self, seconds: float) -> Interval:
-        return Interval(self._back(seconds)[0].snapshot, self._kept[-1].snapshot)
 
     def _back(self, seconds: float) -> list[Moment]:
         """The newest moment, and those before it up to the first that is older by so much."""

@@ -30,12 +30,12 @@ FRAMES = 24
 class Replay:
     """Place of the viewer in a recording; ``position`` is Unix time, s."""
 
-    def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False, note: str = "") -> None:
+    def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False) -> None:
         """``entries`` are (wall, snapshot as recorded), in order of time; there is at least one.
 
-        ``lives``: more may come. ``note``: what is to be known of the recording itself.
+        ``lives``: more may come.
         """
-        self.lives, self.note = lives, note
+        self.lives = lives
         self._walls = [wall for wall, _ in entries]
         self._bodies = [body for _, body in entries]
         self.position = self._walls[0]
@@ -46,18 +46,15 @@ class Replay:
 
     def take(self, whole: Replay) -> None:
         """Go on in ``whole``, a later look at the same recording, from the present position."""
-        self.lives, self.note = whole.lives, whole.note
-        self._walls, self._bodies = whole._walls, whole._bodies
+        self.lives, self._walls, self._bodies = whole.lives, whole._walls, whole._bodies
         self._shown = -1
 
     @property
     def begin(self) -> float:
-        """Begin of the recording."""
         return self._walls[0]
 
     @property
     def end(self) -> float:
-        """End of the recording."""
         return self._walls[-1]
 
     @property
@@ -66,7 +63,6 @@ class Replay:
         return self.position >= self.end
 
     def advance(self, seconds: float) -> None:
-        """Play for so long."""
         if self.playing:
             self.position = min(self.end, self.position + seconds * self.speed)
             self.playing = not self.at_end
@@ -78,8 +74,11 @@ class Replay:
         self.playing = not self.playing
 
     def jump(self, position: float) -> None:
-        """Go to a position."""
         self.position = max(self.begin, min(self.end, position))
+
+    def seek(self, share: float) -> None:
+        """Go by a share of the recording."""
+        self.jump(self.position + share * (self.end - self.begin))
 
     def step(self, by: int) -> None:
         """Go by so many snapshots, and stay."""
@@ -150,15 +149,13 @@ def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
 
 def open_replay(run_dir: Path, *, lives: bool) -> Replay:
     """The recording of a run, which may live. Raises UsageError."""
-    folder, damaged = run_dir / FOLDER, list[Path]()
-    entries = sorted(read_bodies(run_dir, damaged), key=lambda entry: entry[0])
-    names = ", ".join(path.name for path in damaged)
+    folder, entries = run_dir / FOLDER, sorted(read_bodies(run_dir), key=lambda entry: entry[0])
     if not entries:
-        why = f"it is damaged: {names}" if names else "monitor.record_bytes was 0, or the run ended before it had begun"
+        why = "monitor.record_bytes was 0, or the run ended before it had begun"
         raise UsageError(f"{folder}: nothing is recorded there that can be read; {why}. {ELSE}")
     if all(decode(body) is None for _, body in entries):
         raise UsageError(f"{folder}: no snapshot there can be read, damaged or of another version of asyncrl. {ELSE}")
-    return Replay(entries, lives=lives, note=f"damaged, and shown as far as it can be read: {names}" if names else "")
+    return Replay(entries, lives=lives)
 
 
 def recent_history(run_dir: Path) -> History:

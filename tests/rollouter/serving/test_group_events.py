@@ -1,15 +1,15 @@
 """The story of an episode, from its rollouter to the words of --explain."""
 
 import asyncio
+from datetime import UTC, datetime
 from typing import get_args
 
 import pytest
 from session_cases import TOOL, call_of, played, result, said, user
 
 from asyncrl.errors import ChatRefused, EpisodeOver
-from asyncrl.explain.episodes import FORKS
 from asyncrl.explain.lines import LogLine
-from asyncrl.explain.words import words_of
+from asyncrl.explain.words import FORKS, words_of
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rollouter.episode.conversation import Cause
 from asyncrl.rollouter.serving.group_events import EVENTS_KEPT
@@ -19,7 +19,7 @@ def told(folder, agent, **options):
     """Each event of an episode, and what is said of it."""
     account = played(folder, agent, **options)[1].account
     facts = {"since": 0.0, "samples": [account.events], "end": "delivered", "left_out": account.left_out}
-    line = LogLine(1, 0.0, "rollouter/0", "generated", facts)
+    line = LogLine(actor="rollouter/0", event="generated", timestamp=datetime.fromtimestamp(0.0, UTC), **facts)
     return account, [happening.text for happening in words_of(line, "0-1") if happening.sample == 0]
 
 

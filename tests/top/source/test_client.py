@@ -71,26 +71,22 @@ async def controller(tmp_path, config, incarnation=7):
 
 
 @pytest.mark.parametrize("curve", [False, True])
-def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
+async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
     """I6: no request but those for viewers is served to one, whatever it is."""
-
-    async def scenario():
-        async with controller(tmp_path, config_with(curve)) as actor:
-            with Viewer(find_target(str(tmp_path))) as viewer:
-                async for snapshot in viewer.snapshots():
-                    assert isinstance(snapshot, Snapshot)
-                    break
-                for request in (StopRun(reason="no"), WatchRun()):
-                    with pytest.raises(RemoteError) as caught:
-                        await viewer.controller.call(request)
-                    assert caught.value.code == "forbidden"
-                refused = actor.counters["wire/refused"]
-                assert viewer.controller.cast(MetricsLine(line={"kind": "train", "step": 99}))
-                await viewer.controller.call(WatchSnapshot())
-                assert actor.counters["wire/refused"] == refused + 1
-            assert actor._run.phase == "starting" and actor._lines.last == 0
-
-    asyncio.run(scenario())
+    async with controller(tmp_path, config_with(curve)) as actor:
+        with Viewer(find_target(str(tmp_path))) as viewer:
+            async for snapshot in viewer.snapshots():
+                assert isinstance(snapshot, Snapshot)
+                break
+            for request in (StopRun(reason="no"), WatchRun()):
+                with pytest.raises(RemoteError) as caught:
+                    await viewer.controller.call(request)
+                assert caught.value.code == "forbidden"
+            refused = actor.counters["wire/refused"]
+            assert viewer.controller.cast(MetricsLine(line={"kind": "train", "step": 99}))
+            await viewer.controller.call(WatchSnapshot())
+            assert actor.counters["wire/refused"] == refused + 1
+        assert actor._run.phase == "starting" and actor._lines.last == 0
 
 
 @pytest.mark.parametrize("curve", [False, True])
@@ -153,135 +149,95 @@ def test_the_rights_of_viewers_are_those_two():
     }
 
 
-@pytest.mark.parametrize("curve", [False, True])
-def test_viewers_do_not_fence_one_another(tmp_path, curve):
-    async def scenario():
-        async with controller(tmp_path, config_with(curve)):
-            target = find_target(str(tmp_path))
-            viewers = [Viewer(target) for _ in range(6)]
-            try:
-                for _ in range(2):
-                    taken = await asyncio.gather(*(viewer.controller.call(WatchSnapshot()) for viewer in viewers))
-                    assert all(one.snapshot for one in taken)
-            finally:
-                for viewer in viewers:
-                    viewer.close()
-
-    asyncio.run(scenario())
+async def test_viewers_do_not_fence_one_another(tmp_path):
+    async with controller(tmp_path, config_with(True)):
+        target = find_target(str(tmp_path))
+        with Viewer(target) as one, Viewer(target) as other:
+            for _ in range(2):
+                taken = await asyncio.gather(*(each.controller.call(WatchSnapshot()) for each in (one, other)))
+                assert all(each.snapshot for each in taken)
 
 
-def test_no_viewer_can_claim_a_larger_incarnation(tmp_path, monkeypatch):
+async def test_no_viewer_can_claim_a_larger_incarnation(tmp_path, monkeypatch):
     """It would fence all others."""
-
-    async def scenario():
-        async with controller(tmp_path, config_with(True)):
-            target = find_target(str(tmp_path))
-            with Viewer(target) as honest:
-                await honest.controller.call(WatchSnapshot())
-                monkeypatch.setattr("asyncrl.top.source.client.VIEWER_INCARNATION", 2)
-                with Viewer(target) as greedy, pytest.raises(Refused):
-                    await greedy.controller.call(WatchSnapshot())
-                await honest.controller.call(WatchSnapshot())
-
-    asyncio.run(scenario())
+    async with controller(tmp_path, config_with(True)):
+        target = find_target(str(tmp_path))
+        with Viewer(target) as honest:
+            await honest.controller.call(WatchSnapshot())
+            monkeypatch.setattr("asyncrl.top.source.client.VIEWER_INCARNATION", 2)
+            with Viewer(target) as greedy, pytest.raises(Refused):
+                await greedy.controller.call(WatchSnapshot())
+            await honest.controller.call(WatchSnapshot())
 
 
-def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
+async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
     monkeypatch.setitem(server.SHARED, VIEWER, 2)
-
-    async def scenario():
-        async with controller(tmp_path, config_with(False)) as actor:
-            target = find_target(str(tmp_path))
-            with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
-                for viewer in (one, other):
-                    await viewer.controller.call(WatchSnapshot())
-                with pytest.raises(Refused, match="at most 2 at once"):
-                    await third.controller.call(WatchSnapshot())
-                with pytest.raises(ActorFailed, match="at most 2 at once, and as many do: detach one"):
-                    await anext(watch(target))
-                assert len(actor._server._sessions) == 2
-            monkeypatch.setattr(server, "UNUSED_S", 0.0)
-            with Viewer(target) as fourth:
-                await fourth.controller.call(WatchSnapshot())
-
-    asyncio.run(scenario())
+    async with controller(tmp_path, config_with(False)) as actor:
+        target = find_target(str(tmp_path))
+        with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
+            for viewer in (one, other):
+                await viewer.controller.call(WatchSnapshot())
+            with pytest.raises(Refused, match="at most 2 at once"):
+                await third.controller.call(WatchSnapshot())
+            with pytest.raises(ActorFailed, match="at most 2 at once, and as many do: detach one"):
+                await anext(watch(target))
+            assert len(actor._server._sessions) == 2
+        monkeypatch.setattr(server, "UNUSED_S", 0.0)
+        with Viewer(target) as fourth:
+            await fourth.controller.call(WatchSnapshot())
 
 
-@pytest.mark.parametrize("curve", [False, True])
-def test_a_watch_goes_on_with_the_successor(tmp_path, curve, monkeypatch):
+async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 2.0)
-    config = config_with(curve)
-
-    async def scenario():
-        seen = []
-        async with controller(tmp_path, config):
-            news = watch(find_target(str(tmp_path)))
+    config = config_with(True)
+    seen = []
+    async with controller(tmp_path, config):
+        news = watch(find_target(str(tmp_path)))
+        seen.append(await anext(news))
+    while not isinstance(seen[-1], Away):
+        seen.append(await anext(news))
+    async with controller(tmp_path, config, incarnation=8) as successor:
+        while not isinstance(seen[-1], Snapshot):
             seen.append(await anext(news))
-        while not isinstance(seen[-1], Away):
-            seen.append(await anext(news))
-        async with controller(tmp_path, config, incarnation=8) as successor:
-            while not isinstance(seen[-1], Snapshot):
-                seen.append(await anext(news))
-            successor._run.stop("enough", successor.clock.now())
-            successor._tell()
-            seen += [one async for one in news]
-        assert seen[-1].run.phase == "done"
-        assert seen[-1].actors[0].incarnation == 8
-        assert seen[0].run.age_s < seen[-1].run.age_s
-
-    asyncio.run(scenario())
+        successor._run.stop("enough", successor.clock.now())
+        successor._tell()
+        seen += [one async for one in news]
+    assert seen[-1].run.phase == "done"
+    assert seen[-1].actors[0].incarnation == 8
+    assert seen[0].run.age_s < seen[-1].run.age_s
 
 
-def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_speed(tmp_path, monkeypatch):
+async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_speed(tmp_path, monkeypatch):
     pause_s = 0.3
     monkeypatch.setattr("asyncrl.top.source.client.AGAIN_S", pause_s)
+    async with controller(tmp_path, config_with(False)) as actor:
 
-    async def scenario():
-        async with controller(tmp_path, config_with(False)) as actor:
+        async def fail(request, caller):
+            raise ValueError("no snapshot")
 
-            async def fail(request, caller):
-                raise ValueError("no snapshot")
-
-            actor._watching.snapshots.watch = fail
-            began = time.monotonic()
-            news = watch(find_target(str(tmp_path)))
-            seen = [await anext(news) for _ in range(4)]
-            await news.aclose()
-        assert all(isinstance(one, Away) for one in seen)
-        assert time.monotonic() - began >= 3 * pause_s
-
-    asyncio.run(scenario())
+        actor._watching.snapshots.watch = fail
+        began = time.monotonic()
+        news = watch(find_target(str(tmp_path)))
+        seen = [await anext(news) for _ in range(4)]
+        await news.aclose()
+    assert all(isinstance(one, Away) for one in seen)
+    assert time.monotonic() - began >= 3 * pause_s
 
 
-def test_a_watch_ends_with_the_folder_of_its_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["its folder is gone", "all of it was killed"])
+async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
+    """Of one that was killed the folder is left behind, and nobody holds the lock of it."""
     monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 1.5)
-
-    async def scenario():
-        async with controller(tmp_path, config_with(False)):
-            news = watch(find_target(str(tmp_path)))
-            await anext(news)
-        (tmp_path / "private").rename(tmp_path / "gone")
-        async for one in news:
-            assert isinstance(one, Snapshot)
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
-def test_a_watch_ends_with_a_run_that_was_killed_as_a_whole(tmp_path, monkeypatch):
-    """Its folder is left behind, and nobody holds the lock of it."""
-    monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 1.5)
-
-    async def scenario():
-        private = tmp_path / "private"
+    private = tmp_path / "private"
+    async with asyncio.timeout(20):
         async with controller(tmp_path, config_with(False)):
             with (private / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 news = watch(dataclasses.replace(find_target(str(tmp_path)), lives=is_living))
                 assert isinstance(await anext(news), Snapshot)
-        left = [one async for one in news]
-        assert all(isinstance(one, Snapshot | Away) for one in left)
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+        if what == "its folder is gone":
+            private.rename(tmp_path / "gone")
+        assert all(isinstance(one, Snapshot | Away) for one in [one async for one in news])
 
 
 def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_path):
@@ -293,14 +249,11 @@ def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_pat
     assert not target.is_over
 
 
-def test_by_address_with_keys_from_elsewhere(tmp_path):
-    async def scenario():
-        async with controller(tmp_path, config_with(True)) as actor:
-            target = find_target(actor.address.removeprefix("tcp://"), tmp_path / "private")
-            assert target.run_dir is None and not target.is_over
-            assert isinstance(await anext(watch(target)), Snapshot)
-
-    asyncio.run(scenario())
+async def test_by_address_with_keys_from_elsewhere(tmp_path):
+    async with controller(tmp_path, config_with(True)) as actor:
+        target = find_target(actor.address.removeprefix("tcp://"), tmp_path / "private")
+        assert target.run_dir is None and not target.is_over
+        assert isinstance(await anext(watch(target)), Snapshot)
 
 
 def test_what_there_is_nothing_to_attach_to(tmp_path):
@@ -319,9 +272,8 @@ def test_what_there_is_nothing_to_attach_to(tmp_path):
         find_target(str(tmp_path))
 
 
-@pytest.mark.parametrize("host", ["a..b", "x" * 70, "\x1b]0;x\x07", "\udc9b"])
-def test_what_can_be_no_host_is_said(host):
-    assert why_unreachable(f"{host}:80")
+def test_what_can_be_no_host_is_said():
+    assert why_unreachable("a..b:80") and why_unreachable("\udc9b:80")
 
 
 KEY = "a" * 40
@@ -332,28 +284,17 @@ SOUND = {
     "viewer-0.0.json": {"public": KEY, "secret": KEY},
     "peers.json": {"controller/0": [KEY]},
 }
-BROKEN = [b"", b"[]", b"{}", b"null", b"5", b"\xff\x00", b"{", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
+DAMAGED = [
+    *((name, content) for name in SOUND for content in (b"", b"[]", b"{" * 100_000)),
+    *(("controller.json", json.dumps({"address": address}).encode()) for address in (5, "nowhere", "tcp://h:0")),
+    ("run.json", b'{"run_id": 5, "curve": false}'),
+    ("secret.json", b'{"secret": null}'),
+    ("viewer-0.0.json", json.dumps({"public": KEY, "secret": "short"}).encode()),
+    ("peers.json", b'{"controller/0": ["short"]}'),
+]
 
 
-def damaged_files():
-    for name in SOUND:
-        for content in BROKEN:
-            # Nobody is an owner of keys there, which only a controller would mind.
-            if (name, content) != ("peers.json", b"{}"):
-                yield name, content
-    for address in (5, "5", "nowhere", "tcp://:80", "tcp://h:0", "h: 80", "h:\u0663", ["h:80"], {}):
-        yield "controller.json", json.dumps({"address": address}).encode()
-    for run in ({"run_id": 5, "curve": False}, {"run_id": "1", "curve": "no"}, {"run_id": [], "curve": []}):
-        yield "run.json", json.dumps(run).encode()
-    for secret in (5, None, ["s"], "\ud800"):
-        yield "secret.json", json.dumps({"secret": secret}).encode()
-    for key in (5, "", "short", "\u00e9" * 40, "'" * 40, "a" * 41, "a" * 40 + "\n"):
-        yield "viewer-0.0.json", json.dumps({"public": KEY, "secret": key}).encode()
-        yield "viewer-0.0.json", json.dumps({"public": key, "secret": KEY}).encode()
-        yield "peers.json", json.dumps({"controller/0": [key]}).encode()
-
-
-@pytest.mark.parametrize(("name", "content"), [*damaged_files()], ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("name", "content"), DAMAGED, ids=lambda value: repr(value)[:40])
 def test_a_file_of_a_private_folder_that_is_damaged_is_named(tmp_path, name, content):
     private = tmp_path / "private"
     private.mkdir()
