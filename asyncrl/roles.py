@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Place = Literal["head", "ranks", "engines", "beside engines", "free cores"]
-"""Hosts of a role: the head; by the learner's GPUs or cores; by those of the engines; with the engines and on hosts
-without either; where most cores are free. launcher/terms/placement.py has the rules."""
+"""Hosts of a role, by the rules of launcher/terms/placement.py. Any role may be on the head, or where most cores are
+free; "ranks" is the learner's rule, by its GPUs or cores, "engines" the rollouters', "beside engines" that of episode
+hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

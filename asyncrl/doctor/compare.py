@@ -19,6 +19,9 @@ SKEW_S = 0.5
 """Difference above which clocks are named: they decide nothing, but times of two hosts are shown side by side."""
 MUST_BE_EQUAL = ("asyncrl", "torch", "vllm", "transformers")
 SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
+EXTRAS = {"aiohttp": "asyncrl[episodes]", "vllm": "asyncrl[vllm]"}
+EXTRAS |= dict.fromkeys(("torch", "transformers"), "asyncrl[train]")
+"""Extras that bring a package; any other is installed by its name."""
 BUSY_SHARE = 0.05
 """Share of a GPU's memory above which it is in use already; a driver or a display takes less."""
 
@@ -74,9 +77,9 @@ def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[
         missing = [name for name in needed.get(host, ()) if not each.versions.get(name)]
         wrong, odd = (_differences(names, each, facts[head], head) for names in (MUST_BE_EQUAL, SHOULD_BE_EQUAL))
         if missing:
-            extra = "asyncrl[vllm]" if "vllm" in missing else "asyncrl[train]"
+            wanted = " ".join(f"'{extra}'" for extra in dict.fromkeys(EXTRAS.get(name, name) for name in missing))
             told = f"not installed: {', '.join(missing)}"
-            found.append(fail("versions", told, f"pip install '{extra}' there, in the environment of {head}", host))
+            found.append(fail("versions", told, f"pip install {wanted} there, in the environment of {head}", host))
         elif wrong:
             fix = f"install the same there as on {head}"
             found.append(fail("versions", ", ".join([*wrong, *odd]), fix, host))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.config.engines import ENGINES
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.protocol import Card, HostFacts
 from asyncrl.launcher.fleet.hosts import NVIDIA_SMI_S
@@ -30,7 +31,9 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
     "pyzmq": ("pyzmq",),
     "msgspec": ("msgspec",),
+    "aiohttp": ("aiohttp",),
 }
+PACKAGES = dict.fromkeys([*DISTRIBUTIONS, *(name for traits in ENGINES.values() for name in traits.packages)])
 QUERY = "index,name,driver_version,memory.total,memory.used"
 CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
@@ -45,14 +48,14 @@ def gather_facts(facts: HostOffer) -> HostFacts:
     return HostFacts(
         facts=facts,
         identity=f"{facts.hostname}/{host_id()}",
-        versions={"python": platform.python_version()} | {name: _version(name) for name in DISTRIBUTIONS},
+        versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         cards=cards,
         gpu_problem=problem,
     )
 
 
 def _version(name: str) -> str:
-    for distribution in DISTRIBUTIONS[name]:
+    for distribution in DISTRIBUTIONS.get(name, (name,)):
         try:
             return version(distribution)
         except PackageNotFoundError:

@@ -50,7 +50,7 @@ def _declared_in_sources() -> tuple[str, ...]:
     found: list[str] = []
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if "import declare\n" in text and path != Path(__file__):
+        if "declare(" in text and path != Path(__file__):
             calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
             named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "declare"]
             found += [declare(*map(_value, call.args)) for call in named]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from asyncrl.config.engines import ENGINES
 from asyncrl.doctor.machine import (
     find_cards,
     gather_facts,
@@ -34,6 +35,7 @@ def test_memory(total, available, result):
 def test_what_this_host_is():
     facts = gather_facts(find_facts())
     assert facts.versions["asyncrl"] == facts.facts.version
+    assert facts.versions.keys() >= {"aiohttp", *(name for traits in ENGINES.values() for name in traits.packages)}
     assert facts.versions["pyzmq"] and facts.facts.interfaces["lo"] == "127.0.0.1"
     assert facts.identity == gather_facts(find_facts()).identity
     total, available = memory_bytes()

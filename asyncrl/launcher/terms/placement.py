@@ -5,9 +5,10 @@ there. The learner's ranks fill the GPUs of the first hosts, as far as leaves ro
 follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it.
 Ranks and engines that compute on CPUs go where they get most cores, so such runs are spread evenly. Where there
 are episodes, each host with neither GPUs (``slots=0`` says so of one that has some) nor rank nor engine has an episode
-host as well, or the first ``episode.extra_hosts`` of them. Reward pools go to different
-hosts as far as there are hosts, each to the one with most cores free, counting one for each actor there. Where hosts
-are equal the earlier one is taken, and replicas are numbered in the order of the hosts.
+host as well, or the first ``episode.extra_hosts`` of them. Actors of a role whose place is "free cores", as reward
+pools, go to different hosts as far as there are hosts, each to the one with most cores free, counting one for each
+actor there. All others are on the head. Where hosts are equal the earlier one is taken, and replicas are numbered in
+the order of the hosts.
 
 On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
 of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
@@ -22,6 +23,7 @@ there are. Everybody else gets one thread.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -90,11 +92,11 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     for name, host in zip(config.extra_episode_hosts, extra, strict=True):
         placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
-    for name, host in zip(config.reward_pools, _reward_hosts(config, hosts, ranks, replicas), strict=True):
-        placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
+    freest = itertools.cycle(_freest_hosts(config, hosts, ranks, replicas))
     for name in config.actors:
         if name not in placed:
-            placed[name] = Placed(name=name, host=hosts[0].name, env=_environment(1, ()))
+            host = next(freest) if ROLES[role_of(name)].place == "free cores" else hosts[0]
+            placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
     return [placed[name] for name in config.actors]
 
 
@@ -271,10 +273,10 @@ def _episode_hosts(
     ]
 
 
-def _reward_hosts(
+def _freest_hosts(
     config: Config, hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
 ) -> list[PlacementHost]:
-    """Host of each pool: those with most cores free, counting one for each actor there; round and round."""
+    """The hosts, those with most cores free first, counting one for each actor there."""
     # Those without which a run goes on are of low priority.
     on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
@@ -284,8 +286,7 @@ def _reward_hosts(
         for i, host in enumerate(hosts)
     ]
     # Sorting keeps the order of those that are equal.
-    freest = sorted(range(len(hosts)), key=lambda at: -free[at])
-    return [hosts[freest[pool % len(hosts)]] for pool in range(config.reward.pools)]
+    return [hosts[at] for at in sorted(range(len(hosts)), key=lambda at: -free[at])]
 
 
 def _threads(config: Config, host: PlacementHost, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:

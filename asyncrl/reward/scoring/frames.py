@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.messages.reward import Score
+
 MAX_RESULT_BYTES = 1 << 20
 MAX_TASK_BYTES = 1 << 30
 
@@ -38,6 +40,18 @@ class RewardTask(msgspec.Struct, frozen=True, array_like=True):
     finish_reasons: list[str]
     conversations: list[list[dict[str, Any]]] = []
     """The messages of each completion; empty where none has any."""
+
+    @classmethod
+    def of(cls, request: Score) -> RewardTask:
+        """The task of a request."""
+        completions = request.completions
+        return cls(
+            request.prompt,
+            request.row,
+            [each.text for each in completions],
+            [each.finish_reason for each in completions],
+            [each.messages for each in completions] if any(each.messages for each in completions) else [],
+        )
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):

@@ -297,17 +297,8 @@ class RewardPool:
     def _encoded(self, pending: Pending) -> bytes | None:
         """The frame's body; None when there can be none, which fails the task."""
         request = pending.request
-        completions = request.completions
-        messages = [c.messages for c in completions] if any(c.messages for c in completions) else []
-        task = RewardTask(
-            request.prompt,
-            request.row,
-            [c.text for c in completions],
-            [c.finish_reason for c in completions],
-            messages,
-        )
         try:
-            body = self._encoder.encode(task)
+            body = self._encoder.encode(RewardTask.of(request))
             if len(body) > MAX_TASK_BYTES:
                 raise ValueError(f"{len(body)} bytes")
         except (TypeError, ValueError, OverflowError) as error:
