@@ -9,7 +9,7 @@ KINDS = {"engine": "engine", "rank": "rank", "worker": "worker"}
 WHOLE = 0.005
 """Share of a life that may be missing or too much."""
 SHORT_S = 0.1
-"""What two processes' clocks and a look at the state of one cost."""
+"""Costs of two processes' clocks, and of a look at the state of one."""
 SAME_S = 0.01
 """Between two looks at one heartbeat, at the most."""
 BEATS = 5
@@ -17,7 +17,7 @@ BEATS = 5
 
 
 def assert_ledgers_add_up(snapshots, run_dir):
-    """Of every serial resource of every incarnation; returns (resource, incarnation) → its states."""
+    """States of every serial resource of every incarnation: (resource, incarnation) → its states."""
     beats, spawned = {}, _spawned(run_dir)
     for snapshot in snapshots:
         for actor in snapshot.actors:

@@ -99,7 +99,7 @@ def plain_model(folder: Path) -> Any:
 
 
 def plain_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Of each sequence the log-prob of each token given those before it, from the second on."""
+    """Log-probs of each sequence's tokens given those before them, from the second token on."""
     model, found = plain_model(folder), []
     for ids in sequences:
         with torch.no_grad():

@@ -23,7 +23,7 @@ def make_probe(places: int = PLACES) -> Probe:
 
 
 def scores_of(probe: Probe, off: float = 0.0) -> list[list[float]]:
-    """What an engine says whose log-probs are all ``off``."""
+    """An engine's answer whose log-probs are all ``off``."""
     ends = np.cumsum(probe.lengths - 1)[:-1]
     return [(part.astype(np.float64) + off).tolist() for part in np.split(probe.logprobs, ends)]
 

@@ -34,18 +34,18 @@ class Job(msgspec.Struct, frozen=True):
     extra: dict[str, Any] = {}
     """rollout.vllm.extra."""
     lora: dict[str, Any] = {}
-    """Of the configuration; where it is given the manifests are of adapters."""
+    """The configuration's section; where it is given the manifests are of adapters."""
 
 
 class Version(msgspec.Struct, frozen=True):
-    """What one set of weights gave."""
+    """Answers under one set of weights."""
 
     scores: list[list[float]]
-    """Of each scored sequence: log-probs from its second token on."""
+    """Log-probs of each scored sequence from its second token on."""
     tokens: list[list[int]]
     logprobs: list[list[float]]
     experts: list[list[list[list[int]]]] = []
-    """Of each continued sequence: the experts [position, layer, choice], where the engine tells them."""
+    """Experts of each continued sequence: [position, layer, choice], where the engine tells them."""
 
 
 class Served(msgspec.Struct, frozen=True):

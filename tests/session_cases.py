@@ -183,7 +183,7 @@ class World:
             yield
 
     def run(self, host, request, timeout):
-        """What an episode host does: the agent plays, and whoever cancels ends it."""
+        """An episode host's part: the agent plays, and is ended by a cancellation."""
 
         async def play():
             self.ran.append(request)

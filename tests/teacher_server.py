@@ -7,7 +7,7 @@ from scripted_server import ScriptedServer
 
 
 def logprob_of(ids, place):
-    """What this teacher has for a token: a number that tells the token, the one before, and the place."""
+    """This teacher's value of a token: a number that tells the token, the one before, and the place."""
     return -(ids[place] + ids[place - 1] / 100 + place / 10_000)
 
 

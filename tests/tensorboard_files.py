@@ -1,4 +1,4 @@
-"""What TensorBoard shows, read with its own reader."""
+"""Scalars that TensorBoard shows, read with its own reader."""
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -81,5 +81,5 @@ class Terminal:
         raise AssertionError(f"it goes on:\n{self.text()}")
 
     def pid(self):
-        """Of the command."""
+        """Pid of the command."""
         return int(self._tmux("list-panes", "-F", "#{pane_pid}"))

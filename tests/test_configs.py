@@ -30,7 +30,7 @@ def test_it_is_valid_once_its_paths_are_given(file):
 
 
 def test_the_quickstart_shows_that_it_learns():
-    """What its users rely on: two evaluations of the same prompts at both ends of a run that is off-policy."""
+    """Its users rely on two evaluations of the same prompts at both ends of a run that is off-policy."""
     file = CONFIGS / "quickstart.toml"
     config = load_config([file], user_paths(tomllib.loads(file.read_text())))
     engines = config.rollout.replicas * (config.rollout.vllm.threads or 0)

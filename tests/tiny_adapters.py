@@ -15,7 +15,7 @@ RANK, ALPHA = 6, 15.0
 
 
 def linear_layers(model: Any, targets: Sequence[str] | None = None) -> dict[str, torch.nn.Linear]:
-    """Of the decoder, by name; those whose names end in ``targets``."""
+    """Modules of the decoder, by name; those whose names end in ``targets``."""
     return {
         name: module
         for name, module in model.named_modules()

@@ -72,7 +72,7 @@ def load(path: Path) -> dict[str, dict[str, list[Span]]]:
 
 
 def slots(actor: dict[str, list[Span]]) -> list[Span]:
-    """What the slots of a rollouter did."""
+    """Deeds of the slots of a rollouter."""
     return [span for track, spans in actor.items() if track.startswith("slot ") for span in spans]
 
 
