@@ -13,6 +13,7 @@ from asyncrl.weights.collective.framing import (
     Decoder,
     Frame,
     FrameKind,
+    abort,
     check_done,
     check_heading,
     check_opening,
@@ -69,6 +70,11 @@ def test_impossible_headers_are_refused(at: int, value: int) -> None:
     header[at] = value
     with pytest.raises(ValueError, match="begins no frame"):
         Decoder().feed(bytes(header))
+
+
+def test_long_reasons_are_cut() -> None:
+    [frame] = Decoder().feed(encode(abort("ä" * MAX_TEXT)))
+    assert (frame.kind, len(frame.text)) == (FrameKind.ABORT, MAX_TEXT)
 
 
 def test_what_is_sent_is_what_is_expected() -> None:

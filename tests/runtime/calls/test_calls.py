@@ -435,6 +435,16 @@ async def test_messages_over_the_limit_are_refused_by_their_sender(memory):
         await peer.call(Echo())
 
 
+async def test_more_calls_than_credit_are_all_answered(monkeypatch):
+    monkeypatch.setattr(server_module, "CREDIT", 16)
+    async with Net(memory=True) as net:
+        server = Server()
+        net.serve(server, "server/0")
+        peer = net.client("server/0")
+        await asyncio.gather(*[peer.call(Echo(n=n)) for n in range(200)])
+        assert len(server.callers) == 200
+
+
 async def test_under_curve_a_large_message_arrives_whole_and_one_over_the_limit_is_refused_by_its_sender(tmp_path):
     create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=True)
     async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
