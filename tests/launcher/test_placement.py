@@ -357,17 +357,13 @@ def test_what_no_split_over_hosts_can_hold_is_refused_with_the_sum(gpus, ranks, 
 @pytest.mark.parametrize(
     ("rollout", "episode", "told"),
     [
-        ({"concurrency": "auto"}, {}, "in flight       up to 2048 = rollout.concurrency 1024 x rollout.replicas 2"),
-        (
-            {"concurrency": 8},
-            {"function": "p:f"},
-            "episodes open                64 = rollout.episodes 32 x rollout.rep",
-        ),
         (
             {"concurrency": "auto"},
-            {"function": "p:f"},
-            "episodes open                up to 8192 = rollout.episodes 4096",
+            {},
+            "trajectories in flight up to 2048 = rollout.concurrency 1024 x rollout.replicas 2",
         ),
+        ({"concurrency": 8}, {"function": "p:f"}, "episodes open 64 = rollout.episodes 32 x rollout.replicas 2"),
+        ({"concurrency": "auto"}, {"function": "p:f"}, "episodes open up to 8192 = rollout.episodes 4096 x "),
     ],
 )
 def test_it_is_told_what_is_in_flight(rollout, episode, told):
