@@ -139,10 +139,9 @@ def test_an_interrupt_at_any_moment_of_the_start(stub):
     assert run.end()[0] == 130
 
 
-def test_an_agent_that_is_killed_takes_everything_along(stub):
-    run = stub({"rollouter/0": {"children": True}})
-    run.wait_to_show("running")
-    assert len(marked(run.folder)) > 6
+def test_an_agent_that_is_killed_takes_everything_along_in_the_middle_of_a_storm_of_forks(stub):
+    run = stub({"rollouter/0": {"children": True, "storm": True}})
+    wait_until(lambda: len(marked(run.folder)) > 60, "the storm")
     os.kill(run.node("agent"), signal.SIGKILL)
     code, shown = run.end()
     assert code == 1
