@@ -157,6 +157,11 @@ def test_every_problem_is_reported_at_once():
             {"weights": {"delta": True, "versions_held": 3}},
             "weights.versions_held: must be at least 4 with weights.del",
         ),
+        # Of a table that is left out by default.
+        (
+            {"learner": {"correction": {"reject": {"limt": 1.0}}}},
+            "learner.correction.reject.limt: unknown key; did you mean limit?",
+        ),
         ({"weights": {"versions_held": 1}}, "weights.versions_held: input should be"),
         ({"weights": {"stage_deadline_s": 60.0}}, "weights.stage_deadline_s: must be at least weights.deadline_s"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from operator import attrgetter
 
 from asyncrl.config import Config
 from asyncrl.config.algorithm import TeacherServerConfig
@@ -10,6 +12,8 @@ from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig, StalenessConfig
 
+Problem = tuple[str, str]
+"""A dotted key, and what is wrong with its value and what to do."""
 FORBIDDEN_VLLM_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
@@ -23,255 +27,220 @@ def _context_key(config: Config) -> str:
     return f"rollout.{config.rollout.traits.context_key}"
 
 
-def _weight_problems(config: Config) -> list[tuple[str, str]]:
+def _weight_problems(config: Config) -> Iterator[Problem]:
     weights, rollout = config.weights, config.rollout
-    found = []
     if weights.chunk_bytes > config.network.max_message_bytes // 2:
-        found.append(("weights.chunk_bytes", "must be at most half of network.max_message_bytes"))
+        yield "weights.chunk_bytes", "must be at most half of network.max_message_bytes"
     if weights.delta and weights.transport in ("gloo", "nccl"):
-        found.append(("weights.delta", f"has no use under {weights.transport}; take shm, stream or auto"))
+        yield "weights.delta", f"has no use under {weights.transport}; take shm, stream or auto"
     if rollout.keep_kv == "stale" and rollout.on_update != "keep":
-        found.append(("rollout.keep_kv", 'stale is for rollout.on_update = "keep" alone'))
+        yield "rollout.keep_kv", 'stale is for rollout.on_update = "keep" alone'
     warn, stop = config.drift.warn, config.drift.stop
     if warn != "auto" and stop != "auto" and stop < warn:
-        found.append(("drift.stop", f"is {stop:g}, below drift.warn = {warn:g}"))
+        yield "drift.stop", f"is {stop:g}, below drift.warn = {warn:g}"
     if weights.delta and weights.versions_held < 4:
-        found.append(("weights.versions_held", "must be at least 4 with weights.delta"))
+        yield "weights.versions_held", "must be at least 4 with weights.delta"
     if weights.stage_deadline_s < weights.deadline_s:
-        found.append(("weights.stage_deadline_s", "must be at least weights.deadline_s"))
+        yield "weights.stage_deadline_s", "must be at least weights.deadline_s"
     if weights.broadcast_timeout_s > weights.deadline_s:
-        found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
+        yield "weights.broadcast_timeout_s", "must be at most weights.deadline_s"
     load_key = rollout.traits.load_key
     if load_key and rollout.value_of(load_key) >= weights.deadline_s:
-        found.append((f"rollout.{load_key}", "must be below weights.deadline_s"))
-    return found
+        yield f"rollout.{load_key}", "must be below weights.deadline_s"
 
 
-def _lora_problems(config: Config) -> list[tuple[str, str]]:
-    lora, weights, found = config.lora, config.weights, []
+def _lora_problems(config: Config) -> Iterator[Problem]:
+    lora, weights = config.lora, config.weights
     if not lora.is_on:
         told = "has no effect without adapters; set lora.rank, as 32"
         changed = [key for key in ("alpha", "targets", "publish") if getattr(lora, key) != getattr(LoraConfig(), key)]
-        return [(f"lora.{key}", told) for key in changed]
+        yield from ((f"lora.{key}", told) for key in changed)
+        return
     if config.learner.backend == "sim":
-        found.append(("lora.rank", 'learner.backend = "sim" trains nothing; leave it out'))
+        yield "lora.rank", 'learner.backend = "sim" trains nothing; leave it out'
     if not lora.targets:
-        found.append(("lora.targets", 'is empty; name layers, as ["q_proj", "v_proj"], or take "all-linear"'))
+        yield "lora.targets", 'is empty; name layers, as ["q_proj", "v_proj"], or take "all-linear"'
     if not config.publishes_adapter:
-        return found
+        return
     traits = config.rollout.traits
     if not traits.adapter_rank:
         told = f'is adapter, which the engine {config.rollout.engine} cannot load; take auto or "merged"'
-        found.append(("lora.publish", told))
+        yield "lora.publish", told
     elif lora.rank > traits.adapter_rank:
         told = (
             f"is {lora.rank}, and {traits.title} takes adapters up to {traits.adapter_rank}; "
             'lower it or set lora.publish to "merged"'
         )
-        found.append(("lora.rank", told))
+        yield "lora.rank", told
     if weights.transport in ("gloo", "nccl"):
         told = f"is {weights.transport}, a broadcast, and an adapter has few megabytes; take auto, shm or stream"
-        found.append(("weights.transport", told))
+        yield "weights.transport", told
     if weights.delta:
-        found.append(("weights.delta", "has no use for adapters, whose every number changes; leave it out"))
-    return found
+        yield "weights.delta", "has no use for adapters, whose every number changes; leave it out"
 
 
-def _chat_problems(config: Config) -> list[tuple[str, str]]:
-    chat, found = config.chat, []
+def _chat_problems(config: Config) -> Iterator[Problem]:
     named = (("tool_parser", OWN_TOOL_PARSERS), ("reasoning_parser", OWN_REASONING_PARSERS))
     for key, own in named:
-        if getattr(chat, key) not in own and not config.rollout.traits.parsers:
+        if getattr(config.chat, key) not in own and not config.rollout.traits.parsers:
             theirs = f'is none of {", ".join(own)}; vLLM\'s parsers need rollout.engine = "vllm"'
-            found.append((f"chat.{key}", theirs))
-    return found
+            yield f"chat.{key}", theirs
 
 
-def _episode_problems(config: Config) -> list[tuple[str, str]]:
+def _episode_problems(config: Config) -> Iterator[Problem]:
     episode, rollout = config.episode, config.rollout
-    found = []
     if episode.kind == "single":
-        if rollout.episodes is not None:
-            told = "is for episodes; set episode.function, env, tools or command, or leave it out"
-            found.append(("rollout.episodes", told))
-        if episode.extra_hosts is not None:
-            told = "is for episodes; set episode.function, env, tools or command, or leave it out"
-            found.append(("episode.extra_hosts", told))
+        for key, value in (("rollout.episodes", rollout.episodes), ("episode.extra_hosts", episode.extra_hosts)):
+            if value is not None:
+                yield key, "is for episodes; set episode.function, env, tools or command, or leave it out"
         if episode.options:
-            found.append(("episode.options", "are for episode.function, env or tools, and none of them is set"))
-        return found
+            yield "episode.options", "are for episode.function, env or tools, and none of them is set"
+        return
     if episode.kind == "command" and episode.options:
-        found.append(("episode.options", "are not given to a command; put them into its arguments"))
+        yield "episode.options", "are not given to a command; put them into its arguments"
     if config.reward.truncated == "penalty":
         told = "penalty holds one response against rollout.max_tokens, and an episode has many; take score or mask"
-        found.append(("reward.truncated", told))
+        yield "reward.truncated", told
     if episode.max_request_bytes > config.network.max_message_bytes:
-        found.append(("episode.max_request_bytes", "must be at most network.max_message_bytes"))
+        yield "episode.max_request_bytes", "must be at most network.max_message_bytes"
     context, length = episode.max_context_tokens, rollout.engine_context
     if context is not None and length is not None and length < context:
-        found.append((_context_key(config), f"is {length}, less than episode.max_context_tokens = {context}"))
-    return found
+        yield _context_key(config), f"is {length}, less than episode.max_context_tokens = {context}"
 
 
-def _sft_problems(config: Config) -> list[tuple[str, str]]:
-    sft, learner, found = config.sft, config.learner, []
+def _sft_problems(config: Config) -> Iterator[Problem]:
+    sft, learner = config.sft, config.learner
     if sft.data is None:
         told = "has no effect without sft.data; name the file of the conversations"
-        return [(f"sft.{key}", told) for key in ("warm_steps", "weight") if getattr(sft, key)]
+        yield from ((f"sft.{key}", told) for key in ("warm_steps", "weight") if getattr(sft, key))
+        return
     if not sft.is_on:
-        found.append(("sft.data", "is not trained: set sft.warm_steps, or sft.weight for the later steps"))
+        yield "sft.data", "is not trained: set sft.warm_steps, or sft.weight for the later steps"
     if learner.backend == "sim":
-        found.append(("sft.data", 'learner.backend = "sim" trains nothing; leave it out'))
+        yield "sft.data", 'learner.backend = "sim" trains nothing; leave it out'
     if sft.weight and sft.batch < learner.updates_per_batch:
         told = f"is {sft.batch}, fewer than the updates of a step (learner.updates_per_batch = "
-        found.append(("sft.batch", f"{told}{learner.updates_per_batch})"))
+        yield "sft.batch", f"{told}{learner.updates_per_batch})"
     if sft.rise_steps > sft.warm_steps:
-        found.append(("sft.rise_steps", f"is more than sft.warm_steps = {sft.warm_steps}"))
+        yield "sft.rise_steps", f"is more than sft.warm_steps = {sft.warm_steps}"
     if sft.warm_steps and learner.kl.coefficient and learner.kl.path is None:
         told = "is model.path by default, which sft.warm_steps lead away from; name the folder of the reference"
-        found.append(("learner.kl.path", told))
-    return found
+        yield "learner.kl.path", told
 
 
-def _teacher_problems(config: Config) -> list[tuple[str, str]]:
-    learner, found = config.learner, []
+def _teacher_problems(config: Config) -> Iterator[Problem]:
+    learner = config.learner
     if learner.teacher_url is None:
         if learner.teacher_server != TeacherServerConfig():
-            found.append(("learner.teacher_server", "has no effect unless learner.teacher is a URL"))
-        return found
+            yield "learner.teacher_server", "has no effect unless learner.teacher is a URL"
+        return
     if config.rollout.temperature != 1.0:
         told = f"is {config.rollout.temperature:g}, but a teacher on a server scores at temperature 1; set it to 1"
-        found.append(("rollout.temperature", f"{told}, or learner.teacher to the folder of the model"))
+        yield "rollout.temperature", f"{told}, or learner.teacher to the folder of the model"
     key = learner.teacher_server.api_key_env
     if key and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
         told = "takes the name of an environment variable, never the key itself"
-        found.append(("learner.teacher_server.api_key_env", told))
-    return found
+        yield "learner.teacher_server.api_key_env", told
 
 
-def cross_check(config: Config) -> list[tuple[str, str]]:
-    """Problems between sections, as (dotted key, what is wrong and what to do)."""
-    found: list[tuple[str, str]] = []
+def cross_check(config: Config) -> Iterator[Problem]:
+    """Problems between sections."""
     rollout, learner, reward = config.rollout, config.learner, config.reward
     simulated = rollout.traits.makes_up and learner.backend == "sim"
     if config.model.path is None and not simulated:
-        found.append(("model.path", 'is required unless rollout.engine and learner.backend are both "sim"'))
+        yield "model.path", 'is required unless rollout.engine and learner.backend are both "sim"'
     if rollout.traits.makes_up and learner.backend != "sim":
         told = f'what the {rollout.engine} engine makes up must not train a model; set it to "sim"'
-        found.append(("learner.backend", told))
+        yield "learner.backend", told
     # A place of the engine is taken for a call of it alone; an episode has it only meanwhile.
     places, key = config.most_episodes, "rollout.concurrency"
     if config.episode.kind != "single":
         key = "rollout.episodes"
     if rollout.samples_per_prompt > places:
-        found.append(
-            (
-                key,
-                f"is {places}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
-            )
+        yield (
+            key,
+            f"is {places}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
         )
     if learner.updates_per_batch > learner.groups_per_step:
         told = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
-        found.append(("learner.updates_per_batch", f"{told}{learner.groups_per_step})"))
+        yield "learner.updates_per_batch", f"{told}{learner.groups_per_step})"
     if learner.ranks % learner.replicas:
-        found.append(
-            ("learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}")
-        )
+        yield "learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}"
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
         told = "leaves out groups of equal rewards, which the advantage reinforce learns from; set it to false"
-        found.append(("learner.dynamic_sampling", told))
+        yield "learner.dynamic_sampling", told
     default = StalenessConfig.model_fields["max_requeues"].default
     if config.staleness.late != "requeue" and config.staleness.max_requeues != default:
-        found.append(("staleness.max_requeues", 'is for staleness.late = "requeue" alone; leave it out'))
-    found += _episode_problems(config)
+        yield "staleness.max_requeues", 'is for staleness.late = "requeue" alone; leave it out'
+    yield from _episode_problems(config)
     if not rollout.traits.kv_cache and rollout.concurrency == "auto":
         told = f"auto goes by the engine's KV cache, and the {rollout.engine} engine has none; give a number"
-        found.append(("rollout.concurrency", told))
+        yield "rollout.concurrency", told
     if not rollout.traits.gpus and not rollout.traits.makes_up and rollout.gpus_per_replica:
-        found.append(("rollout.gpus_per_replica", f"the {rollout.engine} engine computes on the CPU; set it to 0"))
+        yield "rollout.gpus_per_replica", f"the {rollout.engine} engine computes on the CPU; set it to 0"
     length = rollout.engine_context
     if length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
-        found.append(
-            (
-                _context_key(config),
-                f"is {length}, less than data.max_prompt_tokens + rollout.max_tokens = "
-                f"{config.data.max_prompt_tokens + rollout.max_tokens}",
-            )
+        yield (
+            _context_key(config),
+            f"is {length}, less than data.max_prompt_tokens + rollout.max_tokens = "
+            f"{config.data.max_prompt_tokens + rollout.max_tokens}",
         )
-    found += [
+    yield from (
         (f"rollout.vllm.extra.{key}", "is set by asyncrl and may not be overridden")
         for key in FORBIDDEN_VLLM_KEYS
         if key in rollout.vllm.extra
-    ]
-    found += _weight_problems(config)
-    found += _lora_problems(config)
-    found += _chat_problems(config)
-    found += _sft_problems(config)
-    found += _teacher_problems(config)
+    )
+    yield from _weight_problems(config)
+    yield from _lora_problems(config)
+    yield from _chat_problems(config)
+    yield from _sft_problems(config)
+    yield from _teacher_problems(config)
     if config.weights.transport == "nccl" and (not rollout.traits.gpus or rollout.gpus_per_replica == 0):
-        found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
+        yield "weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
-        found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))
+        yield "reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"
     if reward.per == "group" and reward.on_timeout != "fail":
-        found.append(
-            (
-                "reward.on_timeout",
-                'a number is for reward.per = "trajectory" alone: which response of a group made the function hang '
-                'cannot be told, and the same reward for all of them teaches nothing; set it to "fail"',
-            )
+        yield (
+            "reward.on_timeout",
+            'a number is for reward.per = "trajectory" alone: which response of a group made the function hang '
+            'cannot be told, and the same reward for all of them teaches nothing; set it to "fail"',
         )
     if reward.function == "episode" and config.episode.kind == "single":
-        found.append(("reward.function", "episode is for runs with an [episode]; name a function"))
+        yield "reward.function", "episode is for runs with an [episode]; name a function"
     if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
-        found.append(("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'))
+        yield "reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'
     if learner.warmup_steps > learner.steps:
-        found.append(("learner.warmup_steps", f"is more than learner.steps = {learner.steps}"))
+        yield "learner.warmup_steps", f"is more than learner.steps = {learner.steps}"
     if learner.steps % learner.steps_per_version:
-        found.append(
-            (
-                "learner.steps",
-                f"must be a multiple of learner.steps_per_version = {learner.steps_per_version}",
-            )
+        yield (
+            "learner.steps",
+            f"must be a multiple of learner.steps_per_version = {learner.steps_per_version}",
         )
-    found += _check_data("data", config.data)
+    yield from _check_data("data", config.data)
     for name, evaluation in config.eval.items():
-        found += _check_data(f"eval.{name}.data", evaluation.data)
+        yield from _check_data(f"eval.{name}.data", evaluation.data)
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
         if length is not None and length < longest:
-            found.append((_context_key(config), f"is {length}, less than eval.{name} needs: {longest}"))
+            yield _context_key(config), f"is {length}, less than eval.{name} needs: {longest}"
         if evaluation.n > places:
-            found.append((f"eval.{name}.n", f"is more than {key} = {places}"))
+            yield f"eval.{name}.n", f"is more than {key} = {places}"
     if rollout.min_replicas > rollout.replicas:
-        found.append(("rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"))
-    supervision = config.supervision
-    if supervision.silence_s < 3 * supervision.heartbeat_s:
-        found.append(
-            ("supervision.silence_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
-        )
-    if supervision.unreachable_s < 3 * supervision.heartbeat_s:
-        least = f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}"
-        found.append(("supervision.unreachable_s", least))
-    if supervision.host_lost_s < 3 * supervision.heartbeat_s:
-        least = f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}"
-        found.append(("supervision.host_lost_s", least))
-    if config.watchdog.stall_s < 3 * supervision.heartbeat_s:
-        found.append(
-            ("watchdog.stall_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
-        )
+        yield "rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"
+    beats = 3 * config.supervision.heartbeat_s
+    for key in ("supervision.silence_s", "supervision.unreachable_s", "supervision.host_lost_s", "watchdog.stall_s"):
+        if attrgetter(key)(config) < beats:
+            yield key, f"must be at least 3 * supervision.heartbeat_s = {beats:g}"
     low, _, high = config.network.ports.partition("-")
     if high and not 0 < int(low) <= int(high) <= 65535:
-        found.append(("network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"))
+        yield "network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"
     if config.security.curve == "off" and config.network.host not in ("127.0.0.1", "::1", "localhost"):
-        found.append(("security.curve", f"may be off on loopback only; network.host is {config.network.host}"))
-    return found
+        yield "security.curve", f"may be off on loopback only; network.host is {config.network.host}"
 
 
-def _check_data(key: str, data: DataConfig) -> list[tuple[str, str]]:
-    found = []
+def _check_data(key: str, data: DataConfig) -> Iterator[Problem]:
     if data.source in ("jsonl", "parquet", "hf") and data.path is None:
-        found.append((f"{key}.path", f'is required by source = "{data.source}"'))
+        yield f"{key}.path", f'is required by source = "{data.source}"'
     if data.source == "reasoning_gym" and data.task is None:
-        found.append((f"{key}.task", 'is required by source = "reasoning_gym"'))
+        yield f"{key}.task", 'is required by source = "reasoning_gym"'
     if data.system is not None and data.template != "chat":
-        found.append((f"{key}.system", 'needs template = "chat"'))
-    return found
+        yield f"{key}.system", 'needs template = "chat"'

@@ -367,10 +367,7 @@ def another_folder(host):
         ("head\nb\n", ("--supervision.start_timeout_s", "12"), silent, 1, "b: not reached within 12 s"),
         ("head\nb\n", (), refusing, 1, "b: ssh: root@10.77.0.3: Permission denied (publickey)"),
         ("head\nb\n", (), another_folder, 2, "b: {run} is there already and is not part of this run"),
-        ("head slots=2\nb slots=x\n", (), as_it_is, 2, ":2: slots='x' is no number of GPUs"),
         ("head\nb slots=4\n", (), as_it_is, 2, "b: slots=4 in the hostfile, but 0 GPUs are there"),
-        ("head\nb\n", ("--include", "b,c"), as_it_is, 2, "--include: c is not in the hostfile"),
-        ("head\nb\n", ("--network.interface", "ib0"), as_it_is, 2, "b: there is no interface ib0"),
         ("head\nb\n", ("--network.host", "10.77.0.1"), as_it_is, 78, "network.host: is for a run on one host"),
         (
             "b\na\n",

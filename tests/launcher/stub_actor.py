@@ -9,6 +9,7 @@ BEHAVIOUR_JSON maps an actor's name to what it does beside living on the real ru
     {"preempted": VERSION}                 when the run makes way, says that this checkpoint is complete and all is done
     {"deaf": true}                         does not end when drained
     {"children": true}                     leaves processes behind: in its group, in another, and daemonised
+    {"storm": true}                        once it runs, forks and forks
     {"slow": SECONDS}                      takes as long to start
 """
 
@@ -31,6 +32,18 @@ from asyncrl.runtime.actor import CONTROLLER, Actor
 
 DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
 
+STORM = """
+import os, time
+for i in range(200):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    time.sleep(0.002)
+time.sleep(600)
+"""
+
 
 class Stub(Actor):
     role = "stub"
@@ -46,6 +59,8 @@ class Stub(Actor):
             await asyncio.to_thread(leave_children, str(self.context.run_dir))
 
     async def run(self) -> None:
+        if self.does.get("storm"):
+            await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", STORM, str(self.context.run_dir)])
         if "die" in self.does:
             await self._die(*self.does["die"])
         if "finish" in self.does:

@@ -147,28 +147,6 @@ def test_what_is_cheap_and_certain_is_checked_first(config, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (
-            ["--rollout.concurrency", "auto"],
-            "in flight       up to 2048 = rollout.concurrency 1024 x rollout.replicas 2",
-        ),
-        (
-            ["--episode.function", "asyncrl.episodes.rehearsal:play"],
-            "episodes open                64 = rollout.episodes 32 x rollout.replicas 2",
-        ),
-        (
-            ["--episode.function", "asyncrl.episodes.rehearsal:play", "--rollout.concurrency", "auto"],
-            "episodes open                up to 8192 = rollout.episodes 4096 x rollout.replicas 2",
-        ),
-    ],
-)
-def test_a_dry_run_tells_what_is_in_flight(config, capsys, flags, told):
-    assert launch.main([config, "--dry-run", "--data.template", "chat", *flags]) == 0
-    assert told in capsys.readouterr().out
-
-
 def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys):
     argv = [config, "--dry-run", "--learner.lr", "0.5", "--learner.lr=1e-3"]
     assert launch.main([*argv, "--json"]) == 0

@@ -354,6 +354,24 @@ def test_what_no_split_over_hosts_can_hold_is_refused_with_the_sum(gpus, ranks, 
     assert all(part in problem for part in said), problem
 
 
+@pytest.mark.parametrize(
+    ("rollout", "episode", "told"),
+    [
+        (
+            {"concurrency": "auto"},
+            {},
+            "trajectories in flight up to 2048 = rollout.concurrency 1024 x rollout.replicas 2",
+        ),
+        ({"concurrency": 8}, {"function": "p:f"}, "episodes open 64 = rollout.episodes 32 x rollout.replicas 2"),
+        ({"concurrency": "auto"}, {"function": "p:f"}, "episodes open up to 8192 = rollout.episodes 4096 x "),
+    ],
+)
+def test_it_is_told_what_is_in_flight(rollout, episode, told):
+    rollout = {"engine": "sim", "replicas": 2, "gpus_per_replica": 0} | rollout
+    asked = config(rollout=rollout, learner={"backend": "sim"}, episode=episode)
+    assert told in " ".join("\n".join(describe(asked, place(asked, [host()]))).split())
+
+
 def can_hold(gpus, ranks, replicas, each):
     """Whether any split of the ranks leaves room for the engines, rank 0 being on the first host."""
     return any(

@@ -164,7 +164,7 @@ def end(order: EndOrder) -> HostEnded:
     until = time.monotonic() + order.patience_s
     killed = False
     # The guard removes the folder, and with it the lock, at the very last, but ends a moment later.
-    while is_living(run_dir, private) or _guards(str(run_dir / private)):
+    while is_living(run_dir, private) or pids_with(GUARD, str(run_dir / private)):
         if time.monotonic() >= until:
             if killed or not order.kill:
                 return HostEnded(living=True, killed=killed)
@@ -181,7 +181,7 @@ def end(order: EndOrder) -> HostEnded:
 
 def _kill_agents(private: str) -> bool:
     found = False
-    for guard in _guards(private):
+    for guard in pids_with(GUARD, private):
         for agent in children_of(guard):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGKILL)
@@ -189,17 +189,8 @@ def _kill_agents(private: str) -> bool:
     return found
 
 
-def _guards(private: str) -> list[int]:
-    """The guard that has this private folder, if it lives."""
-    return _called(GUARD, private)
-
-
-def agents_of(private: str) -> list[int]:
-    """The agent that has this private folder, if it lives and can be seen from here."""
-    return _called(AGENT, private)
-
-
-def _called(module: str, private: str) -> list[int]:
+def pids_with(module: str, private: str) -> list[int]:
+    """The guard or the agent that has this private folder, if it lives and can be seen from here."""
     found, name = [], os.path.basename(private)
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

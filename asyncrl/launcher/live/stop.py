@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 from asyncrl.errors import DeadlineExceeded, UsageError
-from asyncrl.launcher.fleet.remote import agents_of
+from asyncrl.launcher.fleet.remote import AGENT, pids_with
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.node.guard import END_S
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
@@ -69,7 +69,7 @@ async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
 
 def _complain(run: LivingRun, progress: Progress, what: str) -> int:
     """Name the process that can be killed instead."""
-    found = agents_of(str(run.folder.private))
+    found = pids_with(AGENT, str(run.folder.private))
     how = f"; kill -9 {found[0]} ends it at once, with the checkpoint that is there" if found else ""
     progress.warn([f"{run.folder.path}: {what}{how} (logs: {run.folder.logs})"])
     return 1

@@ -70,6 +70,7 @@ from asyncrl.launcher.terms.spec import (
 )
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.roles import ROLES, gang_of, role_of
+from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.lifecycle.incarnations import Incarnations
@@ -357,7 +358,7 @@ class Agent:
 
     def _kill(self, child: Child, reason: str) -> None:
         """Kill an actor, once its stacks are known if they are being taken."""
-        if child.name == self._host.controller:
+        if child.name == CONTROLLER:
             # Nobody else can say so.
             self._show_stuck(child, f"{child.name} holds up the run: {reason}")
         self._log.warning("condemned actor is killed", actor=child.name, pid=child.pid, reason=reason)

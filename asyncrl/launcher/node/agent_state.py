@@ -117,11 +117,6 @@ class AgentState:
         self._supervisor = Supervisor(policy.max_restarts, policy.restart_window_s, policy.backoff_s)
 
     @property
-    def controller(self) -> str:
-        """Name of the controller."""
-        return CONTROLLER
-
-    @property
     def is_head(self) -> bool:
         """Whether the controller is one of the actors here."""
         return CONTROLLER in self.logs
@@ -133,7 +128,7 @@ class AgentState:
 
     def begin(self) -> list[Instruction]:
         """Start."""
-        return self._spawn(self.controller) if self.is_head else []
+        return self._spawn(CONTROLLER) if self.is_head else []
 
     def controller_at(self, now: float) -> None:
         """The controller's address is known; actors started after its first word have numbers above those it knows."""
@@ -148,9 +143,9 @@ class AgentState:
         self._reachable, self._reach_by = True, None
         if not self._all_started and not self.leaving:
             self._all_started = True
-            return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
+            return [spawn for name in self.logs if name != CONTROLLER for spawn in self._spawn(name)]
         self._aside = dict.fromkeys(self._aside, False)
-        living = sorted(self.living - {self.controller})
+        living = sorted(self.living - {CONTROLLER})
         told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
         told += self._ends.values()
         return told if self._preempted_until is None else [*told, AskStop(self._preempted_by, preempt=True)]
@@ -161,7 +156,7 @@ class AgentState:
             # Nor does it want one whose host has left.
             return []
         if not self.ending:
-            self._fail(self.controller, reason, 1)
+            self._fail(CONTROLLER, reason, 1)
         return self._kill(now)
 
     def controller_silent(self, now: float) -> list[Instruction]:
@@ -170,22 +165,22 @@ class AgentState:
         if not self.is_head:
             return []
         silent = self._reachable and self._unanswered >= UNANSWERED and now - self._heard >= self.policy.silence_s
-        if self.ending or not silent or self.controller in self._condemned:
+        if self.ending or not silent or CONTROLLER in self._condemned:
             return []
-        reason = self._condemned[self.controller] = f"it did not answer for {now - self._heard:.0f} s"
-        return [Kill(self.controller, reason)]
+        reason = self._condemned[CONTROLLER] = f"it did not answer for {now - self._heard:.0f} s"
+        return [Kill(CONTROLLER, reason)]
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
         """A process was started."""
         self.incarnations[name] = incarnation
         self._stale.discard(name)
-        return [] if name == self.controller else [ReportStart(name, incarnation)]
+        return [] if name == CONTROLLER else [ReportStart(name, incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log."""
         self.living.discard(name)
         hint = self._condemned.pop(name, hint)
-        if name == self.controller:
+        if name == CONTROLLER:
             return self._controller_exited(exit_code, hint, now)
         if self.ending or self.leaving:
             return [self._report(name, exit_code, False, "")]
@@ -238,11 +233,11 @@ class AgentState:
     def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
         self._reachable, self._unanswered, self._reach_by = False, 0, None
         if not self.ending:
-            decision = self._supervisor.ended(self.controller, exit_code, now)
+            decision = self._supervisor.ended(CONTROLLER, exit_code, now)
             if isinstance(decision, Restart):
-                self._due[self.controller] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
+                self._due[CONTROLLER] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
                 return []
-            self._fail(self.controller, _join(decision.reason, hint), exit_code)
+            self._fail(CONTROLLER, _join(decision.reason, hint), exit_code)
         # The others have nobody left who could tell them when to end.
         return self._kill(now)
 
@@ -341,14 +336,14 @@ class AgentState:
         instructions: list[Instruction] = []
         if self._reach_by is not None and now >= self._reach_by:
             self._reach_by = None
-            reason = self._condemned[self.controller] = f"it said nothing for {self._first_word_s:g} s after its start"
-            instructions.append(Kill(self.controller, reason))
+            reason = self._condemned[CONTROLLER] = f"it said nothing for {self._first_word_s:g} s after its start"
+            instructions.append(Kill(CONTROLLER, reason))
         for name in [name for name, end in self._unexplained.items() if now >= end.until]:
             instructions += self._died_after_all(name, now)
         for name in [name for name, (at, *_) in self._due.items() if now >= at]:
             _, reason, died = self._due.pop(name)
             instructions += [AnnounceRestart(name, reason, now - died), *self._spawn(name)]
-            if name == self.controller and self._all_started:
+            if name == CONTROLLER and self._all_started:
                 self._reach_by = now + self._first_word_s
         return instructions
 
