@@ -1,14 +1,9 @@
-"""One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
-backend.py).
+"""One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in backend.py).
 
-Rank 0 plans and gives commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. In an
-update every rank runs the same number of micro-batches over its share of the batch; one collective then gathers
-everyone's sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
-update.
+Rank 0 plans and gives commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. The
+part of a rank in a step is in updates.py.
 
-It keeps: the gradient does not depend on how the batch was cut. The denominator is the step's, and local
-losses are multiplied by the world size against FSDP's mean. A step with a non-finite loss or gradient norm
-changes nothing, on any rank. On CPU, with as many ranks and threads, the same calls give the same bits.
+It keeps: on CPU, with as many ranks and threads, the same calls give the same bits.
 
 Fails as backend.py says.
 """

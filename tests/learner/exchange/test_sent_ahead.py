@@ -37,15 +37,6 @@ def test_what_no_step_can_take_any_more_is_void(happened: Callable[[Sendings], o
     assert sendings.is_void(first.number) == void
 
 
-@pytest.mark.parametrize(("held", "taken", "room"), [(0, 0, True), (2, 0, True), (2, 1, True), (2, 2, False)])
-def test_what_is_void_makes_room_and_what_was_taken_stays(held: int, taken: int, room: bool) -> None:
-    slot = ParcelSlot()
-    if held:
-        slot.put(held, np.zeros(1, np.uint8))
-    assert slot.make_room(taken) == room
-    assert slot.number == (0 if room else held)
-
-
 def test_a_rank_trains_what_it_is_told_or_fails() -> None:
     slot, parcel = ParcelSlot(), np.zeros(1, np.uint8)
     with pytest.raises(ValueError, match="parcel 1 is to be trained, and none is held"):

@@ -90,8 +90,6 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
     # breaks them, and dynamo knows sizes of one and of several.
     policy = _load(save_family(tmp_path / "model", make_family("Gemma3", tied=True)), attention)
     graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
-    # A graph for each count is to be seen, whatever dynamo would allow.
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 100)
 
     def score(sequences: int, make: Any = _row) -> None:
         row = make(random, sequences, policy)
