@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from statistics import median
 from typing import Any
 
 import pytest
@@ -171,6 +172,15 @@ def test_crash_comes_after_its_steps():
     assert run(made)[1] == pytest.approx(0.01 + 6)
     assert made.crashed
     assert made.next_event() is None
+
+
+def test_lengths_are_lognormal():
+    config = sim(length="lognormal", length_median=100.0, length_sigma=1.0)
+    lengths = [response_length(config, 1, f"u{i}/0") for i in range(4000)]
+    assert median(lengths) == pytest.approx(100, rel=0.1)
+    assert sum(lengths) / len(lengths) == pytest.approx(100 * 2.718281828**0.5, rel=0.1)
+    assert lengths == [response_length(config, 1, f"u{i}/0") for i in range(4000)]
+    assert lengths != [response_length(config, 2, f"u{i}/0") for i in range(4000)]
 
 
 @given(

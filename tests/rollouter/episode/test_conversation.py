@@ -264,6 +264,35 @@ def test_an_answer_that_is_not_covered_is_not_kept(player, wrong):
     assert player.conversation.nodes == []
 
 
+def test_spans_keep_that_a_token_was_sampled_over_older_keys(player):
+    prompt = player.ask(HI)
+    spans = [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2, True)]
+    player.conversation.commit(prompt, tokens=[65, 66], logprobs=[-1.0, -2.0], spans=spans, finish="stop", content="AB")
+    assert player.conversation.sequences()[0].spans == spans
+
+
+def test_two_first_calls_at_once_are_one_root_and_one_branch(player):
+    prompts = [player.ask([user(text)]) for text in ("p", "q")]
+    assert [prompt.cause for prompt in prompts] == ["root", "root"]
+    assert [player.answer(prompt, "a").cause for prompt in prompts] == ["root", "fork:branch"]
+    assert forks(player) == {"branch": 1}
+
+
+def test_of_answers_of_equal_tokens_a_fork_goes_on_from_the_one_that_was_recognised():
+    player = Player(Conversation(), CutIsTheEnd())
+    _, newest = (player.chat(HI, "ab", cut=True) for _ in range(2))
+    prompt = player.ask([*HI, echo(newest), user("x")])
+    assert prompt.cause == "extend" and prompt.parent is prompt.resolved.parent is newest
+
+
+def test_a_prompt_that_was_changed_on_its_way_is_not_kept(player):
+    first = player.chat(HI, "ab")
+    prompt = player.ask([*HI, echo(first), user("x")])
+    prompt.ids[0] += 1
+    with pytest.raises(AssertionError, match="submitted"):
+        player.answer(prompt, "b")
+
+
 def test_cost_factor_tells_forks_from_a_linear_conversation(player):
     messages = [*HI]
     for _ in range(6):

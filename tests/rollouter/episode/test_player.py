@@ -89,6 +89,15 @@ def test_time_that_is_over_is_an_outcome_and_what_does_not_close_is_ended(tmp_pa
     assert len(trajectory.messages) >= 2
 
 
+def test_an_answer_that_was_cut_at_the_end_truncates_the_trajectory(tmp_path):
+    async def agent(world, key):
+        await world.chat(key, [user("hi")])
+        return EpisodeDone(reward=0.0)
+
+    trajectory, _ = played(tmp_path, agent, say=lambda prompt: "words " * 99, rollout={"max_tokens": 4})
+    assert trajectory.finish_reason == "length"
+
+
 def test_time_with_the_policy_is_not_the_agents(tmp_path):
     async def agent(world, key):
         world.speaks.clear()
@@ -200,13 +209,15 @@ def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
         async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent, **options) as world:
             if how == "never begins":
                 world.sessions.began = lambda key, host: None
-            return await world.player.play(world.ticket, world.account), world
+            return [await world.player.play(world.ticket, world.account) for _ in range(2)], world
 
-    trajectory, world = asyncio.run(run())
-    assert (trajectory.reward, world.account.failed_attempts) == (1.0, 0)
-    assert (world.hosts, asked) == ([OTHER, HOST], [("", []), ("", [OTHER])])
+    trajectories, world = asyncio.run(run())
+    assert ([each.reward for each in trajectories], world.account.failed_attempts) == ([1.0, 1.0], 0)
+    # The second attempt avoids the first one's host: it may stand still, and have missed a deadline.
+    assert asked == [("", []), ("", [OTHER]), ("", [HOST]), ("", [HOST, OTHER])]
+    assert world.hosts == [OTHER, HOST] * 2
     assert +world.sessions.at == {}
-    assert world.counters["rollout/episodes_failed/host"] == 1
+    assert world.counters["rollout/episodes_failed/host"] == 2
 
 
 def test_an_episode_that_may_have_ended_its_worker_comes_back_until_it_was_alone(tmp_path):

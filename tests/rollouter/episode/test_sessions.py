@@ -1,6 +1,7 @@
 """Sessions: calls of agents, over a real chat template and engine host."""
 
 import asyncio
+import time
 
 import pytest
 from harness import replace
@@ -37,6 +38,8 @@ async def test_turns_extend_what_was_sampled_token_by_token(tmp_path):
         assert [(s.version, s.role) for s in sequence.spans] == [(0, "sampled"), (-1, "context"), (1, "sampled")]
         assert set(sequence.logprobs[len(answers[0]) + 1 :]) == {-1.0}
         assert second.prompt_tokens == len(prompt)
+        held = [(call.prompt, call.response) for call in session.calls.values()]
+        assert held == [(None, None)] * 2, "answered calls hold no history"
         text = world.tokenizer.decode(whole(sequence), keep_special=True)
         assert text == world.tokenizer.render_chat(
             [user("hi"), said(first), user("go on"), said(second)], (), {}, generate=False
@@ -106,6 +109,20 @@ async def test_parallel_calls_have_noise_that_their_order_does_not_change(tmp_pa
         world.account.attempts = 0
         assert await keys(world, ["b", "a"]) == first
         assert first["a"] != first["b"]
+
+
+async def test_calls_that_ask_the_same_are_told_apart_by_their_arrival(tmp_path):
+    async with World(tmp_path) as world:
+        session = world.open()
+        render, pauses = world.renderer.render, iter([0.1, 0.0])
+
+        def slower_at_first(*asked):
+            time.sleep(next(pauses))
+            return render(*asked)
+
+        world.renderer.render = slower_at_first
+        await asyncio.gather(*(world.chat(session.key, [user("hi")], call=name) for name in ("first", "second")))
+        assert [session.calls[name].key.rpartition("/")[2] for name in ("first", "second")] == ["1", "2"]
 
 
 async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_path):

@@ -46,6 +46,18 @@ def test_every_token_keeps_its_logprob_and_version_over_any_number_of_resumes(ma
     assert all(span.start == end for span, end in zip(response.spans, ends, strict=False))
 
 
+def test_a_switch_within_one_submission_is_kept_where_it_happened():
+    response = Response(max_tokens=10)
+    response.submitted(1)
+    response.extend([0, 1, 2, 3], [0.0] * 4, decode)
+    response.end_submission("abort", [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4, True)])
+    response.submitted(2)
+    response.extend([4, 5], [0.0] * 2, decode)
+    response.end_submission("stop", [VersionSpan(2, 0, 2)])
+    assert response.spans == [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4, True), VersionSpan(2, 4, 6)]
+    assert response.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_a_stop_string_that_straddles_the_cut_still_stops(cut):
     """I3 and the stop: tokens after it are dropped with their log-probs, whatever the submissions were."""
@@ -149,5 +161,5 @@ def test_a_response_that_was_over_when_its_engine_died_stays_so_by_what_is_kept(
     if reason is None:
         response.submitted(2)
         assert response.extend([3], [0.0], decode)
-        response.end_submission("abort", [VersionSpan(2, 0, 1, True)])
-        assert response.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3, True)]
+        response.end_submission("abort")
+        assert response.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)]

@@ -39,6 +39,7 @@ DEADLINES = {
     "it is with the policy": ([(8, "call", "a")], None),
     "it is paused": ([(8, "call", "a"), (9, "enter", "a", "paused")], None),
     "after an answer": (answered("a", 8, 30), 50.0),
+    "after a call without answer": ([(8, "call", "a"), (9, "dropped", "a")], 29.0),
     "while another call is under way": ([(8, "call", "b"), *answered("a", 8, 30)], None),
     "after both": ([(8, "call", "b"), *answered("a", 8, 30), (33, "answered", "b")], 53.0),
     # 8 s before the first call and 15 s after it, so 27 are left.

@@ -1,8 +1,10 @@
-"""A vLLM engine on CPU that is held against the probes of a learner."""
+"""A vLLM engine on CPU that follows a learner's versions, and is held against its probes."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -11,23 +13,52 @@ import numpy as np
 import pytest
 import torch
 from rollouter.engines.engine_cases import load
+from services import services
 from tiny_models import VOCAB, Publisher
+from virtual import LoopClock
 
 from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.config.training import ModelConfig
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence, from_prompts
 from asyncrl.learner.fsdp.model.policy import Policy, load_policy
 from asyncrl.learner.fsdp.weights.probe import score_probe
-from asyncrl.messages.weights import Manifest
+from asyncrl.messages import Done, Request
+from asyncrl.messages.learner import UpdateTimes
+from asyncrl.messages.weights import NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update
 from asyncrl.rollouter.engines.base import Engine
 from asyncrl.rollouter.engines.vllm import adapter
+from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving.drift import DriftLimits, explain, judge
+from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.probing import probe_engine
+from asyncrl.rollouter.updating.updates import UpdateFollower
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.telemetry.states import StateLedger
+from asyncrl.telemetry.trace import Trace
 
 
-def random_prompts() -> list[ProbeSequence]:
-    random = np.random.default_rng(0)
-    return from_prompts([random.integers(0, VOCAB, 60).astype(np.int32) for _ in range(8)], 128)
+def config_for(folder: str, dtype: str = "float32", **tables: Any) -> Config:
+    """A rollouter with one engine, and its learner."""
+    return validate_config(
+        {
+            "model": {"path": folder},
+            "data": {"source": "synthetic", "max_prompt_tokens": 256},
+            "learner": {"dtype": dtype, "device": "cpu"},
+            "rollout": {
+                "gpus_per_replica": 0,
+                "max_tokens": 256,
+                "engine_timeout_s": 60.0,
+                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 64},
+            },
+            **tables,
+        }
+    )
+
+
+def random_prompts(seed: int, vocabulary: int = VOCAB) -> list[ProbeSequence]:
+    random = np.random.default_rng(seed)
+    return from_prompts([random.integers(0, vocabulary, 60).astype(np.int32) for _ in range(8)], 128)
 
 
 TEXTS = (
@@ -86,17 +117,83 @@ class Learner:
                 scale = size * weight.float().std().nan_to_num(0.0)
                 weight.add_((scale * torch.randn(weight.shape, generator=generator)).to(weight.dtype))
 
-    def publish(self, version: int, noise: float = 0.0) -> Manifest:
+    def publish(self, version: int, noise: float = 0.0) -> Offer:
         """Under ``noise`` the weights that an engine gets are not those that the probe tells of."""
         tensors = {name: weight.detach() for name, weight in self._policy.model.named_parameters()}
         probe = score_probe(
             self._policy, self.sequences, temperature=self.temperature, packed=False, device=torch.device("cpu")
         )
         manifest = self._publisher.publish(version, noisy(tensors, noise, seed=version) if noise else tensors)
-        return msgspec.structs.replace(manifest, probe=probe)
+        return Offer(version=version, transport="shm", manifest=msgspec.structs.replace(manifest, probe=probe))
 
     def close(self) -> None:
         self._publisher.close()
+
+
+@dataclass
+class Followed:
+    """The offers' outcome."""
+
+    updated: list[UpdateTimes] = field(default_factory=list)
+    told: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Replica:
+    """A real engine under a real follower; ``await follow(offers)`` takes them up one after the other."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.host: EngineHost
+
+    async def start(self) -> None:
+        self._clock = LoopClock()
+        self._awaits = Awaits(self._clock.now)
+        self.host = EngineHost(
+            self._config,
+            lambda: VllmEngine(self._config, "rollouter/0"),
+            self._clock,
+            StateLedger(self._clock.now, "engine"),
+            self._awaits,
+        )
+        await self.host.start()
+
+    async def follow(self, offers: Sequence[Offer]) -> Followed:
+        """Raises ExceptionGroup with what the follower raises."""
+        found, left, done = Followed(), list(offers), asyncio.Event()
+
+        async def call(name: str, request: Request, timeout: float | None) -> Any:
+            if isinstance(request, NextUpdate):
+                if left:
+                    return Update(offer=left.pop(0))
+                done.set()
+                await asyncio.sleep(3600)
+            if isinstance(request, RequestPause):
+                return PauseGranted(granted=True)
+            assert isinstance(request, ReportUpdate) and request.committed, request
+            return Done()
+
+        follower = UpdateFollower(
+            self._config,
+            services(
+                "rollouter/0",
+                self._clock,
+                awaits=self._awaits,
+                notify=lambda key, text, **_: found.told.append((key, text)),
+            ),
+            host=self.host,
+            call=call,
+            committed=lambda version: None,
+            updated=found.updated.append,
+            track=Trace(self._clock.now, self._clock.wall, window_s=0.0).track("weights", 0),
+            place="here",
+        )
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(follower.run())
+            waiting = tasks.create_task(done.wait())
+            await asyncio.wait({following, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (following, waiting):
+                task.cancel()
+        return found
 
 
 async def check_alarm(
@@ -116,11 +213,11 @@ async def check_alarm(
     ):
         version = next(versions)
         learner.step(version)
-        manifest = learner.publish(version, noise)
+        manifest = learner.publish(version, noise).manifest
+        assert manifest is not None and manifest.probe is not None
         await load(engine, manifest)
         with monkeypatch.context() as patched:
             patched.setattr(adapter, "sampling", sample)
-            assert manifest.probe is not None
             drift = await probe_engine(engine, manifest.probe, version=version, temperature=learner.temperature)
         print(drift)
         assert judge(drift, limits) == verdict
