@@ -221,15 +221,6 @@ on_new_cluster = played(begin_anew)
 
 
 @on_new_cluster()
-async def test_a_host_may_leave_once_the_others_have_told_a_new_controller_that_they_serve(cluster):
-    (leave,) = await leaving_a_new_controller(cluster, "far")
-    await cluster.register("rollouter/1")
-    assert await is_parked(leave)
-    await cluster.register("rollouter/0")
-    assert (await leave).actors == ["rollouter/1"]
-
-
-@on_new_cluster()
 async def test_a_host_may_not_leave_if_the_others_do_not_serve_in_time(cluster):
     """I5: and whom the controller has waited for is said."""
 

@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import threading
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,9 +19,8 @@ from asyncrl.controller.observation import observers as watching_module
 from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, Constants, RecentMetrics, view_actors
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
-from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
-from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
+from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, ResourceRecord, WatchSnapshot
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.snapshot import UPDATE_LINES, Histogram
 from asyncrl.telemetry.catalogue import EDGES
@@ -389,31 +387,6 @@ def test_who_is_lost_with_its_host_does_not_go_on_in_its_last_state(lost):
     assert view.condition == ("lost" if lost else "ready")
     assert view.resources[0].state_s == (2.0 if lost else 62.0)
     assert view.resources[0].spent == {"generating": 2.0}
-
-
-@on_cluster()
-async def test_an_agent_has_no_timeline_and_is_not_warned_of_that(cluster):
-    states = []
-    link = ControllerLink(
-        cluster.context("agent/0", 1, controller=cluster.controller.address),
-        on_state=states.append,
-        on_silent=lambda: None,
-        on_successor=lambda: None,
-    )
-    told = []
-    link.log = SimpleNamespace(info=lambda *_, **__: None, warning=lambda *what, **_: told.append(what))
-    life = asyncio.create_task(link.main())
-    while not states:
-        await asyncio.sleep(0.005)
-    # Somebody for whom the trace waits.
-    await cluster.register("rollouter/0")
-    written = await cluster.caller(VIEWER).call(RequestTrace(), timeout=1.0)
-    assert (written.actors, written.missing) == (["controller/0"], ["rollouter/0"])
-    assert any(state.trace for state in states)
-    link.begin_drain()
-    life.cancel()
-    await asyncio.gather(life, return_exceptions=True)
-    assert told == []
 
 
 RECORDED = {"record_s": 0.02}
