@@ -242,45 +242,37 @@ async def beats(peer, *, until):
         await asyncio.sleep(0.05)
 
 
-def test_a_run_that_finishes_drains_by_ranks_and_ends_the_controller(tmp_path, monkeypatch):
+@on_cluster()
+async def test_a_run_that_finishes_drains_by_ranks_and_ends_the_controller(cluster, monkeypatch):
     monkeypatch.setattr(controller_module, "FAREWELL_S", 0.01)
-
-    async def scenario(cluster):
-        await cluster.all_ready()
-        agent = cluster.caller()
-        await cluster.caller("learner/0").call(RunFinished())
-        ranks = []
-        state = await agent.call(WatchRun())
-        while state.phase == "draining":
-            new = set(state.draining) - set().union(*ranks)
-            ranks.append(new)
-            for name in OTHERS:
-                if name.partition("/")[0] in new:
-                    await agent.call(ActorEnded(name=name, incarnation=1, exit_code=0, fatal=False, reason=""))
-            state = await agent.call(WatchRun(seen=-1))
-        assert ranks == [{"rollouter", "reward"}, {"parameter_server", "dataloader", "episodes"}, {"learner"}]
-        assert (state.phase, state.exit_code, "controller" in state.draining) == ("done", 0, True)
-        await cluster.main
-
-    run(tmp_path, scenario)
+    await cluster.all_ready()
+    agent = cluster.caller()
+    await cluster.caller("learner/0").call(RunFinished())
+    ranks = []
+    state = await agent.call(WatchRun())
+    while state.phase == "draining":
+        new = set(state.draining) - set().union(*ranks)
+        ranks.append(new)
+        for name in OTHERS:
+            if name.partition("/")[0] in new:
+                await agent.call(ActorEnded(name=name, incarnation=1, exit_code=0, fatal=False, reason=""))
+        state = await agent.call(WatchRun(seen=-1))
+    assert ranks == [{"rollouter", "reward"}, {"parameter_server", "dataloader", "episodes"}, {"learner"}]
+    assert (state.phase, state.exit_code, "controller" in state.draining) == ("done", 0, True)
+    await cluster.main
 
 
-def test_a_reported_failure_ends_the_run_though_nobody_ends(tmp_path, monkeypatch):
+@on_cluster()
+async def test_a_reported_failure_ends_the_run_though_nobody_ends(cluster, monkeypatch):
     monkeypatch.setattr(controller_module, "FAREWELL_S", 0.01)
-
-    async def scenario(cluster):
-        await cluster.all_ready()
-        watcher = cluster.caller()
-        await cluster.caller("dataloader/0").call(
-            ReportFailure(reason="dataloader/0: prompts.jsonl:3: bad", exit_code=78)
-        )
-        state = await watcher.call(WatchRun())
-        assert (state.failed_actor, state.reason, state.exit_code) == ("dataloader/0", "prompts.jsonl:3: bad", 78)
-        while state.phase != "failed":
-            state = await watcher.call(WatchRun(seen=state.number))
-        await cluster.main
-
-    run(tmp_path, scenario)
+    await cluster.all_ready()
+    watcher = cluster.caller()
+    await cluster.caller("dataloader/0").call(ReportFailure(reason="dataloader/0: prompts.jsonl:3: bad", exit_code=78))
+    state = await watcher.call(WatchRun())
+    assert (state.failed_actor, state.reason, state.exit_code) == ("dataloader/0", "prompts.jsonl:3: bad", 78)
+    while state.phase != "failed":
+        state = await watcher.call(WatchRun(seen=state.number))
+    await cluster.main
 
 
 @on_cluster()

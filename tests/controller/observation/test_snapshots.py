@@ -240,19 +240,16 @@ async def test_numbers_of_snapshots_cannot_be_guessed(cluster):
     assert all(step > 0 for step in steps) and len(set(steps[1:])) == 3
 
 
-def test_the_last_one_is_told_to_everybody_and_once(tmp_path, monkeypatch):
+@on_cluster()
+async def test_the_last_one_is_told_to_everybody_and_once(cluster, monkeypatch):
     monkeypatch.setattr(snapshots_module, "SNAPSHOT_S", 1e6)
-
-    async def scenario(cluster):
-        viewer = cluster.caller(VIEWER)
-        await look(viewer)
-        asked = viewer.call(WatchSnapshot(seen=-1))
-        assert await is_parked(asked)
-        await cluster.controller._watching.conclude()
-        assert decode_snapshot((await asked).snapshot).run.phase == "starting"
-        assert (await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)).snapshot == b""
-
-    run(tmp_path, scenario)
+    viewer = cluster.caller(VIEWER)
+    await look(viewer)
+    asked = viewer.call(WatchSnapshot(seen=-1))
+    assert await is_parked(asked)
+    await cluster.controller._watching.conclude()
+    assert decode_snapshot((await asked).snapshot).run.phase == "starting"
+    assert (await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)).snapshot == b""
 
 
 @on_cluster()
@@ -348,17 +345,14 @@ def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatc
     assert happened[0] == "the end"
 
 
-def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end(tmp_path, monkeypatch):
+@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+async def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(actor_module, "FAREWELL_S", 0.5)
-
-    async def scenario(cluster):
-        await cluster.all_ready()
-        await cluster.caller().call(StopRun(reason="enough"))
-        # Raises what ended it, if anything has.
-        await asyncio.wait_for(asyncio.shield(cluster.main), 10)
-        assert [snapshot.run.phase for snapshot in read_recording(tmp_path)][-1] == "done"
-
-    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+    await cluster.all_ready()
+    await cluster.caller().call(StopRun(reason="enough"))
+    # Raises what ended it, if anything has.
+    await asyncio.wait_for(asyncio.shield(cluster.main), 10)
+    assert [snapshot.run.phase for snapshot in read_recording(tmp_path)][-1] == "done"
 
 
 def test_nothing_is_left_of_steps_that_a_learner_trains_again():
