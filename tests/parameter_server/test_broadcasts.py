@@ -419,6 +419,21 @@ def test_who_only_tells_of_the_break_is_not_to_blame():
     assert {play.look(name).collective.group.world_size for name in R[1:]} == {3}
 
 
+def test_a_learner_that_has_not_heard_of_the_begin_need_not_ask_anew():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    assert play.join("r/2", 1, epoch)
+    play.left("r/0")
+    assert play.look("learner/0") is None
+    assert play.next("r/1", 0) is None
+    assert play.next("r/2", 0).collective.group.epoch == epoch + 1
+    assert play.look("learner/0") is None
+    play.join("r/1", 1, epoch + 1)
+    play.join("r/2", 1, epoch + 1)
+    assert play.look("learner/0").group.epoch == epoch + 1
+
+
 MANY = [f"r/{index:03d}" for index in range(512)]
 
 
