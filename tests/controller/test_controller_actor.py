@@ -18,6 +18,7 @@ from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
+    CheckpointWritten,
     Notice,
     Register,
     ReportFailure,
@@ -355,6 +356,21 @@ async def test_a_late_word_of_an_older_end_is_ignored(cluster):
     await agent.call(StopRun(reason="Ctrl-C"))
     state = await agent.call(WatchRun())
     assert (state.phase, state.reason, state.failed_actor) == ("draining", "Ctrl-C", "")
+
+
+@on_cluster()
+async def test_a_run_that_is_preempted_ends_with_its_checkpoint(cluster):
+    await cluster.all_ready()
+    agent, learner = cluster.caller(), cluster.caller("learner/0")
+    assert (await agent.call(WatchRun())).checkpoint == -1
+    await agent.call(StopRun(reason="preempted", preempt=True))
+    state = await agent.call(WatchRun())
+    assert (state.phase, state.draining) == ("preempting", [])
+    await learner.call(CheckpointWritten(version=3, step=6, path="/runs/x/checkpoints/v00000003"))
+    assert (await agent.call(WatchRun(seen=state.number))).checkpoint == 3
+    await learner.call(RunFinished(preempted=True))
+    state = await agent.call(WatchRun())
+    assert (state.phase, state.exit_code, state.failed_actor) == ("draining", 75, "")
 
 
 def test_a_run_that_has_never_run_does_not_make_way(tmp_path):

@@ -249,6 +249,26 @@ async def test_of_the_last_two_hosts_one_stays_though_both_are_asked_to_leave_at
     assert (await calls[second]).actors == [second]
 
 
+async def serve_in_part(cluster):
+    """A host joins with two rollouters, of which one serves; then every other rollouter leaves."""
+    await cluster.all_ready()
+    asked = Join(ask=ASK, hosts=[NewHost(host="c", replicas=2)])
+    (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=0.4)).hosts
+    await cluster.register(found.agent, address="", facts={"actors": found.rollouters, "host": "c"})
+    await cluster.register(found.rollouters[0])
+    await cluster.register("agent/9", address="", facts={"actors": ["rollouter/0"], "host": "far"})
+    await cluster.caller(LAUNCHER).call(Leave(host="far", within_s=1.0))
+    return found
+
+
+@on_new_cluster(FAST)
+async def test_a_guest_that_gives_up_fails_the_run_if_it_has_the_last_rollouter(cluster):
+    found = await serve_in_part(cluster)
+    await cluster.caller(found.agent).call(ended(found.rollouters[1], 78, fatal=True))
+    told = await cluster.caller().call(WatchRun())
+    assert (told.failed_actor, told.reason) == (found.rollouters[1], "its reason")
+
+
 @on_cluster()
 async def test_who_asks_a_host_to_leave_is_answered_once_a_successor_of_the_controller_would_know(cluster, tmp_path):
     found = await serve(cluster)

@@ -253,6 +253,14 @@ async def test_the_last_one_is_told_to_everybody_and_once(cluster, monkeypatch):
 
 
 @on_cluster()
+async def test_who_got_nothing_is_not_told_that_it_has_seen_something(cluster):
+    viewer = cluster.caller(VIEWER)
+    await look(viewer)
+    taken = await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)
+    assert (taken.number, taken.snapshot) == (-1, b"")
+
+
+@on_cluster()
 async def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_steps(cluster):
     viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
     await cluster.register("learner/0")
@@ -381,6 +389,16 @@ def test_who_is_lost_with_its_host_does_not_go_on_in_its_last_state(lost):
     assert view.condition == ("lost" if lost else "ready")
     assert view.resources[0].state_s == (2.0 if lost else 62.0)
     assert view.resources[0].spent == {"generating": 2.0}
+
+
+@on_cluster()
+async def test_a_successor_goes_on_where_the_recording_ended(cluster):
+    _, before = await look(cluster.caller(VIEWER))
+    await cluster.die()
+    await cluster.start(9)
+    number, after = await look(cluster.caller(VIEWER))
+    assert number > 9 - 1
+    assert after.run.age_s > before.run.age_s
 
 
 RECORDED = {"record_s": 0.02}
