@@ -1,6 +1,7 @@
 """Files of records: read as they were written, streamed, and every torn or flipped byte is found."""
 
 import io
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgpack
 import msgspec
@@ -13,7 +14,7 @@ from test_messages import make_group
 from asyncrl import group_file
 from asyncrl.errors import DataError
 from asyncrl.group_file import pack_group, read_groups
-from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, Turn, VersionSpan
+from asyncrl.messages.groups import Group
 
 
 def same(left, right):
@@ -39,64 +40,46 @@ values = st.recursive(
 )
 
 
-@st.composite
-def groups(draw):
-    samples = draw(st.integers(0, 3))
-    return Group(
-        ticket=Ticket(
-            uid=draw(st.text(min_size=1, max_size=20)),
-            grant=draw(st.integers(0, 2**40)),
-            purpose=draw(st.sampled_from(["train", "eval/x"])),
-            epoch=draw(st.integers(0, 9)),
-            index=draw(st.integers(0, 2**40)),
-            param_version=draw(st.integers(-1, 2**40)),
-            attempt=draw(st.integers(0, 5)),
-            alone=draw(st.booleans()),
-            prompt_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=9)), np.int32),
-            prompt=draw(st.text(max_size=20)),
-            row=draw(st.dictionaries(st.text(max_size=4), values, max_size=3)),
-            samples=max(1, samples),
-            temperature=draw(st.floats(0, 2)),
-            max_tokens=draw(st.integers(1, 2**31)),
-        ),
-        trajectories=[draw(trajectories(sample)) for sample in range(samples)],
-        failure=draw(st.none() | st.text(max_size=10)),
-        dropped=draw(st.integers(0, 3)),
-    )
+arrays = st.lists(st.integers(0, 2**24), max_size=9).flatmap(
+    lambda numbers: st.sampled_from(["int32", "float32"]).map(lambda dtype: np.array(numbers, dtype))
+)
+plain = {
+    type(None): st.none(),
+    bool: st.booleans(),
+    int: st.integers(-1, 2**40),
+    float: st.floats(allow_nan=False),
+    str: st.text(max_size=12),
+    np.ndarray: arrays,
+    Any: values,
+}
 
 
-@st.composite
-def sequences(draw):
-    length = draw(st.integers(0, 12))
-    sampled = draw(st.integers(0, length))
-    ids = st.integers(0, 2**31 - 1)
-    floats = st.floats(width=32, allow_nan=False)
-    spans = [VersionSpan(-1, 0, length - sampled, role=draw(st.sampled_from(["context", "repeated"])))]
-    spans.append(VersionSpan(3, length - sampled, length, draw(st.booleans())))
-    return Sequence(
-        prompt_ids=np.array(draw(st.lists(ids, max_size=9)), np.int32) if draw(st.booleans()) else None,
-        tokens=np.array(draw(st.lists(ids, min_size=length, max_size=length)), np.int32),
-        logprobs=np.array(draw(st.lists(floats, min_size=sampled, max_size=sampled)), np.float32),
-        spans=spans if draw(st.booleans()) else [],
-        turns=draw(st.lists(st.builds(Turn, st.integers(0, 9), st.integers(0, 9), st.floats(allow_nan=False)))),
-    )
+def fits(value, kind):
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
-@st.composite
-def trajectories(draw, sample):
-    return Trajectory(
-        sample=sample,
-        sequences=draw(st.lists(sequences(), min_size=1, max_size=3)),
-        messages=draw(st.lists(st.dictionaries(st.text(max_size=4), values, max_size=3), max_size=2)),
-        finish_reason=draw(st.sampled_from(["stop", "length", "turns", "time"])),
-        text=draw(st.text(max_size=12)),
-        reward=draw(st.none() | st.floats(allow_nan=False)),
-        components=draw(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=2)),
-    )
+def anything(kind):
+    """Any value of a type; of a struct, with anything in its fields."""
+    of = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return st.builds(kind, **{field.name: anything(field.type) for field in msgspec.structs.fields(kind)})
+    if get_origin(kind) is Annotated:
+        return anything(of[0]).filter(lambda value: fits(value, kind))
+    if get_origin(kind) is list:
+        return st.lists(anything(of[0]), max_size=2)
+    if get_origin(kind) is dict:
+        return st.dictionaries(st.text(max_size=4), anything(of[1]), max_size=2)
+    if get_origin(kind) is Literal:
+        return st.sampled_from(of)
+    return st.one_of([anything(each) for each in of]) if of else plain[kind]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(groups(), max_size=3))
+@given(st.lists(anything(Group), max_size=3))
 def test_groups_are_read_as_they_were_written(written):
     data = b"".join(map(pack_group, written))
     assert same(written, read(data))

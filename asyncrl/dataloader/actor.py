@@ -16,7 +16,8 @@ from collections import Counter
 
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.chat.report import FILE as CHAT_FILE
-from asyncrl.config.training import DataConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.training import DataConfig, EvalConfig
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
@@ -460,20 +461,14 @@ class Dataloader(Actor):
 
     def _ticket(self, grant: Grant) -> Ticket:
         prompt, rollout = grant.prompt, self.config.rollout
+        sampling: RolloutConfig | EvalConfig = rollout
         if isinstance(prompt, EvalPrompt):
-            evaluation = self.config.eval[prompt.name]
-            ids, text, row = self._eval_prompts[prompt.name].prompt(prompt.index)
-            purpose, epoch = f"eval/{prompt.name}", prompt.version
-            samples, temperature = evaluation.n, evaluation.temperature
-            max_tokens = evaluation.max_tokens or rollout.max_tokens
+            prompts, sampling = self._eval_prompts[prompt.name], self.config.eval[prompt.name]
+            purpose, epoch, samples = f"eval/{prompt.name}", prompt.version, sampling.n
         else:
-            ids, text, row = self._prompts.prompt(prompt.index)
-            purpose, epoch = "train", prompt.epoch
-            samples, temperature, max_tokens = (
-                rollout.samples_per_prompt,
-                rollout.temperature,
-                rollout.max_tokens,
-            )
+            prompts = self._prompts
+            purpose, epoch, samples = "train", prompt.epoch, rollout.samples_per_prompt
+        ids, text, row = prompts.prompt(prompt.index)
         return Ticket(
             uid=prompt.uid,
             grant=grant.number,
@@ -489,8 +484,8 @@ class Dataloader(Actor):
             prompt=text,
             row=row,
             samples=samples,
-            temperature=temperature,
-            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens or rollout.max_tokens,
         )
 
     def figures(self) -> dict[str, float]:

@@ -18,6 +18,7 @@ from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
+    CheckpointWritten,
     Notice,
     Register,
     ReportFailure,
@@ -242,45 +243,37 @@ async def beats(peer, *, until):
         await asyncio.sleep(0.05)
 
 
-def test_a_run_that_finishes_drains_by_ranks_and_ends_the_controller(tmp_path, monkeypatch):
+@on_cluster()
+async def test_a_run_that_finishes_drains_by_ranks_and_ends_the_controller(cluster, monkeypatch):
     monkeypatch.setattr(controller_module, "FAREWELL_S", 0.01)
-
-    async def scenario(cluster):
-        await cluster.all_ready()
-        agent = cluster.caller()
-        await cluster.caller("learner/0").call(RunFinished())
-        ranks = []
-        state = await agent.call(WatchRun())
-        while state.phase == "draining":
-            new = set(state.draining) - set().union(*ranks)
-            ranks.append(new)
-            for name in OTHERS:
-                if name.partition("/")[0] in new:
-                    await agent.call(ActorEnded(name=name, incarnation=1, exit_code=0, fatal=False, reason=""))
-            state = await agent.call(WatchRun(seen=-1))
-        assert ranks == [{"rollouter", "reward"}, {"parameter_server", "dataloader", "episodes"}, {"learner"}]
-        assert (state.phase, state.exit_code, "controller" in state.draining) == ("done", 0, True)
-        await cluster.main
-
-    run(tmp_path, scenario)
+    await cluster.all_ready()
+    agent = cluster.caller()
+    await cluster.caller("learner/0").call(RunFinished())
+    ranks = []
+    state = await agent.call(WatchRun())
+    while state.phase == "draining":
+        new = set(state.draining) - set().union(*ranks)
+        ranks.append(new)
+        for name in OTHERS:
+            if name.partition("/")[0] in new:
+                await agent.call(ActorEnded(name=name, incarnation=1, exit_code=0, fatal=False, reason=""))
+        state = await agent.call(WatchRun(seen=-1))
+    assert ranks == [{"rollouter", "reward"}, {"parameter_server", "dataloader", "episodes"}, {"learner"}]
+    assert (state.phase, state.exit_code, "controller" in state.draining) == ("done", 0, True)
+    await cluster.main
 
 
-def test_a_reported_failure_ends_the_run_though_nobody_ends(tmp_path, monkeypatch):
+@on_cluster()
+async def test_a_reported_failure_ends_the_run_though_nobody_ends(cluster, monkeypatch):
     monkeypatch.setattr(controller_module, "FAREWELL_S", 0.01)
-
-    async def scenario(cluster):
-        await cluster.all_ready()
-        watcher = cluster.caller()
-        await cluster.caller("dataloader/0").call(
-            ReportFailure(reason="dataloader/0: prompts.jsonl:3: bad", exit_code=78)
-        )
-        state = await watcher.call(WatchRun())
-        assert (state.failed_actor, state.reason, state.exit_code) == ("dataloader/0", "prompts.jsonl:3: bad", 78)
-        while state.phase != "failed":
-            state = await watcher.call(WatchRun(seen=state.number))
-        await cluster.main
-
-    run(tmp_path, scenario)
+    await cluster.all_ready()
+    watcher = cluster.caller()
+    await cluster.caller("dataloader/0").call(ReportFailure(reason="dataloader/0: prompts.jsonl:3: bad", exit_code=78))
+    state = await watcher.call(WatchRun())
+    assert (state.failed_actor, state.reason, state.exit_code) == ("dataloader/0", "prompts.jsonl:3: bad", 78)
+    while state.phase != "failed":
+        state = await watcher.call(WatchRun(seen=state.number))
+    await cluster.main
 
 
 @on_cluster()
@@ -363,6 +356,21 @@ async def test_a_late_word_of_an_older_end_is_ignored(cluster):
     await agent.call(StopRun(reason="Ctrl-C"))
     state = await agent.call(WatchRun())
     assert (state.phase, state.reason, state.failed_actor) == ("draining", "Ctrl-C", "")
+
+
+@on_cluster()
+async def test_a_run_that_is_preempted_ends_with_its_checkpoint(cluster):
+    await cluster.all_ready()
+    agent, learner = cluster.caller(), cluster.caller("learner/0")
+    assert (await agent.call(WatchRun())).checkpoint == -1
+    await agent.call(StopRun(reason="preempted", preempt=True))
+    state = await agent.call(WatchRun())
+    assert (state.phase, state.draining) == ("preempting", [])
+    await learner.call(CheckpointWritten(version=3, step=6, path="/runs/x/checkpoints/v00000003"))
+    assert (await agent.call(WatchRun(seen=state.number))).checkpoint == 3
+    await learner.call(RunFinished(preempted=True))
+    state = await agent.call(WatchRun())
+    assert (state.phase, state.exit_code, state.failed_actor) == ("draining", 75, "")
 
 
 def test_a_run_that_has_never_run_does_not_make_way(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from controller.test_controller_actor import CONTROLLER, Cluster, validate_config
+from played import played
 from virtual import run_virtual
 from work import steps_of
 
@@ -27,7 +28,7 @@ def config_of(rollouters):
     )
 
 
-def run(tmp_path, rollouters, scenario):
+def run(tmp_path, scenario, rollouters):
     config = config_of(rollouters)
 
     async def main():
@@ -37,29 +38,30 @@ def run(tmp_path, rollouters, scenario):
     run_virtual(main())
 
 
-def test_while_a_run_starts_no_actor_is_told_of_the_others(tmp_path):
-    async def scenario(cluster, names):
-        # Of its generation everybody is told.
-        await cluster.register("learner/0")
-        names.remove("learner/0")
-        first = await cluster.caller().call(WatchRun())
-        parked = [cluster.caller(name).call(WatchRun(seen=first.number), timeout=1000.0) for name in names]
-        follower = cluster.caller("agent/1")
-        for name in names[:-1]:
-            await cluster.register(name)
-        await asyncio.sleep(1.0)
-        assert not any(call.done() for call in parked)
-        shown = await follower.call(WatchRun(seen=first.number, seen_line=0))
-        assert shown.waiting_for == names[-1:] and shown.number > first.number
-        # To come back with what it has seen since changes nothing for an actor, either.
-        again = cluster.caller("agent/2").call(WatchRun(seen=shown.number), timeout=1000.0)
-        await asyncio.sleep(1.0)
-        assert not again.done()
-        await cluster.register(names[-1])
-        states = await asyncio.gather(*parked, again)
-        assert {(state.phase, *state.waiting_for) for state in states} == {("running",)}
+with_rollouters = played(run, given=2)
 
-    run(tmp_path, 40, scenario)
+
+@with_rollouters(40)
+async def test_while_a_run_starts_no_actor_is_told_of_the_others(cluster, names):
+    # Of its generation everybody is told.
+    await cluster.register("learner/0")
+    names.remove("learner/0")
+    first = await cluster.caller().call(WatchRun())
+    parked = [cluster.caller(name).call(WatchRun(seen=first.number), timeout=1000.0) for name in names]
+    follower = cluster.caller("agent/1")
+    for name in names[:-1]:
+        await cluster.register(name)
+    await asyncio.sleep(1.0)
+    assert not any(call.done() for call in parked)
+    shown = await follower.call(WatchRun(seen=first.number, seen_line=0))
+    assert shown.waiting_for == names[-1:] and shown.number > first.number
+    # To come back with what it has seen since changes nothing for an actor, either.
+    again = cluster.caller("agent/2").call(WatchRun(seen=shown.number), timeout=1000.0)
+    await asyncio.sleep(1.0)
+    assert not again.done()
+    await cluster.register(names[-1])
+    states = await asyncio.gather(*parked, again)
+    assert {(state.phase, *state.waiting_for) for state in states} == {("running",)}
 
 
 def test_many_registrations_at_a_time_are_followed_together(tmp_path, monkeypatch):
@@ -83,7 +85,7 @@ def test_many_registrations_at_a_time_are_followed_together(tmp_path, monkeypatc
         assert followed <= 71
         assert (await callers[0].call(WatchRun())).phase == "running"
 
-    run(tmp_path, 250, scenario)
+    run(tmp_path, scenario, 250)
 
 
 def broken_paths(rollouters):

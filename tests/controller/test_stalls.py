@@ -91,6 +91,14 @@ async def test_policy_restart_condemns_exactly_the_culprit(cluster):
         assert state.stuck[0].report.endswith("; rollouter/0 is killed and started again (watchdog.policy = restart)")
 
 
+@on_cluster(config("restart", engine_timeout_s=60.0))
+async def test_who_may_still_be_at_work_is_told_and_left_alone(cluster):
+    async with Beating(cluster):
+        state = await state_until(cluster, lambda state: state.stuck and state.stuck[0].report)
+        assert state.stuck[0].report.endswith("; rollouter/0 is left alone, as its work may take 60 s")
+        assert state.condemned == []
+
+
 class Cut(Beating):
     """As many rollouters as are there; of them ``cut_off`` tell that they do not reach the learner."""
 

@@ -1,8 +1,9 @@
-"""Gate, order and stragglers against a model of a loop in which nobody dies; deaths are in test_exactly_once_model.
+"""Gate, order and stragglers against a model of the loop; whatever may die and be lost is in test_exactly_once_model.
 
 The model holds the truth: what each rollouter really received and serves, what the learner really holds and has
-trained. Replies and reports may be lost. What is granted is checked against the truth, not against the book's own
-counters; and from every state reached, a fair continuation must end the run.
+trained. Replies and reports may be lost, and one rollouter may die, so that no prompt is suspect of a death. A grant is
+checked against the truth, not against the book's own counters; and from every state reached, a fair continuation must
+end the run.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Rollouter:
     """What a rollouter really knows."""
 
     name: str
+    incarnation: int = 1
     seen: int = 0
     served: int = 0
     holding: list[str] = field(default_factory=list)
@@ -136,7 +138,14 @@ class Loop(RuleBasedStateMachine):
     # --- rollouters ---
 
     def send(self, rollouter: Rollouter, free_groups: int, *, received: bool) -> None:
-        ask = Ask(rollouter.name, 1, rollouter.seen, free_groups, rollouter.served, frozenset(rollouter.holding))
+        ask = Ask(
+            rollouter.name,
+            rollouter.incarnation,
+            rollouter.seen,
+            free_groups,
+            rollouter.served,
+            frozenset(rollouter.holding),
+        )
         newest_known = self.tickets.gate.newest_version
         self.tickets.meet(ask)
         before, limit_groups = len(self.out), round(self.tickets.gate.limit.versions * self.per_version)
@@ -210,11 +219,24 @@ class Loop(RuleBasedStateMachine):
         uids = data.draw(st.lists(st.sampled_from(rollouter.holding), min_size=1, unique=True))
         # One that has arrived is returned by nobody.
         uids = [uid for uid in uids if not self.has(uid)]
-        self.tickets.give_back(rollouter.name, 1, uids)
+        self.tickets.give_back(rollouter.name, rollouter.incarnation, uids)
         for uid in uids:
             rollouter.holding.remove(uid)
             self.out.remove(uid)
             self.returned.add(uid)
+
+    @precondition(lambda self: all(r.incarnation == 1 for r in self.rollouters))
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        rollouter = data.draw(st.sampled_from(self.rollouters))
+        self.tickets.died(rollouter.name, rollouter.incarnation)
+        orphans = self.tickets.orphans
+        self.tickets.settle(orphans, list(filter(self.has, orphans)))
+        lost = {uid for uid in orphans if not self.has(uid)}
+        self.out -= lost
+        self.returned |= lost
+        rollouter.incarnation, rollouter.seen, rollouter.holding = 2, 0, []
+        self.numbers[rollouter.name] = {}
 
     @precondition(lambda self: any(r.served < self.version for r in self.rollouters))
     @rule(data=st.data())

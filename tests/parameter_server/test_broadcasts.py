@@ -93,6 +93,23 @@ def test_who_has_been_silent_is_not_waited_for():
     assert play.phases() == {"r/0": "serving", "r/1": "serving", "r/2": "announced"}
 
 
+def test_who_is_between_two_questions_is_waited_for():
+    play = Play()
+    play.serve("r/0")
+    play.end_of_park("r/0")
+    play.later(1)
+    assert play.announce(1) is None
+    assert play.next("r/0", 0).collective is not None
+
+
+def test_who_serves_the_version_or_a_newer_one_is_left_out():
+    play = Play()
+    for name, serving in (("r/0", 4), ("r/1", 5), ("r/2", 6)):
+        play.next(name, serving)
+    assert play.announce(5) is None
+    assert play.phases() == {"r/0": "announced", "r/1": "serving", "r/2": "serving"}
+
+
 def test_what_is_published_is_not_broadcast_any_more():
     play = Play()
     play.serve("r/0")
@@ -417,6 +434,31 @@ def test_who_only_tells_of_the_break_is_not_to_blame():
     assert play.announce(1) is None
     play.left("r/0")
     assert {play.look(name).collective.group.world_size for name in R[1:]} == {3}
+
+
+def test_a_learner_that_has_not_heard_of_the_begin_need_not_ask_anew():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    assert play.join("r/2", 1, epoch)
+    play.left("r/0")
+    assert play.look("learner/0") is None
+    assert play.next("r/1", 0) is None
+    assert play.next("r/2", 0).collective.group.epoch == epoch + 1
+    assert play.look("learner/0") is None
+    play.join("r/1", 1, epoch + 1)
+    play.join("r/2", 1, epoch + 1)
+    assert play.look("learner/0").group.epoch == epoch + 1
+
+
+def test_a_survivor_with_another_engine_is_served_by_itself():
+    play = Play()
+    play.serve(*R)
+    epoch = play.begin(1, *R)
+    play.publish(1)
+    play.ended(1, epoch, "connection reset", again=True)
+    assert play.next("r/0", -1).transport == "stream"
+    assert play.phases() == {"r/0": "staging", "r/1": "regrouping", "r/2": "regrouping"}
 
 
 MANY = [f"r/{index:03d}" for index in range(512)]

@@ -121,6 +121,22 @@ def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fracti
         assert [name for name in names[i:] if play.look(name)] == [names[i]]
 
 
+def test_a_replica_between_two_questions_keeps_its_place_and_blocks_nobody():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
+    for name in ("r/0", "r/1", "r/2", "r/3"):
+        play.next(name, -1)
+        play.pause(name, 0)
+    play.end_of_park("r/1")
+    play.report("r/0", 0)
+    assert not play.look("r/3")
+    assert play.look("r/2")
+    play.pause("r/1", 0)
+    play.report("r/2", 0)
+    assert play.look("r/1")
+    assert not play.look("r/3")
+
+
 def test_a_pause_past_its_deadline_is_free_again():
     play = Play(max_paused_fraction=0.1)
     play.publish(0)
@@ -191,6 +207,37 @@ def test_a_failure_leaves_a_replica_behind_until_it_commits(phase):
     play.commit("r/0", 1, serving=0)
     assert play.phases()["r/0"] == "serving"
     assert play.conductor.figures()["failed_attempts"] == 0
+
+
+def test_a_lost_report_is_made_good_by_the_next_question():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
+    for name in ("r/0", "r/1"):
+        play.next(name, -1)
+    assert play.pause("r/0", 0)
+    assert not play.pause("r/1", 0)
+    assert play.next("r/0", 0) is None
+    assert play.phases()["r/0"] == "serving"
+    assert play.look("r/1")
+    # That of a failure is, too.
+    assert play.next("r/1", -1).version == 0
+    assert play.conductor.figures()["updates_failed"] == 1
+
+
+def test_a_replica_that_cancels_its_question_gives_back_its_pause():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
+    for name in ("r/0", "r/1", "r/2"):
+        play.next(name, -1)
+    assert play.pause("r/0", 0)
+    for name in ("r/1", "r/2"):
+        assert not play.pause(name, 0)
+    # Granted, and cancelled before it heard of it.
+    play.report("r/0", 0)
+    assert play.phases()["r/1"] == "loading"
+    play.cancel("r/1")
+    assert play.phases()["r/1"] == "behind"
+    assert play.look("r/2")
 
 
 def test_a_new_incarnation_starts_over_and_the_old_one_is_not_heard_any_more():

@@ -135,6 +135,19 @@ def test_who_finds_nothing_where_it_was_sent_fetches_itself_at_once():
     assert play.next("r/2", -1, **HERE) is None
 
 
+def test_who_has_it_itself_loads_it_from_there_again():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    fetched(play, "r/0")
+    play.report("r/0", 0, committed=False)
+    assert play.next("r/0", -1, **HERE).transport == "shm"
+    assert play.conductor.fleet.replicas["r/0"].source_paths == PATHS
+    assert play.pause("r/0", 0)
+    # It was asked to hold nothing anew, and holds what it held.
+    play.report("r/0", 0)
+    assert play.replica("r/0").held_version == 0
+
+
 def test_what_came_another_way_ends_the_holding():
     play = on_hosts(transport="gloo")
     play.next("r/0", -1, **HERE)

@@ -64,13 +64,11 @@ class Hosts:
         for agent, (name, actors) in described.items():
             self._add(ReportedHost(agent, name, frozenset(actors)), now)
 
-    def forget(self, agent: str) -> bool:
-        """A host has left the run for good; whether it was known."""
-        host = self.known.pop(agent, None)
+    def forget(self, agent: str) -> None:
+        """A host has left the run for good."""
+        self.known.pop(agent, None)
         self.lost.pop(agent, None)
-        if host is not None:
-            self._host_of = {name: other for name, other in self._host_of.items() if other != agent}
-        return host is not None
+        self._host_of = {name: other for name, other in self._host_of.items() if other != agent}
 
     def describe(self) -> dict[str, tuple[str, list[str]]]:
         """Name of each host and its actors, by agent."""

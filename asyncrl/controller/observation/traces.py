@@ -100,16 +100,6 @@ def _is_numbered(path: Path) -> bool:
     return path.name[6:].partition(".")[0].isdigit()
 
 
-class _Pids:
-    """Numbers of the actors in all files of a run: those of its beginning in their order, then as others are met."""
-
-    def __init__(self, actors: Sequence[str]) -> None:
-        self._numbers = {actor: pid for pid, actor in enumerate(actors, 1)}
-
-    def of(self, actor: str) -> int:
-        return self._numbers.setdefault(actor, len(self._numbers) + 1)
-
-
 class TracePace:
     """The pace of traces on demand: whether the next may be written. Pure: the caller brings the time (s)."""
 
@@ -133,7 +123,7 @@ class TracePace:
 class _Collection:
     """One trace: its file, and who has not handed in yet."""
 
-    def __init__(self, number: int, run_dir: Path, run: str, pids: _Pids) -> None:
+    def __init__(self, number: int, run_dir: Path, run: str, pids: dict[str, int]) -> None:
         self.number = number
         self.waiting: set[str] = set()
         self.handed_in: list[str] = []
@@ -181,14 +171,17 @@ class _Collection:
         return TraceWritten(
             path=path,
             error=self.error,
-            actors=sorted(set(self.handed_in), key=self._pids.of),
+            actors=sorted(set(self.handed_in), key=self._pid),
             missing=sorted(self.waiting),
         )
+
+    def _pid(self, name: str) -> int:
+        return self._pids.setdefault(name, len(self._pids) + 1)
 
     def _write(self, name: str, spans: Sequence[TraceSpan]) -> None:
         if self._file is None:
             self._file = TraceFile(self._run_dir / FOLDER, self._run)
-        self._file.add(self._pids.of(name), name, spans)
+        self._file.add(self._pid(name), name, spans)
 
 
 class Traces:
@@ -211,7 +204,8 @@ class Traces:
         notify: Callable[[str, str], None],
     ) -> None:
         self._run_dir, self._run, self._notify = run_dir, run, notify
-        self._pids = _Pids(actors)
+        self._pids = {actor: pid for pid, actor in enumerate(actors, 1)}
+        """Number of each actor in all files: those of the run's beginning in their order, then as others are met."""
         self._name, self._trace = name, trace
         self._ready, self._ask, self._number, self._log = ready, ask, number, log
         self._wanted: _Collection | None = None

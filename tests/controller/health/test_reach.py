@@ -185,6 +185,15 @@ def test_who_was_not_heard_of_meanwhile_has_told_nothing():
     assert paths.passes(UNREACHABLE_S - 5.0) == []
 
 
+def test_time_in_which_nobody_looked_counts_as_nothing():
+    paths = Paths()
+    paths.breaks(("rollouter/2", "learner/0"))
+    paths.passes(5.0)
+    paths.now += 10 * UNREACHABLE_S
+    assert paths.look() == []
+    assert paths.passes(UNREACHABLE_S - 5.0) == []
+
+
 def test_paths_between_others_are_not_judged():
     paths = Paths(alone=(*SINGLE, "episodes/0", "agent/0"))
     paths.breaks(("rollouter/0", "episodes/0"), ("agent/0", "learner/0"), ("rollouter/0", "nobody/7"))

@@ -221,15 +221,6 @@ on_new_cluster = played(begin_anew)
 
 
 @on_new_cluster()
-async def test_a_host_may_leave_once_the_others_have_told_a_new_controller_that_they_serve(cluster):
-    (leave,) = await leaving_a_new_controller(cluster, "far")
-    await cluster.register("rollouter/1")
-    assert await is_parked(leave)
-    await cluster.register("rollouter/0")
-    assert (await leave).actors == ["rollouter/1"]
-
-
-@on_new_cluster()
 async def test_a_host_may_not_leave_if_the_others_do_not_serve_in_time(cluster):
     """I5: and whom the controller has waited for is said."""
 
@@ -256,6 +247,26 @@ async def test_of_the_last_two_hosts_one_stays_though_both_are_asked_to_leave_at
     with pytest.raises(RemoteError, match="cannot leave: no other host has a rollouter that serves$"):
         await calls[first]
     assert (await calls[second]).actors == [second]
+
+
+async def serve_in_part(cluster):
+    """A host joins with two rollouters, of which one serves; then every other rollouter leaves."""
+    await cluster.all_ready()
+    asked = Join(ask=ASK, hosts=[NewHost(host="c", replicas=2)])
+    (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=0.4)).hosts
+    await cluster.register(found.agent, address="", facts={"actors": found.rollouters, "host": "c"})
+    await cluster.register(found.rollouters[0])
+    await cluster.register("agent/9", address="", facts={"actors": ["rollouter/0"], "host": "far"})
+    await cluster.caller(LAUNCHER).call(Leave(host="far", within_s=1.0))
+    return found
+
+
+@on_new_cluster(FAST)
+async def test_a_guest_that_gives_up_fails_the_run_if_it_has_the_last_rollouter(cluster):
+    found = await serve_in_part(cluster)
+    await cluster.caller(found.agent).call(ended(found.rollouters[1], 78, fatal=True))
+    told = await cluster.caller().call(WatchRun())
+    assert (told.failed_actor, told.reason) == (found.rollouters[1], "its reason")
 
 
 @on_cluster()

@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import threading
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,9 +19,8 @@ from asyncrl.controller.observation import observers as watching_module
 from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, Constants, RecentMetrics, view_actors
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
-from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
-from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
+from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, ResourceRecord, WatchSnapshot
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.snapshot import UPDATE_LINES, Histogram
 from asyncrl.telemetry.catalogue import EDGES
@@ -242,19 +240,24 @@ async def test_numbers_of_snapshots_cannot_be_guessed(cluster):
     assert all(step > 0 for step in steps) and len(set(steps[1:])) == 3
 
 
-def test_the_last_one_is_told_to_everybody_and_once(tmp_path, monkeypatch):
+@on_cluster()
+async def test_the_last_one_is_told_to_everybody_and_once(cluster, monkeypatch):
     monkeypatch.setattr(snapshots_module, "SNAPSHOT_S", 1e6)
+    viewer = cluster.caller(VIEWER)
+    await look(viewer)
+    asked = viewer.call(WatchSnapshot(seen=-1))
+    assert await is_parked(asked)
+    await cluster.controller._watching.conclude()
+    assert decode_snapshot((await asked).snapshot).run.phase == "starting"
+    assert (await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)).snapshot == b""
 
-    async def scenario(cluster):
-        viewer = cluster.caller(VIEWER)
-        await look(viewer)
-        asked = viewer.call(WatchSnapshot(seen=-1))
-        assert await is_parked(asked)
-        await cluster.controller._watching.conclude()
-        assert decode_snapshot((await asked).snapshot).run.phase == "starting"
-        assert (await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)).snapshot == b""
 
-    run(tmp_path, scenario)
+@on_cluster()
+async def test_who_got_nothing_is_not_told_that_it_has_seen_something(cluster):
+    viewer = cluster.caller(VIEWER)
+    await look(viewer)
+    taken = await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)
+    assert (taken.number, taken.snapshot) == (-1, b"")
 
 
 @on_cluster()
@@ -350,17 +353,14 @@ def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatc
     assert happened[0] == "the end"
 
 
-def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end(tmp_path, monkeypatch):
+@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+async def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(actor_module, "FAREWELL_S", 0.5)
-
-    async def scenario(cluster):
-        await cluster.all_ready()
-        await cluster.caller().call(StopRun(reason="enough"))
-        # Raises what ended it, if anything has.
-        await asyncio.wait_for(asyncio.shield(cluster.main), 10)
-        assert [snapshot.run.phase for snapshot in read_recording(tmp_path)][-1] == "done"
-
-    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+    await cluster.all_ready()
+    await cluster.caller().call(StopRun(reason="enough"))
+    # Raises what ended it, if anything has.
+    await asyncio.wait_for(asyncio.shield(cluster.main), 10)
+    assert [snapshot.run.phase for snapshot in read_recording(tmp_path)][-1] == "done"
 
 
 def test_nothing_is_left_of_steps_that_a_learner_trains_again():
@@ -392,28 +392,13 @@ def test_who_is_lost_with_its_host_does_not_go_on_in_its_last_state(lost):
 
 
 @on_cluster()
-async def test_an_agent_has_no_timeline_and_is_not_warned_of_that(cluster):
-    states = []
-    link = ControllerLink(
-        cluster.context("agent/0", 1, controller=cluster.controller.address),
-        on_state=states.append,
-        on_silent=lambda: None,
-        on_successor=lambda: None,
-    )
-    told = []
-    link.log = SimpleNamespace(info=lambda *_, **__: None, warning=lambda *what, **_: told.append(what))
-    life = asyncio.create_task(link.main())
-    while not states:
-        await asyncio.sleep(0.005)
-    # Somebody for whom the trace waits.
-    await cluster.register("rollouter/0")
-    written = await cluster.caller(VIEWER).call(RequestTrace(), timeout=1.0)
-    assert (written.actors, written.missing) == (["controller/0"], ["rollouter/0"])
-    assert any(state.trace for state in states)
-    link.begin_drain()
-    life.cancel()
-    await asyncio.gather(life, return_exceptions=True)
-    assert told == []
+async def test_a_successor_goes_on_where_the_recording_ended(cluster):
+    _, before = await look(cluster.caller(VIEWER))
+    await cluster.die()
+    await cluster.start(9)
+    number, after = await look(cluster.caller(VIEWER))
+    assert number > 9 - 1
+    assert after.run.age_s > before.run.age_s
 
 
 RECORDED = {"record_s": 0.02}

@@ -87,6 +87,21 @@ def test_a_run_starts_and_goes_on_without_sinks():
     assert (run.phase, run.next_deadline()) == ("running", None)
 
 
+def test_an_actor_that_is_dead_already_is_not_waited_for():
+    run = machine()
+    for name in ("rollouter/0", "rollouter/1", "reward/0"):
+        run.ended(name, -9, False, "", "", 5.0)
+    run.stop("Ctrl-C", 6.0)
+    assert set(run.draining) == RANKS[1]
+    run = machine()
+    run.ended("rollouter/0", -9, False, "", "", 5.0)
+    run.started("rollouter/0")
+    run.stop("Ctrl-C", 6.0)
+    end(run, "rollouter/1", 6.1)
+    end(run, "reward/0", 6.1)
+    assert set(run.draining) == RANKS[0]
+
+
 def test_the_first_failure_is_kept():
     run = machine()
     assert run.ended("reward/0", -11, True, "killed by SIGSEGV, after 3 restarts", "/logs/r.log", 5.0)
@@ -144,6 +159,16 @@ def test_the_condemned_are_shown_until_they_are_so_no_more(running):
     assert run.condemned == [other, FROZEN]
     assert run.condemn([])
     assert run.condemned == []
+
+
+def test_draining_has_deadlines_of_its_own():
+    run = machine()
+    run.condemn([FROZEN])
+    run.finish(101.0)
+    assert run.condemned == []
+    number = run.number
+    assert not run.condemn([FROZEN, Condemned("learner/0", 6, "")])
+    assert (run.condemned, run.number, run.outcome.exit_code) == ([], number, 0)
 
 
 def test_a_run_makes_way_until_a_checkpoint_is_written():
