@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.episodes.playing.task import Task
 from asyncrl.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
@@ -24,11 +24,22 @@ from asyncrl.messages.episodes import (
     TurnReward,
     TurnRewarded,
 )
-from asyncrl.runtime.calls.peer import Peer
 
 OnDelta = Callable[[ChatDelta], None]
 TELL_AGAIN_S = 0.1
 """Seconds until a cast is tried again whose rollouter was not connected."""
+
+
+class RolloutPeer(Protocol):
+    """The Peer that is asked for the policy."""
+
+    name: str
+
+    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
+        """Send a request, as Peer.call."""
+
+    def cast(self, message: Message) -> bool:
+        """Send a message, as Peer.cast."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):
@@ -52,7 +63,7 @@ class Playing(asyncio.Future[EpisodeDone]):
 class PolicySession:
     """The policy for one episode. ``deadline`` is on the loop's clock."""
 
-    def __init__(self, request: RunEpisode, rollouter: Peer, deadline: float) -> None:
+    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._rollouter, self._deadline = rollouter, deadline
         self._calls: set[asyncio.Future[Any]] = set()

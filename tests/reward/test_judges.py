@@ -80,9 +80,7 @@ def said_again(body):
 UNUSABLE = {
     "prose": lambda body: "They are all very good.",
     "null": lambda body: None,
-    "one less": lambda body: told(scores(body)[1:]),
     "two answers": two_answers,
-    "out of range": lambda body: told([{**entry, "score": 1.01} for entry in scores(body)]),
     "by position": lambda body: json.dumps({"scores": [entry["score"] for entry in scores(body)]}),
     "cut short": lambda body: right(body)[:-5],
     "key twice": lambda body: right(body).replace('"score":', '"score": 0, "score":', 1),

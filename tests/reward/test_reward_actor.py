@@ -193,7 +193,7 @@ async def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_co
                 f"{then}{hint}",
             ),
         }
-        assert [notice.of for notice in notices] == ["13 calls", "14 calls", "15 calls", "16 calls"]
+        assert [notice.of for notice in notices] == [f"{number} calls" for number in range(12, 17)]
         spent = actor.histograms.taken()["reward/run_s"]
         assert sum(spent.counts) == 16, "the calls that failed are among them"
         assert spent.counts[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"

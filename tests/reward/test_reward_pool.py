@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -184,26 +184,20 @@ async def test_one_failed_restart_does_not_end_the_pool(tmp_path, monkeypatch):
 
 def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path):
     script = tmp_path / "owner.py"
-    script.write_text(
-        textwrap.dedent("""
-            import asyncio
-            from asyncrl.config.training import RewardConfig
-            from asyncrl.messages.reward import Completion, Score
-            from asyncrl.reward.scoring.pool import RewardPool
+    script.write_text(f"""
+import asyncio, sys
+sys.path[:0] = {[str(Path(__file__).parents[at]) for at in (1, 2)]!r}
+from reward.pools import pids, request, started
 
-            async def main():
-                pool = RewardPool(RewardConfig(function="act_rewards:act", workers=2, timeout_s=999), max_tokens=9)
-                await pool.start()
-                hanging = Completion(text="deaf", finish_reason="stop", tokens=1)
-                score = Score(uid="0-0", prompt="p", row={}, completions=[hanging])
-                scoring = pool.score(score)
-                await asyncio.sleep(0.2)
-                print(*(slot.process.pid for slot in pool._slots), flush=True)
-                await scoring
+async def main():
+    async with started(workers=2, timeout_s=999) as pool:
+        scoring = pool.score(request("deaf"))
+        await asyncio.sleep(0.2)
+        print(*pids(pool), flush=True)
+        await scoring
 
-            asyncio.run(main())
-        """)
-    )
+asyncio.run(main())
+""")
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pids = [int(pid) for pid in owner.stdout.readline().split()]

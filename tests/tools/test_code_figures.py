@@ -41,9 +41,3 @@ def test_each_figure_counts_what_it_names():
     rows = dict(code_figures.package_rows(ALL))
     assert rows["functions over 100 lines"] == "1"
     assert rows["docstrings that open with a wh-clause"] == rows["docstrings that open with Of"] == "1"
-
-
-def test_the_table_tells_of_this_repository(capsys):
-    """The command prints a row for each room."""
-    assert code_figures.main() == 0
-    assert "| learner | " in capsys.readouterr().out

@@ -255,8 +255,9 @@ async def gone(
             while helpers := kill_living(helpers):  # noqa: ASYNC110
                 await asyncio.sleep(REAP_INTERVAL_S)
     except TimeoutError:
-        left = ", ".join(str(each.pid) for each in (*workers(), *kill_living(helpers)) if each is not None)
-        raise DeadlineExceeded(owner, f"process {left}", "its end", CLOSE_TIMEOUT_S) from None
+        left = [str(worker.pid) for worker in workers() if worker is not None]
+        left += [str(helper.pid) for helper in kill_living(helpers)]
+        raise DeadlineExceeded(owner, f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S) from None
 
 
 def describe_exit(code: int, memory_key: str) -> str:
