@@ -260,8 +260,8 @@ def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
 
 
 def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
-    recorder, run = Recorder(tmp_path, 1, 1 << 20), Run(rollouters=32, steps=100_000)
-    for second in range(0, 6000, 10):
+    recorder, run = Recorder(tmp_path, 1, 1 << 20), Run(rollouters=8, steps=100_000)
+    for second in range(0, 3000, 10):
         snapshot = run.at(float(second))
         recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
     whole = open_replay(tmp_path, lives=True)
