@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from asyncrl.cli.flags import Parser
 from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
 from asyncrl.text.printable import json_in_ascii, say
+from asyncrl.text.streams import send_nowhere
 
 if TYPE_CHECKING:
     from asyncrl.top.source.client import WatchedRun
@@ -65,17 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader of the output has read enough, as head does.
-        _print_no_more()
+        send_nowhere(sys.stdout)
         return 141
     except OSError as error:
-        _print_no_more()
+        send_nowhere(sys.stdout)
         return _complain(f"what is printed cannot be written: {_why(error)}", 1)
-
-
-def _print_no_more() -> None:
-    """Send standard output nowhere: text that it holds back would fail again at the end of the process."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _main(argv: list[str]) -> int:

@@ -63,7 +63,8 @@ def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
             for one, (number, version, deaths, alone) in zip(line.uids, line.grants, strict=True):
                 if one == uid:
                     more = (f", deaths {deaths})" if deaths else ")") + (", alone" if alone else "")
-                    yield told("granted", f"granted to {line.to} (grant {number}, newest version {version}{more}")
+                    text = f"granted to {line.to} (grant {number}, newest version {version}{more}"
+                    yield told("granted", text, version=version)
         case group_log.GENERATED:
             for sample, events in enumerate(line.samples):
                 for seconds, what, *facts in events:

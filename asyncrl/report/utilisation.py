@@ -38,17 +38,12 @@ def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
 
 def _span(older: Snapshot, newer: Snapshot) -> Span:
     interval = Interval(older, newer)
-    sums: dict[str, dict[str, float]] = {}
+    found: dict[str, list[tuple[ActorView, Resource]]] = {}
     for actor in newer.actors:
         for resource in actor.resources:
-            held = sums.setdefault(kind_of(actor, resource), {})
-            for state, seconds in interval.seconds_by_state(actor, resource).items():
-                held[state] = held.get(state, 0.0) + seconds
-    shares: dict[str, Shares] = {}
-    for kind, held in sums.items():
-        if whole := sum(held.values()):
-            shares[kind] = {state: seconds / whole for state, seconds in held.items()}
-    return Span(older.wall, newer.wall, shares)
+            found.setdefault(kind_of(actor, resource), []).append((actor, resource))
+    shares = {kind: interval.shares(each) for kind, each in found.items()}
+    return Span(older.wall, newer.wall, {kind: each for kind, each in shares.items() if each})
 
 
 def kind_of(actor: ActorView, resource: Resource) -> str:

@@ -198,9 +198,8 @@ def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) ->
     """The working limit, the newest step, and a histogram since the learner started."""
     view = document.staleness
     late = f"{count(view.late_groups)} of {document.ledger.groups_per_step} groups"
-    became = {"trained": view.late_trained, "masked": view.late_masked, "waited for": view.waited}
-    became["requeued"] = view.requeued
-    so_far = ", ".join(f"{count(number)} {words}" for words, number in became.items() if number)
+    became = ((view.late_trained, "trained"), (view.late_masked, "masked"), (view.waited, "waited for"))
+    so_far = ", ".join(f"{count(groups)} {word}" for groups, word in (*became, (view.requeued, "requeued")) if groups)
     head = joined(
         [
             said("limit", f"{fixed(view.limit, 0)} of {view.max}"),
@@ -223,8 +222,8 @@ def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) ->
 def _bucket_line(document: Document, index: int, wide: int, glyphs: Glyphs) -> Line:
     view = document.staleness
     # The whole versions in a bucket, whose upper edges are inside.
-    low, high = (int(view.edges[i]) if i < len(view.edges) else None for i in (max(0, index - 1), index))
-    low = (low or 0) + 1 if index else 0
+    low = int(view.edges[index - 1]) + 1 if index else 0
+    high = int(view.edges[index]) if index < len(view.edges) else None
     label = f"{low}+" if high is None else f"{low}" if high <= low else f"{low}–{high}"
     # Beyond the limit is beyond what the gate can hold: stragglers, which staleness.late is for.
     late = low > view.max

@@ -24,7 +24,7 @@ from asyncrl.top.drawing.text import (
     state_bar,
     wrapped,
 )
-from asyncrl.top.figures.bottleneck import kind_of
+from asyncrl.top.figures.bottleneck import Stage, kind_of
 from asyncrl.top.figures.document import Document, StageRow
 from asyncrl.top.source.client import Away
 from asyncrl.top.source.replay import Replay
@@ -105,31 +105,25 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
     return [
         top,
         [(_rate(stage, wide), "")],
-        [(_depth(stage, document), "")],
+        [(DEPTHS[stage.stage].format(depth=count(stage.depth), limit=count(stage.depth_limit)), "")],
         _bar(stage, wide, glyphs),
         _state(stage, document),
     ]
+
+
+DEPTHS: dict[Stage, str] = {
+    "dataloader": "gate {depth}/{limit}",
+    "rollouters": "{depth} in flight",
+    "reward": "{depth} in hand",
+    "learner": "{depth}/{limit} groups",
+    "weights": "{depth} behind",
+}
 
 
 def _rate(stage: StageRow, wide: int) -> str:
     """Rate of a stage, with a blank before the arrow."""
     words = f"{rate(stage.rate)} {stage.unit}/s"
     return words if len(words) < wide else words.replace("tokens/s", "tok/s")
-
-
-def _depth(stage: StageRow, document: Document) -> str:
-    depth = count(stage.depth)
-    match stage.stage:
-        case "dataloader":
-            return f"gate {depth}/{count(stage.depth_limit)}"
-        case "rollouters":
-            return f"{depth} in flight"
-        case "reward":
-            return f"{depth} in hand"
-        case "learner":
-            return f"{depth}/{count(stage.depth_limit)} groups"
-        case "weights":
-            return f"{depth} behind"
 
 
 def _bar(stage: StageRow, wide: int, glyphs: Glyphs) -> Line:
