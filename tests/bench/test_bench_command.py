@@ -51,7 +51,7 @@ print("after")
 
 
 def test_the_json_is_alone_on_standard_output():
-    """Whatever libraries print, and processes that were started."""
+    """Libraries, and processes that were started, print elsewhere."""
     ended = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, check=True, timeout=60)
     before, line, after = ended.stdout.splitlines()
     assert (before, json.loads(line)["bench"], after) == ("before", "calls", "after")

@@ -1,4 +1,4 @@
-"""What is printed."""
+"""Lines that the report prints."""
 
 import json
 

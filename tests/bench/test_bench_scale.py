@@ -1,4 +1,4 @@
-"""What the scale benchmark makes of snapshots, and of a screen that nobody sees."""
+"""Figures that the scale benchmark makes of snapshots, and of a screen that nobody sees."""
 
 import time
 from dataclasses import replace

@@ -19,7 +19,7 @@ WORDS = {
     "llama": ("Hi there.", '{"name": "lookup", "parameters": {"word": "x"}}'),
     "mistral": ("Hi there.", '[CALLS]lookup{"word": "x"}'),
 }
-"""What a model would have said, where it is not what is written."""
+"""A model's own words, where they are not what is written."""
 
 
 def said(renderer, answer, before=ASKED):

@@ -110,7 +110,7 @@ def process(host: Host, words: str) -> int:
 
 
 def left(cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """What is left by runs in a folder: processes, shared memory, keys, and on other hosts than the head any file."""
+    """Leftovers of runs in a folder: processes, shared memory, keys, and on other hosts than the head any file."""
     found: dict[str, Any] = {}
     for host in cluster.all_hosts:
         if not host.is_on:

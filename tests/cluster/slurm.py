@@ -22,7 +22,7 @@ START_S = 60.0
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 SBIN = ":/usr/sbin:/sbin"
 CPUS = 4
-"""Of each node, whatever the machine has: jobs here are to be scheduled, not to be fast."""
+"""Processors of each node, whatever the machine has: jobs here are to be scheduled, not to be fast."""
 
 
 def why_no_slurm() -> str | None:
@@ -57,7 +57,7 @@ class Slurm:
         return int(said.stdout.split(";")[0])
 
     def job(self, number: int) -> dict[str, str]:
-        """What scontrol knows of a job: JobState, Restarts, ExitCode, NodeList and so on."""
+        """Facts of a job by scontrol: JobState, Restarts, ExitCode, NodeList and so on."""
         words = self.run("scontrol", "--oneliner", "show", "job", str(number)).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -85,7 +85,7 @@ class Slurm:
         return {pid: words for pid, words in self.cluster[node].processes().items() if not words.startswith(own)}
 
     def logs(self) -> str:
-        """What the daemons said, for a person to read."""
+        """Words of the daemons, for a person to read."""
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self.cluster.folder.glob("slurm-*.log"))
 
     def _prepare(self, host: Host) -> None:

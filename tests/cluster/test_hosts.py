@@ -310,7 +310,7 @@ def without_asyncrl(host):
 
 @contextlib.contextmanager
 def without_wandb(host):
-    """What is left is a folder of that name, as wandb makes one where it is used."""
+    """A folder of that name is left, as wandb makes one where it is used."""
     (package,) = Path(sys.prefix).glob("lib/*/site-packages/wandb")
     host.run(["mount", "-t", "tmpfs", "none", str(package)])
     yield

@@ -21,7 +21,7 @@ from tools.quickstart.settings import Settings
 
 pytest.importorskip("vllm")
 UPDATES = 3
-"""Of each replica, one of which may be ready long before the other; then the run is asked to make way."""
+"""Updates of each replica, one of which may be ready long before the other; then the run is asked to make way."""
 PROMPTS = 96
 START_S = 600
 """A safety net: loading vLLM twice is a minute of work, on a machine that may have other work."""
@@ -32,12 +32,12 @@ REWARD = """
 def digits(*, completion, **_):
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
 """
-"""What a model that was never trained is rewarded for now and then."""
+"""A pattern that a model that was never trained meets now and then."""
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """What vLLM finds out about the model once, for both runs."""
+    """Folder of what vLLM finds out about the model once, for both runs."""
     return tmp_path_factory.mktemp("cache")
 
 

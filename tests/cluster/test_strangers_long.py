@@ -180,7 +180,7 @@ def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_as_it_is(
 
 @pytest.mark.timeout(600)
 def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_as_it_is(tmp_path: Path) -> None:
-    """What these ports let in is for the network to say (docs/protocol.md); noise they bear."""
+    """Callers of these ports are for the network to choose (docs/protocol.md); noise they bear."""
     learner = SIM_RUN["learner"] | {"ranks": 2, "steps": 120}
     tree = SIM_RUN | {"security": {"curve": "required"}, "weights": {"transport": "gloo"}, "learner": learner}
     run = LiveRun(tree, tmp_path)

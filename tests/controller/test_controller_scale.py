@@ -1,4 +1,4 @@
-"""What the controller does for each of many actors does not grow with how many there are."""
+"""The controller's work for each of many actors does not grow with their number."""
 
 import asyncio
 

@@ -85,7 +85,7 @@ def test_a_prompt_that_is_evaluated_while_it_waits_is_not_granted() -> None:
 
 
 def test_rounds_that_are_open_go_on_with_what_the_learner_has() -> None:
-    """Whoever has started again knows the rounds from the learner."""
+    """An actor that has started again knows the rounds from the learner."""
     sets = [EvalSet("a", (0, 1, 2), every_versions=4, at_start=True)]
     rounds = EvalRounds(sets, 9, closed=["a@0"], open={"a@4": ["a@4-1"], "gone@4": []}, overdue=True)
     assert rounds.sizes == {"eval/a@4": 3}

@@ -340,7 +340,7 @@ def test_nor_after_a_restart_of_the_dataloader() -> None:
 
 
 def test_a_prompt_that_is_requeued_and_done_in_one_report_is_done() -> None:
-    """What an earlier learner had requeued may have been generated already."""
+    """Groups that an earlier learner had requeued may have been generated already."""
     book = Book()
     book.lease(free=2)
     book.number += 1

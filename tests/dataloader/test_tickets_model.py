@@ -35,7 +35,7 @@ SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 
 @dataclass
 class Rollouter:
-    """What a rollouter really knows."""
+    """Truth about a rollouter."""
 
     name: str
     incarnation: int = 1

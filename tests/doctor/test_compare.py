@@ -1,4 +1,4 @@
-"""What is wrong between hosts, by tables."""
+"""Differences between hosts, by tables."""
 
 import pytest
 from hypothesis import given

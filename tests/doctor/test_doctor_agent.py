@@ -117,7 +117,7 @@ def examine(capsys, *argv):
 
 
 def told(seen):
-    """What people read of it."""
+    """The text that people read."""
     fields = {key: value for key, value in seen.items() if key not in ("works", "forks")}
     return "\n".join(
         Played(**fields | {"turns": [RehearsedTurn(**turn) for turn in seen["turns"]]}).lines(scored=False)

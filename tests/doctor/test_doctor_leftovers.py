@@ -1,4 +1,4 @@
-"""What is left of dead runs, on real folders, locks and processes. I7: the doctor removes what is left, and no more."""
+"""Leftovers of dead runs, on real folders, locks and processes. I7: the doctor removes these, and no more."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""What fails for ever in a whole run, every actor a process: a reward of one trajectory, the gradient of one group.
+"""Failures for ever in a whole run, every actor a process: a reward of one trajectory, the gradient of one group.
 
 Both ends of both keys: a group is quarantined or does without the trajectory (rollout.on_failed_trajectory); the run
 ends and names the group, or quarantines it (learner.on_nonfinite). The others are trained, each once.

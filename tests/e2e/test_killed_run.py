@@ -21,7 +21,7 @@ TIMING = (
     "policy/drift",
     "policy/drift_worst",
 )
-"""What depends on when things happen, or numbers versions, which no run uses twice."""
+"""Values that depend on when things happen, or number versions, which no run uses twice."""
 STEPS, WARM = 8, 12
 
 
@@ -54,7 +54,7 @@ def figures(run_dir):
 
 
 def tokens(run_dir):
-    """What was trained in the last history, by step, without the numbers of versions."""
+    """Groups trained in the last history, by step, without the numbers of versions."""
     starts = {line["step"]: line["start"] for line in metrics(run_dir, "train")}
     found = {}
     for group in groups(run_dir):

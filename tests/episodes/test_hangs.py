@@ -1,4 +1,4 @@
-"""Whatever an agent does instead of playing, its attempt ends by a deadline, with an error that names its stage, and
+"""An agent's attempt ends by a deadline, whatever it does instead of playing, with an error that names its stage, and
 the next one plays. Rollouter's sessions, episode host and endpoint are real, the engine speaks by a script; ``hosting``
 sees to it that no process, port or file is left.
 """

@@ -93,7 +93,7 @@ def end_marked(mark: object) -> None:
 
 
 def wait_until(condition: Any, what: str | Callable[[], str]) -> Any:
-    """What the condition gives once that is something; ``what`` is waited for."""
+    """Result of the condition once it is something; ``what`` is waited for."""
     until = time.monotonic() + WAIT_S
     while not (found := condition()):
         assert time.monotonic() < until, f"waited {WAIT_S:g} s for {what if isinstance(what, str) else what()}"

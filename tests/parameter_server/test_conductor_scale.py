@@ -1,4 +1,4 @@
-"""What the conductor does for a word of one replica does not grow with how many there are."""
+"""The conductor's work for a word of one replica does not grow with their number."""
 
 import pytest
 from conductor_play import LEARNER, Play, announcement

@@ -21,7 +21,7 @@ class Caller:
     name: str
     incarnation: int = 1
     number: int | None = None
-    """Of its parked question."""
+    """Number of its parked question."""
     woken: bool = False
     state: tuple = ("idle",)
 
@@ -34,13 +34,13 @@ class Rollouter(Caller):
     workers: int = 1
     host: str = ""
     holds: bool = False
-    """What it stages, for others of its host."""
+    """Whether it stages its version, for others of its host."""
     reported: tuple | None = None
 
 
 @dataclass
 class Group:
-    """What is known of an epoch from those who were offered it."""
+    """Facts of an epoch, from those who were offered it."""
 
     world_size: int
     learner: int

@@ -72,7 +72,7 @@ class Page(html.parser.HTMLParser):
         self.tags, self.text = [], []
         self.page = path.read_text()
         self.panels = []
-        """What the script is told of each, in order, as (section, what)."""
+        """Calls of the script for each, in order, as (section, what)."""
         self._section = -1
         self.feed(self.page)
 

@@ -194,7 +194,7 @@ LIMIT = 256 * MIB
 
 
 class Printed(list[tuple[str, str, int]]):
-    """What the pool hands out: (uid, text, bytes dropped)."""
+    """Lines that the pool hands out: (uid, text, bytes dropped)."""
 
     def take(self, *said: Any) -> None:
         self.append(said)

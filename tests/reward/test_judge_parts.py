@@ -53,7 +53,7 @@ def test_scores_are_matched_as_a_set(names, order, data):
 
 @given(NAMES, st.data())
 def test_nothing_but_one_good_score_for_each_is_taken(names, data):
-    """Whatever list of entries comes: it is taken only where it is a permutation of good ones."""
+    """A list of entries is taken only where it is a permutation of good ones."""
     given_names = data.draw(st.lists(st.sampled_from([*names, "zz", "", 7, None]), max_size=6))
     values = st.sampled_from([0.0, 0.5, 1, 1.5, -1, math.nan, math.inf, 10**400, "0.5", True, None, []])
     entries = [{"id": name, "score": data.draw(values)} for name in given_names]

@@ -1,4 +1,4 @@
-"""What an actor says that it waits for (I5)."""
+"""Waits that an actor tells (I5)."""
 
 import asyncio
 import threading

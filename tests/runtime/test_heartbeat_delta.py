@@ -1,4 +1,4 @@
-"""What goes into heartbeats: what has changed, bounded, and all of it in the end whatever is lost."""
+"""Heartbeats hold what has changed, bounded, and all of it in the end whatever is lost."""
 
 import msgspec
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a process knows of itself."""
+"""A process's facts of itself."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What an actor's process tells of itself: lag and load of its event loop, its processors and memory, its GPUs."""
+"""Vitals of an actor's process: lag and load of its event loop, its processors and memory, its GPUs."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""What the tests of the sinks share."""
+"""Helpers that the tests of the sinks share."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What goes to the sinks, and under which name."""
+"""Figures that go to the sinks, and their names there."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What W&B writes offline, read back: a log of blocks as LevelDB has it, of protobuf records."""
+"""W&B's offline files, read back: a log of blocks as LevelDB has it, of protobuf records."""
 
 import json
 import struct

@@ -48,7 +48,7 @@ class Held:
 
 @dataclass
 class Rollouter:
-    """What a rollouter really knows."""
+    """Truth about a rollouter."""
 
     name: str
     incarnation: int = 1

@@ -160,7 +160,7 @@ def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp
 
 
 HOSTS = ["a", "a", "b", "b", "c", "c"]
-"""Of six rollouters, none of them beside the parameter server."""
+"""Hosts of six rollouters, none of them beside the parameter server."""
 
 
 def on_other_hosts(monkeypatch):

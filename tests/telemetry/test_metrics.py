@@ -50,7 +50,7 @@ def test_every_name_in_the_code_is_declared():
 
 
 NOT_METRICS = {"reward/component"}
-"""What a name begins with."""
+"""First part of a name."""
 
 
 def test_a_module_declares_a_figure_for_processes_that_do_not_import_it():

@@ -1,4 +1,4 @@
-"""What a terminal is given of a run: nothing that it would obey, and as many cells as were meant."""
+"""Text of a run for a terminal: nothing that it would obey, and as many cells as were meant."""
 
 import io
 import json
@@ -27,7 +27,7 @@ WRITTEN = st.text(st.sampled_from("ab 字é\u0301👍\u200d\ufe0f\x1b\x07\x9b\u2
 
 
 def controls(text, keep="\n"):
-    """What a terminal would obey, or nobody would see."""
+    """Characters that a terminal would obey, or nobody would see."""
     return [each for each in text if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") and each not in keep]
 
 

@@ -18,7 +18,7 @@ ORDER = EpochOrder("f00d", 5, PROMPTS)
 
 
 def outcome(index):
-    """Of the prompt at an index of the data."""
+    """Outcome of the prompt at an index of the data."""
     return {3: "filtered", 7: "quarantined"}.get(index, "trained")
 
 

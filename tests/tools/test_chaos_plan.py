@@ -1,4 +1,4 @@
-"""What is broken and when: the same for a seed, every kind for every victim, within the steps of the run."""
+"""Faults and their times: the same for a seed, every kind for every victim, within the steps of the run."""
 
 from collections import Counter
 

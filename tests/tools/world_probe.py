@@ -79,7 +79,7 @@ while True:
 
 
 def several(folder):
-    """What is said where there can be several hosts."""
+    """Answers where there can be several hosts."""
     world = World(folder, 16)
     said = {"names": world.hosts.names, "missing": world.missing, "left": [world.left()]}
     cluster = world.hosts.cluster

@@ -21,7 +21,7 @@ def known(snapshots):
 
 
 def text_of(app):
-    """What stands on the screen."""
+    """The text on the screen."""
     strips = app.screen._compositor.render_strips()
     return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
 
@@ -54,7 +54,7 @@ async def until(pilot, text, within=10.0):
 
 
 def recording(run, seconds):
-    """What a replay goes through: a snapshot each second."""
+    """A replay's snapshots, one each second."""
     compress = zstandard.ZstdCompressor().compress
     return [
         (snapshot.wall, compress(msgspec.msgpack.encode(snapshot)))

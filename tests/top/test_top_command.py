@@ -217,7 +217,7 @@ needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is mi
 
 
 def at_rest(terminal):
-    """What stands on it once it changes no more."""
+    """The screen once it changes no more."""
     before, text = "", terminal.text()
     while text != before:
         time.sleep(1.0)

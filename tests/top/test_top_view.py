@@ -1,4 +1,4 @@
-"""What asyncrl-top shows of snapshots: numbers, panes, plain text, JSON."""
+"""Snapshots in asyncrl-top: numbers, panes, plain text, JSON."""
 
 import json
 import math

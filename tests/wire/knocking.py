@@ -28,7 +28,7 @@ from tools.live_run import LiveRun, title
 
 REPLIES = {kind.reply.__name__ for kind in EVERY_MESSAGE.values() if issubclass(kind, Request)}
 SENT = {name: kind for name, kind in EVERY_MESSAGE.items() if issubclass(kind, Request) or name not in REPLIES}
-"""What clients send: requests and casts."""
+"""Messages that clients send: requests and casts."""
 
 
 # --- who knocks -------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Knocker:
         return True
 
     def listen(self, timeout_s: float = 0.0) -> list[tuple[list[Any], Any]]:
-        """What has come since the last time; waits for something if nothing has."""
+        """Messages that have come since the last time; waits for one if none has."""
         new = []
         while self.socket.poll(0 if new else int(timeout_s * 1000)):
             header, body, *_ = self.socket.recv_multipart()
@@ -91,7 +91,7 @@ class Knocker:
 
     @property
     def codes(self) -> set[str]:
-        """Of the refusals and errors heard."""
+        """Codes of the refusals and errors heard."""
         return {body["code"] for header, body in self.heard if header[1] in (Kind.REFUSE, Kind.ERROR)}
 
     @property
@@ -209,7 +209,7 @@ KNOWN = {
     "reward": "rollouter/0",
     "learner": "rollouter/0",
 }
-"""Of each role, one who calls it all the time."""
+"""One caller of each role, who calls all the time."""
 
 
 def guise_of(private: Path, name: str, server: str, incarnation: int = 2) -> Guise:
@@ -249,7 +249,7 @@ def listening(pids: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
 
 
 def _descriptors(pid: int) -> list[str]:
-    """What a process has open; one that it closes meanwhile, or all if it ends, is left out."""
+    """Files that a process has open; one that it closes meanwhile, or all if it ends, is left out."""
     links = []
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):

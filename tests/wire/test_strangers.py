@@ -44,7 +44,7 @@ class Slow(Request, frozen=True, kw_only=True):
 
 @pytest.fixture(autouse=True)
 def any_role_may_send_all(monkeypatch):
-    """What is refused to a role does not get as far as the checks that are tested here."""
+    """A message that is refused to a role does not get as far as the checks that are tested here."""
     for kind in EVERY_MESSAGE.values():
         if kind.senders:
             monkeypatch.setattr(kind, "senders", ANYBODY)

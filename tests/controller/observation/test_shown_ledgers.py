@@ -32,7 +32,7 @@ class Pool:
         self.registry.register(ActorRecord(name="reward/0", incarnation=1, address="x"), 0.0)
 
     def beat(self, on_the_way=lambda: None):
-        """What happens while it is on the way it does not say."""
+        """A snapshot does not tell what happens while it is on the way."""
         self.beats += 1
         resources = [ledger.record(name) for name, ledger in self.ledgers.items()]
         said = self.telling.trim(Heartbeat(beat=self.beats, progress=self.beats, state="ready", resources=resources))

@@ -1,4 +1,4 @@
-"""What the controller shows of a run: to whom, how often, and whether it adds up."""
+"""Snapshots that the controller shows of a run: to whom, how often, and whether they add up."""
 
 import asyncio
 import math
@@ -203,7 +203,7 @@ async def test_a_viewer_waits_for_another_snapshot_and_gets_each_once(cluster):
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(-1, 10)), max_size=200))
 def test_who_does_not_show_that_it_has_read_is_given_less_and_less(questions):
-    """Whatever it asks, when and how often."""
+    """A viewer may ask anything, at any time, however often."""
     given, now, number = Given(), 0.0, 1 << 60
     for pause_s, lie in questions:
         now += pause_s

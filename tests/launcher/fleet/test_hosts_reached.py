@@ -129,7 +129,7 @@ def test_only_the_end_of_the_connection_leaves_a_host_unknown():
 
 
 def ask(*orders):
-    """What the entry point says to these orders, and its exit code."""
+    """Answers of the entry point to these orders, and its exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl.launcher.fleet.remote"],
         input=b"".join(msgspec.json.encode(order) + b"\n" for order in orders),

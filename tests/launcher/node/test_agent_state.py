@@ -1,4 +1,4 @@
-"""What a node agent decides."""
+"""Decisions of a node agent."""
 
 import pytest
 from hypothesis import given

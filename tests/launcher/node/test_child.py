@@ -1,4 +1,4 @@
-"""What is left behind by a single actor ends with it."""
+"""A single actor leaves behind nothing that does not end with it."""
 
 import subprocess
 import sys

@@ -19,7 +19,7 @@ def config(tmp_path, name="trial", **sections):
 
 @pytest.fixture
 def failed(tmp_path):
-    """What a start leaves that came as far as engines with the initial weights."""
+    """Traces of a start that came as far as engines with the initial weights."""
     folder = create_run_folder(config(tmp_path))
     (folder.logs / "reward-0.log").write_text("there is no module\n")
     for name in ("checkpoints", "samples", "trace", "monitor"):

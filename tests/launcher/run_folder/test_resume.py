@@ -1,4 +1,4 @@
-"""What a run is resumed from, and what keeps it from being resumed."""
+"""Checkpoints that a run is resumed from, and reasons that keep it from being resumed."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What the launcher shows."""
+"""Lines that the launcher shows."""
 
 import io
 import json

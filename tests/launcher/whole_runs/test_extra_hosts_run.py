@@ -48,7 +48,7 @@ def lines(run, actor):
 
 
 def samples(run):
-    """What befell each sample, as [what, facts ...] in order."""
+    """Events of each sample, as [what, facts ...] in order."""
     found = [line for actor in ("rollouter/0", "rollouter/1") for line in lines(run, actor)]
     left = [line for line in found if line["event"] == "generated" and line["end"] != "running"]
     return [[event[1:] for event in sample] for line in left for sample in line["samples"]]

@@ -63,7 +63,7 @@ def serves(run):
 
 
 def end(run, steps=None):
-    """What was shown of a run of as many steps, each prompt from the first on trained once."""
+    """Lines shown of a run of as many steps, each prompt from the first on trained once."""
     code, _ = run.end()
     assert code == (75 if steps is None else 0), run.shown
     if steps is not None:

@@ -21,7 +21,7 @@ def trained_once(run):
 
 
 def troubles(run, attempt):
-    """What any actor logged as warning or error in an attempt."""
+    """Warnings and errors that any actor logged in an attempt."""
     found = []
     for path in sorted((run.run_dir / "logs" / f"attempt_{attempt}").iterdir()):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]

@@ -263,7 +263,7 @@ def _distil(backend, config, scores) -> dict[str, float]:
 
 
 def _scores(model: Path) -> list[list[list[np.ndarray]]]:
-    """Of all groups by the model, float64."""
+    """Log-probs of all groups by the model, float64."""
     import torch
 
     exact = exact_model(model)

@@ -261,7 +261,7 @@ def sealed_is_immutable(agent):
 @plays
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_an_honest_agent_makes_one_sequence(random, turns):
-    """Whatever it does to reasoning, JSON and blanks on the way back."""
+    """Reasoning, JSON and blanks may change on the way back."""
     agent = Agent(random, TEMPLATES[0](), "sampled")
     messages, total = [user("ab")], 0.0
     for number in range(turns):

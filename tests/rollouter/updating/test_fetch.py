@@ -132,7 +132,7 @@ def test_every_bit_arrives(transport, delta, server, base):
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 @pytest.mark.parametrize("what", ["version", "layout", "bytes"])
 def test_a_base_that_does_not_fit_is_not_used_and_a_delta_that_leads_elsewhere_made_good(what, transport, server):
-    """Of other bytes it says that it is version 3, and is not."""
+    """Other bytes, said to be version 3."""
     contents = {"version": OLD, "layout": [content + b"ab" for content in OLD]}
     contents["bytes"] = [random_bytes(size, 77) for size in SIZES]
     other = held(2 if what == "version" else 3, contents[what])

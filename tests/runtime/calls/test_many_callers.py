@@ -1,4 +1,4 @@
-"""What a server does for one of many callers does not grow with how many there are."""
+"""A server's work for one of many callers does not grow with their number."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ class Nothing:
 
 
 async def work_with(callers):
-    """Of a HELLO of one more, and of the death of one."""
+    """Costs of a HELLO of one more, and of the death of one."""
     async with Net(memory=True) as net:
         server = net.serve(Nothing(), "learner/0")
 

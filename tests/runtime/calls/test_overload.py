@@ -185,7 +185,7 @@ async def test_a_connection_that_comes_back_costs_a_payload_only_where_it_is_los
 
 
 async def test_a_new_incarnation_gets_everything_that_is_unanswered_at_once(seldom):
-    """What the old one said that it has died with it."""
+    """Answers owed by the old one have died with it."""
     async with Net() as net:
         old, new = Receiver(), Receiver()
         bound = net.serve(old, "server/0", 1)
@@ -410,7 +410,7 @@ class Weights:
 
 
 def test_four_times_the_replicas_that_saturate_a_link_get_what_it_carries():
-    """Of chunks: none is served again while it is queued, however long."""
+    """No chunk is served again while it is queued, however long."""
     horizon_s, got = 40.0, Counter()
 
     async def replica(peer, name):

@@ -1,4 +1,4 @@
-"""What of heartbeats is taken in, whatever they say."""
+"""Heartbeats: the part that is taken in, whatever they say."""
 
 import math
 
@@ -21,7 +21,7 @@ def beat(number=1, **facts):
 
 
 def heard(*beats):
-    """What a registry keeps of an actor that sends these, and what it has left out."""
+    """A registry's record of an actor that sends these, and the number of those left out."""
     registry = Registry()
     registry.register(ActorRecord(name="reward/0", incarnation=1, address="x"), 0.0)
     for number, one in enumerate(beats, 1):

@@ -138,7 +138,7 @@ class World:
         agent.untold.append((name, number))
 
     def tell(self, agent):
-        """What an agent and its actors say; a new controller is told all of it."""
+        """Reports of an agent and its actors; a new controller is told all of them."""
         if agent.is_cut_off:
             return
         if agent.heard is not self.registry:

@@ -23,7 +23,7 @@ class Pipes:
             return b""
 
     def printed(self, text: bytes) -> bytes:
-        """What is passed on once it is printed."""
+        """Lines are passed on once they are printed."""
         os.write(self.into, text)
         assert self.lines.copy()
         return self.said()

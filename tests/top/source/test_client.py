@@ -226,7 +226,7 @@ async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_
 
 @pytest.mark.parametrize("what", ["its folder is gone", "all of it was killed"])
 async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
-    """Of one that was killed the folder is left behind, and nobody holds the lock of it."""
+    """A run that was killed leaves its folder behind, and nobody holds its lock."""
     monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 1.5)
     private = tmp_path / "private"
     async with asyncio.timeout(20):
