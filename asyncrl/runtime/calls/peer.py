@@ -25,10 +25,10 @@ from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refus
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.runtime.calls.absence import Absence
 from asyncrl.runtime.calls.call import CallFuture
 from asyncrl.runtime.calls.deadlines import Deadlines
 from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
-from asyncrl.runtime.calls.reach import Reach
 from asyncrl.runtime.calls.retry import DOUBLINGS, pause
 from asyncrl.runtime.calls.turns import LARGE_BYTES, Turns
 from asyncrl.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
@@ -79,7 +79,7 @@ class Peer:
         self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
-        self._reach = Reach()
+        self._absence = Absence()
 
     # --- the caller's side ---
 
@@ -193,12 +193,12 @@ class Peer:
         record = self._record
         if self._closed or record is None or record.incarnation < self._adopted:
             return 0.0
-        return self._reach.unreached_s(self._loop.time(), is_ready=self.ready)
+        return self._absence.unreached_s(self._loop.time(), is_ready=self.ready)
 
     # --- the connection ---
 
     def _miss(self) -> None:
-        self._reach.miss(self._loop.time(), was_ready=self.ready)
+        self._absence.miss(self._loop.time(), was_ready=self.ready)
         self.ready = False
 
     def _connect(self) -> None:
@@ -358,7 +358,7 @@ class Peer:
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
         self._unready = False
-        self._reach.prove()
+        self._absence.prove()
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -407,7 +407,7 @@ class Peer:
             if self.ready:
                 self._say_hello()
             return
-        self._reach.prove()
+        self._absence.prove()
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -432,7 +432,7 @@ class Peer:
         self._stop_hello()
         self._hellos = 0
         restarted = self._incarnation not in (0, body.incarnation)
-        self._reach.welcome(self._loop.time(), by_another=restarted)
+        self._absence.welcome(self._loop.time(), by_another=restarted)
         self._incarnation = body.incarnation
         self._answers_ask = body.answers_ask
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)

@@ -1,4 +1,4 @@
-"""Reach of a peer: for how long it was not reached, from the first HELLO that is not answered, or the loss of the
+"""Absence of a peer: for how long it was not reached, from the first HELLO that is not answered, or the loss of the
 connection, until the next WELCOME. Pure.
 
 A connection that is lost again before anything but the WELCOME came over it has reached nobody, as where a path lets
@@ -12,8 +12,8 @@ PROVEN_S = 20.0
 half-open one sooner."""
 
 
-class Reach:
-    """The reach of one peer; it was not asked for so far."""
+class Absence:
+    """The absence of one peer; it was not asked for so far."""
 
     def __init__(self) -> None:
         self._missed: float | None = None
