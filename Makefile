@@ -29,8 +29,10 @@ quickstart: $(STAMP) ## Train a small model on this machine and watch it get bet
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -m 'not slow' -n 4 --dist loadfile --no-loadscope-reorder
 
+# Only files that have such tests: to import all others takes each worker as long as a test.
 test-slow: $(STAMP) ## Run the tests that take long: whole runs, compared bit for bit, frozen, killed, resumed
-	$(BIN)/python -m pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder \
+		$$(grep -rl --include='test_*.py' 'mark\.slow' tests)
 
 test-cluster: $(STAMP) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
 	$(BIN)/python -m pytest tests/cluster -n 4 --dist loadfile --no-loadscope-reorder
