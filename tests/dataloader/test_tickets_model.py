@@ -124,6 +124,7 @@ class Loop(RuleBasedStateMachine):
         self.reported_trained = 0
         self.granted_under: dict[str, int] = {}
         """Version really served at the last grant of each uid."""
+        self.granted = 0
         self.grant_order: dict[str, int] = {}
         self.numbers: dict[str, dict[int, str]] = {rollouter.name: {} for rollouter in self.rollouters}
 
@@ -180,7 +181,8 @@ class Loop(RuleBasedStateMachine):
             assert uid == self.next_in_order()
         self.out.add(uid)
         self.granted_under[uid] = ask.served_version
-        self.grant_order[uid] = len(self.grant_order)
+        self.granted += 1
+        self.grant_order[uid] = self.granted
         # The bound, in what is really trained and really still to be.
         admitted = self.trained_at[ask.served_version] + (self.staleness_max + 1) * self.per_version
         assert self.trained + len(self.out - set(self.concluded)) <= admitted
