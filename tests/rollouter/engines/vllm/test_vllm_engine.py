@@ -445,7 +445,7 @@ async def test_responses_end_at_their_limit_and_at_stop_strings_over_any_number_
 
 async def test_the_drift_alarm_is_silent_under_rounding_and_not_where_it_is_none(served, tmp_path, monkeypatch):
     config = config_for(save_model(tmp_path, sharp_model(0)), learner={"dtype": "float32", "device": "cpu"})
-    with closing(Learner(config, random_prompts())) as learner:
+    with closing(Learner(config, random_prompts(0))) as learner:
         await check_alarm(served.engine, learner, served.versions, ROUNDING[True], monkeypatch)
 
 
