@@ -13,7 +13,7 @@ from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.calls import peer as peer_module
-from asyncrl.runtime.calls import reach
+from asyncrl.runtime.calls import absence
 from asyncrl.runtime.calls.handlers import Caller, handler
 
 
@@ -114,7 +114,7 @@ async def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch
 
 
 async def test_a_way_that_has_healed_is_known_by_a_connection_that_holds(monkeypatch):
-    monkeypatch.setattr(reach, "PROVEN_S", 0.5)
+    monkeypatch.setattr(absence, "PROVEN_S", 0.5)
     async with learner_behind_a_way(most=20_000) as (_, way, peer):
         call = peer.call(LARGE)
         await until(lambda: peer.ready)
