@@ -29,7 +29,15 @@ import msgspec
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.fleet.addresses import find_routes
 from asyncrl.launcher.fleet.hosts import find_facts
-from asyncrl.launcher.run_folder.folders import CONFIG, PART, RUN_ID, hold_private, is_living, remove_abandoned
+from asyncrl.launcher.run_folder.folders import (
+    CONFIG,
+    PART,
+    RUN_ID,
+    hold_private,
+    is_living,
+    remove_abandoned,
+    remove_part,
+)
 from asyncrl.launcher.terms.spec import (
     EndOrder,
     HostEnded,
@@ -144,18 +152,6 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / PART).write_text(spec.run_id)
-
-
-def remove_part(run_dir: Path) -> None:
-    """Remove the folder of a host's part, but for what else lies in it."""
-    for name in ("logs", CONFIG, PART):
-        path = run_dir / name
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        run_dir.rmdir()
 
 
 def end(order: EndOrder) -> HostEnded:

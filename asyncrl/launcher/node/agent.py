@@ -28,7 +28,6 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
-from asyncrl.launcher.fleet.remote import remove_part
 from asyncrl.launcher.node.agent_state import AgentState
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.instructions import (
@@ -44,7 +43,7 @@ from asyncrl.launcher.node.instructions import (
 from asyncrl.launcher.node.shipping import LogShipper
 from asyncrl.launcher.node.stacks import take_stacks
 from asyncrl.launcher.run_folder.ended import write_ended
-from asyncrl.launcher.run_folder.folders import CONFIG, PART
+from asyncrl.launcher.run_folder.folders import CONFIG, PART, remove_part
 from asyncrl.launcher.terms.link import ControllerLink, agent_name, make_link
 from asyncrl.launcher.terms.signals import STOPPING, cause_of
 from asyncrl.launcher.terms.spec import (

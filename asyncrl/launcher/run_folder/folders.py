@@ -208,6 +208,18 @@ def is_living(path: Path, private: str = PRIVATE) -> bool:
         return False
 
 
+def remove_part(run_dir: Path) -> None:
+    """Remove the folder of a host's part, but for what else lies in it."""
+    for name in ("logs", CONFIG, PART):
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
+
+
 def remove_abandoned(parent: Path) -> list[Path]:
     """Remove the private folders of runs that are no more; the folders removed."""
     removed = []

@@ -12,8 +12,8 @@ from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
-from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls import absence
+from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls.handlers import Caller, handler
 
 
