@@ -2,12 +2,14 @@
 
 import re
 
+import pytest
 from disks import fill, small_disk
 from launcher.launched import wait_until
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_waits_for_room_and_a_run_without_its_last_one_fails(launch, tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         run = launch(

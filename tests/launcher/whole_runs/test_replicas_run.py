@@ -107,6 +107,7 @@ def test_a_learner_that_no_rollouter_reaches_is_started_again_from_its_checkpoin
     assert "rollouter/0 died" not in shown and "rollouter/1 died" not in shown, shown
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_be_kept_alive_is_set_aside_until_somebody_brings_it_back(faulty):
     run = faulty({"rollouter/1": {"dies": True}}, steps=1_000_000, supervision={"max_restarts": 1})
     breaks(run, "rollouter/1")

@@ -41,6 +41,7 @@ def test_a_controller_is_found_again_though_its_address_file_is_torn(launch):
     assert run.steps() == list(range(1, 101))
 
 
+@pytest.mark.slow
 def test_a_preempted_run_is_resumed_where_it_stopped(launch):
     run = launch()
     run.wait_to_show("step 8/")

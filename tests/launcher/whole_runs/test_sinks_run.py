@@ -64,6 +64,7 @@ def test_a_run_goes_on_and_ends_in_time_whatever_befalls_its_sinks(launch):
     assert counters(run)["sinks/restarts"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_disk_of_wandb_is_full(launch):
     run = launch(*ALL)
     folder = run.run_dir / "wandb"

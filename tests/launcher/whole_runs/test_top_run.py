@@ -24,6 +24,7 @@ def document(run):
 
 
 @needs_tmux
+@pytest.mark.slow
 def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
     """By its folder's place, and by its address from another folder, with a copy of its keys."""
     run = launch("--learner.steps", "4000", "--data.size", "16000")

@@ -305,6 +305,7 @@ def _grown(ranks: Ranks, mesh: Any, small: Path, folder: Path) -> int:
     return grown
 
 
+@pytest.mark.slow
 def test_no_rank_has_memory_for_the_model(tmp_path: Path) -> None:
     """Half of 60 MB is each rank's, and the rest is a layer, activations and what else there is."""
     small = save_small_model(tmp_path / "small")

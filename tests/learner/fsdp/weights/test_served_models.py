@@ -130,6 +130,7 @@ def wrong(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_what_the_learner_publishes_is_what_vllm_serves(tmp_path: Path) -> None:
     assert not wrong(differences(made(FEW, tmp_path), tmp_path))
 
