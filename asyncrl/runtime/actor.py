@@ -389,8 +389,11 @@ class Actor:
             raise OSError(error.errno, f"{error.strerror}, {where}") from None
 
     def _bind_address(self) -> str:
-        """Address at which its server is to be bound."""
-        return f"tcp://{self.context.host}:{self.config.network.ports}"
+        """Address at which its server is to be bound: the highest free port, since the controller has the lowest, and
+        its successor needs that one again, which nobody is to take meanwhile.
+        """
+        low, dash, high = self.config.network.ports.partition("-")
+        return f"tcp://{self.context.host}:{high}{dash}{low}"
 
     def record(self, address: str = "") -> ActorRecord:
         """The record that the registry is to have of it; an address says that it can be called there."""

@@ -409,17 +409,20 @@ class _Monitor:
 
 
 def _bind(socket: RawSocket, address: str) -> None:
-    """Bind ``tcp://HOST:PORT``, where PORT is a number, 0, or a range LOW-HIGH of which the first free one is taken."""
+    """Bind ``tcp://HOST:PORT``, where PORT is a number, 0, or a range FIRST-LAST, up or down, whose first free one is
+    taken.
+    """
     head, _, ports = address.rpartition(":")
-    low, dash, high = ports.partition("-")
+    first, dash, last = ports.partition("-")
     if not dash:
         socket.bind(address if ports != "0" else f"{head}:*")
         return
-    for port in range(int(low), int(high) + 1):
+    step = 1 if int(first) <= int(last) else -1
+    for port in range(int(first), int(last) + step, step):
         try:
             socket.bind(f"{head}:{port}")
         except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or port == int(high):
+            if error.errno != zmq.EADDRINUSE or port == int(last):
                 raise
         else:
             return

@@ -145,13 +145,15 @@ class Listener:
 
 
 def listen(host: str, ports: str = ANY) -> socket.socket:
-    """A socket that listens at a free port of ``host``, bound to that address alone; ``ports`` as network.ports.
+    """A socket that listens at the highest free port of ``host``, bound to it alone; ``ports`` as network.ports.
+
+    The lowest is the controller's, also while it is started again.
 
     Raises OSError, naming the range where nothing in it is free.
     """
     low, _, high = ports.partition("-")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in range(int(low), int(high or low) + 1):
+    for port in reversed(range(int(low), int(high or low) + 1)):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             # As ZeroMQ does: a connection that has just ended holds no port. Two listeners do not get the same one.

@@ -57,7 +57,7 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
     monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
     credentials, port = Credentials(RUN_ID, SECRET), a_free_port()
-    config = sim_config(network={"ports": f"{port}-{port}"})
+    config = sim_config(network={"ports": f"{port - 1}-{port}"})
 
     def taker(incarnation: int) -> Taker:
         transport = ZmqTransport(credentials, max_message_bytes=1 << 20)
@@ -79,6 +79,7 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
         life = asyncio.create_task(first.main())
         while not first.ready:
             await asyncio.sleep(0.01)
+        assert f":{port}#" in f"{first.address}#", "the lowest is the controller's, whether it lives or not"
         net.register(ActorRecord(name="learner/0", incarnation=10, address=first.address))
         peer = net.client("learner/0")
         call = peer.call(Take(), timeout=60.0)

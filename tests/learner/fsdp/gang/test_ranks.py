@@ -30,7 +30,7 @@ def test_the_store_keeps_to_the_ports_that_it_may_bind() -> None:
         port = taken.getsockname()[1]
         ports = f"{port}-{port + 20}"
         stores = [rendezvous.open_store("127.0.0.1", 5.0, ports) for _ in range(2)]
-        assert port < stores[0].port < stores[1].port <= port + 20
+        assert port < stores[1].port < stores[0].port <= port + 20
         with pytest.raises(OSError, match=f"no port of {port}-{port} at 127.0.0.1 is free; widen network.ports"):
             rendezvous.open_store("127.0.0.1", 5.0, f"{port}-{port}")
 
