@@ -77,6 +77,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Groups quarantined since the last step."""
     delivered_lengths: list[Count] = []
     """Response lengths delivered since the last step, in tokens."""
+    accumulators: dict[str, float] = {}
+    """Running sums of metrics, by name."""
     buffered: Count = 0
     """Groups in the buffer; they are in groups.msgpack, first."""
     filtered: Count = 0

@@ -213,10 +213,12 @@ class Programs:
         if answer["code"] != 0:
             lines = program.process.output.tail.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
             said = f": {' | '.join(line.strip() for line in lines)}" if lines else ", and printed nothing"
-            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{said}")
+            return EpisodeDone(
+                error=f"the program ended with {describe_exit(answer['code'])}{said}", user_s=answer["user_s"]
+            )
         outcome = outcome_of(answer["last_line"])
         reward, components = outcome if outcome is not None else (None, {})
-        return EpisodeDone(reward=reward, components=components)
+        return EpisodeDone(reward=reward, components=components, user_s=answer["user_s"])
 
     def _printed(self, key: str) -> None:
         """Have output handed out soon, with all that comes right behind it."""

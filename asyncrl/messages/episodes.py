@@ -28,6 +28,8 @@ class EpisodeDone(Message, frozen=True, kw_only=True):
     blame: Literal["episode", "host"] = "episode"
     """Cause of the error. ``host``: the worker died, was killed or stood still, for which this episode need not be the
     reason. No attempt is counted."""
+    user_s: float = 0.0
+    """Processor time of the user's code, where it is known."""
 
 
 class RunEpisode(Request, frozen=True, kw_only=True):

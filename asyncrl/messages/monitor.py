@@ -76,6 +76,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor or thing that the state waits for."""
     state_s: float = 0.0
     """Seconds in the present state."""
+    oldest_await: str = ""
+    """Longest open wait that is not idleness, as PEER TYPE SECONDS; empty if there is none."""
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
     counters: dict[str, float] = {}

@@ -244,6 +244,8 @@ class Actor:
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
         """The heartbeat of this actor as of now; called from any thread."""
+        awaits = self._all_awaits()
+        oldest = next((wait for wait in awaits if not wait.idle), None)
         state, awaiting, state_s = self.states.present()
         if not self.ready:
             state, state_s = "starting", self.states.age()
@@ -258,7 +260,8 @@ class Actor:
             awaiting=awaiting,
             state_s=state_s,
             loop_lag_s=max(loop_lag_s, vitals.loop_lag_s),
-            awaits=self._all_awaits(),
+            oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
+            awaits=awaits,
             counters=dict(self.counters),
             histograms=self.histograms.taken(),
             resources=self.resources(),
@@ -390,7 +393,7 @@ class Actor:
 
     def _bind_address(self) -> str:
         """Address at which its server is to be bound: the highest free port, since the controller has the lowest, and
-        its successor needs that one again, which nobody is to take meanwhile.
+        its successor needs that one again: others take it last.
         """
         low, dash, high = self.config.network.ports.partition("-")
         return f"tcp://{self.context.host}:{high}{dash}{low}"

@@ -124,6 +124,7 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
     async with hosting(command(), tmp_path) as host:
         done = await host.play("env", sample=4)
         assert done.components == {"seed": 7.0, "sample": 4.0, "row": 1.0}
+        assert done.user_s > 0
         assert (await host.play("number 0.5")).reward == 0.5
         assert (await host.play("number nan")).reward is None
         assert (await host.play("number good")).reward is None

@@ -5,7 +5,7 @@ in a file that the owner alone can read and that goes when the program ends. The
 its own: a process that the program starts, however it lets go, is a descendant of the keeper, which kills them all
 when the program ends, when the actor hangs up, or when it has died. Should the keeper be killed itself, the program
 is with it. A frame ``terminate`` asks the program to end (SIGTERM to its process group). One frame goes back, JSON: the
-exit code and the last line of the standard output; or why the program cannot be started. Its output is
+exit code, the last line of the standard output, processor seconds; or why the program cannot be started. Its output is
 the keeper's own. Standard library alone, for there is one for each program.
 """
 
@@ -138,11 +138,11 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
         while lines.copy():
             pass
         lines.flush()
-    _, status = os.waitpid(program.pid, 0)
+    _, status, used = os.wait4(program.pid, 0)
     program.returncode = code = os.waitstatus_to_exitcode(status)
     printed = out.tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
-    return {"code": code, "last_line": last}
+    return {"code": code, "last_line": last, "user_s": used.ru_utime + used.ru_stime}
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

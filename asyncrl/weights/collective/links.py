@@ -147,7 +147,7 @@ class Listener:
 def listen(host: str, ports: str = ANY) -> socket.socket:
     """A socket that listens at the highest free port of ``host``, bound to it alone; ``ports`` as network.ports.
 
-    The lowest is the controller's, also while it is started again.
+    The lowest is the controller's, and is taken last: its successor needs it again.
 
     Raises OSError, naming the range where nothing in it is free.
     """
