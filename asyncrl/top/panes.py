@@ -296,6 +296,7 @@ SAME_DAY_S = 43_200.0
 
 
 def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    """The pane of events of the chosen level and above, the newest first."""
     wanted = LEVELS[LEVELS.index(choice.level) :]
     shown = [
         event
@@ -396,6 +397,7 @@ def panes_of(document: Document | None) -> tuple[PaneName, ...]:
 
 
 def pane(name: PaneName, document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    """The pane of this name, ``width`` cells wide."""
     return _DRAWN[name](document, choice, width, glyphs)
 
 

@@ -224,7 +224,11 @@ def remove_abandoned(parent: Path) -> list[Path]:
     """Remove the private folders of runs that are no more; the folders removed."""
     removed = []
     for lock in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
-        with contextlib.suppress(OSError), try_lock(lock) as is_free:
+        with contextlib.ExitStack() as held:
+            try:
+                is_free = held.enter_context(try_lock(lock))
+            except OSError:
+                continue
             if is_free:
                 if lock.parent.name == PRIVATE:
                     leave_name(lock.parent.parent, None)
