@@ -44,7 +44,8 @@ OWN_HEIGHT = ("learner", "staleness", "episodes")
 """Panes that are as high as what is in them, where all are seen."""
 NOTE_S = 8.0
 """Time for which the outcome of a trace is told (s)."""
-
+WRITING_S = 60.0
+"""Time for which it is told that a trace is written (s); after less there is an outcome."""
 
 TOO_SMALL = """\
 needs {width}×{height}, better 80×24:
@@ -370,13 +371,13 @@ class Top(App[int]):
         if self.source.trace is None:
             self._say("a trace needs a living run")
             return
-        self._say("the trace is being written")
+        self._say("the trace is being written", WRITING_S)
         try:
             self._say(await self.source.trace())
         except AsyncRLError as error:
             self._say(f"no trace: {error}")
 
-    def _say(self, note: str) -> None:
+    def _say(self, note: str, seconds: float = NOTE_S) -> None:
         """Show a note for a while, in the place of the one before."""
         self.clear_notifications()
-        self.notify(self.glyphs.seen(note), timeout=NOTE_S, markup=False)
+        self.notify(self.glyphs.seen(note), timeout=seconds, markup=False)

@@ -106,7 +106,7 @@ def _facts(actor: ActorView) -> list[Line]:
                 said("most late", duration(late), warned((late or 0.0) > 0.5)),
             ]
         ),
-        *(said(f"GPU {gpu.index}", f"{percent(gpu.utilisation)}  {gpus[gpu.index]}") for gpu in actor.gpus),
+        *gpus,
     ]
 
 

@@ -184,7 +184,7 @@ def weights(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> P
     if not rows:
         words = f"no update matches {choice.needle}" if view.updates else "no update is reported so far"
         return Pane([*head, [(words, "dim")]], about=about)
-    return Pane(head, Table(UPDATES, rows), about)
+    return Pane(head, Table(UPDATES, rows, newest_first=True), about)
 
 
 # --- staleness ---
@@ -307,7 +307,8 @@ def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pa
         return Pane([[("nothing to tell", "dim")]], about=CONTROLLER)
     first = DATE if document.wall - shown[-1].wall > SAME_DAY_S else EVENTS[0]
     columns = (first, *EVENTS[1:])
-    return Pane([], Table(columns, [_row(columns, event, event.actor or CONTROLLER, glyphs) for event in shown]))
+    rows = [_row(columns, event, event.actor or CONTROLLER, glyphs) for event in shown]
+    return Pane([], Table(columns, rows, newest_first=True))
 
 
 # --- episodes ---

@@ -58,7 +58,9 @@ class Lines(VerticalScroll):
 
 
 class Rows(DataTable[Text]):
-    """The rows of a table. Cells are drawn again only where they change, and the cursor stays with its actor."""
+    """The rows of a table. Cells are drawn again only where they change, and the cursor stays with its actor where a
+    row is one.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "cursor_up", show=False),
@@ -97,7 +99,7 @@ class Rows(DataTable[Text]):
             self.remove_row(self.ordered_rows[-1].key)
         self._shown = list(table.rows)
         keys = [row.key for row in table.rows]
-        if chosen and chosen in keys and self.chosen != chosen:
+        if not table.newest_first and chosen in keys and self.chosen != chosen:
             # A heading has the key of the first row below it.
             self.move_cursor(row=len(keys) - 1 - keys[::-1].index(chosen))
 

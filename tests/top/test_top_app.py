@@ -36,6 +36,28 @@ async def test_a_pane_leads_to_the_actor_that_it_is_about():
             await pilot.press("escape")
 
 
+async def test_the_gpus_of_an_actor_are_told_whichever_of_them_answer():
+    run = Run(ranks=2, gpus=True)
+    async with shown(Source(history=known(run.between()))) as (app, pilot):
+        app._show_actor("learner/1")
+        await until(pilot, "GPU 1 90%  61.0 GB of 80.0 GB")
+
+
+async def test_the_newest_events_stay_in_sight():
+    """Whoever the newest are of, and of whom else there are some: the cursor is at its place."""
+    actors = ["reward/0", *["dataloader/0", "reward/0"] * 40, "learner/0"]
+    events = [Event(number=n, wall=WALL + n, level="info", actor=each, text=f"{n}.") for n, each in enumerate(actors)]
+    history = known(Run(events=events[:-1]).between())
+    async with shown(Source(history=history)) as (app, pilot):
+        await pilot.press("7")
+        await until(pilot, "80.")
+        rows = app.panes["events"].query_one(Rows)
+        history.add(msgspec.structs.replace(history.newest, wall=history.newest.wall + 0.001, events=events))
+        app._draw()
+        await until(pilot, "81.")
+        assert (rows.cursor_row, rows.scroll_offset.y) == (0, 0)
+
+
 async def test_a_terminal_that_is_too_small_says_so_and_recovers():
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
         for columns, rows in ((40, 10), (80, 24), (59, 24), (80, 15)):

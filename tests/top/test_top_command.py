@@ -104,6 +104,11 @@ def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path, complains):
     ]
     for words, cwd, code, text in cases:
         complains(words, cwd, code, text)
+    torn = sorted((ended / "monitor").glob("snapshots-*"))
+    for segment in torn:
+        segment.write_bytes(b"\xc1")
+    told = f"nothing is recorded there that can be read; damaged: {', '.join(segment.name for segment in torn)}"
+    complains(("trial", "--replay"), tmp_path, 2, told)
     shutil.rmtree(ended / "monitor")
     complains(
         ("trial", "--replay"), tmp_path, 2, "nothing is recorded there that can be read; monitor.record_bytes was 0"

@@ -93,6 +93,8 @@ class Table:
     rows: Sequence[Row]
     sorted_by: str = ""
     descending: bool = False
+    newest_first: bool = False
+    """Whether the rows are of moments: the cursor stays at its place when newer ones push the others down."""
 
     def laid(self, width: int) -> TableLayout:
         """The layout for a width."""

@@ -7,13 +7,14 @@ Invariant: a log of any length is read in a few small parts.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
 LINES = 20
 BYTES = 16_384
+PROBE = 1 << 18
+"""Bytes, at most, that are looked through for a line with a timestamp."""
 
 
 def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = None) -> list[str] | None:
@@ -24,8 +25,7 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
         with path.open("rb") as file:
             end = file.seek(0, 2)
             if until is not None:
-                later = bisect_right(range(end), until, key=lambda offset: _stamp_from(file, offset)[0])
-                end = _stamp_from(file, later)[1]
+                end = _end_of(file, end, until)
             begin = max(0, end - BYTES)
             file.seek(begin)
             lines = file.read(end - begin).decode(errors="replace").splitlines()
@@ -35,22 +35,41 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
     return (lines[1:] if begin else lines)[-LINES:]
 
 
-def _stamp_from(file: BinaryIO, offset: int) -> tuple[float, int]:
-    """Time and offset of the first line with a timestamp that begins at ``offset`` or later; infinite at the end."""
+def _end_of(file: BinaryIO, size: int, until: float) -> int:
+    """Offset at which the first line begins that is later; ``size`` if there is none."""
+    # The first line with a timestamp that begins at ``late`` or after it is later, and that of ``early`` is not.
+    early, late = 0, size
+    while late - early > BYTES:
+        middle = (early + late) // 2
+        found = _first_stamp(file, middle, PROBE)
+        if found is None or found[1] > until:
+            late = middle
+        else:
+            early = middle
+    at = early
+    while (found := _first_stamp(file, at, size - at)) is not None:
+        begin, stamp, end = found
+        if stamp > until:
+            return begin
+        at = end
+    return size
+
+
+def _first_stamp(file: BinaryIO, offset: int, most: int) -> tuple[int, float, int] | None:
+    """Begin (offset), time and end (offset) of the first line with a timestamp that begins at ``offset`` or within
+    ``most`` bytes after it."""
     file.seek(max(0, offset - 1))
     if offset:
         # The rest of the line before, which is nothing but its end where a line begins at ``offset``.
-        file.readline()
-    begin = file.tell()
-    while line := file.readline():
+        file.readline(PROBE)
+    while (begin := file.tell()) <= offset + most and (line := file.readline(PROBE)):
         if (stamp := _stamp(line)) is not None:
-            return stamp, begin
-        begin = file.tell()
-    return float("inf"), begin
+            return begin, stamp, file.tell()
+    return None
 
 
 def _stamp(line: bytes) -> float | None:
     try:
         return datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from asyncrl.errors import UsageError
 from asyncrl.snapshot import OVER, Snapshot
-from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_bodies, read_latest
+from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_bodies, read_latest, segments
 from asyncrl.top.source.client import Away, WatchedRun, watch
 from asyncrl.top.source.history import LONGEST_S, History
 
@@ -151,7 +151,8 @@ def open_replay(run_dir: Path, *, lives: bool) -> Replay:
     """The recording of a run, which may live. Raises UsageError."""
     folder, entries = run_dir / FOLDER, sorted(read_bodies(run_dir), key=lambda entry: entry[0])
     if not entries:
-        why = "monitor.record_bytes was 0, or the run ended before it had begun"
+        damaged = [segment.path.name for segment in segments(run_dir) if segment.path.stat().st_size]
+        why = f"damaged: {', '.join(damaged)}" if damaged else "monitor.record_bytes was 0, or the run ended too soon"
         raise UsageError(f"{folder}: nothing is recorded there that can be read; {why}. {ELSE}")
     if all(decode(body) is None for _, body in entries):
         raise UsageError(f"{folder}: no snapshot there can be read, damaged or of another version of asyncrl. {ELSE}")

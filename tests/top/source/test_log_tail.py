@@ -53,6 +53,15 @@ def test_of_a_long_log_little_is_read(written, monkeypatch):
     assert sum(map(len, looked_at)) < 3 * log_tail.BYTES
 
 
+def test_a_long_stretch_without_timestamps_is_not_read_again_and_again(written, monkeypatch):
+    printed = ["of somebody else " * 10] * 100_000
+    read, looked_at = written([line(1), *printed, line(5), *printed, line(9)]), []
+    stamp = log_tail._stamp
+    monkeypatch.setattr(log_tail, "_stamp", lambda text: looked_at.append(text) or stamp(text))
+    assert read(BEGAN + 6) == printed[: log_tail.LINES]
+    assert sum(map(len, looked_at)) < 2 * sum(len(each) + 1 for each in printed) + 20 * log_tail.PROBE
+
+
 def test_a_log_that_is_not_there_or_holds_nothing(written, tmp_path):
     assert last_lines(tmp_path, 1, "learner/1", 0.0) is None
     read = written([])
