@@ -14,7 +14,6 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -171,12 +170,18 @@ def decode(body: bytes) -> Snapshot | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
-    """The entries up to the first byte that is none. Raises OSError."""
-    # Its end, what a writer that died has left, or damage; or one that lives has thinned the segment away.
-    over = (msgpack.OutOfData, msgpack.UnpackException, ValueError, FileNotFoundError)
-    with suppress(*over), path.open("rb") as file:
-        unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
-        while True:
-            match unpacker.unpack():
-                case [float() as wall, bytes() as body]:
-                    yield wall, body
+    """The entries up to the first byte that is none or cannot be read. Raises PermissionError."""
+    try:
+        with path.open("rb") as file:
+            unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
+            while True:
+                match unpacker.unpack():
+                    case [float() as wall, bytes() as body]:
+                        yield wall, body
+                    case _:
+                        return
+    except PermissionError:
+        raise
+    except (OSError, msgpack.OutOfData, msgpack.UnpackException, ValueError):
+        # Its end, what a writer that died has left, or damage; or one that lives has thinned the segment away.
+        return

@@ -93,6 +93,15 @@ def test_a_torn_end_takes_only_itself(tmp_path, cut):
     assert steps(tmp_path) == [0, 1, 2, 9]
 
 
+def test_a_segment_that_cannot_be_read_takes_only_itself(tmp_path):
+    for attempt in (1, 2, 3):
+        put(Recorder(tmp_path, attempt, 1 << 20), attempt)
+    unreadable = segments(tmp_path)[1].path
+    unreadable.unlink()
+    unreadable.mkdir()
+    assert steps(tmp_path) == [1, 3]
+
+
 def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
     recorder = Recorder(tmp_path, 1, 1 << 20)
     put(recorder, 0)
