@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import shutil
@@ -130,6 +131,8 @@ def _fail_then_save(backend, config, folder: Path) -> list[str]:
             backend.save(target).result(60)
         except CheckpointError as error:
             problems.append(str(error))
+        backend._saver.close()
+        assert not any(isinstance(each, dcp.StagedState) for each in gc.get_objects()), "its copy stays in memory"
         train(backend, config, 1)
     # As after an exchange that broke off: the ranks meet in a new group.
     backend._saver.broken, before = True, backend._saver._group

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Saver:
         except (RuntimeError, MemoryError) as error:
             staged = CheckpointError(str(folder), f"cannot be copied: {error}")
         group = self._group
-        self._done = done = self._background.start(lambda: self._write(folder, staged, group))
+        self._done = done = self._background.start(partial(self._write, folder, staged, group))
         return done
 
     def close(self) -> None:
@@ -88,10 +89,15 @@ class Saver:
     def _write(self, folder: Path, staged: StagedState | CheckpointError, group: Any) -> None:
         try:
             write(folder, staged, self._ranks, group)
+            return
         except CheckpointError as error:
+            failure = error.with_traceback(None)
+            failure.__cause__ = failure.__context__ = None
             _LOG.warning("%s", error)
-            raise
         except (AsyncRLError, RuntimeError) as error:
             self.broken = True
+            failure = CheckpointError(str(folder), f"the ranks of the learner could not speak: {error}")
             _LOG.warning("checkpoint %s: the ranks could not speak: %s", folder, error)
-            raise CheckpointError(str(folder), f"the ranks of the learner could not speak: {error}") from error
+        # Frames of an error, which lives on with the future, would keep the copied state in memory.
+        del staged
+        raise failure
