@@ -22,6 +22,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        # Python colours them from 3.14 on, in codes that would be shown as text.
+        self.color = False
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable(message, keep="\n"), file)
