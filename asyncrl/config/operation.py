@@ -67,7 +67,9 @@ class NetworkConfig(Section):
     ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
     """Ports that actors may bind: 0 for any free one, or LOW-HIGH. gloo and NCCL have further ones of their own."""
     controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the controller; 0 picks the lowest free one of network.ports at the start and keeps it for the run."""
+    """Port of the controller; 0 picks the lowest free one of network.ports at the start and keeps it for the run. One
+    of your own is to be the lowest of network.ports or none of them: others take the highest first, also while the
+    controller is away."""
     max_message_bytes: Positive = 1 << 30
     """Largest message; a larger one is refused by its sender."""
     call_timeout_s: Seconds = 30.0
