@@ -65,6 +65,20 @@ def test_what_only_tells_loads_nothing_heavy(flag, told):
     assert all(words in done.stdout for words in told)
 
 
+def test_the_run_needs_every_actor_but_the_sinks():
+    code = (
+        "import sys\n"
+        "from asyncrl.cli.actor import main\n"
+        "from asyncrl.roles import ROLES\n"
+        "from asyncrl.runtime import process\n"
+        "process.run_actor = lambda *_, name, is_optional, **__: print(name) if is_optional else None\n"
+        "for role in ROLES:\n"
+        "    sys.argv = ['', f'{role}/0', '--run', 'r', '--incarnation', '1', '--attempt', '0']\n"
+        "    main()\n"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "sinks/0\n"
+
+
 def test_every_key_is_listed(capsys):
     assert launch.main(["--help-config"]) == 0
     shown = capsys.readouterr().out

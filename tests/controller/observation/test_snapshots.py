@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,8 +20,9 @@ from asyncrl.controller.observation import observers as watching_module
 from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, Constants, RecentMetrics, view_actors
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
+from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
-from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, ResourceRecord, WatchSnapshot
+from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.snapshot import UPDATE_LINES, Histogram
 from asyncrl.telemetry.catalogue import EDGES
@@ -471,3 +473,23 @@ async def test_a_successor_takes_over_nothing_of_another_run(cluster, tmp_path):
     await cluster.start(9)
     _, seen = await look(cluster.caller(VIEWER))
     assert ("reward/0", "something") not in texts(seen) and seen.events
+
+
+@on_cluster()
+async def test_an_agent_has_no_timeline_and_is_not_warned_of_that(cluster):
+    states, told = [], []
+    heard = {"on_state": states.append, "on_silent": lambda: None, "on_successor": lambda: None}
+    link = ControllerLink(cluster.context("agent/0", 1, controller=cluster.controller.address), **heard)
+    link.log = SimpleNamespace(info=lambda *_, **__: None, warning=lambda *what, **_: told.append(what))
+    life = asyncio.create_task(link.main())
+    while not states:
+        await asyncio.sleep(0.005)
+    # Somebody for whom the trace waits.
+    await cluster.register("rollouter/0")
+    written = await cluster.caller(VIEWER).call(RequestTrace(), timeout=1.0)
+    assert (written.actors, written.missing) == (["controller/0"], ["rollouter/0"])
+    assert any(state.trace for state in states)
+    link.begin_drain()
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
+    assert told == []

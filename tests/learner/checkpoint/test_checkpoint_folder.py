@@ -79,6 +79,14 @@ def test_a_committed_one_is_found_and_the_highest_version_counts(checkpoints, tm
     assert _text(checkpoints) == "state of 100000000"
 
 
+def test_a_version_that_is_written_again_counts_and_nothing_is_overwritten(checkpoints) -> None:
+    first = _write(checkpoints, 7, text="first")
+    assert _write(checkpoints, 7, text="second").name == "v00000007.1"
+    assert _text(checkpoints) == "second"
+    assert (first / "state.json").read_text() == "first"
+    assert checkpoints.retain(keep=2, keep_every_steps=0) == [first]
+
+
 def test_leftovers_are_removed_and_what_is_complete_or_not_ours_stays(checkpoints) -> None:
     kept = _write(checkpoints, 3)
     mine = checkpoints.begin(4)

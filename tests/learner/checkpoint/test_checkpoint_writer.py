@@ -338,6 +338,27 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
         assert [w.version for w in world.written] == [2, 3, 5]
 
 
+def test_a_quota_that_is_used_up_is_no_disk_to_wait_for(folder, thread, monkeypatch) -> None:
+    """The disk says that there is room: the next checkpoint is tried when it is due."""
+    monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
+    held = _Held(create(CONFIG, 0))
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(make_state(3), [], [])
+        held.finish(error=CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT))
+        await checkpoints.settle()
+        await asyncio.sleep(0.2)
+        assert not checkpoints.owed
+        assert await checkpoints.write(make_state(4), [], [])
+        held.finish()
+
+    world = _World(folder, thread, backend=held)
+    world.play(script)
+    assert world.failed[0].reason.startswith(f"the disk quota is used up on {folder}: ")
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000004", "writer.json"]
+
+
 def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest(folder, thread) -> None:
     held = _Held(create(CONFIG, 0))
 

@@ -106,6 +106,10 @@ def test_a_signal_that_no_reward_has_ends_the_run():
     intake = Intake(LearnerConfig(signal="accuracy"))
     intake.deliver(group(0, rewards=(1.0, 0.0)))
     assert 'learner.signal: is "accuracy", but the rewards of group 0-0 have no components' in (intake.problem() or "")
+    intake, misspelt = Intake(LearnerConfig(signal="accuracy")), group(1)
+    misspelt.trajectories[0].components = {"length": 1.0, "acuracy": 0.0}
+    intake.deliver(misspelt)
+    assert "but the rewards of group 0-1 have components acuracy, length" in (intake.problem() or "")
 
 
 def test_a_step_that_is_not_finite_costs_only_the_groups_to_blame():

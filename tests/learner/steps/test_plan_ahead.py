@@ -26,6 +26,7 @@ from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.steps.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
+from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
 from asyncrl.telemetry.metrics import Figures
 from tools.bench.planning import Loop, TimedTrainer
@@ -398,6 +399,22 @@ def test_steps_that_were_planned_ahead_are_those_that_would_be_planned_when_they
         for loop in (ahead, at_begin)
     ]
     assert lines[0] == lines[1]
+
+
+def test_a_run_that_makes_way_trains_nothing_that_was_sent_ahead() -> None:
+    def make_way(loop: Loop) -> None:
+        def sent(plan: StepPlan) -> bool:
+            loop.training.preempted = True
+            return True
+
+        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
+        loop.training.supply.supply = Supply(number=0, exhausted=True, outstanding=0)
+
+    loop = run(configure(steps=9), range(8), ahead=True, on=make_way)
+    assert isinstance(loop.trainer, Held)
+    assert 1 in loop.trainer.sent
+    assert loop.trainer.trained == [0]
+    assert loop.training.step == 1
 
 
 def test_what_was_sent_ahead_of_a_step_that_is_not_finite_is_void() -> None:

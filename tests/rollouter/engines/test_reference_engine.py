@@ -119,6 +119,15 @@ async def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(tmp_pa
         assert reasons == ({"length"} if tied else {"stop", "length"})
 
 
+async def test_half_precision_is_loaded_as_it_is(folder, models, publisher):
+    halves = {name: tensor.bfloat16() for name, tensor in parameters_of(models[0]).items()}
+    rounded = make_model(1)
+    rounded.load_state_dict({name: tensor.float() for name, tensor in halves.items()}, strict=False)
+    async with started(folder) as engine:
+        await load(engine, publisher.publish(0, halves))
+        assert worst(await engine.score(PROMPT), logprobs_of(rounded, PROMPT)) < TOLERANCE
+
+
 async def test_a_response_ends_with_its_first_stop_token(serving):
     async with serving() as engine:
         whole = await collect(engine, ask(id="whole"))
