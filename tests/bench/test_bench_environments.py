@@ -25,6 +25,7 @@ def requirements(tmp_path):
     return ["--no-index", str(wheel)]
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_once_and_again_when_it_is_half_made(requirements, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(environments, "FOLDER", tmp_path / "made")
     python = environments.environment("peer", requirements)

@@ -196,11 +196,12 @@ def test_evaluations_are_of_the_first_and_the_last_version(folder, finished):
 
 def test_the_exported_model_loads_and_scores_the_same(folder, finished):
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "real" / "export", dtype=torch.float32).eval()
+    # All prompts are equally long.
+    ids = torch.tensor([[CHARACTERS.index(c) for c in row["prompt"]] for row in json_lines(folder / "held.jsonl")])
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 96, "pad_token_id": 0}
     rewards = []
-    for row in json_lines(folder / "held.jsonl"):
-        ids = torch.tensor([[CHARACTERS.index(c) for c in row["prompt"]]])
-        generated = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=96)
-        text = "".join(CHARACTERS[i] for i in generated[0, ids.shape[1] :] if i)
+    for generated in model.generate(ids, **how)[:, ids.shape[1] :]:
+        text = "".join(CHARACTERS[i] for i in generated if i)
         rewards.append(sum(c.islower() for c in text) / max(1, len(text)))
     (last,) = [line for line in lines(folder, "eval") if line.get("eval/greedy/mean") is not None][1:]
     assert sum(rewards) / len(rewards) == pytest.approx(last["eval/greedy/mean"], abs=1e-6)

@@ -6,6 +6,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
+from asyncrl.learner.algorithm.loss.trial import problems_of
 from asyncrl.preflight.trials import check_algorithm
 
 MODULE = """
@@ -54,10 +55,7 @@ def test_what_can_be_called_is_found_and_without_keys_nothing_is_tried():
     ("learner", "said"),
     [
         ({"loss": "bypas"}, "learner.loss: there is no built-in loss 'bypas'; did you mean bypass?"),
-        ({"loss": "users_algorithm:wrong"}, "learner.loss: users_algorithm:wrong returned losses of shape (1,) for 5"),
         ({"loss": "users_algorithm:constant"}, "learner.loss: users_algorithm:constant has no gradient"),
-        ({"advantage": "users_algorithm:short"}, "learner.advantage: users_algorithm:short failed on made-up groups"),
-        ({"loss": "leaves:mine"}, "the process that tries them ended"),
         ({"loss": "distill"}, "learner.teacher: the loss distill needs one"),
         ({"teacher": "folder"}, "learner.teacher: the loss decoupled asks for none"),
         (
@@ -66,10 +64,19 @@ def test_what_can_be_called_is_found_and_without_keys_nothing_is_tried():
         ),
     ],
 )
-def test_what_cannot_be_called_is_named(learner, said):
-    finding = check(**learner)
+def test_a_key_that_cannot_be_used_is_named(learner, said, monkeypatch):
+    monkeypatch.syspath_prepend("")
+    (problem,) = problems_of(LearnerConfig(**learner))
+    assert said in problem
+
+
+def test_all_that_cannot_be_called_is_named_and_a_module_that_ends_its_process_fails():
+    finding = check(loss="users_algorithm:wrong", advantage="users_algorithm:short")
     assert finding.result == "fail"
-    assert said in finding.detail
+    assert "learner.loss: users_algorithm:wrong returned losses of shape (1,) for 5" in finding.detail
+    assert "learner.advantage: users_algorithm:short failed on made-up groups" in finding.detail
+    finding = check(loss="leaves:mine")
+    assert finding.result == "fail" and "the process that tries them ended" in finding.detail
 
 
 def test_a_module_that_hangs_when_it_is_imported_is_a_warning():

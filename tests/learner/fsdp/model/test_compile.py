@@ -70,6 +70,7 @@ def _row(random: np.random.Generator, sequences: int, policy: Policy) -> PackedR
     return make_row(ids, lengths, np.arange(len(ids)), ids, CPU)
 
 
+LONG = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHARED_GRAPHS = 4
 """One for each of two layers, with a gradient and without, where sequences share a beginning."""
 
@@ -81,8 +82,10 @@ def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> 
     return make_row(ids, lengths, np.arange(len(ids)), ids, CPU, prefixes=[-1, *[0] * sequences])
 
 
-@pytest.mark.parametrize(("attention", "most"), [("packed", 12), ("varlen", 4)])
-@pytest.mark.parametrize("counts", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    ("counts", "attention", "most"),
+    [(3, "varlen", 4), pytest.param(50, "packed", 12, marks=LONG), pytest.param(50, "varlen", 4, marks=LONG)],
+)
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
     counts: int, attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
@@ -124,7 +127,11 @@ def _gradients(policy: Policy, row: PackedRow) -> tuple[dict[str, torch.Tensor],
 
 @pytest.mark.parametrize(
     ("attention", "kind", "again"),
-    [("packed", "selective", True), ("varlen", "full", True), ("varlen", "selective", False)],
+    [
+        pytest.param("packed", "selective", True, marks=LONG),
+        pytest.param("varlen", "full", True, marks=LONG),
+        ("varlen", "selective", False),
+    ],
 )
 def test_activations_are_computed_again_in_compiled_layers(
     attention: Attention, kind: Any, again: bool, request, tmp_path: Path, monkeypatch
