@@ -14,6 +14,7 @@ from tools.wall_clocks import LOOK_S, WallClocks
 BACK_S = 7200.0
 
 
+@pytest.mark.slow
 def test_who_is_started_after_the_clock_has_stepped_back_takes_its_place(stub, tmp_path, monkeypatch):
     """One restart each, which is all that they may have: whoever it is, its successor is the larger incarnation."""
     clocks = WallClocks(tmp_path)

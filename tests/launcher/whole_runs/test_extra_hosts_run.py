@@ -77,7 +77,8 @@ def moved_to(sample):
     return next(event[2] for event in reversed(sample) if event[0] == "episode")
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_what_a_lost_host_played_is_played_elsewhere_and_nothing_is_lost(playing, how):
     """I1: and no attempt is counted. Training goes on while the controller is away, too."""
     # Enough for a successor to have steps left to play for; one that is frozen is found out after a while.

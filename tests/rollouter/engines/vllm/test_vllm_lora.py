@@ -25,7 +25,7 @@ from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.staging import StagedVersion
 
-pytestmark = LEAVES_CONTEXTS
+pytestmark = [pytest.mark.slow, *LEAVES_CONTEXTS]
 
 RUNNER = asyncio.Runner()
 RUN = RUNNER.run
@@ -152,7 +152,6 @@ async def test_what_the_worker_cannot_place_leaves_it_paused_until_an_update_is_
     await served.check_exact(adapter, staged.version)
 
 
-@pytest.mark.slow
 def test_an_adapter_of_some_layers_leaves_the_others_alone(tmp_path):
     """q and v without the k between them; a new engine serves base and newest adapter."""
     some = ["q_proj", "v_proj", "down_proj"]
