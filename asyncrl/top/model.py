@@ -371,7 +371,7 @@ def reward(facts: Facts) -> RewardView:
     """All reward pools together."""
     pools = facts.of("reward")
     spent = [each.counts for pool in pools if (each := pool.histograms.get("reward/run_s")) is not None]
-    counts = [sum(bucket) for bucket in zip(*spent, strict=False)]
+    counts = [sum(bucket) for bucket in zip(*spent, strict=True)]
     return RewardView(
         workers=sum(len(pool.resources) for pool in facts.living("reward")),
         rate=facts.rate("reward", "reward/scored"),

@@ -152,7 +152,9 @@ def open_replay(run_dir: Path, *, lives: bool) -> Replay:
     folder, entries = run_dir / FOLDER, sorted(read_bodies(run_dir), key=lambda entry: entry[0])
     if not entries:
         damaged = [segment.path.name for segment in segments(run_dir) if segment.path.stat().st_size]
-        why = f"damaged: {', '.join(damaged)}" if damaged else "monitor.record_bytes was 0, or the run ended too soon"
+        why = "monitor.record_bytes was 0, or the run ended before it had begun"
+        if damaged:
+            why = f"damaged: {', '.join(damaged)}"
         raise UsageError(f"{folder}: nothing is recorded there that can be read; {why}. {ELSE}")
     if all(decode(body) is None for _, body in entries):
         raise UsageError(f"{folder}: no snapshot there can be read, damaged or of another version of asyncrl. {ELSE}")
