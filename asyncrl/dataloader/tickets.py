@@ -133,9 +133,13 @@ class Tickets:
         if holder is None or self._stopped:
             return []
         running = holder.running(ask)
+        lone = any(grant.alone for grant in running)
+        if lone and ask.holding:
+            # A late copy of a call was granted it, whose rollouter has received something since.
+            return []
         found = [grant for grant in running if grant.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
-        if any(grant.alone for grant in running):
+        if lone:
             return found
         generating = sum(isinstance(grant.prompt, TrainingPrompt) for grant in running)
         empty = not running and not ask.holding

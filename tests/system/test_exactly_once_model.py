@@ -62,11 +62,6 @@ class Rollouter:
     """All that were ever sent: any may arrive again."""
     held: dict[str, Held] = field(default_factory=dict)
 
-    @property
-    def generating(self) -> list[str]:
-        """Those held whose group is not finished: only these can be its death."""
-        return [uid for uid, held in self.held.items() if not held.finished]
-
     def generates(self, uid: str, requeues: int) -> bool:
         return uid in self.held and self.held[uid].grant.requeues >= requeues
 
@@ -154,7 +149,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.blind = False
         """Whether somebody did not answer, or said that he had not what the learner has: it may be generated twice."""
         self.lone_deaths: Counter[str] = Counter()
-        """Deaths of rollouters that held, or generated, nothing but this prompt."""
+        """Deaths of rollouters that held nothing but this prompt."""
         self.make_limit()
         ledger = Ledger()
         ledger.attempts = {f"0-{index}": ALONE_FROM for index in suspects if index < size}
@@ -436,7 +431,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                 assert not any(other.generates(uid, grant.requeues) for other in self.rollouters), "somebody does"
             if grant.alone:
                 assert grants == [grant]
-                assert set(rollouter.generating) <= {uid}, "granted alone to a rollouter that generates something"
+                assert rollouter.held.keys() <= {uid}, "granted alone to a rollouter that holds something"
         if received == "now":
             self.receive(rollouter, grants)
         elif received == "late":
@@ -526,9 +521,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             rollouter.held.pop(uid, None)
 
     def kill(self, rollouter: Rollouter, *, heard: bool = True) -> None:
-        lone = list(rollouter.held) if len(rollouter.held) == 1 else rollouter.generating
-        if len(lone) == 1:
-            self.lone_deaths.update(lone)
+        if len(rollouter.held) == 1:
+            self.lone_deaths.update(list(rollouter.held))
         dead = rollouter.incarnation
         rollouter.incarnation += 1
         rollouter.seen, rollouter.served, rollouter.learner, rollouter.dataloader = 0, -1, 0, 0
