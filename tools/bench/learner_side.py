@@ -27,7 +27,8 @@ from asyncrl.config import Config
 from asyncrl.learner.algorithm.plan.batch import build_step
 from asyncrl.learner.fsdp.model.lora import add_adapters
 from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.trainer import Trainer, make_optimizer
+from asyncrl.learner.fsdp.trainer import Trainer
+from asyncrl.learner.fsdp.updates import make_optimizer
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch
 

@@ -178,15 +178,9 @@ def end_of_run(
 
 def _lost(failed: FailedWrite, kept: Kept | None, *, exported: bool) -> str:
     first = 1 if kept is None else kept.step + 1
-    steps = f"step {first}" if first == failed.step else f"steps {first} to {failed.step}"
-    of = (
-        "no checkpoint is complete"
-        if kept is None
-        else f"the last complete checkpoint is {kept.path} (step {kept.step})"
-    )
-    what = f"what {steps} taught is in the exported model alone" if exported else f"{steps} are lost"
-    if not exported and first == failed.step:
-        what = f"{steps} is lost"
+    steps, are = (f"step {first}", "is") if first == failed.step else (f"steps {first} to {failed.step}", "are")
+    of = f"the last complete checkpoint is {kept.path} (step {kept.step})" if kept else "no checkpoint is complete"
+    what = f"what {steps} taught is in the exported model alone" if exported else f"{steps} {are} lost"
     return f"{of}, and {what}"
 
 

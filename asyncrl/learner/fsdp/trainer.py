@@ -3,9 +3,7 @@
 Rank 0 plans and gives commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. The
 part of a rank in a step is in updates.py.
 
-It keeps: on CPU, with as many ranks and threads, the same calls give the same bits.
-
-Fails as backend.py says.
+It keeps: on CPU, with as many ranks and threads, the same calls give the same bits. Fails as backend.py says.
 """
 
 from __future__ import annotations
@@ -26,12 +24,13 @@ from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.loss.objective import Objective
-from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.exchange.publication import OnSealed, Publication
 from asyncrl.learner.exchange.sent_ahead import Sending
+from asyncrl.learner.fsdp import commands
 from asyncrl.learner.fsdp.gang.ahead import ParcelsAhead
 from asyncrl.learner.fsdp.gang.parcels import of_step, pack, pack_step, unpack
 from asyncrl.learner.fsdp.gang.ranks import Ranks, open_store
@@ -45,79 +44,24 @@ from asyncrl.learner.fsdp.startup.sharding import (
     compute_dtype,
     prepare_device,
 )
-from asyncrl.learner.fsdp.updates import SUPERVISED_LOSS, Scorer, Scorers, StepResult, TermShape, Updates, UpdateShape
+from asyncrl.learner.fsdp.updates import (
+    SUPERVISED_LOSS,
+    Scorer,
+    Scorers,
+    StepResult,
+    Updates,
+    make_optimizer,
+    shape_of_update,
+)
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.fsdp.weights import dcp
-from asyncrl.learner.fsdp.weights.assembly import Assembly, Purpose, take_part
+from asyncrl.learner.fsdp.weights.assembly import Assembly, take_part
 from asyncrl.learner.fsdp.weights.export import export
 from asyncrl.learner.fsdp.weights.gather import publish
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
 from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
-
-
-class Train(msgspec.Struct, frozen=True, tag=True):
-    """Take part in a step; a parcel of micro-batches follows for each rank, or was sent ahead."""
-
-    parcel_bytes: list[int]
-    """Bytes of each rank's parcel; none where it was sent ahead."""
-    ahead: int
-    """Number of the parcel that was sent ahead; 0 for none."""
-    updates: list[UpdateShape]
-    temperature: float
-    fresh: bool
-    warm: bool
-    """Whether this is a supervised step before the first of the run."""
-
-
-class Reference(msgspec.Struct, frozen=True, tag=True):
-    """Take part in a scoring pass by the reference; a parcel of micro-batches follows for each rank."""
-
-    parcel_bytes: list[int]
-    """Bytes of each rank's parcel."""
-    tokens: int
-    """Tokens of the rank that has the most."""
-    temperature: float
-
-
-class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Take part in gathering the weights."""
-
-    purpose: Purpose
-
-
-class ScoreProbe(msgspec.Struct, frozen=True, tag=True):
-    """Take part in scoring the probe."""
-
-    sequences: list[ProbeSequence]
-
-
-class See(msgspec.Struct, frozen=True, tag=True):
-    """Say whether a file is there."""
-
-    path: str
-
-
-class Save(msgspec.Struct, frozen=True, tag=True):
-    """Take part in writing a checkpoint."""
-
-    folder: str
-    renew: bool
-
-
-class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Take part in reading a checkpoint."""
-
-    folder: str
-
-
-class StopRank(msgspec.Struct, frozen=True, tag=True):
-    """End; nothing more will come."""
-
-
-Command = Train | Reference | Gather | ScoreProbe | See | Save | LoadCheckpoint | StopRank
-_COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
 class Trainer:
@@ -129,11 +73,14 @@ class Trainer:
         self.steps = 0
         """Optimizer steps of the run taken."""
         self.warm_steps = 0
-        self._config = config
-        self._learner = config.learner
-        self._rank = rank
+        self._config, self._learner, self._rank = config, config.learner, rank
         self._store: TCPStore | None = None
-        self._ranks: Ranks | None = None
+        self._met: Ranks | None = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        assert self._met is not None, "setup comes first"
+        return self._met
 
     def open_store(self, host: str) -> tuple[str, int]:
         self._store = open_store(host, self._learner.collective_timeout_s, self._config.network.ports)
@@ -142,7 +89,7 @@ class Trainer:
     def setup(self, host: str, port: int) -> None:
         device = choose_device(self._learner, self._rank)
         prepare_device(device, self._learner)
-        self._ranks = Ranks(
+        self._met = Ranks(
             self._rank,
             self._learner.ranks,
             host,
@@ -162,13 +109,7 @@ class Trainer:
         self.skips_zero_advantages = objective.skips_zero_advantages
         self._scorers = self._build_scorers(objective)
         self._updates = Updates(
-            self._policy,
-            self._scorers,
-            self._optimizer,
-            self._ranks,
-            objective,
-            self._learner,
-            lambda name: self.on_phase(name),
+            self._policy, self._scorers, self._optimizer, self._ranks, objective, self._learner, self._enter_phase
         )
         self._saver = Saver(self._ranks)
         self._assembly = Assembly(
@@ -182,7 +123,6 @@ class Trainer:
 
     def _build_scorers(self, objective: Objective) -> Scorers:
         def frozen(key: str, path: str | None) -> Policy:
-            assert self._ranks is not None
             assert path is not None
             policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
             # The reference scores the rows that are trained.
@@ -209,18 +149,18 @@ class Trainer:
             # Momentum alone would move the weights. No other rank hears of it.
             return {}
         parcels = None if ahead else pack_step(plan, self._learner.ranks)
-        command = Train(
+        command = commands.Train(
             parcel_bytes=[len(parcel) for parcel in parcels or ()],
             ahead=ahead,
-            updates=[_shape(update) for update in plan.updates],
+            updates=[shape_of_update(update) for update in plan.updates],
             temperature=plan.temperature,
             fresh=plan.fresh,
             warm=plan.warm,
         )
-        ranks = self._tell(command)
+        self._tell(command)
         kind, step = self._next(plan.warm)
         if parcels is not None:
-            ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
+            self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
             del parcels
         began = time.monotonic()
         result = self._step(command, of_step(plan, 0))
@@ -246,21 +186,19 @@ class Trainer:
     def score(self, plan: ScoringPlan) -> list[np.ndarray]:
         parcels = pack(plan.ranks)
         tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
-        command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
-        ranks = self._tell(command)
-        ranks.scatter(parcels, 0, "a batch to be scored")
+        command = commands.Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
+        self._tell(command)
+        self._ranks.scatter(parcels, 0, "a batch to be scored")
         values = self._score_batches(command, plan.ranks[0])
         return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
 
-    def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
+    def _score_batches(self, command: commands.Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
         """Log-probs by the reference of all ranks' micro-batches, padded: float64 [world size, tokens]."""
-        ranks, name = self._ranks, "scoring by the reference"
-        assert ranks is not None
+        name = "scoring by the reference"
         with self._phase(name):
-            ours = np.concatenate(
-                [values.cpu().numpy() for values in self._updates.refer(batches, command.temperature)]
-            )
-            return ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
+            scored = self._updates.refer(batches, command.temperature)
+            ours = np.concatenate([values.cpu().numpy() for values in scored])
+            return self._ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
 
     def _next(self, warm: bool) -> tuple[str, int]:
         """Kind of the step to come, and its number, counted from 1."""
@@ -269,7 +207,6 @@ class Trainer:
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
         if not self.on_gpu:
             return {}
-        assert self._ranks is not None
         share = mfu(
             parameters=sum(parameter.numel() for parameter in self._parameters),
             trained=sum(parameter.numel() for parameter in self._parameters if parameter.requires_grad),
@@ -283,26 +220,24 @@ class Trainer:
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
         if not sequences:
             return None
-        command = ScoreProbe(list(sequences))
-        self._tell(command)
-        return self._score_probe(command)
+        self._tell(commands.ScoreProbe(list(sequences)))
+        return self._score_probe(sequences)
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[Publication]:
-        self._tell(Gather("version"))
+        self._tell(commands.Gather("version"))
         with self._phase("copy"):
             return self._assembly.begin(
                 "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed)
             )
 
     def export(self, folder: Path) -> None:
-        self._tell(Gather("export"))
-        source, lora = model_folder(self._config.model), self._config.lora
+        self._tell(commands.Gather("export"))
+        source, model, lora = model_folder(self._config.model), self._policy.model, self._config.lora
         settings = None
         if lora.is_on:
-            targets = target_names(self._policy.model, lora)
-            settings = adapter_settings(lora, model=str(self._config.model.path), targets=targets)
+            settings = adapter_settings(lora, model=str(self._config.model.path), targets=target_names(model, lora))
         self._assembly.begin(
             "export", lambda gathered: export(gathered, source, folder, self._dtype, adapter=settings)
         ).result()
@@ -320,7 +255,7 @@ class Trainer:
         except OSError as error:
             raise refused(folder, error) from error
         try:
-            self._tell(See(str(probe)))
+            self._tell(commands.See(str(probe)))
             problems = self._look(probe)
         finally:
             with contextlib.suppress(OSError):
@@ -330,42 +265,40 @@ class Trainer:
 
     def save(self, folder: Path) -> Future[None]:
         assert not self._saver.busy, "the one before must have ended"
-        command = Save(str(folder), renew=self._saver.broken)
+        command = commands.Save(str(folder), renew=self._saver.broken)
         self._tell(command)
         return self._save(command)
 
     def load(self, folder: Path) -> None:
-        self._tell(LoadCheckpoint(str(folder)))
+        self._tell(commands.LoadCheckpoint(str(folder)))
         self._load(folder)
 
     def follow(self) -> None:
-        ranks = self._ranks
-        assert ranks is not None
-        while (body := ranks.commands.next()) is not None:
-            command = _COMMANDS.decode(body)
-            if isinstance(command, Train):
+        while (body := self._ranks.commands.next()) is not None:
+            command = commands.COMMANDS.decode(body)
+            if isinstance(command, commands.Train):
                 self._follow_step(command)
-            elif isinstance(command, Reference):
+            elif isinstance(command, commands.Reference):
                 # In no name here: a used parcel is not held until the next command comes.
                 self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
-            elif isinstance(command, Gather):
+            elif isinstance(command, commands.Gather):
                 with self._phase("copy"):
                     self._assembly.begin(command.purpose, take_part)
-            elif isinstance(command, ScoreProbe):
-                self._score_probe(command)
-            elif isinstance(command, See):
+            elif isinstance(command, commands.ScoreProbe):
+                self._score_probe(command.sequences)
+            elif isinstance(command, commands.See):
                 self._look(Path(command.path))
-            elif isinstance(command, Save):
+            elif isinstance(command, commands.Save):
                 # Its end is told to rank 0, and logged here.
                 self._save(command)
-            elif isinstance(command, LoadCheckpoint):
+            elif isinstance(command, commands.LoadCheckpoint):
                 # Damage is seen before anything is changed: rank 0 goes on with another one.
                 with contextlib.suppress(DamagedCheckpoint):
                     self._load(Path(command.folder))
             else:
                 return
 
-    def _follow_step(self, command: Train) -> None:
+    def _follow_step(self, command: commands.Train) -> None:
         kind, step = self._next(command.warm)
         if command.ahead:
             batches = unpack(self._ahead.take(command.ahead))
@@ -376,25 +309,28 @@ class Trainer:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
 
     def _receive(self, parcel_bytes: Sequence[int], what: str) -> list[MicroBatch]:
-        assert self._ranks is not None
         return unpack(self._ranks.scatter(None, parcel_bytes[self._rank], what))
 
     def interrupt(self) -> None:
-        if self._ranks is not None:
-            self._ranks.commands.interrupt()
+        if self._met is not None:
+            self._met.commands.interrupt()
 
     def stop(self) -> None:
-        if self._ranks is not None:
+        if self._met is not None:
             if self._rank == 0:
-                self._tell(StopRank())
+                self._tell(commands.StopRank())
             if hasattr(self, "_ahead"):
                 # After the word to stop: a rank that waits for room would not take this one any more.
                 self._ahead.close()
                 self._assembly.close()
                 self._saver.close()
-            self._ranks.close()
-            self._ranks = None
+            self._met.close()
+            self._met = None
         self._store = None
+
+    def _enter_phase(self, name: str) -> None:
+        # Set by the actor after this backend was made.
+        self.on_phase(name)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -404,17 +340,14 @@ class Trainer:
         finally:
             self.on_phase("")
 
-    def _tell(self, command: Command) -> Ranks:
-        assert self._ranks is not None
+    def _tell(self, command: commands.Command) -> None:
         self._ranks.commands.tell(msgspec.msgpack.encode(command))
-        return self._ranks
 
     def _look(self, path: Path) -> list[str]:
-        assert self._ranks is not None
         problem = None if path.exists() else f"learner/{self._rank} does not see a file that learner/0 wrote there"
         return self._ranks.agree(problem, "the folder of checkpoints")
 
-    def _save(self, command: Save) -> Future[None]:
+    def _save(self, command: commands.Save) -> Future[None]:
         return self._saver.save(
             Path(command.folder),
             self._policy,
@@ -425,23 +358,20 @@ class Trainer:
         )
 
     def _load(self, folder: Path) -> None:
-        assert self._ranks is not None
         contents = dcp.load(folder, self._policy, self._optimizer, self._ranks)
         self.steps, self.warm_steps = contents.steps, contents.warm_steps
 
-    def _score_probe(self, command: ScoreProbe) -> Probe:
-        ranks = self._ranks
-        assert ranks is not None
-        with ranks.waiting("scoring the probe"), self._phase("probe"):
+    def _score_probe(self, sequences: Sequence[ProbeSequence]) -> Probe:
+        with self._ranks.waiting("scoring the probe"), self._phase("probe"):
             return score_probe(
                 self._policy,
-                command.sequences,
+                sequences,
                 temperature=self._config.rollout.temperature,
                 packed=self.packed,
-                device=ranks.device,
+                device=self._ranks.device,
             )
 
-    def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
+    def _step(self, command: commands.Train, batches: Sequence[MicroBatch]) -> StepResult:
         """This rank's part of a step; the same result on all ranks."""
         kind, step = self._next(command.warm)
         sft = self._config.sft
@@ -468,24 +398,3 @@ class Trainer:
         else:
             self.steps += 1
         return result
-
-
-def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """AdamW over the float32 master shards of trained parameters; norms and biases (one dimension) do not decay."""
-    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.learner.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=config.learner.lr,
-        betas=config.learner.betas,
-        fused=True,
-    )
-
-
-def _shape(update: UpdatePlan) -> UpdateShape:
-    policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
-    if term is None:
-        return UpdateShape(policy)
-    return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)

@@ -26,10 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.loss.objective import Objective
 from asyncrl.learner.algorithm.loss.statistics import TokenSums, token_sums
 from asyncrl.learner.algorithm.losses import supervised
+from asyncrl.learner.algorithm.plan.batch import UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.learner.fsdp.gang.ranks import Ranks
@@ -58,6 +60,14 @@ class UpdateShape(msgspec.Struct, frozen=True):
     def micro_batches(self) -> int:
         """Micro-batches of each rank, policy's and supervised ones."""
         return self.policy.micro_batches + (self.supervised.micro_batches if self.supervised is not None else 0)
+
+
+def shape_of_update(update: UpdatePlan) -> UpdateShape:
+    """Shape of an update, as the other ranks are told it."""
+    policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
+    if term is None:
+        return UpdateShape(policy)
+    return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)
 
 
 SUPERVISED_LOSS = "supervised loss"
@@ -315,6 +325,20 @@ class Updates:
             flags[indices[indices >= 0]] = 1.0
         everyone = self._ranks.all_gather(flags.tolist(), "the search for what is not finite")
         return [int(i) for i in np.flatnonzero(everyone.any(axis=0))]
+
+
+def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
+    """AdamW over the float32 master shards of trained parameters; norms and biases (one dimension) do not decay."""
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.learner.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=config.learner.lr,
+        betas=config.learner.betas,
+        fused=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

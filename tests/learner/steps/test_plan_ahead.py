@@ -211,51 +211,43 @@ def test_the_groups_of_a_step_to_come(late, limit, steps_per_version, step, vers
 
 
 class Planner:
-    """Plans by hand: a plan is done when the test says so, and is sent then."""
+    """Plans at once; what is planned is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config | None = None) -> None:
         self.expected: Basis | None = None
-        self.began: list[Basis] = []
-        self.go_on = threading.Semaphore(0)
         self.errors: dict[str, Exception] = {}
         self.counters = Figures()
-        self.config = configure()
-        self.sent: list[tuple[list[Any], Sending]] = []
+        self.config = config or configure()
+        self.sent: list[int] = []
         self.ahead = PlanAhead(lambda: self.expected, self._plan, self._send, self.counters)
 
-    def _send(self, plan: StepPlan, sending: Sending) -> None:
-        self.sent.append((written(plan), sending))
-        if "sending" in self.errors:
-            raise self.errors["sending"]
-
     def _plan(self, basis: Basis) -> StepPlan:
-        self.began.append(basis)
-        assert self.go_on.acquire(timeout=WAIT_S)
         if "planning" in self.errors:
             raise self.errors["planning"]
         return build(basis, self.config)
 
-    def expect(self, basis: Basis | None) -> None:
+    def _send(self, plan: StepPlan, sending: Sending) -> None:
+        self.sent.append(sending.number)
+        if "sending" in self.errors:
+            raise self.errors["sending"]
+
+    async def take(self, basis: Basis) -> tuple[list[Any], int]:
+        """The plan of a basis that is expected, once it was made early."""
         self.expected = basis
         self.ahead.look_again()
-
-    async def begins(self, count: int) -> None:
-        """Until so many plans were begun."""
         async with asyncio.timeout(WAIT_S):
-            while len(self.began) < count:
-                await asyncio.sleep(0.001)
+            while (found := await self.ahead.take(basis)) is None:
+                await asyncio.sleep(0)
+        return written(found[0]), found[1]
 
 
-def play(scene: Callable[[Planner], Any]) -> None:
+def play(planner: Planner, scene: Callable[[], Any]) -> None:
     async def whole() -> None:
-        planner = Planner()
         running = asyncio.create_task(planner.ahead.run())
         try:
-            async with asyncio.timeout(2 * WAIT_S):
-                await scene(planner)
+            await scene()
         finally:
             running.cancel()
-            planner.go_on.release(100)
             await asyncio.gather(running, return_exceptions=True)
             planner.ahead.close()
 
@@ -266,78 +258,39 @@ FIRST = Outlook(1, 0, 0).basis([group(0), group(1)])
 SECOND = Outlook(1, 0, 0).basis([group(0, seed=1), group(1)])
 
 
-def test_a_plan_is_made_once_and_taken_by_its_step() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.expect(FIRST)
-        await planner.begins(1)
+def test_a_plan_for_other_groups_is_made_anew_and_one_without_a_token_is_not_sent() -> None:
+    planner = Planner(configure("mask"))
+
+    async def scene() -> None:
+        assert await planner.take(FIRST) == (written(build(FIRST, planner.config)), 1)
+        planner.expected = FIRST
         planner.ahead.look_again()
-        taking = asyncio.create_task(planner.ahead.take(FIRST))
-        planner.go_on.release()
-        found = await taking
-        assert found is not None
-        assert (written(found[0]), found[1]) == (written(build(FIRST, configure())), 1)
-        assert planner.sent == [(written(found[0]), Sending(1, 0))]
-        planner.expect(None)
-        assert await planner.ahead.take(FIRST) is None
-        assert planner.began == [FIRST]
-        assert planner.counters == {"learner/plans_ahead": 1.0}
-
-    play(scene)
-
-
-def test_a_plan_for_other_groups_is_made_anew_and_one_withdrawn_while_it_was_made_is_not_sent() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.expect(FIRST)
-        await planner.begins(1)
+        while len(planner.sent) < 2:
+            await asyncio.sleep(0)
         # A step with other groups does not wait for the plan that is of no use to it.
         assert await planner.ahead.take(SECOND) is None
-        assert planner.counters == {"learner/plans_discarded": 1.0}
-        planner.expect(SECOND)
-        planner.go_on.release(2)
-        await planner.begins(2)
-        found = await planner.ahead.take(SECOND)
-        assert found is not None
-        assert (written(found[0]), found[1]) == (written(build(SECOND, configure())), 2)
-        assert planner.sent == [(written(found[0]), Sending(2, 0))]
-        assert planner.counters == {"learner/plans_ahead": 1.0, "learner/plans_discarded": 1.0}
-
-    play(scene)
-
-
-def test_a_plan_without_a_token_to_train_is_not_sent() -> None:
-    async def scene(planner: Planner) -> None:
-        planner.config = configure("mask")
-        planner.go_on.release(2)
+        assert await planner.take(SECOND) == (written(build(SECOND, planner.config)), 3)
+        assert planner.sent == [1, 2, 3]
+        assert planner.counters == {"learner/plans_ahead": 2.0, "learner/plans_discarded": 1.0}
         masked = Outlook(1, 9, 0).basis([group(0), group(1)])
-        planner.expect(masked)
-        await planner.begins(1)
-        found = await planner.ahead.take(masked)
-        assert found is not None
-        assert not found[0].sequences
-        assert planner.sent == []
+        await planner.take(masked)
+        assert planner.sent == [1, 2, 3]
 
-    play(scene)
+    play(planner, scene)
 
 
 @pytest.mark.parametrize("where", ["planning", "sending"])
-def test_an_error_is_raised_to_the_step_that_takes_the_plan_and_to_nobody_else(where: str) -> None:
-    async def scene(planner: Planner) -> None:
-        planner.errors[where] = RuntimeError("Connection closed by peer")
-        planner.go_on.release(3)
-        planner.expect(FIRST)
-        await planner.begins(1)
-        assert await planner.ahead.take(SECOND) is None
-        planner.expect(SECOND)
-        await planner.begins(2)
-        with pytest.raises(RuntimeError, match="Connection closed by peer"):
-            await planner.ahead.take(SECOND)
-        # It goes on.
-        planner.errors.clear()
-        planner.expect(FIRST)
-        await planner.begins(3)
-        assert await planner.ahead.take(FIRST) is not None
+def test_an_error_is_raised_to_the_step_that_takes_the_plan_and_planning_goes_on(where: str) -> None:
+    planner = Planner()
 
-    play(scene)
+    async def scene() -> None:
+        planner.errors[where] = RuntimeError("Connection closed by peer")
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            await planner.take(FIRST)
+        planner.errors.clear()
+        await planner.take(SECOND)
+
+    play(planner, scene)
 
 
 # --- the learner's own loop ---

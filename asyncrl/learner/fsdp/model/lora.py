@@ -15,7 +15,6 @@ Fails with ConfigError naming lora.targets when a target is the name of no linea
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -122,15 +121,10 @@ class WithoutAdapters:
 
     def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies as those of Policy."""
-        with self._off():
-            return self._policy.score(row, temperature)
-
-    @contextlib.contextmanager
-    def _off(self) -> Iterator[None]:
         for layer in self._layers:
             layer.enabled = False
         try:
-            yield
+            return self._policy.score(row, temperature)
         finally:
             for layer in self._layers:
                 layer.enabled = True

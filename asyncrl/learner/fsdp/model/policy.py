@@ -1,8 +1,7 @@
 """The policy: a causal LM that scores packed rows, wrapped for FSDP2.
 
-``Policy.forward`` returns the log-prob of each target and the entropy there, and never holds the logits of a
-whole row: the head is applied to the positions that have a loss, in chunks, each computed again in the
-backward pass.
+The logits of a whole row are never held: the head is applied to the positions that have a loss, in chunks, each
+computed again in the backward pass.
 
 A packed row is told to the model by ``position_ids`` that restart at 0, with ``use_cache=False`` and no
 attention mask: with the cache left on, or a mask of ones, transformers takes the row for one long sequence
@@ -110,46 +109,33 @@ class Policy(nn.Module):
         }
         self.model.set_attn_implementation(implementations[name])
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        lengths: tuple[int, ...],
-        key_lengths: tuple[int, ...],
-        cu_seqlens: Tensor,
-        cu_seqlens_k: Tensor,
-        key_index: Tensor | None,
-        predict: Tensor,
-        targets: Tensor,
-        temperature: float,
-        likeliest: Likeliest | None = None,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, row: PackedRow, temperature: float, likeliest: Likeliest | None = None) -> tuple[Tensor, ...]:
         """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
 
-        Arguments as in Row. Returns two float32 [N], nats, and with ``likeliest`` also its tokens and their log-probs.
+        Returns two float32 [N], nats, and with ``likeliest`` also its tokens and their log-probs.
         """
-        arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
         if implementation == varlen.NAME:
-            longest = varlen.round_longest(max(key_lengths))
-            arguments |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen": longest}
+            longest = varlen.round_longest(max(row.key_lengths))
+            arguments |= {"cu_seqlens": row.cu_seqlens, "cu_seqlens_k": row.cu_seqlens_k, "max_seqlen": longest}
         if implementation in (attention.NAME, varlen.NAME):
             # Made here, below FSDP's root: it would move arguments of its own to the device.
-            arguments |= {"sequence_lengths": torch.tensor(lengths), "key_lengths": torch.tensor(key_lengths)}
-            arguments["key_index"] = key_index
-        elif key_index is not None:
+            arguments |= {"sequence_lengths": torch.tensor(row.lengths), "key_lengths": torch.tensor(row.key_lengths)}
+            arguments["key_index"] = row.key_index
+        elif row.key_index is not None:
             raise NotImplementedError(f"{implementation} attention cannot share what sequences begin with")
         if not self.chunked:
-            logits = _pick(self.model(**arguments).logits[0], predict)
-            scores = score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
+            logits = _pick(self.model(**arguments).logits[0], row.predict)
+            scores = score_logits(logits, row.targets, temperature, entropy_gradient=self.entropy_gradient)
             return scores if likeliest is None else (*scores, *likeliest.find(scores[1], lambda at: logits[at]))
-        hidden = _pick(self.model.base_model(**arguments).last_hidden_state[0], predict)
+        hidden = _pick(self.model.base_model(**arguments).last_hidden_state[0], row.predict)
         head = self.model.get_output_embeddings()
         scores = score_hidden(
             hidden,
             head.weight,
             head.bias,
-            targets,
+            row.targets,
             temperature,
             softcap=self._softcap,
             entropy_gradient=self.entropy_gradient,
@@ -161,30 +147,14 @@ class Policy(nn.Module):
 
     def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """``forward`` of a row."""
-        logprobs, entropies = self._forward(row, temperature, None)
+        logprobs, entropies = self(row, temperature)
         return logprobs, entropies
 
     def score_likeliest(self, row: PackedRow, likeliest: Likeliest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``score`` at temperature 1 and the tokens of ``likeliest``, in one forward pass without a gradient."""
         with torch.no_grad():
-            logprobs, entropies, tokens, values = self._forward(row, 1.0, likeliest)
+            logprobs, entropies, tokens, values = self(row, 1.0, likeliest)
         return logprobs, entropies, tokens, values
-
-    def _forward(self, row: PackedRow, temperature: float, likeliest: Likeliest | None) -> tuple[Tensor, ...]:
-        scores: tuple[Tensor, ...] = self(
-            row.input_ids,
-            row.position_ids,
-            row.lengths,
-            row.key_lengths,
-            row.cu_seqlens,
-            row.cu_seqlens_k,
-            row.key_index,
-            row.predict,
-            row.targets,
-            temperature,
-            likeliest,
-        )
-        return scores
 
     def reshard(self) -> None:
         """Cut up parameters outside of the layers that FSDP keeps whole for a backward pass, where none will come."""
@@ -208,7 +178,7 @@ class Policy(nn.Module):
 def make_row(
     input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device, *, prefixes: Any = None
 ) -> PackedRow:
-    """A Row from the integer arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
+    """A row from the integer arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
 
     def put(values: Any) -> Tensor:
         return torch.as_tensor(values).to(device=device, dtype=torch.int64)
@@ -235,9 +205,11 @@ def load_policy(config: ModelConfig) -> Policy:
 
     Raises ConfigError.
     """
+    import transformers
+
     path = model_folder(config)
     try:
-        model, info = _auto_model().from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             local_files_only=True,
@@ -268,13 +240,12 @@ def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> Non
 
 def _not_finite(model: nn.Module) -> list[str]:
     """Names of the parameters that have a number that is none here; a model that has one samples and learns nothing."""
-    # A sum would overflow, and a mask for each number would take as much memory again.
-    own = [(name, local(weights)) for name, weights in model.named_parameters()]
-    return [name for name, weights in own if weights.numel() and not _is_finite(weights)]
 
+    def is_finite(weights: Tensor) -> bool:
+        # A sum would overflow, and a mask for each number would take as much memory again.
+        return not weights.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(weights))
 
-def _is_finite(weights: Tensor) -> bool:
-    return all(math.isfinite(end.item()) for end in torch.aminmax(weights))
+    return [name for name, weights in model.named_parameters() if not is_finite(local(weights))]
 
 
 def empty_policy(config: ModelConfig) -> Policy:
@@ -287,7 +258,9 @@ def empty_policy(config: ModelConfig) -> Policy:
             path, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
         with torch.device("meta"):
-            model = _auto_model().from_config(settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+            model = transformers.AutoModelForCausalLM.from_config(
+                settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
     except UNLOADABLE as error:
         raise cannot_load(path, error) from error
     return Policy(model.eval())
@@ -308,12 +281,6 @@ def _pick(values: Tensor, places: Tensor) -> Tensor:
     """Rows of ``values`` [T, D] at ``places`` int64 [N], of which some may be the same: [N, D]."""
     # An embedding, since on several threads the gradient of an index is summed in an order that changes with each call.
     return nn.functional.embedding(places, values)
-
-
-def _auto_model() -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM
 
 
 def model_folder(config: ModelConfig) -> Path:

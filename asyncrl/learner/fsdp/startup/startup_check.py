@@ -151,9 +151,8 @@ def choose_scoring(
     if not _agrees(together):
         warnings.append(no_sharing(str(together)))
     if not packed and single == "plain":
-        warnings.append(
-            f"transformers' fast attention leaves out a part of the model's ({alone}); its plain one is slow"
-        )
+        told = f"transformers' fast attention leaves out a part of the model's ({alone})"
+        warnings.append(f"{told}; its plain one is slow")
     shared = OURS in packed and _agrees(together)
     choice = AgreeingWays(packed, single, shared, chunked, truth.tolist(), warnings)
     choice.scoring.apply(policy)
@@ -175,11 +174,8 @@ def no_sharing(found: str) -> str:
 
 def slower_packing(attention: Attention, found: str) -> str:
     """The warning when packed rows cannot be attended to in the fastest way."""
-    named = {
-        "packed": "a kernel for each sequence",
-        "loaded": "transformers'",
-        "plain": "transformers' plain one",
-    }[attention]
+    packed, loaded, plain = "a kernel for each sequence", "transformers'", "transformers' plain one"
+    named = {"packed": packed, "loaded": loaded, "plain": plain}[attention]
     return f"own attention over packed rows cannot be used ({found}); {named} is slower"
 
 

@@ -268,14 +268,12 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
     parameters = _trained(policy)
     of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (there, parameters)]
     if of_adapters == [True, False]:
-        raise CheckpointError(
-            str(folder), "holds adapters, and lora.rank = 0 trains the model itself: set it as it was"
-        )
+        reason = "holds adapters, and lora.rank = 0 trains the model itself: set it as it was"
+        raise CheckpointError(str(folder), reason)
     if of_adapters == [False, True]:
         raise CheckpointError(str(folder), "holds a whole model and no adapters: set lora.rank = 0, as it was")
-    for name in sorted(
-        {f"{WEIGHTS}/{name}" for name in parameters} ^ {n for n in there if n.startswith(WEIGHTS + "/")}
-    ):
+    weights = {f"{WEIGHTS}/{name}" for name in parameters}
+    for name in sorted(weights ^ {name for name in there if name.startswith(f"{WEIGHTS}/")}):
         where = "the model has it, the checkpoint does not" if name not in there else "the model has none of that name"
         raise CheckpointError(str(folder), f"is of another model: {name}: {where}")
     for name, parameter in parameters.items():
