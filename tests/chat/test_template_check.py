@@ -140,7 +140,7 @@ def conversation(steps):
         before = [*before, answer, *tail]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([name for name in FAMILIES if name != "qwen3 thinking"]), steps=STEPS, tools=st.booleans())
 def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, tools, family, renderers):
     renderer, end = renderers(name), id_of(FAMILIES[name][1])
@@ -224,11 +224,3 @@ def test_a_vocabulary_that_lacks_words_and_the_end_refuses_and_does_not_fail(tmp
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     found = renderer_of(folder).report
     assert {case.verdict for case in found.cases} <= {"fork", "refused"} and found.end == ""
-
-
-def test_the_report_can_be_read_back(family):
-    report = json.loads(renderer_of(family("qwen3")).report.to_json())
-    assert (report["end"], report["seam"], report["date"]) == ("<|im_end|>", "\n", "2026-11-23")
-    assert (report["tool_parser"], report["reasoning_parser"]) == ("json", "think")
-    assert {case["case"] for case in report["cases"]} == set(ALL)
-    assert any(line.startswith("extend") for line in renderer_of(family("qwen3")).report.lines())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner.learner_cases import VOCABULARY, exact_model, exact_scores, make_config, make_group, make_trajectory
+from learner.rank_pool import run_alone
 
 from asyncrl.learner.algorithm.plan.batch import build_step
 from asyncrl.messages.groups import Group, VersionSpan
@@ -44,8 +45,8 @@ def _train(backend: Any, config: Any, groups: list[Group]) -> list[dict[str, flo
     ]
 
 
-def test_it_is_of_the_tokens_of_the_newest_weights_alone(folder: Path, run) -> None:
-    (fresh, later), _ = run(make_config(folder, updates_per_batch=2), _train, _groups(folder))
+def test_it_is_of_the_tokens_of_the_newest_weights_alone(folder: Path) -> None:
+    fresh, later = run_alone(make_config(folder, updates_per_batch=2), _train, _groups(folder))
     newest = OFF[2:5].astype(np.float64)
     # Of the first of two updates: behind it the weights are others than the engine's.
     assert fresh["policy/engine_kl_tokens"] == 3 * 2

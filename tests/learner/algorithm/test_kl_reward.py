@@ -20,6 +20,7 @@ from learner.learner_cases import (
     make_trajectory,
     random_groups,
 )
+from learner.rank_pool import run_alone
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.errors import NonFiniteStep
@@ -83,7 +84,7 @@ K = {
 }
 
 
-@pytest.mark.parametrize(("name", "used"), [("auto", "k1"), ("k1", "k1"), ("k2", "k2"), ("k3", "k3")])
+@pytest.mark.parametrize(("name", "used"), [("auto", "k1"), ("k2", "k2"), ("k3", "k3")])
 def test_each_estimator_is_what_it_says_token_by_token(name, used) -> None:
     groups = random_groups(3, 3)
     random = np.random.default_rng(0)
@@ -113,7 +114,7 @@ def test_a_reference_that_is_not_finite_names_the_group() -> None:
     packed=st.booleans(),
     shared=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut(
     seed, world_size, budget, packed, shared
 ) -> None:
@@ -166,9 +167,9 @@ def _expected(other: Path) -> list[tuple[int, float]]:
     return found
 
 
-def test_advantages_have_the_divergence_from_the_reference(folder, other, run) -> None:
-    config = _config(folder, ranks=2, budget=40, path=str(other), estimator="k3")
-    (found, metrics), _ = run(config, _plan_and_train)
+def test_advantages_have_the_divergence_from_the_reference(folder, other) -> None:
+    config = _config(folder, budget=40, path=str(other), estimator="k3")
+    found, metrics = run_alone(config, _plan_and_train)
     expected = _expected(other)
     assert [place for place, _ in found] == [place for place, _ in expected]
     assert [a for _, a in found] == pytest.approx([a for _, a in expected], rel=1e-4, abs=1e-4)

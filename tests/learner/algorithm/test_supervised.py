@@ -91,24 +91,18 @@ def test_a_plan_has_each_token_with_a_loss_once_under_its_own_denominator(folder
     assert alone.metrics.items() < plan.metrics.items()
 
 
-def test_conversations_go_on_behind_those_of_the_warm_steps(folder) -> None:
+def test_conversations_go_on_behind_those_of_the_warm_steps_and_are_shared_by_updates(folder) -> None:
     config = _config(folder, sft={"weight": 1.0, "warm_steps": 4, "batch": 2})
     steps, rows = _steps(config), _conversations(batch=2)
     assert steps.warm_step(4).updates[0].supervised.places[0] == rows.of_step(4)[0].place
     plan = build_step(random_groups(0, 2), version=0, config=config, world_size=1, packed=True)
     assert steps.beside(plan, 1).updates[0].supervised.places[0] == rows.of_step(5)[0].place
+    halves = _mixed(_config(folder, updates_per_batch=2), 1).updates
+    shares = [update.supervised.places for update in halves]
+    whole = [row.place for row in _conversations().of_step(1) for _ in row.sequences]
+    assert all(shares) and [place for share in shares for place in share] == whole
     without = config.model_copy(update={"sft": config.sft.model_copy(update={"weight": 0.0})})
     assert _steps(without).beside(plan, 1) is plan
-
-
-def test_updates_of_a_step_share_its_conversations(folder) -> None:
-    config = _config(folder, updates_per_batch=2)
-    plan = _mixed(config, 1)
-    shares = [update.supervised.places for update in plan.updates]
-    assert [place for share in shares for place in share] == [
-        row.place for row in _conversations().of_step(1) for _ in row.sequences
-    ]
-    assert all(shares)
 
 
 def _nll(model: Any, sequence: Encoded) -> torch.Tensor:
@@ -191,15 +185,15 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
     return _warm_then_train(backend, config, -1, source) | {"before": before}
 
 
-def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(folder, tmp_path, run) -> None:
-    config, target = _config(folder, ranks=2, sft=TAUGHT), tmp_path / "trainer"
-    found, _ = run(config, _warm_then_train, 10, target)
+def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(folder, tmp_path) -> None:
+    config, target = _config(folder, sft=TAUGHT), tmp_path / "trainer"
+    found = run_alone(config, _warm_then_train, 10, target)
     warm, mixed = found["losses"][:14], found["losses"][14:]
     assert max(warm[-3:]) < 0.5 * warm[0]
     assert max(mixed) < 0.5 * warm[0]
     assert found["fresh"] and found["steps"] == 3
     assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 15) for step in range(1, 15)]
-    resumed, _ = run(config, _load_then_train, target)
+    resumed = run_alone(config, _load_then_train, target)
     assert resumed["before"] == (10, 0)
     assert resumed["losses"] == found["losses"][10:]
     assert same(resumed["weights"], found["weights"])
