@@ -23,7 +23,7 @@ from asyncrl.learner.fsdp import trainer as trainer_module
 from asyncrl.learner.fsdp.model.attention import packed_attention
 from asyncrl.learner.fsdp.model.pieces import Pieces, connect
 from asyncrl.learner.fsdp.model.policy import Policy, load_policy, make_row
-from asyncrl.learner.fsdp.startup.startup_check import LENGTHS, choose_scoring
+from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
 from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.messages.groups import Group
 
@@ -194,28 +194,6 @@ def test_ranks_take_the_same_step_of_shared_rows(folder: Path, run_well) -> None
 
 
 # --- where it is not done ---
-
-
-def _remember(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer with a state that runs along the row, and begins anew where positions do."""
-    layer = policy.decoder_layers()[0]
-    forward = layer.forward
-
-    def running(hidden: torch.Tensor, *rest: Any, position_ids: torch.Tensor, **named: Any) -> Any:
-        before = hidden.roll(1, dims=1) * (position_ids > 0)[..., None]
-        return forward(hidden + 0.5 * before, *rest, position_ids=position_ids, **named)
-
-    monkeypatch.setattr(layer, "forward", running)
-
-
-def test_a_model_whose_state_runs_along_the_row_computes_whole_sequences(folder: Path, monkeypatch) -> None:
-    policy = load_policy(ModelConfig(path=str(folder)))
-    plain = choose_scoring(policy, make_config().learner, seed=0).scoring
-    assert (plain.packed, plain.attention, plain.shared, plain.warnings) == (True, "packed", True, [])
-    _remember(policy, monkeypatch)
-    found = choose_scoring(policy, make_config().learner, seed=0).scoring
-    assert (found.packed, found.attention, found.shared) == (True, "packed", False)
-    assert "common beginning" in found.warnings[0]
 
 
 def _told(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:

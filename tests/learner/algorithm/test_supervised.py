@@ -11,7 +11,6 @@ import pytest
 import torch
 from learner.learner_cases import (
     VOCABULARY,
-    context_of,
     exact_model,
     gradients_of,
     make_config,
@@ -67,30 +66,6 @@ def _mixed(config, step: int, *, packed: bool = True):
     return _steps(config, packed=packed).beside(plan, step)
 
 
-def test_a_plan_has_each_token_with_a_loss_once_under_its_own_denominator(folder) -> None:
-    config = _config(folder, ranks=2, budget=12)
-    plan = _mixed(config, 2)
-    alone = build_step(random_groups(2, 2), version=0, config=config, world_size=2, packed=True)
-    (update,), (before,) = plan.updates, alone.updates
-    assert update.denominator == before.denominator and update.sequences == before.sequences
-    term = update.supervised
-    expected = [sequence for row in _conversations().of_step(2) for sequence in row.sequences]
-    batches = [batch for rank in term.ranks for batch in rank]
-    assert len({len(rank) for rank in term.ranks}) == 1 and len(batches) > 2
-    pairs = []
-    for batch in batches:
-        rows = zip(batch.segments, batch.predict, batch.targets, batch.weights, strict=True)
-        for at, place, target, weight in rows:
-            if weight:
-                pairs.append((int(batch.sequences[at]), len(context_of(batch, place)), int(target)))
-    wanted = [(i, int(p), int(each.ids[p])) for i, each in enumerate(expected) for p in each.trained]
-    assert sorted(pairs) == wanted
-    assert term.denominator == len(wanted) == plan.metrics["sft/tokens"]
-    assert plan.metrics["sft/epochs"] == 2 * 3 / 5 and term.coefficient == WEIGHT
-    assert plan.tokens == alone.tokens + sum(int(each.trained[-1]) for each in expected)
-    assert alone.metrics.items() < plan.metrics.items()
-
-
 def test_conversations_go_on_behind_those_of_the_warm_steps_and_are_shared_by_updates(folder) -> None:
     config = _config(folder, sft={"weight": 1.0, "warm_steps": 4, "batch": 2})
     steps, rows = _steps(config), _conversations(batch=2)
@@ -123,12 +98,13 @@ def _plain(folder: Path, number: int) -> tuple[float, dict[str, np.ndarray]]:
 def _gradients(backend, config, *plans: str) -> list[tuple[dict[str, np.ndarray], dict[str, float]]]:
     """Rank 0's shards of the gradient of a step for each plan and budget, before the optimizer sees it; the metrics."""
     found, metrics = gradients_of(backend), []
-    for plan in plans:
+    for kind in plans:
         for budget in BUDGETS:
             cut = _with_budget(config, budget)
-            if plan == "mixed":
-                metrics.append(backend.train(_mixed(cut, 1, packed=backend.packed)))
-            elif plan == "warm":
+            if kind == "mixed":
+                plan = _mixed(cut, 1, packed=backend.packed)
+                metrics.append(plan.metrics | backend.train(plan))
+            elif kind == "warm":
                 metrics.append(backend.train(_steps(cut, packed=backend.packed).warm_step(1)))
             else:
                 metrics.append(train(backend, cut, 1, 2))
@@ -155,6 +131,9 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens_however_the_batch_is_c
         assert of_both["loss/policy"] == pytest.approx(of_policy["loss/policy"], abs=1e-6)
         assert of_both["policy/entropy"] == pytest.approx(of_policy["policy/entropy"], rel=1e-5)
         assert "loss/sft" not in of_policy
+        rows = _conversations().of_step(1)
+        tokens = sum(len(sequence.trained) for row in rows for sequence in row.sequences)
+        assert (of_both["sft/tokens"], of_both["sft/epochs"]) == (tokens, 3 / 5)
 
 
 TAUGHT = {"warm_steps": 14, "lr": 1e-2, "weight": WEIGHT, "batch": 3}

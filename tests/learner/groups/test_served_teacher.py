@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import structlog
 from learner.learner_cases import (
-    exact_model,
-    exact_scores,
     make_config,
     make_group,
     make_sequence,
     make_trajectory,
     random_groups,
 )
-from learner.rank_pool import run_alone
 from services import services
 from teacher_server import logprob_of, scored, served
 
@@ -231,29 +227,3 @@ def test_keys_that_do_not_fit_a_teacher_on_a_server_are_refused(tree, told):
     rollout = base["rollout"] | tree.get("rollout", {})
     with pytest.raises(ConfigError, match=told):
         validate_config(base | {"learner": learner, "rollout": rollout})
-
-
-def _distil(backend, config, scores) -> float:
-    plan = build_step(
-        random_groups(0, 2), teacher=scores, version=0, config=config, world_size=1, packed=backend.packed
-    )
-    return backend.train(plan)["loss/teacher_kl"]
-
-
-def _scores(model: Path) -> list[list[list[np.ndarray]]]:
-    """Log-probs of all groups by the model, float64."""
-    import torch
-
-    exact = exact_model(model)
-    with torch.no_grad():
-        return [
-            [[exact_scores(exact, group, each)[0].numpy() for each in t.sequences] for t in group.trajectories]
-            for group in random_groups(0, 2)
-        ]
-
-
-def test_scores_of_a_server_are_what_the_learner_learns_from(folder, other) -> None:
-    config = make_config(folder, loss="distill", teacher="http://nowhere/v1", budget=40)
-    ours, theirs = _scores(folder), _scores(other)
-    flat = [np.concatenate([each for group in of for t in group for each in t]) for of in (ours, theirs)]
-    assert run_alone(config, _distil, theirs) == pytest.approx(float((flat[0] - flat[1]).mean()), rel=1e-4)

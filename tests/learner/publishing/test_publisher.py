@@ -141,22 +141,6 @@ def test_a_newer_version_takes_the_place_of_those_that_a_frozen_parameter_server
     play(scenario)
 
 
-def test_a_version_that_is_offered_faster_than_it_is_answered_is_heard_of_all_the_same() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.stub.awake.clear()
-        for version in range(12):
-            scene.publisher.offer(make_publication(version))
-            if version % 4 == 3:
-                scene.stub.awake.set()
-            await asyncio.sleep(0.005)
-            scene.stub.awake.clear()
-        assert len(scene.stub.told) >= 3
-        scene.stub.awake.set()
-        await scene.acknowledged(11)
-
-    play(scenario)
-
-
 def test_a_version_that_went_bad_in_memory_is_wanted_anew_and_a_refused_one_ends_it() -> None:
     async def scenario(scene: Scene) -> None:
         scene.publisher.offer(make_publication(3))
