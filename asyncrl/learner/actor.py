@@ -236,8 +236,8 @@ class Learner(Actor):
             tasks=self.tasks,
             log=self.log,
             on_spoiled=lambda: self._training.tell_news(),
-            on_failed=lambda error: self._training.publish_failed(error),
-            on_whole=lambda: self._training.published_whole(),
+            on_failed=lambda error: self._training.boundaries.failed(error),
+            on_whole=lambda: self._training.boundaries.whole(),
             track=steps,
             assemblies=self.trace.track("versions", WEIGHTS),
         )
@@ -251,12 +251,21 @@ class Learner(Actor):
                 news=lambda: self._training.tell_news(),
             )
             begin_all(self._teacher, self._intake.buffer.groups)
+        self._supply = DataloaderLink(
+            lambda request: self.peer(DATALOADER).call(request),
+            self._intake,
+            self._evals,
+            self.services,
+            stand=lambda: self._training.stand,
+            news=self._supply_news,
+        )
         self._training = Training(
             self.config,
             self.services,
             backend=self._backend,
             thread=self._thread,
             intake=self._intake,
+            supply=self._supply,
             versions=self._versions,
             lines=self._lines,
             checkpoint=self._checkpoint,
@@ -279,14 +288,6 @@ class Learner(Actor):
             training=self._training,
             checkpoints=self._checkpoints,
             checkpoint=lambda: self._checkpoint(final=True),
-        )
-        self._supply = self._training.supply = DataloaderLink(
-            lambda request: self.peer(DATALOADER).call(request),
-            self._intake,
-            self._evals,
-            self.services,
-            stand=lambda: self._training.stand,
-            news=self._supply_news,
         )
         if restored is not None:
             state = restored.state
@@ -384,8 +385,7 @@ class Learner(Actor):
         """Make way: the run ends at the next version boundary, with a checkpoint."""
         if self._is_rank_0 and hasattr(self, "_last_writes"):
             self._last_writes.make_way()
-            self._training.preempted = True
-            self._training.tell_news()
+            self._training.make_way()
 
     async def close(self) -> None:
         if hasattr(self, "_backend"):

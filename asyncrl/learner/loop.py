@@ -28,35 +28,26 @@ from typing import TypeVar
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
+from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness, requeue_metrics
 from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint.failed_writes import to_publish, version_failed, why_not_published
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
+from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.learner.groups.stragglers import Stragglers
+from asyncrl.learner.groups.step_groups import StepGroups
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
+from asyncrl.learner.publishing.boundaries import Boundaries
 from asyncrl.learner.publishing.versions import Versions
-from asyncrl.learner.steps.plan_ahead import Outlook, groups_wanted, oldest_groups
+from asyncrl.learner.steps.plan_ahead import Outlook
 from asyncrl.learner.steps.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, StoryLog
 from asyncrl.telemetry.trace import Track
-from asyncrl.trajectories import is_truncated, oldest_version, versions_of
-
-OWED_RETRY_S = 5.0
-"""Pause before a version that could not be published is tried again."""
-LAST_GROUPS_SHARE = 0.3
-"""Share of preempt.grace_s: longest wait for the last groups of the rollouters."""
-
-UNPUBLISHED = "publish"
-"""Key of the notice of versions that cannot be published."""
+from asyncrl.trajectories import is_truncated, versions_of
 
 T = TypeVar("T")
 
@@ -72,6 +63,7 @@ class Training:
         backend: Backend,
         thread: ThreadPoolExecutor,
         intake: Intake,
+        supply: DataloaderLink,
         versions: Versions,
         lines: StepLines,
         story: StoryLog,
@@ -85,58 +77,61 @@ class Training:
     ) -> None:
         self.step = step
         """Steps trained so far."""
-        self.version = -1
-        """The newest version."""
-        self.supply: DataloaderLink
-        self.preempted = False
         self._config = config
-        self._services, self._name = services, services.name
         self._states, self._counters, self._histograms = services.states, services.counters, services.histograms
         self._clock, self._log, self._awaits = services.clock, services.log, services.awaits
         self._notify, self._progress, self._story = services.notify, services.progress, story
         self._backend = backend
         self._thread = thread
-        self._intake = intake
+        self._intake, self._supply = intake, supply
         self._versions = versions
         self._lines = lines
         self._checkpoint = checkpoint
         self._checkpoint_owed = checkpoint_owed
-        self._published = published
+        self.boundaries = Boundaries(config, services, versions, intake, published=self._published)
+        """The versions that the training publishes."""
+        self._tell_published = published
         self._track = track
         self._supervised = supervised
         self._teacher = teacher
-        self._news = asyncio.Event()
         self._planner = StepPlanner(
             config,
             backend,
             thread,
             supervised=supervised,
             teacher=teacher,
-            chosen=self._chosen,
+            chosen=lambda step: self._groups.foreseen(step),
             counters=services.counters,
         )
-        self._trained_at_version = 0
+        self._groups = StepGroups(
+            config,
+            services,
+            intake=intake,
+            supply=supply,
+            boundaries=self.boundaries,
+            teacher=teacher,
+            story=story,
+            track=track,
+            next_step=lambda: self._next_step,
+            foresee=self._planner.foresee,
+        )
         self._first_version = -1
-        self._unpublished = 0
-        """Steps trained since the newest version."""
         self._finished = False
-        self._waited = False
-        """Whether the step under way had to wait for groups."""
-        self._not_published = ""
-        """Reason that the last attempt to publish failed."""
-        self._publish_error: OSError | None = None
-        """Error of the last version that failed."""
-        self._probed: list[ProbeSequence] = []
-        """Sequences by which engines are held against the learner."""
-        self._stragglers: Stragglers | None = None
-        """Choice of steps under staleness.late = wait; of groups that may be of several versions."""
-        self._step_uids: tuple[str, ...] = ()
-        """Uids of the groups of the next step; empty for the oldest."""
 
     def tell_news(self) -> None:
         """Let all waits look again: there are new groups, there is new supply, or the run makes way."""
-        self._news.set()
+        self._groups.news.set()
         self._planner.ahead.look_again()
+
+    def make_way(self) -> None:
+        """Stop at the next version boundary."""
+        self._groups.preempted = True
+        self.tell_news()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the run makes way."""
+        return self._groups.preempted
 
     async def plan_ahead(self) -> None:
         """Plan and send each step while the one before is trained, until cancelled; without it, when it begins."""
@@ -147,12 +142,17 @@ class Training:
         self._planner.ahead.close()
 
     @property
+    def version(self) -> int:
+        """The newest version; -1 before the first."""
+        return self.boundaries.version
+
+    @property
     def stand(self) -> Stand:
         """State of the training."""
         learner = self._config.learner
         return Stand(
             version=self.version,
-            trained_at_version=self._trained_at_version,
+            trained_at_version=self.boundaries.trained_at_version,
             groups_left=(learner.steps - self.step) * learner.groups_per_step,
             finished=self._finished,
         )
@@ -183,35 +183,26 @@ class Training:
 
     async def begin(self, prompts: Sequence[np.ndarray]) -> None:
         """Publish the weights at the start; engines are held against them by ``prompts``. Raises ActorFailed."""
-        self._probed = from_prompts(prompts, probe_length(self._config))
-        if not await self._try_to_publish() or not await self._versions.settled():
-            raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._not_published}")
+        self.boundaries.probed = from_prompts(prompts, probe_length(self._config))
+        await self.boundaries.first()
         self._first_version = self.version
 
     async def run(self) -> None:
         """Train to the last step, or to the boundary at which a preempted run stops; all is published then."""
-        learner, staleness = self._config.learner, self._config.staleness
-        if staleness.late == "wait" and staleness.max:
-            self._stragglers = Stragglers(self._config, self.supply, self._intake, self._services)
+        learner = self._config.learner
         while self.step < learner.steps:
             began = self._clock.now()
-            with self._awaits.on("rollouter", "groups"):
-                try:
-                    there = await self._groups_are_there()
-                finally:
-                    if self._stragglers is not None:
-                        self._stragglers.close()
-            if not there:
+            if not await self._groups.there():
                 break
             step = await self._train_step(began)
             if step is None:
                 continue
             self.step += 1
-            self._unpublished += 1
+            self.boundaries.unpublished += 1
             boundary = False
-            if self._unpublished >= learner.steps_per_version:
+            if self.boundaries.unpublished >= learner.steps_per_version:
                 publish_began = self._clock.now()
-                boundary = await self._try_to_publish()
+                boundary = await self.boundaries.publish()
                 step.line.update(self._versions.metrics)
                 step.line["time/publish_s"] = self._clock.now() - publish_began
             step.line["weights/version"] = self.version
@@ -237,32 +228,31 @@ class Training:
         self._finished = True
         self._intake.outcomes.finished()
         self._states.enter("waiting", "last evaluations")
-        await self.supply.all_acknowledged()
-        owed_until = self._clock.now() + self._patience_s
+        await self._supply.all_acknowledged()
+        owed_until = self.boundaries.patient_until
         with self._awaits.on("rollouter", "last evaluations"):
-            while not (self.preempted or await self.supply.rounds_over()):
-                self._news.clear()
+            while not (self.preempted or await self._supply.rounds_over()):
+                self._groups.news.clear()
                 if self._versions.spoiled:
-                    if not await self._publish_owed(owed_until):
-                        await asyncio.sleep(OWED_RETRY_S)
+                    await self.boundaries.insist(owed_until)
                 else:
-                    await self._news.wait()
+                    await self._groups.news.wait()
 
     async def _train_step(self, began: float) -> TrainedStep | None:
         """Train one step; None when it was not taken, and its groups are filtered or the bad ones quarantined."""
         learner, staleness, intake = self._config.learner, self._config.staleness, self._intake
         version = self.version
-        groups, filtered = intake.begin_step(self._step_uids)
+        groups, filtered = intake.begin_step(self._groups.uids)
         scored = [*filtered, *intake.requeued]
-        late = self._stragglers.taken() if self._stragglers is not None else {}
+        late = self._groups.taken()
         basis = self._next_step.basis(groups)
         following = self._next_step.after(learner.steps_per_version, self._versions.next_number)
         self._planner.foresee(following if following.step <= learner.steps else None)
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
-        if self._waited or not late.get("staleness/waited_groups"):
+        if self._groups.waited or not late.get("staleness/waited_groups"):
             # A step that has waited for a straggler, and for nothing else, says nothing of the working limit.
-            intake.outcomes.step_began(len(intake.buffer), waited=self._waited and version > self._first_version)
-        self.supply.changed()
+            intake.outcomes.step_began(len(intake.buffer), waited=self._groups.waited and version > self._first_version)
+        self._supply.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
         self._track.enter("pack", step=self.step + 1, groups=len(groups))
@@ -286,7 +276,7 @@ class Training:
             reason = f"the {error.what} of step {self.step + 1} is not finite"
             intake.spoil_step(error.uids, reason, trained=error.trained)
             if not error.trained:
-                self.supply.changed()
+                self._supply.changed()
                 return None
             trained = dict(error.metrics)
             groups = [group for group in groups if group.ticket.uid in error.trained]
@@ -295,7 +285,7 @@ class Training:
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
         self._track.leave()
-        self._probed = from_groups(groups, probe_length(self._config)) or self._probed
+        self.boundaries.probed = from_groups(groups, probe_length(self._config)) or self.boundaries.probed
         if staleness.late == "requeue":
             late = requeue_metrics(groups, intake.requeued)
         self._count_late(metrics)
@@ -303,7 +293,7 @@ class Training:
         if self._teacher is not None:
             self._teacher.keep(intake.claims)
         self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.ticket.uid for group in groups])
-        self.supply.changed()
+        self._supply.changed()
         ledger = intake.ledger
         self._counters["ledger/trained"] = ledger.count("trained")
         self._counters.add("learner/tokens", plan.tokens)
@@ -318,7 +308,7 @@ class Training:
             **late,
             **trained,
             "rollout/granted_length_mean": sum(lengths) / len(lengths) if lengths else None,
-            "staleness/limit": self.supply.limit,
+            "staleness/limit": self._supply.limit,
             "buffer/groups": len(intake.buffer),
             "time/wait_for_groups_s": train_began - began,
             "time/train_s": train_ended - train_began,
@@ -334,14 +324,7 @@ class Training:
 
     @property
     def _next_step(self) -> Outlook:
-        return Outlook(self.step + 1, self.version, self._unpublished)
-
-    def _chosen(self, step: Outlook) -> Sequence[Group]:
-        """The groups that this step would have if it began now; none where that is not known yet."""
-        buffer, requeues = self._intake.buffer, self._intake.ledger.requeues
-        if self._stragglers is not None:
-            return buffer.look_up(self._stragglers.foreseen(step.version, step.unpublished))
-        return buffer.look_up(oldest_groups(buffer, requeues, step, self._config))
+        return Outlook(self.step + 1, self.version, self.boundaries.unpublished)
 
     def _count_late(self, metrics: dict[str, float]) -> None:
         """Count groups with late tokens, trained or masked."""
@@ -360,180 +343,17 @@ class Training:
             self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=reason, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
         self._notify("empty_step", _masked(groups, self.step + 1, self.version, self._config), count=count)
-        self.supply.changed()
+        self._supply.changed()
         self._progress()
 
-    async def _groups_are_there(self) -> bool:
-        """Wait until a step's groups are there, or all that are ever to come are; False when the run makes way instead.
-
-        Raises ActorFailed when the run cannot go on.
-        """
-        intake = self._intake
-        self._states.enter("waiting", "groups")
-        self._track.enter("wait for groups", step=self.step + 1)
-        wanted = groups_wanted(self._next_step, self._config)
-        self._requeue_late()
-        self._planner.foresee(self._next_step)
-        self._waited = len(intake.buffer) < wanted
-        self._step_uids = ()
-        owed_until, retry_at = self._clock.now() + self._patience_s, self._clock.now() + OWED_RETRY_S
-        while True:
-            self._news.clear()
-            self._requeue_late()
-            if problem := intake.problem():
-                raise ActorFailed(self._name, problem)
-            if self.preempted:
-                await self._take_the_last()
-                return False
-            supply = self.supply.supply
-            if len(intake.buffer) >= wanted:
-                if await self._step_is_chosen():
-                    if self._are_scored(wanted):
-                        return True
-                elif not self._awaited:
-                    # The dataloader did not answer.
-                    continue
-            elif supply.exhausted and supply.outstanding == len(intake.buffer) > 0 and self._are_scored(wanted):
-                return True
-            if not self._owes_version or (self._awaited and not self._versions.spoiled):
-                # A new version would make the group late that is waited for. One whose weights are lost has to be: an
-                # engine that has died may need them for that very group.
-                await self._news.wait()
-                continue
-            try:
-                # News that come again and again must not put it off.
-                async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
-                    await self._news.wait()
-            except TimeoutError:
-                await self._publish_owed(owed_until)
-                self._planner.foresee(self._next_step)
-                self._states.enter("waiting", "groups")
-                retry_at = self._clock.now() + OWED_RETRY_S
-
-    async def _step_is_chosen(self) -> bool:
-        """Whether the step need not wait for a group that it would make late."""
-        if self._stragglers is None:
-            return True
-        self._step_uids = await self._stragglers.step(self.version, self._unpublished)
-        if self._awaited and self._states.awaiting != self._awaited:
-            self._states.enter("waiting", self._awaited)
-            self._track.enter("wait for late group", step=self.step + 1, group=self._awaited)
-        return bool(self._step_uids)
-
-    @property
-    def _awaited(self) -> str:
-        """The straggler, in a few words; empty where none is waited for."""
-        return "" if self._stragglers is None else self._stragglers.waits_for
-
-    def _requeue_late(self) -> None:
-        """Give groups back that are too stale and may be generated again."""
-        staleness, intake = self._config.staleness, self._intake
-        if staleness.late != "requeue":
-            return
-        late = to_requeue(intake.buffer.groups, intake.ledger.requeues, self.version, staleness)
-        for group in intake.requeue(late):
-            uid = group.ticket.uid
-            age = self.version - (oldest_version(group) or 0)
-            reason = f"{age} versions old, over staleness.max = {staleness.max}; it is generated again"
-            self._log.info("group requeued", uid=uid, versions_old=age, requeues=intake.ledger.requeues[uid])
-            self._story.tell(NOT_TRAINED, uid=uid, reason=reason, outcome="requeued")
-            self._counters.add("staleness/requeued_groups")
-        if late:
-            if self._teacher is not None:
-                # The next group under these uids is another response.
-                self._teacher.keep(intake.claims)
-            self.supply.changed()
-
-    def _are_scored(self, wanted: int) -> bool:
-        """Whether a teacher on a server has done with the groups that come next."""
-        buffer = self._intake.buffer
-        uids = set(self._step_uids or buffer.oldest(wanted))
-        return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.ticket.uid in uids])
-
-    async def _take_the_last(self) -> None:
-        """Wait until the rollouters have delivered or returned their groups, or for as long as that may take."""
-        self._states.enter("waiting", "last groups")
-        within = LAST_GROUPS_SHARE * self._config.preempt.grace_s
-        try:
-            async with asyncio.timeout(within):
-                while not (self.supply.supply.exhausted and self.supply.supply.outstanding <= len(self._intake.buffer)):
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            self._log.warning("not all groups came in before the checkpoint", waited_s=within)
-
-    @property
-    def _owes_version(self) -> bool:
-        return self._unpublished >= self._config.learner.steps_per_version or self._versions.spoiled
-
-    @property
-    def _patience_s(self) -> float:
-        """Longest that no version can be published while there is nothing left to train (s).
-
-        The key is that of the end of the run: here, too, a full disk is waited for, and trained steps are lost without
-        room. By a time of its own a run whose user grants it an hour at its end could be lost within minutes before.
-        """
-        return self._config.checkpoint.room_wait_s
+    def _published(self, version: int) -> None:
+        self._tell_published(version)
+        self._supply.changed()
 
     async def _publish_the_rest(self) -> None:
-        owed_until = self._clock.now() + self._patience_s
-        while self._unpublished or not await self._versions.settled():
-            if not await self._publish_owed(owed_until):
-                await asyncio.sleep(OWED_RETRY_S)
-
-    async def _publish_owed(self, until: float) -> bool:
-        """Try to make a version that is owed, to its end; raises ActorFailed when none is there after ``until``."""
-        if await self._try_to_publish() and await self._versions.settled():
-            return True
-        if self._clock.now() >= until:
-            error = self._publish_error
-            assert error is not None
-            patience = f"{self._patience_s:g} s (checkpoint.room_wait_s)"
-            reason = f"no version could be published for {patience}: {self._not_published}"
-            to_do, _ = to_publish(error, self._version_bytes)
-            raise ActorFailed(self._name, f"{reason}; to do: {to_do}, and resume the run") from error
-        return False
-
-    async def _try_to_publish(self) -> bool:
-        """Begin a new version of the present weights, which then needs nobody here; False when it is owed."""
-        self._states.enter("publishing")
-        try:
-            version = await self._versions.make(self._probed)
-        except OSError as error:
-            if isinstance(error, AsyncRLError):
-                # The error is not of a full disk or memory: the ranks are out of step.
-                raise
-            self.publish_failed(error)
-            return False
-        self._unpublished = 0
-        self.version = version
-        self._trained_at_version = self._intake.ledger.count("trained")
-        self._published(version)
-        # Harmless before the parameter server has it: the gate counts with what engines serve.
-        self._intake.outcomes.published(version, self._trained_at_version)
-        self.supply.changed()
-        return True
-
-    def publish_failed(self, error: OSError) -> None:
-        """Tell of a version that could not be begun or assembled."""
-        self._not_published, self._publish_error = why_not_published(error), error
-        self._counters.add("weights/not_published")
-        self._log.error("no version published; training goes on as long as it can", error=str(error))
-        newest = self._versions.whole
-        if newest >= 0:
-            told = version_failed(error, newest, self._version_bytes, self._patience_s)
-            self._notify(UNPUBLISHED, told.text, meanwhile=told.meanwhile, waits_for=told.waits_for)
-
-    def published_whole(self) -> None:
-        """The newest version is assembled."""
-        if self._not_published:
-            self._not_published = ""
-            self._notify(UNPUBLISHED, f"versions are published again, from {self._versions.whole} on")
-
-    @property
-    def _version_bytes(self) -> float:
-        """Size of the newest version that is whole; 0 before the first."""
-        return self._versions.metrics.get("weights/publish_bytes", 0.0)
+        owed_until = self.boundaries.patient_until
+        while self.boundaries.unpublished or not await self._versions.settled():
+            await self.boundaries.insist(owed_until)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -40,13 +40,10 @@ def test_what_the_policy_answered_may_come_back_as_clients_send_it():
     ("arguments", "expected"),
     [
         ('{"b": 1, "a": [1.0, "é"]}', {"b": 1, "a": [1.0, "é"]}),
-        ({"a": 1}, {"a": 1}),
         ("", {}),
         (None, {}),
-        ("{", "{"),
         ("[1]", "[1]"),
         ('{"a": NaN}', '{"a": NaN}'),
-        ("[" * 100000, "[" * 100000),
         ('{"a": 1%s}' % ("0" * 5000), '{"a": 1%s}' % ("0" * 5000)),
     ],
 )
@@ -68,29 +65,19 @@ def test_results_answer_calls_that_were_made_before():
 
 REFUSED = [
     ([], "messages"),
-    ([3], "messages[0]"),
     ([{"content": "a"}], "messages[0].role"),
     ([USER, {"role": "function", "content": "a", "name": "f"}], "messages[1].role"),
-    ([{"role": "user"}], "messages[0].content"),
     ([{"role": "user", "content": 3}], "messages[0].content"),
-    ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
-    ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
-    ([{"role": "user", "content": [{"type": "file"}]}], "messages[0].content[0].type"),
     ([{"role": "user", "content": [{"type": ["text"], "text": "a"}]}], "messages[0].content[0].type"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
     ([USER | {"name": 3}], "messages[0].name"),
     ([USER | {"tool_calls": [call()]}], "messages[0].tool_calls"),
     ([assistant(audio={"id": "a"})], "messages[0].audio"),
-    ([assistant(function_call={"name": "f"})], "messages[0].function_call"),
-    ([assistant(reasoning=[])], "messages[0].reasoning"),
-    ([assistant() | {"tool_calls": {}}], "messages[0].tool_calls"),
-    ([assistant(3)], "messages[0].tool_calls[0]"),
     ([assistant(call() | {"type": "custom"})], "messages[0].tool_calls[0].type"),
     ([assistant(call(id=None))], "messages[0].tool_calls[0].id"),
     ([assistant(call(), call())], "messages[0].tool_calls[1].id"),
-    ([assistant(call(name=None))], "messages[0].tool_calls[0].function.name"),
     ([assistant(call(arguments=3))], "messages[0].tool_calls[0].function.arguments"),
     ([{"role": "tool", "content": "a"}], "messages[0].tool_call_id"),
 ]
@@ -114,13 +101,9 @@ def test_tools_have_one_form():
 @pytest.mark.parametrize(
     ("tools", "field"),
     [
-        ([3], "tools[0]"),
-        ([{"type": "function"}], "tools[0].function"),
         ([{"type": "web_search", "function": {"name": "f"}}], "tools[0].type"),
         ([{"function": {}}], "tools[0].function.name"),
-        ([{"function": {"name": ""}}], "tools[0].function.name"),
         ([{"function": {"name": "f"}}, {"function": {"name": "f"}}], "tools[1].function.name"),
-        ([{"function": {"name": "f", "description": 3}}], "tools[0].function.description"),
         ([{"function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
     ],
 )
@@ -136,7 +119,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(ANYTHING | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), ANYTHING)))
 def test_nothing_that_is_sent_fails_in_another_way(messages):
     try:

@@ -40,6 +40,9 @@ def test_the_seam_and_the_end_of_a_cut_answer_are_learnt(family):
     assert extended(renderer, "Hello", END) == f"\n{QUESTION}"
     assert extended(renderer, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
     assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "\n")
+    # Nothing new, and nothing sampled.
+    assert renderer.extension([], [], {}, last_ids=[END], finish="stop") is None
+    assert renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
 
 
 def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_path):
@@ -62,12 +65,6 @@ def test_of_several_ends_the_one_that_the_template_writes_extends(tmp_path):
     assert extended(other, "Hello", id_of("<|endoftext|>")) is None
     assert extended(other, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
     assert any("'<|im_end|>'" in note and "rollout.stop" in note for note in other.report.notes)
-
-
-def test_nothing_sampled_or_nothing_new_is_no_extension(family):
-    renderer = renderer_of(family("chatml"))
-    assert renderer.extension([], [], {}, last_ids=[END], finish="stop") is None
-    assert renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
 
 
 def test_an_answer_cut_in_its_reasoning_is_closed(family):
@@ -93,15 +90,12 @@ def test_options_of_a_call_have_verdicts_of_their_own(family):
     assert by_configuration.render([USER], [], {"enable_thinking": True}) == renderer.render([USER], [], {})
 
 
-def test_a_first_token_is_there_once(family):
-    ids = renderer_of(family("llama")).render([USER], [], {})
-    assert ids.count(id_of("<s>")) == 1 and ids[0] == id_of("<s>")
-
-
 def test_the_date_is_that_of_the_run_whatever_the_day(family, monkeypatch):
     renderer = renderer_of(family("llama"), date="2024-02-29")
     before = renderer.render([USER], [], {})
     assert "Today: 29 Feb 2024" in text_of(renderer, before)
+    # The template and the tokenizer would each put the first token there.
+    assert before.count(id_of("<s>")) == 1 and before[0] == id_of("<s>")
     monkeypatch.setenv("TZ", "Pacific/Kiritimati")
     time.tzset()
     try:
@@ -109,12 +103,6 @@ def test_the_date_is_that_of_the_run_whatever_the_day(family, monkeypatch):
     finally:
         monkeypatch.undo()
         time.tzset()
-
-
-def test_without_a_date_it_is_that_of_the_load(family):
-    today = time.strftime("%d %b %Y")
-    texts = [load_tokenizer(str(family("llama"))).render_chat([USER])]
-    assert f"Today: {today}" in texts[0] or f"Today: {time.strftime('%d %b %Y')}" in texts[0]
 
 
 def test_calls_that_a_template_leaves_out_are_put_into_the_content(family):
@@ -188,13 +176,7 @@ def test_reasoning_that_the_prompt_has_opened_is_reasoning(family):
     assert renderer.parse(sampled(renderer, "well"), []).unfinished
     plain = renderer_of(family("qwen3"))
     assert plain.parse(sampled(plain, "well"), []).content == "well"
-
-
-def test_an_answer_without_end_is_read_whole(family):
-    renderer = renderer_of(family("chatml"))
-    assert renderer.parse(sampled(renderer, "Hello"), []).content == "Hello"
-    assert renderer.parse([], []).content == ""
-    assert renderer.parse([END], []).content == ""
+    assert [plain.parse(ids, []).content for ids in ([], [END])] == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -225,16 +207,6 @@ def test_a_parser_of_the_engine_is_handed_in(family):
     assert (parsed.reasoning, parsed.content, asked) == ("r", "theirs: x", [("hermes", None)])
 
 
-def test_a_parser_of_vllm_needs_vllm(family):
-    with pytest.raises(ConfigError) as caught:
-        config_of(family("qwen3"), tool_parser="hermes", reasoning_parser="deepseek_r1")
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
-        "chat.tool_parser",
-        "chat.reasoning_parser",
-    ]
-    assert 'rollout.engine = "vllm"' in caught.value.problems[0]
-
-
 # --- sharing ---
 
 
@@ -252,6 +224,6 @@ def test_several_threads_may_render_at_a_time(family):
             renderer.parse(answer, tools),
         )
 
-    expected = [play(number) for number in range(40)]
+    expected = [play(number) for number in range(12)]
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(play, range(40))) == expected
+        assert list(threads.map(play, range(12))) == expected

@@ -1,4 +1,4 @@
-"""The verdicts on templates, against what all splits of a single render say, and extensions in random conversations."""
+"""The verdicts on templates, and what an extension makes of random conversations."""
 
 import functools
 import json
@@ -39,81 +39,7 @@ def test_the_verdicts_on_templates_of_well_known_families(name, family):
     assert found == {case: verdict for case, verdict in expected.items() if thinks or "thinking" not in case}
 
 
-# --- brute force ---
-
-QUESTION = {"role": "user", "content": "Hello."}
-BEGINNINGS = (
-    [QUESTION],
-    [{"role": "system", "content": "Be brief."}, QUESTION],
-    [QUESTION, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}],
-)
-
-
-def calls(*names):
-    made = [
-        {"id": f"call_1_{k}", "type": "function", "function": {"name": name, "arguments": {"word": "theanswer"}}}
-        for k, name in enumerate(names)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
-
-
-def result(number):
-    return {"role": "tool", "content": "thenext", "tool_call_id": f"call_1_{number}", "name": "lookup"}
-
-
 USER = {"role": "user", "content": "thenext"}
-ANSWERED = {"role": "assistant", "content": "theanswer"}
-TURNS = {
-    "tool": (calls("lookup"), [result(0)], True),
-    "several tools": (calls("lookup", "search"), [result(0), result(1)], True),
-    "user": (ANSWERED, [USER], False),
-    "user, with tools": (ANSWERED, [USER], True),
-    "user after tool": (calls("lookup"), [result(0), USER], True),
-    "system": (ANSWERED, [{"role": "system", "content": "thenext"}, USER], False),
-}
-
-
-def by_brute_force(renderer, answer, tail, tools, ends):
-    """The verdict on a kind of turn, from every split of a single render into context, answer, and what follows."""
-    verdict = None
-    for before in BEGINNINGS:
-        try:
-            asked = renderer.render(before, tools, {})
-        except ChatRefused:
-            continue
-        try:
-            whole = renderer.render([*before, answer, *tail], tools, {})
-        except ChatRefused:
-            return "refused"
-        text = renderer._template.tokenizer.decode
-        splits = [
-            split
-            for split in range(len(asked) + 1, len(whole))
-            if whole[: len(asked)] == asked
-            and whole[split - 1] in ends
-            and "theanswer" in text(whole[len(asked) : split])
-            and "thenext" not in text(whole[len(asked) : split])
-        ]
-        verdict = "extend" if splits and verdict != "fork" else "fork"
-        if verdict == "extend":
-            # Among them is the one that the renderer takes.
-            given = {"tools": tools, "options": {}, "finish": "stop"}
-            extended = [renderer.extension(tail, last_ids=whole[len(asked) : split], **given) for split in splits]
-            if extended[0] is not None:
-                assert [whole[split:] for split in splits] == extended
-    return verdict
-
-
-@pytest.mark.parametrize("case", TURNS)
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3 thinking"])
-def test_the_verdicts_are_those_of_brute_force_over_all_splits(name, case, family):
-    renderer = renderer_of(family(name))
-    answer, tail, with_tools = TURNS[case]
-    ends = {id_of(FAMILIES[name][1])}
-    expected = by_brute_force(renderer, answer, tail, TOOLS if with_tools else (), ends)
-    assert verdicts(renderer)[case] == expected
-
-
 WORDS = st.text(st.sampled_from("abz \n.7}é☃<"), max_size=12).map(lambda text: f"x{text}")
 STEPS = st.lists(st.tuples(st.sampled_from(["user", "tool", "tools", "system"]), WORDS, WORDS), min_size=1, max_size=4)
 
@@ -140,7 +66,7 @@ def conversation(steps):
         before = [*before, answer, *tail]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([name for name in FAMILIES if name != "qwen3 thinking"]), steps=STEPS, tools=st.booleans())
 def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, tools, family, renderers):
     renderer, end = renderers(name), id_of(FAMILIES[name][1])
@@ -224,11 +150,3 @@ def test_a_vocabulary_that_lacks_words_and_the_end_refuses_and_does_not_fail(tmp
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     found = renderer_of(folder).report
     assert {case.verdict for case in found.cases} <= {"fork", "refused"} and found.end == ""
-
-
-def test_the_report_can_be_read_back(family):
-    report = json.loads(renderer_of(family("qwen3")).report.to_json())
-    assert (report["end"], report["seam"], report["date"]) == ("<|im_end|>", "\n", "2026-11-23")
-    assert (report["tool_parser"], report["reasoning_parser"]) == ("json", "think")
-    assert {case["case"] for case in report["cases"]} == set(ALL)
-    assert any(line.startswith("extend") for line in renderer_of(family("qwen3")).report.lines())

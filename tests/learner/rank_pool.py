@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch_processes import torch_context
+
 from asyncrl.config import Config
 
 RANK_WAIT_S = 120.0
@@ -29,7 +31,7 @@ class RankPool:
     """Processes, one a rank."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = torch_context()
         self._tasks = [context.Queue() for _ in range(world_size)]
         self._addresses, self._ended = context.Queue(), context.Queue()
         self._processes = [

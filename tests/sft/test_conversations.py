@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from chat_models import config_of, id_of, write_chat_model
 
@@ -54,6 +53,9 @@ def test_answers_are_trained_with_their_ends_and_nothing_else_is(family):
     )
     config = configured(family("chatml"))
     assert shown(config, {"messages": TALK}) == [expected.removesuffix("\n")]
+    weightless = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
+    (found,) = shown(config, {"messages": weightless})
+    assert found.count("[") == 1 and found.endswith("[The end.<|im_end|>]")
     # What is said after the last answer has no part.
     assert shown(config, {"messages": [*TALK, {"role": "user", "content": "Bye."}]}) == shown(
         config, {"messages": TALK}
@@ -64,12 +66,6 @@ def test_where_a_context_is_not_extended_another_sequence_begins_and_each_answer
     first, second = shown(configured(family("lines")), {"messages": TALK})
     assert first == "user: Hello.\nassistant:[ Hi there.</s>]"
     assert second == "user: Hello.\nassistant: Hi there.\nuser: And then?\nassistant:[ The end.</s>]"
-
-
-def test_an_answer_of_weight_0_is_context(family):
-    talk = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
-    (found,) = shown(configured(family("chatml")), {"messages": talk})
-    assert found.count("[") == 1 and found.endswith("[The end.<|im_end|>]")
 
 
 def test_prompt_and_completion_go_by_the_template_of_the_data(family):
@@ -98,14 +94,11 @@ def test_tools_of_a_row_are_shown(family):
     [
         (["messages"], "is no object"),
         ({"text": "x"}, "has the keys 'text'; a row is"),
-        ({"prompt": "x"}, "has the keys 'prompt'; a row is"),
-        ({"messages": "x"}, "messages: must be a list"),
         ({"messages": []}, "messages: there is none"),
         ({"messages": [{"role": "poet", "content": "x"}]}, r"messages\[0\].role: is 'poet'"),
         ({"messages": TALK[:1]}, "has no answer to train"),
         ({"messages": TALK[1:]}, r"messages\[0\]: is an answer to nothing"),
         ({"messages": [TALK[0], TALK[1] | {"weight": 2}]}, r"messages\[1\].weight: must be 0 or 1"),
-        ({"messages": [TALK[0], TALK[1] | {"weight": 0}]}, "has no answer to train"),
         ({"messages": [TALK[0], TALK[1] | {"content": "a<|im_end|>b"}]}, r"messages\[1\]: holds <\|im_end\|>"),
         ({"prompt": TALK, "completion": "x"}, 'prompt: must be text under data.template = "plain"'),
     ],
@@ -176,21 +169,17 @@ def places(conversations, *numbers):
     return [row.place for number in numbers for row in conversations.of_step(number)]
 
 
-def test_each_epoch_has_every_conversation_once_and_steps_run_over_its_end():
+def test_each_epoch_has_every_conversation_once_in_an_order_of_its_own_and_steps_run_over_its_end():
     found = make_conversations(7)
     stream = places(found, *range(1, 15))
     assert len(stream) == 42 == 6 * 7
     for start in range(0, 42, 7):
         assert sorted(stream[start : start + 7]) == [f"f:{number}" for number in range(7)]
-    assert stream[:7] != stream[7:14]
-    assert found.epochs(7) == 3.0
-
-
-def test_the_order_is_that_of_the_seed_and_asks_for_no_earlier_step():
-    assert places(make_conversations(7), 9) == places(make_conversations(7), 1, 9, 9)[-3:]
-    streams = {tuple(places(make_conversations(50, seed=seed), 1, 2)) for seed in range(4)}
-    assert len(streams) == 4
-    assert np.unique(places(make_conversations(2, batch=5), 1)).tolist() == ["f:0", "f:1"]
+    assert stream[:7] != stream[7:14] and found.epochs(7) == 3.0
+    # No earlier step is asked for, and the seed counts.
+    assert places(make_conversations(7), 9) == stream[24:27]
+    assert len({tuple(places(make_conversations(50, seed=seed), 1, 2)) for seed in range(4)}) == 4
+    assert set(places(make_conversations(2, batch=5), 1)) == {"f:0", "f:1"}
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,12 @@
+"""Text for people and lines of the log on standard error, also where nothing more can be written there."""
+
 import subprocess
 import sys
 from pathlib import Path
 
 CODE = """
-from asyncrl.telemetry.logging import write_text
+from asyncrl.telemetry.logging import configure_logging, get_logger, lost_lines, write_text
 write_text("stacks of reward/0:\\n  é\\n" * 3)
-"""
-
-
-def test_text_for_people_is_written_as_it_is(tmp_path: Path) -> None:
-    with open(tmp_path / "log", "wb") as log:
-        subprocess.run([sys.executable, "-c", CODE], stderr=log, check=True, timeout=60)
-    assert (tmp_path / "log").read_text() == "stacks of reward/0:\n  é\n" * 3
-
-
-def test_a_full_disk_takes_the_text_and_nothing_else() -> None:
-    """Neither the writer nor the end of its process fails for it."""
-    with open("/dev/full", "wb") as full:
-        assert subprocess.run([sys.executable, "-c", CODE], stderr=full, check=False, timeout=60).returncode == 0
-
-
-LINES = """
-from asyncrl.telemetry.logging import configure_logging, get_logger, lost_lines
 configure_logging("info")
 get_logger("reward/0").info("one")
 get_logger("learner/0").info("two")
@@ -29,10 +14,11 @@ print(lost_lines())
 """
 
 
-def test_lines_that_find_no_room_are_counted(tmp_path: Path) -> None:
+def test_text_is_written_as_it_is_and_a_full_disk_takes_it_and_nothing_else(tmp_path: Path) -> None:
+    """Neither the writer nor the end of its process fails for it, and lines that find no room are counted."""
     for place, lost in (("/dev/full", "2"), (tmp_path / "log", "0")):
         with open(place, "wb") as errors:
-            made = subprocess.run(
-                [sys.executable, "-c", LINES], stdout=subprocess.PIPE, stderr=errors, text=True, check=True, timeout=60
-            )
+            argv = [sys.executable, "-c", CODE]
+            made = subprocess.run(argv, stdout=subprocess.PIPE, stderr=errors, text=True, check=True, timeout=60)
         assert made.stdout.split() == [lost]
+    assert (tmp_path / "log").read_text().startswith("stacks of reward/0:\n  é\n" * 3)

@@ -18,8 +18,7 @@ from asyncrl.snapshot import Event
 from asyncrl.telemetry.snapshots.recording import Recorder
 from asyncrl.text.printable import json_in_ascii, printable, say
 from asyncrl.top.detail import detail
-from asyncrl.top.drawing.layout import Column, Table, row
-from asyncrl.top.drawing.text import ASCII, UNICODE, fit, wrapped
+from asyncrl.top.drawing.text import ASCII, UNICODE, fit
 from asyncrl.top.model import build
 
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
@@ -66,21 +65,6 @@ def test_a_line_takes_exactly_the_cells_it_is_given(text, width):
         line = fit([(text, "dim"), ("tail", "")], width, glyphs)
         assert line.cell_len == cell_len(line.plain) == width
         assert not controls(line.plain, keep="") and (line.plain.isascii() or glyphs is UNICODE)
-
-
-@given(WRITTEN, st.integers(2, 30))
-def test_lines_that_are_wrapped_fit(text, width):
-    lines = [line.plain for line in wrapped([(text, "")], width, 500, UNICODE)]
-    assert all(cell_len(line) <= width for line in lines)
-    assert "".join("".join(lines).split()) == "".join(printable(text).split())
-
-
-def test_columns_stand_below_each_other_whatever_is_in_them():
-    names = ["plain", "字字", "e\u0301e\u0301", "👍", "a\x1b[2J"]
-    columns = [Column("name", lambda name, _: name), Column("n", lambda name, _: "7", right=True)]
-    rows = [row(name, [name, "7"]) for name in names]
-    drawn = [line.plain for line in Table(columns, rows).lines(30, UNICODE)]
-    assert {cell_len(each[: each.index("7")]) for each in drawn[1:]} == {drawn[1].index("7")}
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch_processes import torch_context
 
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup
@@ -87,7 +87,7 @@ class Peer:
 
     @classmethod
     def start(cls) -> Peer:
-        context = multiprocessing.get_context("spawn")
+        context = torch_context()
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()

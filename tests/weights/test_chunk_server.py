@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from published_weights import (
 )
 
 from asyncrl.errors import InvalidRequest, VersionGone
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, TensorSpec
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.parameter_server import held as held_versions
 from asyncrl.parameter_server.held import ChunkServer, encode_deltas, item_bytes
 from asyncrl.parameter_server.snapshots import hold
@@ -59,29 +60,21 @@ def test_a_chunk_is_a_view_of_the_segment() -> None:
 def test_a_checksum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
 
-    class Counting:
-        @staticmethod
-        def xxh3_64_intdigest(data: memoryview) -> int:
-            computed.append(data.nbytes)
-            return xxhash.xxh3_64_intdigest(data)
+    def counted(data: memoryview) -> int:
+        computed.append(data.nbytes)
+        return xxhash.xxh3_64_intdigest(data)
 
-    monkeypatch.setattr(held_versions, "xxhash", Counting)
+    monkeypatch.setattr(held_versions, "xxhash", SimpleNamespace(xxh3_64_intdigest=counted))
     monkeypatch.setattr(held_versions, "MAX_CHECKSUMS", 4)
     snapshot, server = held(3, [random_bytes(100)]), ChunkServer()
-    for offset in (0, 10, 20, 30, 0, 10, 20, 30):
+    # Four are kept, of which the oldest has to go.
+    for offset, count in ((0, 1), (10, 2), (20, 3), (30, 4), (0, 4), (30, 4), (40, 5), (10, 5), (0, 6)):
         server.chunk(snapshot, request(offset=offset, size=10))
-    assert len(computed) == 4
-    server.chunk(snapshot, request(offset=40, size=10))
-    server.chunk(snapshot, request(offset=10, size=10))
-    assert len(computed) == 5
-    server.chunk(snapshot, request(offset=0, size=10))
-    assert len(computed) == 6, "the oldest had to go"
-    server.forget(2)
-    server.chunk(snapshot, request(offset=0, size=10))
-    assert len(computed) == 6
-    server.forget(3)
-    server.chunk(snapshot, request(offset=0, size=10))
-    assert len(computed) == 7
+        assert len(computed) == count
+    for forgotten, count in ((2, 6), (3, 7)):
+        server.forget(forgotten)
+        server.chunk(snapshot, request(offset=0, size=10))
+        assert len(computed) == count
     snapshot.release()
 
 
@@ -90,10 +83,8 @@ def test_a_checksum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (request(2), "version 3 has no bucket 2"),
         (request(0, 0, 101), "bytes 0 to 101 of bucket 0 of version 3, of which there are 100"),
-        (request(0, 100, 1), "bytes 100 to 101"),
         (request(0, 1 << 60, 1 << 60), "of which there are 100"),
         (request(0, base=2), "no bucket 0 with a delta against version 2"),
-        (request(0, base=-5), "no bucket 0 with a delta"),
     ],
 )
 def test_what_there_is_not_is_an_error(asked: FetchChunk, words: str) -> None:
@@ -180,13 +171,12 @@ def test_a_version_released_while_it_is_encoded_leaves_nothing(monkeypatch: pyte
 
 
 def test_the_item_is_that_of_most_bytes() -> None:
-    def of(*tensors: tuple[str, int]) -> int:
-        specs, _ = layout([(f"t{i}", dtype, (count,)) for i, (dtype, count) in enumerate(tensors)])
-        return item_bytes(replace(bucket, tensors=specs))
-
     bucket, descriptor = seal(b"ab", "t")
     os.close(descriptor)
-    assert of(("float32", 10), ("bfloat16", 21)) == 2
-    assert of(("float32", 11), ("bfloat16", 21)) == 4
-    assert of() == 1
-    assert item_bytes(replace(bucket, tensors=[TensorSpec("none", "int64", (0,), 0)])) in (1, 8)
+    for tensors, expected in (
+        ([("float32", 10), ("bfloat16", 21)], 2),
+        ([("float32", 11), ("bfloat16", 21)], 4),
+        ([], 1),
+    ):
+        specs, _ = layout([(f"t{i}", dtype, (count,)) for i, (dtype, count) in enumerate(tensors)])
+        assert item_bytes(replace(bucket, tensors=specs)) == expected

@@ -81,18 +81,13 @@ def test_a_chunk_that_is_always_corrupt_is_named() -> None:
                 plan.corrupt(piece, "flipped")
 
 
-def test_chunks_are_dealt_out_into_stripes_through_all_buckets() -> None:
+def test_a_stripe_that_has_none_left_takes_of_the_others_and_what_was_lost_comes_last() -> None:
     plan = ChunkPlan(7, {0: 10, 1: 25, 2: 20}, chunk_bytes=10, credit=9, stripes=2)
-    first, second = Piece(0, 0, 10), Piece(1, 0, 10)
-    assert (plan.take(0), plan.take(1)) == (first, second)
-    assert [plan.stripe_of(piece) for piece in (first, second)] == [0, 1]
-    assert [plan.take(1), plan.take(1)] == [Piece(1, 20, 5), Piece(2, 10, 10)]
-    # It has none left.
-    assert plan.take(1) == Piece(1, 10, 10)
-    plan.lost(second)
-    assert plan.take(0) == Piece(2, 0, 10)
-    assert plan.take(0) == second
-    assert plan.take(0) is None
+    assert [plan.take(stripe) for stripe in (0, 1, 1, 1, 1)] == [
+        *(Piece(0, 0, 10), Piece(1, 0, 10), Piece(1, 20, 5), Piece(2, 10, 10), Piece(1, 10, 10)),
+    ]
+    plan.lost(Piece(1, 0, 10))
+    assert [plan.take(0) for _ in range(3)] == [Piece(2, 0, 10), Piece(1, 0, 10), None]
 
 
 @given(sizes=SIZES, chunk=st.integers(1, 120), stripes=st.integers(1, 4), data=st.data())

@@ -109,6 +109,7 @@ def test_rank_0_is_found_at_the_ports_that_it_may_bind() -> None:
     assert port < int(invitation) < made.port <= port + 20
 
 
+@pytest.mark.slow
 def test_nothing_leaks(peers, version) -> None:
     """The first, since what is stuck when a broadcast fails may stay as long as the timeout."""
     timeout_s = 1.0
@@ -141,22 +142,18 @@ def failing(sender: Sender, group: CollectiveGroup, version: Version, buckets: I
     return str(caught.value)
 
 
-def test_versions_arrive_whole_over_one_group(peers, sender, version) -> None:
-    """At one replica of one worker, and one of two, each of which has a rank of its own."""
+def test_versions_arrive_whole_over_one_group_and_members_come_and_go_with_the_epochs(peers, sender, version) -> None:
+    """First at one replica of one worker, and one of two, each of which has a rank of its own."""
     members, group = peers.take(3), group_at(sender.port, 1, 4)
-    for number in range(4):
-        made = version(number, small_tensors(number) if number < 3 else large_tensors(number))
+    for number in range(2):
+        made = version(number, (small_tensors, large_tensors)[number](number))
         for peer, (first_rank, worker) in zip(members, [(1, 0), (2, 0), (2, 1)], strict=True):
             peer.order("receive", to_receive(group, first_rank, made), worker)
         sender.send(group, number, made.layouts, iter(made.buckets))
         assert [peer.answer() for peer in members] == [Answer(checksums=made.checksums)] * 3
-
-
-def test_members_come_and_go_with_the_epochs(peers, sender, version) -> None:
-    first, second, third = peers.take(3)
-    for epoch, members in enumerate(([first, second], [first], [third, first, second]), start=1):
+    for epoch, present in enumerate((members[:1], [members[2], *members[:2]]), start=2):
         made = version(epoch, small_tensors(epoch))
-        assert broadcast(sender, members, epoch, made) == [Answer(checksums=made.checksums)] * len(members)
+        assert broadcast(sender, present, epoch, made) == [Answer(checksums=made.checksums)] * len(present)
 
 
 @contextmanager
@@ -213,7 +210,7 @@ def test_killed_sender_is_noticed(peers, version) -> None:
     group = group_at(learner.ask("open_sender", PATIENCE_S), 1, 3)
     begin(members, group, version(0, large_tensors(0)))
     learner.order("send_for_ever", group)
-    time.sleep(1.0)
+    time.sleep(0.5)
     learner.kill()
     for peer in members:
         assert "the learner is gone" in peer.answer().error
@@ -221,7 +218,7 @@ def test_killed_sender_is_noticed(peers, version) -> None:
 
 def test_frozen_member_fails_the_others_by_timeout(peers, version) -> None:
     members, made = peers.take(3), version(0, large_tensors(0))
-    sender = Sender("gloo", HOST, 5.0)
+    sender = Sender("gloo", HOST, 3.0)
     try:
         # With time to come up; the group is kept.
         warm = version(0, small_tensors(0))
@@ -233,11 +230,11 @@ def test_frozen_member_fails_the_others_by_timeout(peers, version) -> None:
             members[1].stop()
             yield from made.buckets
 
-        assert "waited 5 s" in failing(sender, group, made, gathered())
+        assert "waited 3 s" in failing(sender, group, made, gathered())
         for peer in (members[0], members[2]):
-            assert "waited 5 s" in peer.answer().error
+            assert "waited 3 s" in peer.answer().error
         members[1].go_on()
-        assert "waited 5 s" in members[1].answer().error
+        assert "waited 3 s" in members[1].answer().error
         assert broadcast(sender, members, 2, made) == [Answer(checksums=made.checksums)] * 3
     finally:
         sender.close()
@@ -303,7 +300,7 @@ def test_abort_from_another_thread(peers, sender, version, where: str) -> None:
     members, made = peers.take(2), version(0, large_tensors(0))
     group = group_at(sender.port, 1, 3 if where != "forming" else 4)
     begin(members, group, made)
-    aborting = threading.Timer(1.0, sender.abort, ["enough"])
+    aborting = threading.Timer(0.4, sender.abort, ["enough"])
     if where == "forming":
         aborting.start()
 
@@ -328,12 +325,12 @@ def test_abort_from_another_thread(peers, sender, version, where: str) -> None:
 
 def test_sender_names_who_did_not_come(peers, version) -> None:
     [peer], made = peers.take(1), version(0, small_tensors(0))
-    sender = Sender("gloo", HOST, 1.5)
+    sender = Sender("gloo", HOST, 0.7)
     try:
         group = group_at(sender.port, 1, 4)
         begin([peer], group, made)
-        assert "waited 1.5 s for ranks 2, 3 of epoch 1" in failing(sender, group, made, iter(made.buckets))
-        assert "waited 1.5 s for ranks 2, 3 of epoch 1" in peer.answer().error
+        assert "waited 0.7 s for ranks 2, 3 of epoch 1" in failing(sender, group, made, iter(made.buckets))
+        assert "waited 0.7 s for ranks 2, 3 of epoch 1" in peer.answer().error
     finally:
         sender.close()
 
@@ -365,7 +362,7 @@ def test_whoever_comes_late_is_turned_away_and_early_waits(peers, sender, versio
     late.order("receive", to_receive(group_at(sender.port, 1, 2), 1, made), 0)
     early.order("receive", to_receive(group_at(sender.port, 3, 2), 1, made), 0)
     # Both are there before the member for whom rank 0 waits.
-    time.sleep(1.0)
+    time.sleep(0.5)
     assert broadcast(sender, [member], 2, made)[0].checksums == made.checksums
     assert "epoch 1 is over, this is 2" in late.answer().error
     sender.send(group_at(sender.port, 3, 2), 0, made.layouts, iter(made.buckets))
@@ -383,7 +380,7 @@ def test_receiver_is_closed_while_it_waits(peers, sender, version) -> None:
     peer.ask("renew")
     # And between two buckets.
     group = group_at(sender.port, 2, 2)
-    peer.order("close_meanwhile", to_receive(group, 1, made), 0, 4.0)
+    peer.order("close_meanwhile", to_receive(group, 1, made), 0, 2.0)
 
     def gathered() -> Iterator[tuple[Bucket, int]]:
         yield made.buckets[0]

@@ -45,15 +45,6 @@ def later(work) -> None:
     threading.Timer(0.05, work).start()
 
 
-def test_it_looks_again_when_woken(waiter: Waiter) -> None:
-    came = threading.Event()
-    later(lambda: (came.set(), waiter.wake()))
-    waiter.until(came.is_set, "it")
-    waiter.until(came.is_set, "what is there already")
-    looks = iter(range(5))
-    waiter.until(lambda: next(looks) == 4, "the fifth look", look_every_s=0.001)
-
-
 def test_timeout_says_for_what(waiter: Waiter) -> None:
     waiter.timeout_s = 0.05
     with pytest.raises(TimeoutError, match=r"waited 0.05 s for ranks 2, 3"):
@@ -119,11 +110,6 @@ def test_frames_come_before_the_end(ends) -> None:
     assert [near.receive() for _ in frames] == frames
     with pytest.raises(ConnectionError, match="the learner: that was all"):
         near.receive()
-
-
-def test_nobody_waits_for_one_who_does_not_read(ends) -> None:
-    with pytest.raises(ConnectionError, match="rank 1 does not read"):
-        send_on(ends[1])
 
 
 def test_work_gives_what_comes_of_it(waiter: Waiter, ends) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from published_weights import random_bytes, stepped
 
@@ -61,27 +61,17 @@ def test_nothing_is_returned_unless_it_pays(base: bytes, seed: int, item_bytes: 
         assert decoded(same, base) == base
 
 
-@pytest.mark.parametrize("size", [1 << 20, (3 << 20) + 3])
-def test_a_step_of_bfloat16_is_small_whatever_the_length(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_a_step_of_bfloat16_is_small_whatever_the_length_and_memory_bounded_by_the_block(monkeypatch) -> None:
+    monkeypatch.setattr(delta, "BLOCK_BYTES", 1 << 18)
+    size = (4 << 20) + 3
     base = random_bytes(size)
-    new = stepped(base)
+    new, out = stepped(base), bytearray(size)
     encoded = encode(base, new, 2)
-    assert encoded is not None
-    assert len(encoded) < 0.1 * size
-    assert decoded(encoded, base) == new
-
-
-def test_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "BLOCK_BYTES", 1 << 20)
-    base = random_bytes(16 << 20)
-    new, out = stepped(base), bytearray(16 << 20)
-    encoded = encode(base, new, 2)
-    assert encoded is not None
+    assert encoded is not None and len(encoded) < 0.1 * size
     tracemalloc.start()
     try:
         decode(encoded, base, out)
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
     assert out == new
@@ -98,7 +88,6 @@ def test_what_was_cut_or_lengthened_is_an_error(versions: tuple[bytes, bytes], c
             decoded(encoded + b"\0", base)
 
 
-@settings(max_examples=150)
 @given(versions=two_versions(), flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1))
 def test_whatever_is_decoded_ends_or_is_an_error(versions: tuple[bytes, bytes], flips: list[tuple[int, int]]) -> None:
     base, new = versions
@@ -124,9 +113,7 @@ def test_a_block_that_says_it_is_larger_is_not_unpacked() -> None:
 @pytest.mark.parametrize(
     ("encoded", "words"),
     [
-        (b"", "are no delta"),
         (HEADER.pack(b"xpz2", 2, 50), "as no delta does"),
-        (HEADER.pack(b"xpz1", 0, 50), "as no delta does"),
         (HEADER.pack(b"xpz1", 2, 51), "a delta of 51 bytes for a bucket of 50"),
         (HEADER.pack(b"xpz1", 2, 50), "ends before the block at 0"),
         (HEADER.pack(b"xpz1", 2, 50) + struct.pack("<I", 9) + b"x", "ends within the block at 0"),

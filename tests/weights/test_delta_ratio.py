@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tools.bench.delta_ratio import delta_ratio
 
 
+@pytest.mark.slow
 def test_larger_steps_change_more_and_cost_more() -> None:
     found = delta_ratio((1e-6, 1e-4), steps=2, width=64)
     assert set(found) == {"1e-06", "0.0001"}

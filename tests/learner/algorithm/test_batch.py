@@ -79,19 +79,16 @@ LONG = RIGHT | {"overlong_penalty": -0.1}
 @pytest.mark.parametrize(
     ("group", "signal", "expected"),
     [
-        (_scored({"r": 0.5}, {"r": 0.5}), "reward", False),
         (_scored({"r": 0.5}, {"r": 0.5 + 1e-7}), "reward", False),
         (_scored({"r": 0.5}, {"r": 0.5}, {"r": 0.6}), "reward", True),
         # Right answers, of which one is a little long.
         (_scored(RIGHT, LONG), "reward", False),
         (_scored(WRONG, LONG), "reward", True),
         (_scored(RIGHT | {"style": 0.3}, RIGHT | {"style": 0.9}), "accuracy", False),
-        (_scored(RIGHT | {"style": 0.5}, WRONG | {"style": 0.5}), "accuracy", True),
         # One that ran over its time has a reward alone.
         (_scored(RIGHT, {"timed_out": 0.0}), "accuracy", True),
         (_scored({"timed_out": 0.0}, {"timed_out": 0.0}), "accuracy", False),
         (_in_turns(0.0, 0.5), "reward", True),
-        (_in_turns(0.0, 0.0), "reward", False),
         (_in_turns(0.0, 1e-7), "reward", False),
         # As two agents that play side by side: nothing is told apart.
         (_in_turns(0.5, 0.5), "reward", False),
@@ -102,22 +99,18 @@ def test_a_group_has_a_signal_where_something_is_told_apart(group: Group, signal
 
 
 def test_metrics_of_a_step() -> None:
-    trained = make_group(
-        0,
-        [1],
-        [
-            make_trajectory(
-                [1, 2, 3, 4],
-                reward=1.0,
-                spans=[VersionSpan(2, 0, 3), VersionSpan(4, 3, 4)],
-                resumes=1,
-                components={"format": 0.5},
-            ),
-            make_trajectory([1, 2], reward=0.0, version=4, finish_reason="turns", components={"format": 1.5}),
-        ],
+    """Groups with a signal and without, and episodes of several turns."""
+    spans = [VersionSpan(2, 0, 3), VersionSpan(4, 3, 4)]
+    first = make_trajectory([1, 2, 3, 4], reward=1.0, spans=spans, resumes=1, components={"format": 0.5})
+    second = make_trajectory([1, 2], version=4, finish_reason="turns", components={"format": 1.5})
+    first = replace(first, turns=1, stage_s={"engine": 1.0, "tool": 2.0}, score_s=1.0)
+    second = replace(second, turns=4, forks={"edited": 2, "cut": 1}, stage_s={"engine": 3.0, "user": 1.0})
+    trained = make_group(0, [1], [first, second])
+    zeros, best = (
+        make_group(index, [1], [make_trajectory([1], reward=reward, version=4) for _ in range(2)])
+        for index, reward in ((1, 0.0), (2, 1.0))
     )
-    zeros = make_group(1, [1], [make_trajectory([1], reward=0.0, version=4) for _ in range(2)])
-    best = make_group(2, [1], [make_trajectory([1], reward=1.0, version=4) for _ in range(2)])
+    shares = {"engine": 4 / 8, "tool": 2 / 8, "user": 1 / 8, "score": 1 / 8}
     assert step_metrics([trained], [zeros, best], 4, make_config()) == pytest.approx(
         {
             "reward/mean": 0.5,
@@ -131,6 +124,11 @@ def test_metrics_of_a_step() -> None:
             "rollout/truncated_fraction": 1 / 6,
             "rollout/mixed_version_fraction": 1 / 6,
             "rollout/resumed_trajectories": 1.0,
+            "rollout/turns_mean": 2.5,
+            "rollout/turns_p95": np.percentile([1, 4], 95),
+            "rollout/forks/edited": 2.0,
+            "rollout/forks/cut": 1.0,
+            **{f"rollout/episode_share/{state}": share for state, share in shares.items()},
             "staleness/token_mean": 6 / 6,
             "staleness/token_max": 2.0,
             # The first sampled token is 2 versions old and the limit is 1.
@@ -140,34 +138,21 @@ def test_metrics_of_a_step() -> None:
     )
 
 
-def test_metrics_of_a_step_of_episodes() -> None:
-    episodes = [
-        replace(make_trajectory([1], reward=1.0), turns=1, stage_s={"engine": 1.0, "tool": 2.0}, score_s=1.0),
-        replace(
-            make_trajectory([1], reward=0.0),
-            turns=4,
-            forks={"edited": 2, "cut": 1},
-            stage_s={"engine": 3.0, "user": 1.0},
-        ),
-    ]
-    metrics = step_metrics([make_group(0, [1], episodes)], (), 0, make_config())
-    found = {name: value for name, value in metrics.items() if "turns" in name or "fork" in name}
-    assert found == {
-        "rollout/turns_mean": 2.5,
-        "rollout/turns_p95": np.percentile([1, 4], 95),
-        "rollout/forks/edited": 2.0,
-        "rollout/forks/cut": 1.0,
-    }
-    shares = {name.rpartition("/")[2]: value for name, value in metrics.items() if "episode_share" in name}
-    assert shares == {"engine": 4 / 8, "tool": 2 / 8, "user": 1 / 8, "score": 1 / 8}
-
-
-def test_lateness_is_that_of_the_first_sampled_token() -> None:
-    repeated = make_trajectory([1, 2], roles="rs", version=[0, 3])
-    group = make_group(0, [1], [repeated, make_trajectory([1], version=3, reward=1.0)])
-    metrics = step_metrics([group], (), 3, make_config())
-    assert metrics["staleness/late_groups"] == 0.0
-    assert metrics["staleness/token_max"] == 0.0
+def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> None:
+    # What is repeated is late for nobody.
+    mixed = make_trajectory([8, 1, 2, 3], roles="rsss", reward=1.0, version=[0, 1, 2, 3])
+    group = make_group(0, [9], [mixed, make_trajectory([4, 5], version=0)])
+    config = make_config(advantage="dr_grpo").model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
+    plan = build_step([group], version=3, config=config, world_size=1, packed=True)
+    [[batch]] = only(plan).ranks
+    assert (batch.input_ids.tolist(), batch.advantages.tolist()) == ([9, 8, 1, 2], [0.5, 0.5])
+    names = ("late_groups", "late_fraction", "masked_tokens", "token_mean", "token_max")
+    masked, trained = (step_metrics([group], (), 3, c) for c in (config, make_config()))
+    assert [masked[f"staleness/{name}"] for name in names] == pytest.approx([1.0, 3 / 5, 3.0, 0.5, 1.0])
+    assert "staleness/masked_tokens" not in trained
+    assert (trained["staleness/late_fraction"], trained["staleness/token_max"]) == (pytest.approx(3 / 5), 3.0)
+    fresh = make_group(0, [1], [make_trajectory([1, 2], roles="rs", version=[0, 3]), make_trajectory([1], version=3)])
+    assert step_metrics([fresh], (), 3, make_config())["staleness/late_groups"] == 0.0
 
 
 # --- sequences ---
@@ -177,14 +162,10 @@ def test_a_token_without_a_loss_is_not_computed() -> None:
     """A sequence without a sampled token, whatever follows the last of one, and a trajectory without any."""
     main, aside = make_sequence([10, 11, 12], roles="scc"), make_sequence([10, 40], roles="rr")
     whole = make_trajectory(sequences=[main, aside], reward=1.0)
-    group = make_group(0, [1], [whole, make_trajectory(sequences=[make_sequence([50], roles="r")], reward=0.0)])
-    config = make_config(advantage="dr_grpo", aggregation="constant")
-    plan = build_step([group], version=0, config=config, world_size=1, packed=True)
+    group = make_group(0, [1], [whole, make_trajectory([50], roles="r")])
+    plan = build_step([group], version=0, config=make_config(advantage="dr_grpo"), world_size=1, packed=True)
     [[batch]] = only(plan).ranks
-    assert batch.input_ids.tolist() == [1]
-    assert (batch.targets.tolist(), batch.advantages.tolist()) == ([10], [0.5])
-    assert (only(plan).denominator, plan.tokens) == (32.0, 1)
-    assert [(s.sample, s.sequence) for s in plan.sequences] == [(0, 0)]
+    assert (batch.input_ids.tolist(), batch.targets.tolist(), plan.tokens) == ([1], [10], 1)
 
 
 @st.composite
@@ -322,7 +303,7 @@ def test_a_step_trains_what_a_loop_over_the_answers_would_train(
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 2))
-@settings(max_examples=50)
+@settings(max_examples=25, deadline=None)
 def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, world_size) -> None:
     """Each token is in one update, with the advantage that it has in a step of a single update."""
     groups = random_groups(seed, 4)
@@ -339,13 +320,6 @@ def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, wo
     assert len({uid for each in uids for uid in each}) == sum(map(len, uids))
 
 
-def test_advantages_are_taken_over_all_groups_of_a_step() -> None:
-    groups = [make_group(i, [1], [make_trajectory([7], reward=r) for r in (r, r)]) for i, r in enumerate((0.0, 1.0))]
-    plan = build_step(groups, version=0, config=make_config(advantage="reinforce"), world_size=1, packed=True)
-    [[batch]] = only(plan).ranks
-    assert batch.advantages.tolist() == [-0.5, -0.5, 0.5, 0.5]
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     flat=st.sets(st.integers(0, 3)),
@@ -354,7 +328,7 @@ def test_advantages_are_taken_over_all_groups_of_a_step() -> None:
     packed=st.booleans(),
     aggregation=st.sampled_from(["token", "sequence", "constant"]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_sequences_of_advantage_0_are_left_out_and_change_nothing_else(
     seed, flat, updates, world_size, packed, aggregation
 ) -> None:
@@ -387,21 +361,3 @@ def test_a_users_advantage_that_fails_is_named() -> None:
     config = make_config(advantage="losses_of_a_user:odd_advantage")
     with pytest.raises(ConfigError, match=r"learner\.advantage: losses_of_a_user:odd_advantage failed: KeyError"):
         build_step([_two_rows()], version=5, config=config, world_size=1, packed=True)
-
-
-# --- lateness ---
-
-
-def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> None:
-    mixed = make_trajectory([1, 2, 3], reward=1.0, version=[1, 2, 3])
-    group = make_group(0, [9], [mixed, make_trajectory([4, 5], reward=0.0, version=0)])
-    config = make_config(advantage="dr_grpo").model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
-    plan = build_step([group], version=3, config=config, world_size=1, packed=True)
-    [[batch]] = only(plan).ranks
-    assert (batch.input_ids.tolist(), batch.advantages.tolist()) == ([9, 1, 2], [0.5, 0.5])
-    names = ("late_groups", "late_fraction", "masked_tokens", "token_mean", "token_max")
-    masked, trained = (step_metrics([group], (), 3, c) for c in (config, make_config()))
-    assert [masked[f"staleness/{name}"] for name in names] == pytest.approx([1.0, 3 / 5, 3.0, 0.5, 1.0])
-    assert "staleness/masked_tokens" not in trained
-    assert trained["staleness/late_fraction"] == pytest.approx(3 / 5)
-    assert trained["staleness/token_max"] == 3.0

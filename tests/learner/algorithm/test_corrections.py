@@ -59,7 +59,7 @@ def _factor(tokens: list[dict[str, float]], config: CorrectionConfig) -> list[fl
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.model_dump_json(exclude_defaults=True))
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_factor_of_each_token_is_that_of_the_formula(config, seed) -> None:
     batch = make_batch(seed, drift=0.4)
@@ -85,7 +85,7 @@ def test_a_factor_that_is_no_number_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_kl_in_the_loss_is_that_of_the_formula(name, seed) -> None:
     batch = make_batch(seed)
@@ -101,27 +101,6 @@ def test_kl_in_the_loss_is_that_of_the_formula(name, seed) -> None:
         gradient.append(weight * by_itself + (0.0 if name == "k2" else slope * value))
     np.testing.assert_allclose(found.detach(), values, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(batch.logprobs.grad, gradient, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_kl_in_the_loss_has_in_the_mean_the_gradient_of_the_divergence(name) -> None:
-    """Over all tokens of a small vocabulary, each as often as the behaviour samples it."""
-    torch.manual_seed(0)
-    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    reference, behaviour = (torch.log_softmax(torch.randn(6, dtype=torch.float64), 0) for _ in range(2))
-    logprobs = torch.log_softmax(logits, 0)
-    batch = replace(
-        make_batch(0),
-        logprobs=logprobs,
-        behaviour=behaviour,
-        reference=reference,
-        segments=torch.arange(6),
-        sequences=6,
-    )
-    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
-    estimate = (behaviour.exp() * kl_losses(batch, name, cap=1e9)).sum()
-    (found,) = torch.autograd.grad(estimate, logits)
-    torch.testing.assert_close(found, expected)
 
 
 # --- the whole objective ---
@@ -154,32 +133,24 @@ def test_the_objective_is_the_weighted_sum_of_its_parts(name, weight) -> None:
     torch.testing.assert_close(batch.entropies.grad, -0.2 * batch.weights / 7.0)
 
 
-def test_without_a_kl_and_a_bonus_neither_is_asked_for() -> None:
+def test_sequences_of_advantage_0_are_computed_for_the_sake_of_another_term() -> None:
     objective = Objective(LearnerConfig())
-    assert not objective.needs_reference
-    assert not objective.needs_entropy_gradient
+    assert (objective.needs_reference, objective.needs_entropy_gradient) == (False, False)
     assert objective.skips_zero_advantages
-    found, _ = objective(make_batch(1), 1.0)
     bare: TokenBatch = replace(make_batch(1), reference=None)
-    assert float(objective(bare, 1.0)[0].detach()) == float(found.detach())
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
+    assert float(objective(bare, 1.0)[0].detach()) == float(objective(make_batch(1), 1.0)[0].detach())
+    for more in (
         {"kl": {"coefficient": 0.1}},
         {"entropy_bonus": 0.1},
         {"loss": "distill", "teacher": "folder"},
         {"loss": "losses_of_a_user:squared", "loss_options": {"scale": 1.0}},
-    ],
-)
-def test_an_objective_with_another_term_computes_sequences_of_advantage_0(more) -> None:
-    assert not Objective(LearnerConfig(**more)).skips_zero_advantages
+    ):
+        assert not Objective(LearnerConfig(**more)).skips_zero_advantages, more
 
 
-@pytest.mark.parametrize("weight", ["token", "sequence"])
 @pytest.mark.parametrize("name", ["bypass", "gspo", "cispo", "dppo", "reinforce"])
-def test_what_would_correct_twice_is_refused(name, weight) -> None:
+def test_what_would_correct_twice_is_refused(name) -> None:
+    weight = "token" if name == "bypass" else "sequence"
     with pytest.raises(ConfigError, match=rf'learner\.correction\.weight: is "{weight}", but the loss {name} corrects'):
         Objective(LearnerConfig(loss=name, correction=CorrectionConfig(weight=weight)))
 
@@ -187,14 +158,11 @@ def test_what_would_correct_twice_is_refused(name, weight) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
-            "raises",
-            r"learner\.loss: losses_of_a_user:raises failed: ZeroDivisionError: a user's fault \(.*losses_of_a_",
-        ),
-        ("too_few", r"learner\.loss: losses_of_a_user:too_few returned losses of shape \(1,\) for \d+ tokens"),
+        ("raises", r"failed: ZeroDivisionError: a user's fault \(.*losses_of_a_"),
+        ("too_few", r"returned losses of shape \(1,\) for \d+ tokens"),
     ],
 )
 def test_a_users_loss_that_fails_is_named(name, said) -> None:
     objective = Objective(LearnerConfig(loss=f"losses_of_a_user:{name}"))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=rf"learner\.loss: losses_of_a_user:{name} {said}"):
         objective(make_batch(0), 1.0)

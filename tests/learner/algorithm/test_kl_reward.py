@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner.learner_cases import (
-    exact_model,
-    exact_scores,
     make_config,
     make_group,
     make_sequence,
@@ -26,9 +23,8 @@ from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import build_step, step_metrics
 from asyncrl.learner.algorithm.plan.kl_reward import kl_penalties
 from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, sampled_sequences
-from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.messages.groups import Turn
-from asyncrl.trajectories import sampled_positions, sampled_tokens
+from asyncrl.trajectories import sampled_positions
 
 COEFFICIENT = 0.3
 
@@ -83,7 +79,7 @@ K = {
 }
 
 
-@pytest.mark.parametrize(("name", "used"), [("auto", "k1"), ("k1", "k1"), ("k2", "k2"), ("k3", "k3")])
+@pytest.mark.parametrize(("name", "used"), [("auto", "k1"), ("k2", "k2"), ("k3", "k3")])
 def test_each_estimator_is_what_it_says_token_by_token(name, used) -> None:
     groups = random_groups(3, 3)
     random = np.random.default_rng(0)
@@ -113,7 +109,7 @@ def test_a_reference_that_is_not_finite_names_the_group() -> None:
     packed=st.booleans(),
     shared=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut(
     seed, world_size, budget, packed, shared
 ) -> None:
@@ -132,48 +128,3 @@ def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut
         ids = np.concatenate([prompt, sequence.tokens])
         places = sampled_positions(sequence) + len(prompt)
         assert each.tolist() == (1000.0 * ids[places - 1] + ids[places]).tolist()
-
-
-def _plan_and_train(backend, config) -> tuple[list[tuple[int, float]], dict[str, float]]:
-    """The advantage of each token of a step, by the place of its sequence in the plan, and all metrics."""
-    plan = plan_step(random_groups(0, 3), version=0, fresh=True, step=1, config=config, backend=backend)
-    (update,) = plan.updates
-    found = []
-    for batch in (batch for rank in update.ranks for batch in rank):
-        sequences = batch.sequences[batch.segments]
-        found += [(int(i), float(a)) for i, a in zip(sequences, batch.advantages, strict=True) if i >= 0]
-    return sorted(found, key=lambda pair: pair[0]), plan.metrics | backend.train(plan)
-
-
-def _expected(other: Path) -> list[tuple[int, float]]:
-    model, found, number = exact_model(other), [], 0
-    for group in random_groups(0, 3):
-        rewards = []
-        for trajectory in group.trajectories:
-            penalty = 0.0
-            for sequence in trajectory.sequences:
-                with torch.no_grad():
-                    scores = exact_scores(model, group, sequence)[0].tolist()
-                pairs = zip(sequence.logprobs.tolist(), scores, strict=True)
-                penalty += sum(K["k3"](behaviour - score) for behaviour, score in pairs)
-            rewards.append(trajectory.reward - COEFFICIENT * penalty)
-        mean = sum(rewards) / len(rewards)
-        for trajectory, reward in zip(group.trajectories, rewards, strict=True):
-            for sequence in trajectory.sequences:
-                if len(sequence.logprobs):
-                    found += [(number, reward - mean)] * len(sequence.logprobs)
-                    number += 1
-    return found
-
-
-def test_advantages_have_the_divergence_from_the_reference(folder, other, run) -> None:
-    config = _config(folder, ranks=2, budget=40, path=str(other), estimator="k3")
-    (found, metrics), _ = run(config, _plan_and_train)
-    expected = _expected(other)
-    assert [place for place, _ in found] == [place for place, _ in expected]
-    assert [a for _, a in found] == pytest.approx([a for _, a in expected], rel=1e-4, abs=1e-4)
-    lengths = [sampled_tokens(trajectory) for group in random_groups(0, 3) for trajectory in group.trajectories]
-    per_token = metrics["reward/kl_penalty"] / (COEFFICIENT * metrics["policy/reference_kl"])
-    assert per_token == pytest.approx(sum(lengths) / len(lengths), rel=1e-6)
-    # It is no term of the loss as well.
-    assert "loss/reference_kl" not in metrics

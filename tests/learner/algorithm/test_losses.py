@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.losses import BUILT_IN, find_loss, supervised
-from asyncrl.learner.algorithm.plan.aggregation import step_denominator, token_weight
-from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.learner.algorithm.losses import BUILT_IN, find_loss
 
 OPTIONS = [
     ("decoupled", {}),
@@ -39,7 +37,7 @@ def test_each_built_in_loss_is_written_down_a_second_time() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), drift=st.sampled_from([0.0, 0.1, 1.0]))
 def test_a_loss_and_its_gradient_are_those_of_the_formula(name, options, seed, drift) -> None:
     batch = make_batch(seed, drift=drift)
@@ -52,32 +50,13 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(name, options, seed, d
 
 
 def test_sums_count_tokens_with_a_weight_alone() -> None:
-    batch = make_batch(5, drift=2.0)
-    for name, count in (("bypass", _outside(batch, 0.2, 0.2)), ("cispo", _above(batch, 5.0))):
+    batch, outside, above = make_batch(5, drift=2.0), 0, 0
+    for t in (t for tokens in by_sequence(batch) for t in tokens if t["weights"] > 0):
+        ratio = math.exp(t["logprobs"] - t["behaviour"])
+        outside += ratio > 1.2 if t["advantages"] > 0 else ratio < 0.8
+        above += ratio > 5.0
+    for name, count in (("bypass", outside), ("cispo", above)):
         assert int(BUILT_IN[name](batch=batch)[1]["clipped_fraction"]) == count > 0
-
-
-def _outside(batch: TokenBatch, low: float, high: float) -> int:
-    found = 0
-    for tokens in by_sequence(batch):
-        for t in tokens:
-            ratio = math.exp(t["logprobs"] - t["behaviour"])
-            acts = ratio > 1 + high if t["advantages"] > 0 else ratio < 1 - low
-            found += acts and t["weights"] > 0
-    return found
-
-
-def _above(batch: TokenBatch, cap: float) -> int:
-    every = [t for tokens in by_sequence(batch) for t in tokens]
-    return sum(math.exp(t["logprobs"] - t["behaviour"]) > cap and t["weights"] > 0 for t in every)
-
-
-def test_supervised_is_the_negative_log_likelihood() -> None:
-    logprobs = make_batch(7).logprobs
-    values = supervised(logprobs)
-    values.sum().backward()
-    assert values.tolist() == (-logprobs).tolist()
-    assert set(logprobs.grad.tolist()) == {-1.0}
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -91,18 +70,12 @@ def test_a_loss_says_whether_a_token_of_advantage_0_has_no_gradient(name) -> Non
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_an_absurd_ratio_stays_finite(name) -> None:
+def test_an_absurd_ratio_stays_finite_and_what_is_no_number_is_not_hidden(name) -> None:
     batch = make_batch(1, dtype=torch.float32)
     far = replace(batch, behaviour=batch.behaviour - 1e4, proximal=batch.proximal - 1e4)
     values, _ = BUILT_IN[name](batch=far)
     values.sum().backward()
-    assert torch.isfinite(values).all()
-    assert torch.isfinite(batch.logprobs.grad).all()
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_log_prob_that_is_no_number_is_not_hidden(name) -> None:
-    batch = make_batch(1)
+    assert torch.isfinite(values).all() and torch.isfinite(batch.logprobs.grad).all()
     logprobs = batch.logprobs.detach().clone()
     logprobs[0] = math.nan
     values, _ = BUILT_IN[name](batch=replace(batch, logprobs=logprobs.requires_grad_()))
@@ -130,14 +103,3 @@ def test_a_loss_of_the_users_own_is_found_with_its_options_and_traits() -> None:
 def test_a_loss_that_cannot_be_had_is_named_with_its_key(loss, options, said) -> None:
     with pytest.raises(ConfigError, match=said):
         find_loss(LearnerConfig(loss=loss, loss_options=options))
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "weights", "denominator"),
-    [("token", [1, 1, 1], 10.0), ("sequence", [1.0, 0.25, 0.2], 3.0), ("constant", [1, 1, 1], 96.0)],
-)
-def test_aggregation(aggregation: str, weights: list[float], denominator: float) -> None:
-    counts = [1, 4, 5]
-    assert [token_weight(aggregation, c) for c in counts] == weights
-    assert step_denominator(aggregation, counts, 32) == denominator
-    assert step_denominator(aggregation, [], 32) == 1.0

@@ -40,12 +40,9 @@ def test_statistics_against_a_float64_reference(fresh) -> None:
     assert total.metrics() == pytest.approx(expected, rel=1e-6)
 
 
-def test_no_number_without_tokens() -> None:
+def test_there_is_no_number_without_tokens_nor_an_infinite_one() -> None:
     assert TokenSums().metrics() == {}
     assert "policy/engine_kl" not in TokenSums(count=1, ratio=1, ratio_squared=1).metrics()
-
-
-def test_an_absurd_ratio_stays_finite() -> None:
     batch = make_batch(1, dtype=torch.float32)
     far = replace(batch, behaviour=batch.behaviour - 1e4)
     sums = TokenSums(*token_sums(far, fresh=True, cap=CAP).tolist())

@@ -11,7 +11,6 @@ import pytest
 import torch
 from learner.learner_cases import (
     VOCABULARY,
-    context_of,
     exact_model,
     gradients_of,
     make_config,
@@ -67,48 +66,18 @@ def _mixed(config, step: int, *, packed: bool = True):
     return _steps(config, packed=packed).beside(plan, step)
 
 
-def test_a_plan_has_each_token_with_a_loss_once_under_its_own_denominator(folder) -> None:
-    config = _config(folder, ranks=2, budget=12)
-    plan = _mixed(config, 2)
-    alone = build_step(random_groups(2, 2), version=0, config=config, world_size=2, packed=True)
-    (update,), (before,) = plan.updates, alone.updates
-    assert update.denominator == before.denominator and update.sequences == before.sequences
-    term = update.supervised
-    expected = [sequence for row in _conversations().of_step(2) for sequence in row.sequences]
-    batches = [batch for rank in term.ranks for batch in rank]
-    assert len({len(rank) for rank in term.ranks}) == 1 and len(batches) > 2
-    pairs = []
-    for batch in batches:
-        rows = zip(batch.segments, batch.predict, batch.targets, batch.weights, strict=True)
-        for at, place, target, weight in rows:
-            if weight:
-                pairs.append((int(batch.sequences[at]), len(context_of(batch, place)), int(target)))
-    wanted = [(i, int(p), int(each.ids[p])) for i, each in enumerate(expected) for p in each.trained]
-    assert sorted(pairs) == wanted
-    assert term.denominator == len(wanted) == plan.metrics["sft/tokens"]
-    assert plan.metrics["sft/epochs"] == 2 * 3 / 5 and term.coefficient == WEIGHT
-    assert plan.tokens == alone.tokens + sum(int(each.trained[-1]) for each in expected)
-    assert alone.metrics.items() < plan.metrics.items()
-
-
-def test_conversations_go_on_behind_those_of_the_warm_steps(folder) -> None:
+def test_conversations_go_on_behind_those_of_the_warm_steps_and_are_shared_by_updates(folder) -> None:
     config = _config(folder, sft={"weight": 1.0, "warm_steps": 4, "batch": 2})
     steps, rows = _steps(config), _conversations(batch=2)
     assert steps.warm_step(4).updates[0].supervised.places[0] == rows.of_step(4)[0].place
     plan = build_step(random_groups(0, 2), version=0, config=config, world_size=1, packed=True)
     assert steps.beside(plan, 1).updates[0].supervised.places[0] == rows.of_step(5)[0].place
+    halves = _mixed(_config(folder, updates_per_batch=2), 1).updates
+    shares = [update.supervised.places for update in halves]
+    whole = [row.place for row in _conversations().of_step(1) for _ in row.sequences]
+    assert all(shares) and [place for share in shares for place in share] == whole
     without = config.model_copy(update={"sft": config.sft.model_copy(update={"weight": 0.0})})
     assert _steps(without).beside(plan, 1) is plan
-
-
-def test_updates_of_a_step_share_its_conversations(folder) -> None:
-    config = _config(folder, updates_per_batch=2)
-    plan = _mixed(config, 1)
-    shares = [update.supervised.places for update in plan.updates]
-    assert [place for share in shares for place in share] == [
-        row.place for row in _conversations().of_step(1) for _ in row.sequences
-    ]
-    assert all(shares)
 
 
 def _nll(model: Any, sequence: Encoded) -> torch.Tensor:
@@ -129,12 +98,13 @@ def _plain(folder: Path, number: int) -> tuple[float, dict[str, np.ndarray]]:
 def _gradients(backend, config, *plans: str) -> list[tuple[dict[str, np.ndarray], dict[str, float]]]:
     """Rank 0's shards of the gradient of a step for each plan and budget, before the optimizer sees it; the metrics."""
     found, metrics = gradients_of(backend), []
-    for plan in plans:
+    for kind in plans:
         for budget in BUDGETS:
             cut = _with_budget(config, budget)
-            if plan == "mixed":
-                metrics.append(backend.train(_mixed(cut, 1, packed=backend.packed)))
-            elif plan == "warm":
+            if kind == "mixed":
+                plan = _mixed(cut, 1, packed=backend.packed)
+                metrics.append(plan.metrics | backend.train(plan))
+            elif kind == "warm":
                 metrics.append(backend.train(_steps(cut, packed=backend.packed).warm_step(1)))
             else:
                 metrics.append(train(backend, cut, 1, 2))
@@ -161,6 +131,9 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens_however_the_batch_is_c
         assert of_both["loss/policy"] == pytest.approx(of_policy["loss/policy"], abs=1e-6)
         assert of_both["policy/entropy"] == pytest.approx(of_policy["policy/entropy"], rel=1e-5)
         assert "loss/sft" not in of_policy
+        rows = _conversations().of_step(1)
+        tokens = sum(len(sequence.trained) for row in rows for sequence in row.sequences)
+        assert (of_both["sft/tokens"], of_both["sft/epochs"]) == (tokens, 3 / 5)
 
 
 TAUGHT = {"warm_steps": 14, "lr": 1e-2, "weight": WEIGHT, "batch": 3}
@@ -191,15 +164,15 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
     return _warm_then_train(backend, config, -1, source) | {"before": before}
 
 
-def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(folder, tmp_path, run) -> None:
-    config, target = _config(folder, ranks=2, sft=TAUGHT), tmp_path / "trainer"
-    found, _ = run(config, _warm_then_train, 10, target)
+def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(folder, tmp_path) -> None:
+    config, target = _config(folder, sft=TAUGHT), tmp_path / "trainer"
+    found = run_alone(config, _warm_then_train, 10, target)
     warm, mixed = found["losses"][:14], found["losses"][14:]
     assert max(warm[-3:]) < 0.5 * warm[0]
     assert max(mixed) < 0.5 * warm[0]
     assert found["fresh"] and found["steps"] == 3
     assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 15) for step in range(1, 15)]
-    resumed, _ = run(config, _load_then_train, target)
+    resumed = run_alone(config, _load_then_train, target)
     assert resumed["before"] == (10, 0)
     assert resumed["losses"] == found["losses"][10:]
     assert same(resumed["weights"], found["weights"])

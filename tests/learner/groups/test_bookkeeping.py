@@ -1,9 +1,10 @@
-"""The learner's accounts: ledger, buffer, reports, evaluations, overlap."""
+"""The learner's accounts: buffer, reports, evaluations, generation and updates of the engines."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import make_sequence
+from msgspec.structs import replace
 from test_messages import make_group
 
 from asyncrl.learner.groups.buffer import GroupBuffer
@@ -15,20 +16,12 @@ from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
 
-def group_at(version, epoch, index):
-    group = make_group(f"{epoch}-{index}")
-    ticket = group.ticket
-    fields = {name: getattr(ticket, name) for name in ticket.__struct_fields__}
-    ticket = type(ticket)(**fields | {"param_version": version, "epoch": epoch, "index": index})
-    return Group(ticket=ticket, trajectories=group.trajectories)
-
-
 @given(st.permutations(range(8)))
 def test_a_step_takes_the_oldest_grants_in_the_order_of_the_data_not_of_arrival(arrival):
-    groups = [group_at(version, 0, 10 - i) for i, version in enumerate([0, 0, 0, 1, 1, 1, 2, 2])]
-    buffer = GroupBuffer()
+    buffer, made = GroupBuffer(), [make_group(f"0-{10 - i}") for i in range(8)]
     for i in arrival:
-        buffer.add(groups[i])
+        group, version = made[i], (0, 0, 0, 1, 1, 1, 2, 2)[i]
+        buffer.add(replace(group, ticket=replace(group.ticket, param_version=version, epoch=0, index=10 - i)))
     assert [g.ticket.index for g in buffer.take(buffer.oldest(4))] == [5, 8, 9, 10]
     assert [g.ticket.index for g in buffer.take(buffer.oldest(4))] == [3, 4, 6, 7]
     assert len(buffer) == 0
@@ -43,13 +36,8 @@ def test_reports_are_numbered_and_carry_each_outcome_once():
     queue.outcome(Outcome("0-1", "trained"))
     queue.step_began(7, waited=True)
     second = queue.next_report()
-    assert (second.number, second.outcomes, second.buffered_groups, second.waited, second.step_began) == (
-        2,
-        [Outcome("0-1", "trained")],
-        7,
-        True,
-        True,
-    )
+    assert (second.number, second.outcomes) == (2, [Outcome("0-1", "trained")])
+    assert (second.buffered_groups, second.waited, second.step_began) == (7, True, True)
     queue.published(1, 8)
     queue.finished()
     third = queue.next_report()
@@ -76,20 +64,17 @@ def test_eval_figures_label_the_versions_served_and_count_failures_apart():
     good, bad = make_group("held@0-0"), make_group("held@0-1")
     good.trajectories[0].reward = 0.0
     failed = Group(ticket=bad.ticket, trajectories=[], failure="crashed")
+    names = ("mean", "pass_at_k", "failed", "version_min", "length_mean", "truncated_fraction")
     figures = eval_metrics("held", [good, failed])
-    assert figures["eval/held/mean"] == 0.5
-    assert figures["eval/held/pass_at_k"] == 1.0
-    assert figures["eval/held/failed"] == 1
-    assert (figures["weights/version"], figures["eval/held/version_min"]) == (5, 4)
-    assert (figures["eval/held/length_mean"], figures["eval/held/truncated_fraction"]) == (3.0, 0.0)
+    assert [figures[f"eval/held/{name}"] for name in names] == [0.5, 1.0, 1, 4, 3.0, 0.0]
+    assert figures["weights/version"] == 5
     first, second = good.trajectories
     first.finish_reason, second.finish_reason = "turns", "time"
-    branch = make_sequence([1, 2, 3, 4], roles="rcss", versions=9)
-    first.sequences.append(branch)
+    first.sequences.append(make_sequence([1, 2, 3, 4], roles="rcss", versions=9))
     figures = eval_metrics("held", [good])
-    assert (figures["eval/held/length_mean"], figures["eval/held/truncated_fraction"]) == (4.0, 1.0)
     # What is not sampled is of no version.
-    assert (figures["weights/version"], figures["eval/held/version_min"]) == (9, 4)
+    assert [figures[f"eval/held/{name}"] for name in names] == [0.5, 1.0, 0, 4, 4.0, 1.0]
+    assert figures["weights/version"] == 9
     nothing = eval_metrics("held", [failed])
     assert not {"eval/held/mean", "weights/version", "eval/held/version_min"} & nothing.keys()
 
@@ -106,24 +91,25 @@ def test_overlap_is_the_covered_share_of_the_training_time(intervals, start, len
     assert all(first[1] < second[0] for first, second in zip(merged, merged[1:], strict=False))
 
 
-def test_tokens_are_counted_over_restarts_of_a_rollouter():
-    log = GenerationLog()
-    update = UpdateTimes(version=1, stall_s=0.5)
-    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=100, sampling=[], updates=[update]), 1.0)
-    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=150, sampling=[], reprefill_tokens=7), 2.0)
-    log.add("rollouter/0", 2, RolloutStats(sampled_tokens=30, sampling=[], reprefill_tokens=2), 3.0)
-    assert log.covers(3.0, now=4.0, patience_s=3.0)
-    assert not log.covers(3.1, now=4.0, patience_s=3.0)
-    assert log.covers(3.1, now=6.1, patience_s=3.0)
-    assert log.take_tokens(0.0, 3.0) == Tokens(sampled=180, reprefill=9)
-    assert log.take_updates() == [("rollouter/0", update)]
-    assert log.take_updates() == []
-
-
 def told(log, name, *reports, incarnation=1):
     """Reports of (when, tokens sampled so far)."""
     for now, tokens in reports:
         log.add(name, incarnation, RolloutStats(sampled_tokens=tokens, sampling=[(now - 0.5, now)]), now)
+
+
+def test_tokens_and_updates_are_counted_over_restarts_of_a_rollouter():
+    log, update = GenerationLog(), UpdateTimes(version=1, stall_s=0.5)
+    assert log.take_tokens(0.0, 1.0) is None
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=100, sampling=[], updates=[update]), 1.0)
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=150, sampling=[], reprefill_tokens=7), 2.0)
+    log.add("rollouter/0", 2, RolloutStats(sampled_tokens=30, sampling=[], reprefill_tokens=2), 3.0)
+    assert [log.covers(3.0, now=4.0, patience_s=3.0), log.covers(3.1, now=4.0, patience_s=3.0)] == [True, False]
+    assert log.covers(3.1, now=6.1, patience_s=3.0)
+    assert log.take_tokens(0.0, 3.0) == Tokens(sampled=180, reprefill=9)
+    assert (log.take_updates(), log.take_updates()) == ([("rollouter/0", update)], [])
+    told(log, "rollouter/0", (4.0, 30), incarnation=2)
+    assert log.take_tokens(3.0, 4.0).sampled == 0, "nothing was sampled, which is known"
+    assert log.take_tokens(4.0, 5.0) is None
 
 
 def test_steps_between_two_reports_have_the_rate_of_that_time():
@@ -131,21 +117,8 @@ def test_steps_between_two_reports_have_the_rate_of_that_time():
     log = GenerationLog()
     told(log, "rollouter/0", (10.0, 0), (11.0, 1000))
     told(log, "rollouter/1", (10.5, 0), (11.5, 500))
-    assert [log.take_tokens(start, start + 0.25).sampled for start in (10.0, 10.25, 10.5, 10.75)] == [
-        250,
-        250,
-        375,
-        375,
-    ]
-
-
-def test_of_a_time_that_nobody_tells_of_nothing_is_said():
-    log = GenerationLog()
-    assert log.take_tokens(0.0, 1.0) is None
-    told(log, "rollouter/0", (10.0, 100), (11.0, 100))
-    assert log.take_tokens(9.5, 10.0).sampled == 100
-    assert log.take_tokens(10.0, 11.0).sampled == 0, "nothing was sampled, which is known"
-    assert log.take_tokens(11.0, 12.0) is None
+    taken = [log.take_tokens(start, start + 0.25).sampled for start in (10.0, 10.25, 10.5, 10.75)]
+    assert taken == [250, 250, 375, 375]
 
 
 @pytest.mark.parametrize(("succeeds", "tokens"), [(False, 5000), (True, 250)])
@@ -173,50 +146,18 @@ def test_each_token_counts_in_one_step(reports, ends):
     assert sum(found) == pytest.approx(tokens, abs=len(found))
 
 
-FIRST = UpdateTimes(
-    version=3,
-    transport="shm",
-    stage_s=1.0,
-    pause_s=0.25,
-    load_s=0.5,
-    resume_s=0.125,
-    stall_s=0.75,
-    bytes=1000,
-    encoded_bytes=400,
-    drift=0.03,
-    drift_worst=0.4,
-    probe_kl=0.02,
-)
-SECOND = UpdateTimes(version=4, transport="gloo", load_s=1.5, stall_s=2.0, bytes=1000, encoded_bytes=1000)
-
-
 def test_a_step_has_the_means_of_its_updates_and_the_sums_of_what_they_cost():
-    assert update_metrics([FIRST, SECOND]) == {
-        "weights/updates": 2,
-        "weights/stage_s": 0.5,
-        "weights/pause_s": 0.125,
-        "weights/load_s": 1.0,
-        "weights/resume_s": 0.0625,
-        "weights/stall_s": 2.75,
-        "weights/bytes": 2000,
-        "weights/encoded_bytes": 1400,
-        # Of those that were measured.
-        "policy/drift": 0.03,
-        "policy/drift_worst": 0.4,
-        "policy/probe_kl": 0.02,
-    }
-    assert update_metrics([]) == {
-        "weights/updates": 0,
-        "weights/stall_s": 0,
-        "weights/bytes": 0,
-        "weights/encoded_bytes": 0,
-    }
-
-
-def test_each_update_has_a_line_of_its_own():
-    line = update_line("rollouter/1", FIRST)
-    fields = ("version", "transport", "stage_s", "pause_s", "load_s", "resume_s", "stall_s", "bytes", "encoded_bytes")
-    expected = {f"weights/{name}": getattr(FIRST, name) for name in fields}
-    expected |= {f"policy/{name}": getattr(FIRST, name) for name in ("drift", "drift_worst", "probe_kl")}
-    assert line == {"kind": "update", "replica": "rollouter/1"} | expected
-    assert not [key for key in update_line("rollouter/1", SECOND) if key.startswith("policy/")]
+    times = {"stage_s": 1.0, "pause_s": 0.25, "load_s": 0.5, "resume_s": 0.125, "stall_s": 0.75}
+    told = {"version": 3, "transport": "shm", "bytes": 1000, "encoded_bytes": 400}
+    measured = {"drift": 0.03, "drift_worst": 0.4, "probe_kl": 0.02}
+    first = UpdateTimes(**times, **told, **measured)
+    second = UpdateTimes(version=4, transport="gloo", load_s=1.5, stall_s=2.0, bytes=1000, encoded_bytes=1000)
+    costs = {"updates": 2, "stall_s": 2.75, "bytes": 2000, "encoded_bytes": 1400}
+    means = {"stage_s": 0.5, "pause_s": 0.125, "load_s": 1.0, "resume_s": 0.0625}
+    # Of those that were measured.
+    policy = {f"policy/{name}": value for name, value in measured.items()}
+    assert update_metrics([first, second]) == {f"weights/{k}": v for k, v in (costs | means).items()} | policy
+    assert update_metrics([]) == {f"weights/{name}": 0 for name in costs}
+    weights = {f"weights/{name}": value for name, value in (times | told).items()}
+    assert update_line("rollouter/1", first) == {"kind": "update", "replica": "rollouter/1"} | weights | policy
+    assert not [key for key in update_line("rollouter/1", second) if key.startswith("policy/")]

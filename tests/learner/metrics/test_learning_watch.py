@@ -22,13 +22,11 @@ SIM = {key: value for key, value in GOOD.items() if not key.startswith(("loss/",
         ([GOOD] * 9, []),
         ([SIM] * 9, []),
         ([STILL] * (STEPS - 1), []),
-        ([STILL] * STEPS, ["no gradient"]),
         ([STILL] * 9, ["no gradient"]),
         (([STILL] * (STEPS - 1) + [GOOD]) * 4, []),
         # What a line does not have breaks the row.
         (([STILL] * (STEPS - 1) + [SIM]) * 4, []),
         ([STILL | {"policy/grad_norm": 1e-300}] * 9, []),
-        ([STILL | {"policy/grad_norm": float("nan")}] * 9, []),
     ],
 )
 def test_what_the_last_steps_tell(lines, told):
@@ -43,7 +41,6 @@ def test_what_the_last_steps_tell(lines, told):
         ({"lr": 0.0}, ["learner.lr"]),
         ({"lr": 1e-12}, []),
         ({"lr": 1e-6, "warmup_steps": 1000}, []),
-        ({"lr": 1e-6, "decay": "linear"}, []),
     ],
 )
 def test_without_a_learning_rate_it_is_told_at_the_start(settings, told):
@@ -64,7 +61,6 @@ ZERO, ONE, MIXED = group(0, 0, 0), group(1, 1, 1), group(0, 1, 0)
     [
         ([ZERO] * 35, 12, []),
         ([ZERO] * 36, 12, ["0.000"]),
-        ([group(-0.5, -0.5)] * 99, 12, ["-0.500"]),
         ([group(1e300, 1e300)] * 99, 12, ["1e+300"]),
         # One right answer now and then is a signal.
         (([ZERO] * 35 + [MIXED]) * 4, 12, []),

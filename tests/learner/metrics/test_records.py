@@ -79,18 +79,13 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     ]
 
 
-def test_after_a_torn_line_the_next_one_stands_by_itself(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_torn_line_stands_by_itself_and_one_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
+    path, room, real = tmp_path / "metrics.jsonl", [5], os.write
     path.write_text('{"step": 1}\n{"st')
-    RecordFiles(tmp_path, 1).metrics({"step": 2})
-    assert path.read_text() == '{"step": 1}\n{"st\n{"step":2,"start":1}\n'
-
-
-def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, monkeypatch):
     records = RecordFiles(tmp_path, 1)
-    records.metrics({"step": 1})
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    room = [5]
+    records.metrics({"step": 2})
+    before = '{"step": 1}\n{"st\n{"step":2,"start":1}\n'
+    assert path.read_text() == before
 
     def write(descriptor, data):
         if not room[0]:
@@ -99,12 +94,11 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, monkeypatch
         room[0] -= count
         return count
 
-    real = os.write
-    monkeypatch.setattr(os, "write", write)
-    with pytest.raises(OSError, match="No space left"):
-        records.metrics({"step": 2})
-    monkeypatch.undo()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(OSError, match="No space left"):
+            records.metrics({"step": 2})
+    assert path.read_text() == before
 
 
 def test_lines_that_find_no_room_are_counted_and_told(tmp_path):

@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import gc
 import os
+from collections.abc import Callable, Iterator
 
 from inprocess import sim_config
 
+from asyncrl.config import Config
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.exchange.publication import OnSealed, Publication
 
 BUCKETS = 3
+WAIT_S = 20.0
+
+
+@functools.cache
+def _config() -> Config:
+    return sim_config(learner={"sim": {"publish_bytes": BUCKETS * 4096}}, weights={"bucket_bytes": 4096})
 
 
 def make_publication(version: int, on_sealed: OnSealed | None = None) -> Publication:
     """BUCKETS sealed buckets of 4096 bytes, all of them different."""
-    config = sim_config(learner={"sim": {"publish_bytes": BUCKETS * 4096}}, weights={"bucket_bytes": 4096})
-    return SimTrainer(config, 0).publish(version, on_sealed=on_sealed).result()
-
-
-def is_open(publication: Publication) -> bool:
-    return bool(publication.fds)
+    return SimTrainer(_config(), 0).publish(version, on_sealed=on_sealed).result()
 
 
 def open_descriptors() -> set[tuple[str, str]]:
     """Numbers and targets: those of other tests may be closed at any time, so what is left open is in no set before."""
     gc.collect()
+    return _descriptors()
+
+
+def _descriptors(part: str = "") -> set[tuple[str, str]]:
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             found.add((number, os.readlink(f"/proc/self/fd/{number}")))
-    return found
+    return {(number, target) for number, target in found if part in target}
+
+
+def open_segments() -> set[tuple[str, str]]:
+    """Numbers and targets of the segments that are open."""
+    return _descriptors("memfd:asyncrl-v")
+
+
+@contextlib.contextmanager
+def no_segment_left_open() -> Iterator[None]:
+    before = open_segments()
+    yield
+    if not open_segments() <= before:
+        # A collection takes long where much is loaded.
+        gc.collect()
+    assert open_segments() <= before
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)

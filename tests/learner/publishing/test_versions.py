@@ -6,9 +6,8 @@ import asyncio
 import errno
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from typing import Any
 import pytest
 from harness import Net
 from inprocess import sim_config
-from learner.publishing.publications import BUCKETS, make_publication, open_descriptors
+from learner.publishing.publications import BUCKETS, make_publication, no_segment_left_open, until
 from virtual import run_virtual
 
-from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.exchange.publication import OnSealed, Publication
+from asyncrl.learner.publishing import versions
+from asyncrl.learner.publishing.broadcasting import Broadcaster
 from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages import Done
@@ -39,28 +39,33 @@ from asyncrl.telemetry.logging import get_logger
 from asyncrl.telemetry.trace import Trace
 
 NAME = "parameter_server/0"
-WAIT_S = 20.0
 
 
 class Script:
-    """A backend, a sender and a parameter server that note in one list what reaches them, with the mark then."""
+    """A backend, a sender and a parameter server that note in one list what reaches them, with the mark then.
+
+    The backend seals a bucket every ``bucket_s`` and then fails with one of ``errors``, on the loop's virtual clock.
+    """
 
     on_gpu = False
     host, port, token = "127.0.0.1", 4711, "t"
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._loop = folder, asyncio.get_running_loop()
         self.events: list[tuple[str, int, int]] = []
         """(what, version, the mark on disk)."""
+        self.times: dict[tuple[str, int], float] = {}
+        self.bucket_s = 0.0
+        self.has_members = True
         self.errors: list[OSError] = []
-        self.gathering = threading.Event()
-        self.go_on = threading.Event()
-        self.go_on.set()
-        self.background = Background("assembly", "learner/0")
         self.failed: list[OSError] = []
 
     def note(self, what: str, version: int) -> None:
         self.events.append((what, version, VersionMark(self._folder).version))
+        self.times[what, version] = self._loop.time()
+
+    def of(self, version: int) -> list[str]:
+        return [what for what, of, _ in self.events if of == version]
 
     # --- backend ---
 
@@ -72,17 +77,28 @@ class Script:
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[Publication]:
         self.note("copy", version)
+        done: Future[Publication] = Future()
+        # As one that a thread has begun: it cannot be cancelled.
+        done.set_running_or_notify_cancel()
 
-        def assemble() -> Publication:
-            self.gathering.set()
-            assert self.go_on.wait(WAIT_S)
-            publication = make_publication(version, on_sealed)
-            if self.errors:
-                publication.release()
-                raise self.errors.pop()
-            return publication
+        def begin() -> None:
+            self.assembling = self._loop.create_task(self._assemble(version, on_sealed or (lambda *_: None), done))
 
-        return self.background.start(assemble)
+        self._loop.call_soon_threadsafe(begin)
+        return done
+
+    async def _assemble(self, version: int, on_sealed: OnSealed, done: Future[Publication]) -> None:
+        publication = make_publication(version)
+        for bucket, fd in zip(publication.manifest.buckets, publication.fds, strict=True):
+            await asyncio.sleep(self.bucket_s)
+            self.times.setdefault(("first sealed", version), self._loop.time())
+            on_sealed(bucket, fd)
+        if self.errors:
+            publication.release()
+            done.set_exception(self.errors.pop())
+            return
+        self.times["whole", version] = self._loop.time()
+        done.set_result(publication)
 
     # --- sender ---
 
@@ -111,6 +127,8 @@ class Script:
     @handler
     def announce(self, request: Announce, caller: Caller) -> Announced:
         self.note("announce", request.version)
+        if not self.has_members:
+            return Announced(decided=True)
         group = CollectiveGroup(backend="gloo", epoch=1, world_size=2, host=request.host, port=request.port)
         return Announced(decided=True, group=group)
 
@@ -120,200 +138,143 @@ class Script:
         return Done()
 
 
-class Scene:
-    def __init__(self, net: Net, folder: Path) -> None:
-        self.script = Script(folder)
-        net.serve(self.script, NAME)
-        self.thread = ThreadPoolExecutor(1)
-        self.tasks: asyncio.TaskGroup
-        self._net, self._folder = net, folder
-
-    async def start(self) -> None:
-        trace = Trace(time.monotonic, time.time, window_s=0.0)
-        self.versions = Versions(
-            sim_config(weights={"transport": "gloo"}),
-            self.script,  # type: ignore[arg-type]
-            self.thread,
-            VersionMark(self._folder),
-            host="127.0.0.1",
-            call=self._net.client(NAME, "learner/0", call_timeout_s=2.0).call,
-            tasks=self.tasks,
-            log=get_logger("learner/0"),
-            on_spoiled=lambda: None,
-            on_failed=self.script.failed.append,
-            on_whole=lambda: None,
-            track=trace.track("steps", 0),
-            assemblies=trace.track("versions", 1),
-        )
-        assert self.versions._broadcaster is not None
-        self.versions._broadcaster._make_sender = lambda: self.script
-        await self.versions.start()
-
-    async def until(self, what: str, version: int) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not any(event[:2] == (what, version) for event in self.script.events):
-                await asyncio.sleep(0.002)
+Play = Callable[[Callable[[Versions, Script], Awaitable[None]]], Script]
 
 
-def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]], *, virtual: bool = False) -> Scene:
-    opened = open_descriptors()
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Runs a scenario with the learner of a run on virtual time, until its tasks are cancelled."""
 
-    async def main() -> Scene:
-        async with asyncio.timeout(None if virtual else 2 * WAIT_S), Net(memory=True) as net:
-            scene = Scene(net, folder)
-            async with asyncio.TaskGroup() as scene.tasks:
-                await scene.start()
-                try:
-                    await scenario(scene)
-                finally:
-                    scene.script.go_on.set()
-                    for task in list(scene.tasks._tasks):
-                        task.cancel()
-            await asyncio.to_thread(scene.thread.shutdown)
-            await asyncio.to_thread(scene.script.background.wait, WAIT_S)
+    async def main(scenario: Callable[[Versions, Script], Awaitable[None]]) -> Script:
+        async with Net(memory=True) as net:
+            script, trace = Script(tmp_path), Trace(time.monotonic, time.time, window_s=0.0)
+            monkeypatch.setattr(
+                versions, "Broadcaster", lambda kind, _, **rest: Broadcaster(kind, lambda: script, **rest)
+            )
+            net.serve(script, NAME)
+            thread, lives = ThreadPoolExecutor(1), asyncio.Event()
+
+            async def live() -> None:
+                async with asyncio.TaskGroup() as tasks:
+                    made.append(
+                        Versions(
+                            sim_config(weights={"transport": "gloo"}),
+                            script,  # type: ignore[arg-type]
+                            thread,
+                            VersionMark(tmp_path),
+                            host="127.0.0.1",
+                            call=net.client(NAME, "learner/0", call_timeout_s=2.0).call,
+                            tasks=tasks,
+                            log=get_logger("learner/0"),
+                            on_spoiled=lambda: None,
+                            on_failed=script.failed.append,
+                            on_whole=lambda: None,
+                            track=trace.track("steps", 0),
+                            assemblies=trace.track("versions", 1),
+                        )
+                    )
+                    await made[0].start()
+                    lives.set()
+
+            made: list[Versions] = []
+            life = asyncio.create_task(live())
+            await lives.wait()
+            await scenario(made[0], script)
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
+            # The thread goes on with what it has begun.
+            await script.assembling
             await asyncio.sleep(0)
-            await scene.versions.close()
-            return scene
+            await made[0].close()
+            thread.shutdown()
+            return script
 
-    scene = run_virtual(main()) if virtual else asyncio.run(main())
-    assert open_descriptors() <= opened
-    return scene
+    def play(scenario: Callable[[Versions, Script], Awaitable[None]]) -> Script:
+        with no_segment_left_open():
+            return run_virtual(main(scenario))
+
+    return play
 
 
-def test_a_number_is_on_disk_before_anybody_hears_of_it(tmp_path) -> None:
-    async def scenario(scene: Scene) -> None:
+def test_a_number_is_on_disk_before_anybody_hears_of_it(play: Play) -> None:
+    async def scenario(made: Versions, script: Script) -> None:
         for version in range(3):
-            assert await scene.versions.make([]) == version
-            assert await scene.versions.settled() and scene.versions.whole == version
-            assert scene.versions.metrics.keys() == {"weights/gather_s", "weights/publish_bytes"}
-            assert scene.versions.metrics["weights/publish_bytes"] == 3 * 4096
-            await scene.until("publish", version)
-            if version:
-                await scene.until("ended", version)
+            assert await made.make([]) == version
+            assert await made.settled() and made.whole == version
+            assert made.metrics.keys() == {"weights/gather_s", "weights/publish_bytes"}
+            assert made.metrics["weights/publish_bytes"] == BUCKETS * 4096
+            await until(lambda: {"publish", "ended" if version else "copy"} <= {*script.of(version)})  # noqa: B023
 
-    events = play(tmp_path, scenario).script.events
-    assert all(mark >= version for _, version, mark in events)
-    of_two = [what for what, version, mark in events if version == 2]
+    script = play(scenario)
+    assert all(mark >= version for _, version, mark in script.events)
+    of_two = script.of(2)
     assert set(of_two) == {"announce", "copy", "send", "publish", "ended"}
     assert of_two.index("announce") < of_two.index("send") < of_two.index("ended")
-    assert [version for what, version, _ in events if what == "announce"] == [1, 2]
+    assert "announce" in script.of(1) and "announce" not in script.of(0)
 
 
-def test_what_cannot_be_gathered_is_sent_to_nobody_and_its_number_is_used_up(tmp_path) -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.versions.make([])
-        await scene.versions.settled()
-        scene.script.errors = [OSError(errno.ENOMEM, "no memory left")]
-        assert await scene.versions.make([]) == 1
-        assert not await scene.versions.settled()
-        assert scene.versions.spoiled and scene.versions.whole == 0
-        assert [error.errno for error in scene.script.failed] == [errno.ENOMEM]
-        await scene.until("failed", 1)
-        assert await scene.versions.make([]) == 2
-        assert await scene.versions.settled() and not scene.versions.spoiled
-        await scene.until("publish", 2)
-        await scene.until("ended", 2)
+def test_what_cannot_be_gathered_is_sent_to_nobody_and_its_number_is_used_up(play: Play) -> None:
+    async def scenario(made: Versions, script: Script) -> None:
+        await made.make([])
+        await made.settled()
+        script.errors = [OSError(errno.ENOMEM, "no memory left")]
+        assert await made.make([]) == 1
+        assert not await made.settled()
+        assert made.spoiled and made.whole == 0
+        assert [error.errno for error in script.failed] == [errno.ENOMEM]
+        await until(lambda: "failed" in script.of(1))
+        assert await made.make([]) == 2
+        assert await made.settled() and not made.spoiled
+        await until(lambda: {"publish", "ended"} <= {*script.of(2)})
 
-    events = play(tmp_path, scenario).script.events
-    assert not [event for event in events if event[:2] == ("publish", 1)]
-    assert [event[0] for event in events].count("abort") == 1
-
-
-class SlowGather(Script):
-    """Seals a bucket every ``bucket_s`` on a virtual clock; nobody is there to send to."""
-
-    bucket_s = 0.0
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._loop = asyncio.get_running_loop()
-        self.times: dict[tuple[str, int], float] = {}
-
-    def note(self, what: str, version: int) -> None:
-        super().note(what, version)
-        self.times[what, version] = self._loop.time()
-
-    def publish(
-        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
-    ) -> Future[Publication]:
-        done: Future[Publication] = Future()
-
-        async def assemble() -> None:
-            publication = make_publication(version)
-            for bucket, fd in zip(publication.manifest.buckets, publication.fds, strict=True):
-                await asyncio.sleep(self.bucket_s)
-                self.times.setdefault(("first sealed", version), self._loop.time())
-                if on_sealed is not None:
-                    on_sealed(bucket, fd)
-            self.note("whole", version)
-            done.set_result(publication)
-
-        self.note("copy", version)
-        self._loop.call_soon_threadsafe(self._begin, assemble())
-        return done
-
-    def _begin(self, assembling: Coroutine[Any, Any, None]) -> None:
-        self._assembling = self._loop.create_task(assembling)
-
-    @handler
-    def announce(self, request: Announce, caller: Caller) -> Announced:
-        self.note("announce", request.version)
-        return Announced(decided=True)
+    script = play(scenario)
+    assert "publish" not in script.of(1)
+    assert script.of(-1).count("abort") == 1
 
 
-@pytest.mark.parametrize(
-    ("gather_s", "step_s", "idle_s"),
-    [(0.0, 10.0, 0.0), (9.0, 10.0, 0.0), (10.0, 10.0, 0.0), (15.0, 10.0, 5.0), (60.0, 10.0, 50.0)],
-)
-def test_the_learner_stands_still_only_where_a_gather_outlasts_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_s: float, step_s: float, idle_s: float
-) -> None:
-    """On a virtual clock, on which a copy takes no time: a version costs nothing beside it, or the rest of the gather
-    before. Engines hear of a version when its first bucket is there, and not before."""
-    monkeypatch.setattr(SlowGather, "bucket_s", gather_s / BUCKETS)
-    monkeypatch.setattr(sys.modules[__name__], "Script", SlowGather)
+@pytest.mark.parametrize(("gather_s", "step_s", "idle_s"), [(0.0, 10.0, 0.0), (10.0, 10.0, 0.0), (15.0, 10.0, 5.0)])
+def test_the_learner_stands_still_only_where_a_gather_outlasts_a_step(play: Play, gather_s, step_s, idle_s) -> None:
+    """On a clock on which a copy takes no time: a version costs nothing beside it, or the rest of the gather before.
+    Engines hear of a version when its first bucket is there, and not before."""
 
-    async def scenario(scene: Scene) -> None:
+    async def scenario(made: Versions, script: Script) -> None:
+        script.bucket_s, script.has_members = gather_s / BUCKETS, False
         now = asyncio.get_running_loop().time
-        await scene.versions.make([])
-        await scene.versions.settled()
+        await made.make([])
+        await made.settled()
         for version in range(1, 5):
             await asyncio.sleep(step_s)
             began = now()
-            assert await scene.versions.make([]) == version
+            assert await made.make([]) == version
             # The version before the first of these was whole when its step began.
             assert now() - began == pytest.approx(idle_s if version > 1 else 0.0)
-        await scene.versions.settled()
+        await made.settled()
         await asyncio.sleep(1.0)
 
-    script = play(tmp_path, scenario, virtual=True).script
-    assert isinstance(script, SlowGather)
+    times = play(scenario).times
     for version in range(1, 5):
-        copied, announced = script.times["copy", version], script.times["announce", version]
-        assert announced == pytest.approx(script.times["first sealed", version])
+        copied, announced = times["copy", version], times["announce", version]
+        assert announced == pytest.approx(times["first sealed", version])
         assert announced - copied == pytest.approx(gather_s / BUCKETS)
-        assert script.times["whole", version] - copied == pytest.approx(gather_s)
+        assert times["whole", version] - copied == pytest.approx(gather_s)
 
 
-def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_number_out(tmp_path) -> None:
-    async def dies(scene: Scene) -> None:
-        await scene.versions.make([])
-        await scene.versions.settled()
-        scene.script.go_on.clear()
-        scene.script.gathering.clear()
-        await scene.versions.make([])
-        assert await asyncio.to_thread(scene.script.gathering.wait, WAIT_S)
+def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_number_out(play: Play) -> None:
+    async def dies(made: Versions, script: Script) -> None:
+        await made.make([])
+        await made.settled()
+        script.bucket_s = 10.0
+        await made.make([])
 
-    # What its thread makes after all is closed: ``play`` counts the descriptors.
-    events = play(tmp_path, dies).script.events
-    assert ("copy", 1, 1) in events
-    assert not [event for event in events if event[:2] == ("publish", 1)]
+    # What its thread makes after all is closed: ``play`` looks for it.
+    script = play(dies)
+    assert ("copy", 1, 1) in script.events and "publish" not in script.of(1)
 
-    async def starts(scene: Scene) -> None:
-        assert await scene.versions.make([]) == 2
-        await scene.until("publish", 2)
+    async def starts(made: Versions, script: Script) -> None:
+        assert await made.make([]) == 2
+        await until(lambda: "publish" in script.of(2))
 
-    play(tmp_path, starts)
+    play(starts)
 
 
 def test_a_simulated_learner_does_without_torch() -> None:

@@ -357,11 +357,11 @@ def test_steps_that_were_planned_ahead_are_those_that_would_be_planned_when_they
 def test_a_run_that_makes_way_trains_nothing_that_was_sent_ahead() -> None:
     def make_way(loop: Loop) -> None:
         def sent(plan: StepPlan) -> bool:
-            loop.training.preempted = True
+            loop.training.make_way()
             return True
 
         loop.trainer.on_sent = sent  # type: ignore[attr-defined]
-        loop.training.supply.supply = Supply(number=0, exhausted=True, outstanding=0)
+        loop.supply.supply = Supply(number=0, exhausted=True, outstanding=0)
 
     loop = run(configure(steps=9), range(8), ahead=True, on=make_way)
     assert isinstance(loop.trainer, Held)
