@@ -211,7 +211,7 @@ async def test_i3_kept_requests_go_on_under_the_new_weights(serving, models, pub
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was_by_priority(serving, sampled, mode):
     async with serving() as engine:
-        requests = [greedy(id=id, max_tokens=60, priority=at) for at, id in (0, "a"), (2, "c"), (1, "b")]
+        requests = [greedy(id=id, max_tokens=60, priority=at) for at, id in ((0, "a"), (2, "c"), (1, "b"))]
         expected = [await collect(engine, request) for request in requests]
         answers, ended = [Answer() for _ in requests], []
 
@@ -260,9 +260,11 @@ async def test_i4_all_of_the_weights_or_nothing(folder, models, publisher):
 
         async def refuse(what):
             for tensors, words in wrong:
-                with closing(stage(publisher.publish(1, tensors))) as staged:
-                    with pytest.raises(WeightsCorrupt, match=words):
-                        await what(staged)
+                with (
+                    closing(stage(publisher.publish(1, tensors))) as staged,
+                    pytest.raises(WeightsCorrupt, match=words),
+                ):
+                    await what(bad)
 
         await refuse(engine.accept)
         await load(engine, publisher.publish_model(0, models[0]))

@@ -230,7 +230,7 @@ DIES = EngineDied("rollouter/0", "killed")
 
 
 def test_a_version_is_staged_before_the_pause_which_holds_only_the_load(publish):
-    events, server, host = follow(lambda: Server([rolling(publish(1))], away=5), weights={"delta": True})
+    events, server, _ = follow(lambda: Server([rolling(publish(1))], away=5), weights={"delta": True})
     assert events == ["start", *TRY, "resume"]
     assert [(request.base, request.serving) for request in server.asked] == [(-1, -1), (1, 1)]
     report = server.reports[0]
@@ -275,14 +275,16 @@ def test_engines_that_die_again_and_again_end_the_actor(publish):
 @pytest.mark.parametrize(("failed", "end"), [(False, ["pause abort", "resume"]), (True, [*TRY, "pause abort"])])
 def test_a_broadcast_that_is_called_off_ends_the_pause_unless_a_load_had_failed(publish, failed, end):
     offers = [rolling(publish(0)), *[rolling(publish(1))] * failed, broadcast(2)]
-    events, server, host = follow(lambda: Server(offers, begins=False), loads=[None, CORRUPT])
+    events, server, _ = follow(lambda: Server(offers, begins=False), loads=[None, CORRUPT])
     assert events[-len(end) :] == end
     assert {request.serving for request in server.asked[1:]} == {0}
 
 
 def test_a_broadcast_that_breaks_leaves_the_engine_paused_for_the_other_way(publish):
     offers = [rolling(publish(0)), *[broadcast(1)] * 2, rolling(publish(1)), broadcast(2)]
-    events, server, host = follow(lambda: Server(offers), loads=[None, BroadcastFailed(1, "connection closed"), CORRUPT])
+    events, server, host = follow(
+        lambda: Server(offers), loads=[None, BroadcastFailed(1, "connection closed"), CORRUPT]
+    )
     assert events[-7:] == ["load 1 broadcast", *TRY, "resume", "pause abort", "load 2 broadcast", "resume"][-7:]
     # It does not know whose fault it was that one broke, and says of which broadcast it speaks.
     told = [(report.committed, report.broke_off, report.epoch) for report in server.reports]

@@ -15,7 +15,9 @@ from asyncrl.rollouter.engines.vllm.processes import ClaimedCores
 
 CLAIMS = "from asyncrl.rollouter.engines.vllm import processes as p; p.NAME = {name!r}; kept = p._claim(6); "
 WAITS = "print(flush=True); input()"
-THREADS = "import threading, sys; [threading.Thread(target=sys.stdin.read).start() for _ in range(3)]; print(flush=True)"
+THREADS = (
+    "import threading, sys; [threading.Thread(target=sys.stdin.read).start() for _ in range(3)]; print(flush=True)"
+)
 
 
 @contextmanager
