@@ -264,7 +264,7 @@ async def test_i4_all_of_the_weights_or_nothing(folder, models, publisher):
                     closing(stage(publisher.publish(1, tensors))) as staged,
                     pytest.raises(WeightsCorrupt, match=words),
                 ):
-                    await what(bad)
+                    await what(staged)
 
         await refuse(engine.accept)
         await load(engine, publisher.publish_model(0, models[0]))
