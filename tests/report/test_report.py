@@ -108,7 +108,7 @@ def test_a_whole_run(run_dir, tmp_path):
     run = Run(steps=8, phase="done")
     record(run_dir, *(run.at(t) for t in range(0, 60, 2)))
     page = written(run_dir, tmp_path)
-    assert sorted(page.figures) == list(range(9))
+    assert sorted(page.figures) == list(range(10))
     rewards = {trace["name"]: trace for trace in page.figures[0]}
     assert rewards["all scored"]["y"] == [number / 10 for number in range(1, 9)]
     assert rewards["eval/gsm"]["x"] == [4, 8]

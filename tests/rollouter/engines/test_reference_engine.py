@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 from collections import Counter
@@ -15,12 +16,25 @@ import pytest
 import torch
 from published_weights import stage
 from rollouter.engines import engine_cases
-from rollouter.engines.engine_cases import PROMPT, Answer, broadcast, broken_off, collect, in_parts, load, until, worst
-from tiny_models import EOS, Publisher, logprobs_of, make_model, parameters_of, save_model
+from rollouter.engines.engine_cases import (
+    PROMPT,
+    Answer,
+    Served,
+    check_broadcasts,
+    check_i4_all_of_the_weights_or_nothing,
+    check_logprobs_and_ends,
+    check_refusals,
+    collect,
+    in_parts,
+    load,
+    until,
+    worst,
+)
+from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_model
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied, WeightsCorrupt
+from asyncrl.errors import ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine
@@ -50,12 +64,6 @@ def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), make_model(0))
 
 
-@pytest.fixture
-def publisher():
-    with closing(Publisher()) as made:
-        yield made
-
-
 @asynccontextmanager
 async def started(folder: str, **rollout: Any) -> AsyncIterator[Engine]:
     engine = make_engine(config_for(folder, **rollout), "rollouter/0")
@@ -68,14 +76,16 @@ async def started(folder: str, **rollout: Any) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture
-def serving(folder, models, publisher):
+def serving(folder, models):
     """Engines that serve the first model as version 0."""
 
     @asynccontextmanager
-    async def serving(**rollout: Any) -> AsyncIterator[Engine]:
+    async def serving(**rollout: Any) -> AsyncIterator[Served]:
         async with started(folder, **rollout) as engine:
-            await load(engine, publisher.publish_model(0, models[0]))
-            yield engine
+            with closing(Publisher()) as publisher:
+                served = Served(engine, publisher, itertools.count(), models, TOLERANCE)
+                await served.load(0)
+                yield served
 
     return serving
 
@@ -94,74 +104,44 @@ def sampled(monkeypatch):
     return found
 
 
-async def check_scores(engine: Engine, model: Any) -> None:
-    assert worst(await engine.score(PROMPT), logprobs_of(model, PROMPT)) < TOLERANCE
-
-
 # --- tokens and log-probs -----------------------------------------------------------------------------------
 
 
-async def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(folder, models, publisher):
-    async with started(folder) as engine:
-        reasons, checksums = set(), []
-        for version, model in enumerate((*models, models[0])):
-            await load(engine, publisher.publish_model(version, model))
-            checksums.append(await engine.checksum())
-            await check_scores(engine, model)
-            for sample, temperature in enumerate((0.7, 1.0, 0.0)):
-                answer = await collect(engine, ask(seed=sample, temperature=temperature, max_tokens=80))
-                reasons.add(answer.reason)
-                with torch.no_grad():
-                    logits = model(torch.tensor([PROMPT + answer.tokens])).logits[0, len(PROMPT) - 1 : -1]
-                scores = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
-                expected = scores[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)].tolist()
-                assert worst(answer.logprobs, expected) < TOLERANCE
-                assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
-                assert temperature or answer.tokens == logits.argmax(-1).tolist()
-                ends = [at for at, token in enumerate(answer.tokens, 1) if token == EOS]
-                assert (answer.reason, len(answer.tokens)) == (("stop", *ends) if ends else ("length", 80))
-        assert reasons == {"stop", "length"}
-        assert checksums[0] == checksums[2] != checksums[1]
+async def test_i3_logprobs_are_those_of_a_full_forward_and_a_response_ends_with_its_first_stop_token(serving):
+    async with serving() as served:
+        await check_logprobs_and_ends(served)
+        answers = [await collect(served.engine, ask(id=id, seed=None)) for id in ("a", "b", "a")]
+        assert answers[0] == answers[2] and answers[0].tokens != answers[1].tokens, "by its name where it has no seed"
 
 
-async def test_half_precision_and_tied_embeddings_are_loaded_as_they_are(tmp_path, publisher):
+async def test_half_precision_and_tied_embeddings_are_loaded_as_they_are(tmp_path):
     model = make_model(1, tied=True)
     halves = {name: tensor.bfloat16() for name, tensor in parameters_of(model).items()}
     model.load_state_dict({name: tensor.float() for name, tensor in halves.items()}, strict=False)
     async with started(save_model(tmp_path, make_model(0, tied=True))) as engine:
-        await load(engine, publisher.publish(0, halves))
-        await check_scores(engine, model)
-
-
-async def test_a_response_ends_with_its_first_stop_token_and_is_the_requests_alone(serving):
-    async with serving() as engine:
-        whole = await collect(engine, ask(id="whole"))
-        stop = whole.tokens[20]
-        first = whole.tokens.index(stop)
-        cut = await collect(engine, ask(id="cut", stop_token_ids=[stop]))
-        assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
-        assert cut.logprobs == whole.logprobs[: first + 1]
-        answers = [await collect(engine, ask(id=id, seed=None)) for id in ("a", "b", "a")]
-        assert answers[0] == answers[2] and answers[0].tokens != answers[1].tokens, "by its name where it has no seed"
+        with closing(Publisher()) as publisher:
+            await load(engine, publisher.publish(0, halves))
+        assert worst(await engine.score(PROMPT), logprobs_of(model, PROMPT)) < TOLERANCE
 
 
 async def test_i8_nothing_else_changes_a_bit_of_a_response(serving):
     prompts = [[(3 * i + n) % 90 for i in range(5 + 9 * n)] for n in range(8)]
-    async with serving(stream_interval=64) as engine:
-        expected = [await collect(engine, ask(id=f"{n}", prompt=p, seed=n % 3)) for n, p in enumerate(prompts)]
-    async with serving(stream_interval=3) as engine, asyncio.TaskGroup() as tasks:
+    async with serving(stream_interval=64) as served:
+        expected = [await collect(served.engine, ask(id=f"{n}", prompt=p, seed=n % 3)) for n, p in enumerate(prompts)]
+    async with serving(stream_interval=3) as served, asyncio.TaskGroup() as tasks:
         found = {}
         for n in (5, 2, 7, 0, 1, 6, 4, 3):
             request = ask(id=f"x{n}", prompt=prompts[n], seed=n % 3, priority=n % 2)
-            found[n] = tasks.create_task(collect(engine, request))
-            await engine.score(PROMPT)
+            found[n] = tasks.create_task(collect(served.engine, request))
+            await served.engine.score(PROMPT)
         assert [await found[n] for n in range(8)] == expected
     assert len({tuple(answer.tokens) for answer in expected}) == 8
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_i8_abort_and_resume_under_unchanged_weights_changes_not_a_bit(serving, temperature):
-    async with serving() as engine:
+    async with serving() as served:
+        engine = served.engine
         whole, seed = Answer(), 0
         while len(whole.tokens) < 60:
             seed += 1
@@ -189,28 +169,30 @@ def test_noise_is_uniform_and_the_choice_has_the_right_shares():
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-async def test_i3_kept_requests_go_on_under_the_new_weights(serving, models, publisher, recompute_kv):
-    async with serving() as engine:
+async def test_i3_kept_requests_go_on_under_the_new_weights(serving, models, recompute_kv):
+    async with serving() as served:
+        engine = served.engine
         begun, waiting = Answer(), Answer()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(collect(engine, greedy(id="begun", max_tokens=120), begun))
             tasks.create_task(collect(engine, ask(id="waiting", max_tokens=20), waiting))
             await until(lambda: len(begun.tokens) > 50)
-            await load(engine, publisher.publish_model(3, models[1]), mode="keep", recompute_kv=recompute_kv)
+            new = await served.load(1, mode="keep", recompute_kv=recompute_kv)
         split = begun.spans[0].end
         assert 50 < split < 120
-        assert begun.spans == [VersionSpan(0, 0, split), VersionSpan(3, split, 120, not recompute_kv)]
+        assert begun.spans == [VersionSpan(0, 0, split), VersionSpan(new, split, 120, not recompute_kv)]
         before, after = (logprobs_of(model, PROMPT + begun.tokens)[len(PROMPT) - 1 :] for model in models)
         assert worst(begun.logprobs[:split], before[:split]) < TOLERANCE
         off = worst(begun.logprobs[split:], after[split:])
         assert off < TOLERANCE if recompute_kv else off > 0.1
         # It had no keys and values yet, so nothing is mixed.
-        assert waiting.spans == [VersionSpan(3, 0, len(waiting.tokens))]
+        assert waiting.spans == [VersionSpan(new, 0, len(waiting.tokens))]
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was_by_priority(serving, sampled, mode):
-    async with serving() as engine:
+    async with serving() as served:
+        engine = served.engine
         requests = [greedy(id=id, max_tokens=60, priority=at) for at, id in ((0, "a"), (2, "c"), (1, "b"))]
         expected = [await collect(engine, request) for request in requests]
         answers, ended = [Answer() for _ in requests], []
@@ -237,7 +219,8 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was_by_prior
 
 
 async def test_an_aborting_pause_ends_all_with_what_they_have(serving, sampled):
-    async with serving(stream_interval=512) as engine:
+    async with serving(stream_interval=512) as served:
+        engine = served.engine
         async with asyncio.TaskGroup() as tasks:
             streams = [tasks.create_task(collect(engine, greedy(id=id, max_tokens=512))) for id in "abc"]
             await until(lambda: len(sampled) > 20)
@@ -248,64 +231,50 @@ async def test_an_aborting_pause_ends_all_with_what_they_have(serving, sampled):
         assert waiting == [Answer(reason="abort"), Answer(reason="abort")]
 
 
-async def test_i4_all_of_the_weights_or_nothing(folder, models, publisher):
-    whole = parameters_of(models[1])
-    lacking = {name: tensor for name, tensor in whole.items() if name != "model.layers.1.self_attn.k_proj.weight"}
-    wrong = (
-        (lacking, "missing"),
-        (whole | {"model.extra": torch.zeros(3)}, "unknown|unexpected"),
-        (whole | {"model.norm.weight": torch.zeros(63)}, "have changed|mismatch|size"),
-    )
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "missing"),
+        (lambda tensors: tensors.update({"model.extra": torch.zeros(3)}), "unknown|unexpected"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), "have changed|mismatch|size"),
+    ],
+)
+async def test_i4_all_of_the_weights_or_nothing_and_checksums_agree_where_weights_do(serving, change, words):
+    async with serving() as served:
+        first = await served.engine.checksum()
+        await check_i4_all_of_the_weights_or_nothing(served, change, words, words)
+        second = await served.engine.checksum()
+        await served.load(0)
+        assert await served.engine.checksum() == first != second
+
+
+async def test_a_first_version_is_held_against_the_files(folder, models):
+    tensors = parameters_of(models[1])
+    del tensors["model.norm.weight"]
     async with started(folder) as engine:
-
-        async def refuse(what):
-            for tensors, words in wrong:
-                with (
-                    closing(stage(publisher.publish(1, tensors))) as staged,
-                    pytest.raises(WeightsCorrupt, match=words),
-                ):
-                    await what(staged)
-
-        await refuse(engine.accept)
-        await load(engine, publisher.publish_model(0, models[0]))
-        await refuse(engine.accept)
-        await engine.pause("abort")
-        await refuse(partial(engine.load, recompute_kv=True))
-        await check_scores(engine, models[0])
-        await load(engine, publisher.publish_model(2, models[1]))
-        await check_scores(engine, models[1])
+        with closing(Publisher()) as publisher, closing(stage(publisher.publish(1, tensors))) as wrong:
+            with pytest.raises(WeightsCorrupt, match="missing"):
+                await engine.accept(wrong)
 
 
-async def test_broadcasts_are_received_verified_and_survived(folder, models, publisher):
+async def test_broadcasts_are_received_verified_and_survived(serving):
     with closing(Sender("gloo", "127.0.0.1", 60.0)) as sender:
-        async with started(folder) as engine:
-            for version, model in enumerate(models):
-                manifest = publisher.publish_model(version, model)
-                await engine.pause("abort")
-                assert await broadcast(engine, sender, manifest) == [None, None]
-                await engine.resume()
-                await check_scores(engine, model)
-            manifest = publisher.publish_model(2, models[0])
-            await engine.pause("abort")
-            for failed in await broadcast(engine, sender, manifest, broken_off(sender, manifest)):
-                assert isinstance(failed, BroadcastFailed)
-            await check_scores(engine, models[1])
-            await load(engine, manifest)
-            await check_scores(engine, models[0])
+        async with serving() as served:
+            await check_broadcasts(served, sender)
 
 
 # --- errors and ends ----------------------------------------------------------------------------------------
 
 
-async def test_impossible_requests_are_value_errors(serving):
-    async with serving() as engine:
+async def test_requests_that_cannot_be_served_or_that_nobody_reads_leave_nothing_behind(serving):
+    async with serving() as served:
+        await check_refusals(served)
         for prompt in ([], [1] * 1024, [96], [-1]):
             with pytest.raises(ValueError, match="request a"):
-                await collect(engine, ask(prompt, id="a"))
+                await collect(served.engine, ask(prompt, id="a"))
         # It fits, but not all that it may sample does.
-        near = await collect(engine, greedy([1] * 1020, max_tokens=64))
+        near = await collect(served.engine, greedy([1] * 1020, max_tokens=64))
         assert near.reason == "length" and len(near.tokens) == 4
-        assert await engine.score([1]) == []
 
 
 @pytest.mark.parametrize(
@@ -323,7 +292,8 @@ async def test_what_it_cannot_run_is_a_config_error(folder, rollout, words):
 
 
 async def test_the_event_loop_never_waits_for_the_model(serving, monkeypatch):
-    async with serving() as engine:
+    async with serving() as served:
+        engine = served.engine
         entered, go_on, advance = threading.Event(), threading.Event(), Model.advance
 
         def slow(*arguments):
@@ -358,7 +328,8 @@ async def test_i5_i7_an_engine_that_does_not_compute_is_dead_and_a_closed_one_en
             go_on.wait(30)
         raise RuntimeError("out of order")
 
-    async with serving(engine_timeout_s=0.3 if how == "hangs" else 60.0) as engine:
+    async with serving(engine_timeout_s=0.3 if how == "hangs" else 60.0) as served:
+        engine = served.engine
         monkeypatch.setattr(Model, "advance", broken)
         streams = [asyncio.create_task(collect(engine, ask(id=id))) for id in "ab"]
         if how == "is closed":
@@ -372,20 +343,3 @@ async def test_i5_i7_an_engine_that_does_not_compute_is_dead_and_a_closed_one_en
         go_on.set()
         if how == "is closed":
             await ending
-
-
-async def test_a_cancelled_reader_leaves_nothing_behind(serving):
-    async with serving() as engine:
-        answer = Answer()
-        streams = [
-            asyncio.create_task(collect(engine, greedy(id="a", max_tokens=512), answer)),
-            asyncio.create_task(collect(engine, ask(id="b"))),
-        ]
-        await until(lambda: len(answer.tokens) > 8)
-        for stream in streams:
-            stream.cancel()
-        await asyncio.wait(streams)
-        # A pause that waits for requests to finish would find them.
-        await engine.pause("wait")
-        await engine.resume()
-        assert (await collect(engine, ask(id="b", max_tokens=3))).reason in ("stop", "length")

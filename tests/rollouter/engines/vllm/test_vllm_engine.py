@@ -7,32 +7,32 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from drifting import Learner, check_alarm
-from published_weights import stage
 from rollouter.engines.changing import LEAVES_CONTEXTS, LONG_PROMPTS, TOLERANCE, Changing, config_for
 from rollouter.engines.engine_cases import (
     PROMPT,
     Answer,
+    Served,
     ask,
     broadcast,
-    broken_off,
+    check_broadcasts,
+    check_i4_all_of_the_weights_or_nothing,
+    check_logprobs_and_ends,
+    check_refusals,
     collect,
     in_parts,
-    load,
     until,
     worst,
 )
-from tiny_models import EOS, VOCAB, Publisher, logprobs_of, make_model, parameters_of, save_model, sharp_model
+from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_model, sharp_model
 
-from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied, WeightsCorrupt
+from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import EngineLoad
@@ -52,22 +52,6 @@ TENSORS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_pr
 """One that vLLM fuses with others, and one that it takes as it is."""
 
 
-@dataclass
-class Served:
-    """An engine, and what it was given."""
-
-    engine: VllmEngine
-    publisher: Publisher
-    versions: Iterator[int]
-
-    async def load(self, model, *, mode: str = "abort", recompute_kv: bool = True) -> int:
-        manifest = self.publisher.publish_model(next(self.versions), model)
-        return await load(self.engine, manifest, mode=mode, recompute_kv=recompute_kv)
-
-    async def check_scores(self, model) -> None:
-        assert worst(await self.engine.score(PROMPT), logprobs_of(model, PROMPT)) < TOLERANCE
-
-
 def children() -> set[int]:
     """Living processes below this one, but for Python's own resource tracker.
 
@@ -81,7 +65,12 @@ def children() -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def models():
+    return [make_model(seed, tied=True) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, models):
     """Closed, it leaves neither temporary files nor processes."""
     folder = save_model(tmp_path_factory.mktemp("model"), make_model(0, tied=True))
     before = children()
@@ -93,7 +82,7 @@ def served(tmp_path_factory):
         engine, publisher = VllmEngine(config_for(folder, concurrency="auto"), "rollouter/7"), Publisher()
         try:
             RUN(engine.start())
-            yield Served(engine, publisher, iter(range(10**6)))
+            yield Served(engine, publisher, count(), models, TOLERANCE)
         finally:
             for _ in range(2):
                 RUN(engine.close())
@@ -104,40 +93,19 @@ def served(tmp_path_factory):
         assert list(Path(temporary).iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def models():
-    return [make_model(seed, tied=True) for seed in (1, 2)]
-
-
 # --- requests -----------------------------------------------------------------------------------------------
 
 
-async def test_logprobs_are_the_models_at_the_temperature(served, models):
-    version = await served.load(models[0])
-    requests = [ask(PROMPT[: 8 + i], seed=i, temperature=t) for i in range(6) for t in (0.5, 1.0)]
-    answers = await asyncio.gather(*(collect(served.engine, request) for request in requests))
-    for request, answer in zip(requests, answers, strict=True):
-        prompt = list(request.prompt_ids)
-        with torch.no_grad():
-            logits = models[0](torch.tensor([prompt + answer.tokens])).logits[0].double() / request.temperature
-        scores = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-        expected = scores[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)].tolist()
-        assert worst(answer.logprobs, expected) < TOLERANCE
-        assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
-        ends = [at for at, token in enumerate(answer.tokens, 1) if token == EOS]
-        assert (answer.reason, len(answer.tokens)) == (("stop", *ends) if ends else ("length", 64))
-    assert {answer.reason for answer in answers} == {"stop", "length"}
-    # One of the request's own tokens ends a response as well.
-    whole = answers[1]
-    stop = whole.tokens[len(whole.tokens) // 2]
-    cut = await collect(
-        served.engine, ask(PROMPT[:8], seed=0, stop_token_ids=[stop, VOCAB - 2], max_tokens=len(whole.tokens))
-    )
-    assert (cut.tokens, cut.reason) == (whole.tokens[: whole.tokens.index(stop) + 1], "stop")
+async def test_logprobs_are_the_models_at_the_temperature_and_a_response_ends_with_its_first_stop_token(served):
+    await check_logprobs_and_ends(served)
+
+
+async def test_requests_that_cannot_be_served_or_that_nobody_reads_leave_nothing_behind(served):
+    await check_refusals(served)
 
 
 async def test_seeds_repeat_and_differ_and_the_prefix_cache_is_told_by_salt(served, models):
-    await served.load(models[0])
+    await served.load(0)
     # More prompt tokens at once than one step processes, none of them shared.
     prompts = [[(seed * j + j // 7 + seed) % 90 for j in range(250)] for seed in range(20)]
     requests = [ask(prompt, seed=seed, cache_salt=copy) for copy in "ab" for seed, prompt in enumerate(prompts)]
@@ -155,27 +123,11 @@ def test_a_resume_replays_no_noise_of_the_response():
 
 
 async def test_i8_abort_and_resume_changes_nothing(served, models):
-    await served.load(models[0])
+    await served.load(0)
     whole = await collect(served.engine, ask(max_tokens=200, temperature=0.0))
     parts, submissions = await in_parts(served.engine, 200, 30, temperature=0.0)
     assert parts.tokens == whole.tokens
     assert submissions > 2
-
-
-async def test_requests_that_cannot_be_served_or_that_nobody_reads_leave_nothing_behind(served, models):
-    await served.load(models[0])
-    with pytest.raises(ValueError, match="request t"):
-        await collect(served.engine, ask([1] * 5000))
-    answer = Answer()
-    stream = asyncio.create_task(collect(served.engine, ask(max_tokens=512, temperature=0.0), answer))
-    await until(lambda: len(answer.tokens) > 10)
-    stream.cancel()
-    await asyncio.wait([stream])
-    # A pause that waits for requests to finish would find it.
-    await served.engine.pause("wait")
-    await served.engine.resume()
-    assert served.engine.kv_use == 0
-    assert await served.engine.score(PROMPT[:1]) == []
 
 
 def test_the_load_is_the_schedulers_and_counts_requests_that_were_put_back():
@@ -196,14 +148,14 @@ def test_the_load_is_the_schedulers_and_counts_requests_that_were_put_back():
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 async def test_a_pause_brings_what_the_scheduler_holds(served, models, mode, monkeypatch):
     monkeypatch.setattr(served.engine, "_stream_interval", 512)
-    old = await served.load(models[0])
+    old = await served.load(0)
     answer = Answer()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(collect(served.engine, ask(max_tokens=300, temperature=0.0), answer))
         # Its prompt and a good part of the response are in the KV cache of 64 MiB, 512 bytes a token.
         await until(lambda: (load := served.engine.load_now) is not None and load.kv_use * (128 << 10) > 95)
         early = len(answer.tokens)
-        new = await served.load(models[1], mode=mode)
+        new = await served.load(1, mode=mode)
     assert early == 0, "the interval is longer than the response"
     split = answer.spans[0].end
     assert 16 < split < 300
@@ -214,54 +166,25 @@ async def test_a_pause_brings_what_the_scheduler_holds(served, models, mode, mon
     assert worst(answer.logprobs[:split], before[:split]) < TOLERANCE
 
 
-@pytest.mark.parametrize("missing", TENSORS)
-async def test_a_set_without_a_tensor_is_refused_before_the_load_and_in_it_until_one_is_whole(served, models, missing):
-    await served.load(models[0])
-    engine, version = served.engine, next(served.versions)
-    tensors = parameters_of(models[1])
-    complete = stage(served.publisher.publish(version, tensors))
-    del tensors[missing]
-    partial = stage(served.publisher.publish(version, tensors))
-    with closing(complete), closing(partial):
-        with pytest.raises(WeightsCorrupt, match="are missing"):
-            await engine.accept(partial)
-        await served.check_scores(models[0])
-        await engine.pause("abort")
-        for _ in range(2):
-            with pytest.raises(WeightsCorrupt, match="incomplete weights"):
-                await engine.load(partial, recompute_kv=True)
-        await engine.load(complete, recompute_kv=True)
-        await engine.resume()
-        await served.check_scores(models[1])
+@pytest.mark.parametrize("name", TENSORS)
+async def test_i4_a_set_without_a_tensor_is_refused_before_the_load_and_in_it_until_one_is_whole(served, name):
+    await check_i4_all_of_the_weights_or_nothing(
+        served, lambda tensors: tensors.pop(name), "are missing", "incomplete weights"
+    )
 
 
 async def test_a_broadcast_brings_the_weights_and_a_broken_one_is_made_good_from_shared_memory(served, models):
-    engine = served.engine
-    await served.load(models[1])
     with closing(Sender("gloo", "127.0.0.1", 60.0)) as sender:
-        # Twice over the same group.
-        for model in models:
-            manifest = served.publisher.publish_model(next(served.versions), model)
-            await engine.pause("abort")
-            assert await broadcast(engine, sender, manifest) == [None, None]
-            await engine.resume()
-            await served.check_scores(model)
-            answer = await collect(engine, ask(max_tokens=4))
-            assert answer.spans == [VersionSpan(manifest.version, 0, len(answer.tokens))]
-        manifest = served.publisher.publish_model(next(served.versions), models[0])
-        tensors = parameters_of(models[0])
-        del tensors[TENSORS[0]]
-        partial = served.publisher.publish(manifest.version, tensors)
-        await engine.pause("abort")
-        for failed in await broadcast(engine, sender, manifest, broken_off(sender, manifest)):
-            assert isinstance(failed, BroadcastFailed) and "enough" in str(failed)
+        await check_broadcasts(served, sender)
         # Whole and verified, but not all of the model: the worker finds it when half of it is loaded.
-        sent, failed = await broadcast(engine, sender, partial, epoch=2)
-        assert sent is None and isinstance(failed, BroadcastFailed) and "incomplete weights" in str(failed)
-    with closing(stage(manifest)) as staged:
-        await engine.load(staged, recompute_kv=True)
-    await engine.resume()
-    await served.check_scores(models[0])
+        tensors = parameters_of(models[1])
+        del tensors[TENSORS[0]]
+        partial = served.publisher.publish(next(served.versions), tensors)
+        await served.engine.pause("abort")
+        sent, failed = await broadcast(served.engine, sender, partial, epoch=2)
+    assert sent is None and isinstance(failed, BroadcastFailed) and "incomplete weights" in str(failed)
+    await served.load(1)
+    await served.check_scores(1)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +272,7 @@ async def test_a_start_says_what_is_wrong_and_one_that_is_given_up_leaves_nothin
 async def test_i5_a_killed_core_is_noticed_everywhere(served, models):
     """The last of the engine."""
     engine, answers = served.engine, [Answer() for _ in range(3)]
-    await served.load(models[0])
+    await served.load(0)
     streams = [
         asyncio.ensure_future(collect(engine, ask(max_tokens=512, temperature=0.0), answer)) for answer in answers
     ]
