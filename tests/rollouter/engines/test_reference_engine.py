@@ -127,11 +127,14 @@ async def test_half_precision_and_tied_embeddings_are_loaded_as_they_are(tmp_pat
 async def test_i8_nothing_else_changes_a_bit_of_a_response(serving):
     prompts = [[(3 * i + n) % 90 for i in range(5 + 9 * n)] for n in range(8)]
     async with serving(stream_interval=64) as served:
-        expected = [await collect(served.engine, ask(id=f"{n}", prompt=p, seed=n % 3)) for n, p in enumerate(prompts)]
+        expected = [
+            await collect(served.engine, ask(id=f"{n}", prompt=p, seed=n % 3, max_tokens=40))
+            for n, p in enumerate(prompts)
+        ]
     async with serving(stream_interval=3) as served, asyncio.TaskGroup() as tasks:
         found = {}
         for n in (5, 2, 7, 0, 1, 6, 4, 3):
-            request = ask(id=f"x{n}", prompt=prompts[n], seed=n % 3, priority=n % 2)
+            request = ask(id=f"x{n}", prompt=prompts[n], seed=n % 3, priority=n % 2, max_tokens=40)
             found[n] = tasks.create_task(collect(served.engine, request))
             await served.engine.score(PROMPT)
         assert [await found[n] for n in range(8)] == expected
@@ -252,9 +255,12 @@ async def test_a_first_version_is_held_against_the_files(folder, models):
     tensors = parameters_of(models[1])
     del tensors["model.norm.weight"]
     async with started(folder) as engine:
-        with closing(Publisher()) as publisher, closing(stage(publisher.publish(1, tensors))) as wrong:
-            with pytest.raises(WeightsCorrupt, match="missing"):
-                await engine.accept(wrong)
+        with (
+            closing(Publisher()) as publisher,
+            closing(stage(publisher.publish(1, tensors))) as wrong,
+            pytest.raises(WeightsCorrupt, match="missing"),
+        ):
+            await engine.accept(wrong)
 
 
 async def test_broadcasts_are_received_verified_and_survived(serving):
