@@ -45,9 +45,9 @@ def make_model(seed: int, *, tied: bool = False):
     return model
 
 
-def sharp_model(seed: int):
+def sharp_model(seed: int, *, tied: bool = False):
     """As sure of its next token as a trained one is, so that a temperature shows."""
-    model = make_model(seed)
+    model = make_model(seed, tied=tied)
     with torch.no_grad():
         model.lm_head.weight.mul_(4.0)
     return model

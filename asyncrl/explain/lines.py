@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.telemetry.group_log import GENERATED, GRANTED, RESTORED, TAKEN
-from asyncrl.telemetry.snapshots.folder import entries_of
+from asyncrl.telemetry.snapshots.recording import entries_of
 
 CLOCK_SLACK_S = 5.0
 """Most by which the clocks of two hosts are taken to differ."""

@@ -28,13 +28,7 @@ class Delivery:
     is replaced, since a learner that stands still may have received the group, and would receive it again.
     """
 
-    def __init__(
-        self,
-        learner: Peer,
-        services: ActorServices,
-        *,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, learner: Peer, services: ActorServices, *, timeout_s: float) -> None:
         self._learner = learner
         self._timeout_s = timeout_s
         self._draws = random.Random(f"deliveries to {learner.name}")

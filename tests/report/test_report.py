@@ -4,9 +4,6 @@ import html
 import html.parser
 import json
 import math
-import re
-import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -102,12 +99,16 @@ def written(run_dir, tmp_path):
 
 
 def test_a_whole_run(run_dir, tmp_path):
-    lines = [line for number in range(1, 9) for line in (update(number), step(number))]
+    shares = {"rollout/turns_mean": 3.0, "rollout/episode_share/engine": 0.75, "rollout/episode_share/user": 0.25}
+    lines = [line for number in range(1, 9) for line in (update(number), step(number, **shares))]
     write_lines(run_dir, *lines, evaluation(4), evaluation(8))
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        # A line of no run, and a torn one.
+        file.write(json.dumps(step(9) | {"kind": ["train"]}).encode() + b'\n{"kind": "train", "step": 9, "rew\xff')
     run = Run(steps=8, phase="done")
     record(run_dir, *(run.at(t) for t in range(0, 60, 2)))
     page = written(run_dir, tmp_path)
-    assert sorted(page.figures) == list(range(9))
+    assert sorted(page.figures) == list(range(10))
     rewards = {trace["name"]: trace for trace in page.figures[0]}
     assert rewards["all scored"]["y"] == [number / 10 for number in range(1, 9)]
     assert rewards["eval/gsm"]["x"] == [4, 8]
@@ -115,30 +116,12 @@ def test_a_whole_run(run_dir, tmp_path):
         *("loss", "gradient norm", "entropy", "of the policy that sampled", "effective share", "learning rate")
     ]
     assert page.figures[1][-1]["y"] == [1e-6] * 8
+    turns, stages = (told["curves"] for section, told in page.panels if section == 7)
+    assert [(curve["name"], curve["y"]) for curve in turns] == [("mean", [3.0] * 8)]
+    assert {curve["name"]: curve["y"][0] for curve in stages} == {"engine": 0.75, "user": 0.25}
     shown = " ".join(page.text)
     assert "done · step 8 of 8" in shown and "0.100 → 0.800" in shown and "90%" in shown
     assert "learner.lr" in shown
-
-
-def test_episodes_have_a_section_with_turns_and_stages(run_dir, tmp_path):
-    shares = [{"engine": 0.75, "user": 0.25}, {"engine": 0.5, "tool": 0.5}]
-    write_lines(
-        run_dir,
-        *(
-            step(number, **{"rollout/turns_mean": 2.0 + number, "rollout/turns_p95": 8.0})
-            | {f"rollout/episode_share/{stage}": share for stage, share in each.items()}
-            for number, each in enumerate(shares, 1)
-        ),
-    )
-    page = written(run_dir, tmp_path)
-    turns, stages = (told["curves"] for section, told in page.panels if section == 7)
-    assert [(curve["name"], curve["y"]) for curve in turns] == [("mean", [3.0, 4.0]), ("95th percentile", [8.0, 8.0])]
-    assert {curve["name"]: curve["y"] for curve in stages} == {
-        "engine": [0.75, 0.5],
-        "tool": [0.0, 0.5],
-        "user": [0.25, 0.0],
-    }
-    assert "Episodes" in page.text
 
 
 def test_workers_of_episodes_are_not_those_of_the_reward():
@@ -178,18 +161,6 @@ def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path
     assert said.removesuffix(" · ") in page(build(history), 80, UNICODE)
 
 
-def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):
-    (run_dir / "config.json").write_text("{}")
-    write_lines(run_dir, step(1), update(1))
-    page = written(run_dir, tmp_path)
-    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv"))
-    assert "default-src 'none'" in policy and "http" not in policy
-    for tag, attrs in page.tags:
-        assert tag not in ("link", "iframe", "object", "embed", "img")
-        assert "src" not in attrs and "href" not in attrs, (tag, attrs)
-    assert page.panels and not re.findall(r"https?:|src=|url\(|import|fetch|XMLHttp", page.page)
-
-
 def test_whatever_comes_from_the_run_is_text(tmp_path):
     run_dir = tmp_path / "a<b>&c"
     run_dir.mkdir()
@@ -202,6 +173,10 @@ def test_whatever_comes_from_the_run_is_text(tmp_path):
     actor = msgspec.structs.replace(last.actors[-1], resources=[evil])
     record(run_dir, msgspec.structs.replace(last, wall=last.wall + 10, actors=[actor]))
     page = written(run_dir, tmp_path)
+    # There is nothing to load, and it is forbidden.
+    policy = next(attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv"))
+    assert "default-src 'none'" in policy and "http" not in policy
+    assert not [attrs for _, attrs in page.tags if {"src", "href"} & attrs.keys()]
     assert {tag for tag, _ in page.tags} <= {
         *("html", "head", "meta", "title", "style", "script", "body", "main", "header", "section", "div", "span"),
         *("h1", "h2", "h3", "p", "table", "tr", "td", "details", "summary", "pre", "figure", "i"),
@@ -213,18 +188,6 @@ def test_whatever_comes_from_the_run_is_text(tmp_path):
     # In a legend, and for the script, which makes text of it.
     assert html.escape(EVIL) in page.page and EVIL not in page.page
     assert any(EVIL in curve["name"] for curves in page.figures.values() for curve in curves)
-
-
-def test_torn_lines_are_left_out_and_of_repeated_steps_the_last_counts(run_dir, tmp_path):
-    lines = [step(number) for number in range(1, 7)] + [step(number, start=2) for number in (4, 5)]
-    lines[-1]["reward/mean"] = 0.99
-    write_lines(run_dir, *lines)
-    with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"kind": "train", "step": 6, "rew\xff')
-    page = written(run_dir, tmp_path)
-    rewards = page.figures[0][0]
-    assert rewards["x"] == [1, 2, 3, 4, 5]
-    assert rewards["y"][-1] == 0.99
 
 
 def test_what_there_is_none_of_is_said(run_dir, tmp_path):
@@ -244,31 +207,24 @@ def test_what_is_no_run_or_cannot_be_written(tmp_path, run_dir):
         write_report(run_dir, tmp_path / "nowhere" / "out.html")
 
 
-def test_long_runs_are_thinned(run_dir):
-    lines = [step(number) for number in range(1, 10_001)]
-    x, y = charts.series(lines, "reward/mean", join=charts.mean)
-    assert len(x) == 589 and x[-1] == 10_000 and x == sorted(x)
-    assert y[0] == pytest.approx(0.9)
-    assert charts.series(lines, "staleness/token_max")[1] == [2.0] * 589
-
-
 def test_a_report_is_small_however_long_the_run(run_dir, tmp_path):
-    write_lines(run_dir, *(step(n) for n in range(1, 9)), *(update(n) for n in range(1, 9)))
-    assert len(written(run_dir, tmp_path).page) < 60_000
     lines = [line for n in range(1, 5001) for line in (update(n, n / 7e5), step(n, **{"loss/policy": math.sin(n)}))]
     write_lines(run_dir, *lines)
     record(run_dir, *(Run(steps=5000).at(t) for t in range(0, 600, 2)))
-    assert len(written(run_dir, tmp_path).page) < 600_000
+    page = written(run_dir, tmp_path)
+    assert len(page.page) < 600_000
+    x = page.figures[0][0]["x"]
+    assert len(x) < 600 and x[-1] == 5000 and x == sorted(x)
 
 
-def test_a_report_needs_no_more_than_asyncrl_itself(run_dir, tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from asyncrl.report.report import write_report;"
-        f"write_report(Path({str(run_dir)!r}), Path({str(tmp_path / 'out.html')!r}));"
-        "print([name for name in ('plotly', 'numpy', 'torch', 'matplotlib') if name in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert found.stdout == "[]\n"
+def test_moments_are_chosen_evenly_over_time_and_nothing_is_said_of_that_between_two_attempts():
+    assert evenly([1.0, 2.0], 3) == [0, 1]
+    assert evenly([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [0, 2, 4]
+    # A gap: what is there is taken once.
+    assert evenly([0.0, 1.0, 2.0, 100.0], 3) == [0, 3]
+    first, second = Run().at(10), Run().at(5000)
+    resumed = msgspec.structs.replace(second, run=msgspec.structs.replace(second.run, attempt=2))
+    assert spans([first, resumed]) == []
 
 
 def of_versions(number, oldest, newest):
@@ -288,26 +244,6 @@ def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
     assert list(panel.curves[-1].x) == [3] and list(panel.curves[-1].notes) == [""]
 
 
-@pytest.mark.parametrize(
-    ("walls", "most", "chosen"),
-    [
-        ([], 3, []),
-        ([1.0, 2.0], 3, [0, 1]),
-        ([0.0, 1.0, 2.0, 3.0, 4.0], 3, [0, 2, 4]),
-        # A gap: what is there is taken once.
-        ([0.0, 1.0, 2.0, 100.0], 3, [0, 3]),
-    ],
-)
-def test_moments_are_chosen_evenly_over_time(walls, most, chosen):
-    assert evenly(walls, most) == chosen
-
-
-def test_nothing_is_said_of_the_time_between_two_attempts():
-    first, second = Run().at(10), Run().at(5000)
-    resumed = msgspec.structs.replace(second, run=msgspec.structs.replace(second.run, attempt=2))
-    assert spans([first, resumed]) == []
-
-
 def test_every_state_has_a_colour():
     resources = {state for kind, states in STATES.items() if kind != "actor" for state in states}
     assert set(charts.STATE_COLOURS) == resources
@@ -320,15 +256,6 @@ def test_without_a_configuration_there_is_a_report_that_says_why(run_dir, tmp_pa
     page = written(run_dir, tmp_path)
     shown = " ".join(page.text)
     assert 0 in page.figures and "step 2 of ?" in shown and f"{run_dir / 'config.json'}" in shown
-
-
-ODD = [{"start": "2"}, {"step": 2.5}, {"weights/version": None}, {"reward/mean": [2]}, {"kind": ["train"]}]
-
-
-@pytest.mark.parametrize("odd", ODD, ids=str)
-def test_a_line_that_no_run_writes_is_left_out(run_dir, tmp_path, odd):
-    write_lines(run_dir, step(1), step(2), update(1), step(3) | odd, step(4))
-    assert written(run_dir, tmp_path).figures[0][0]["x"] == [1, 2, 4]
 
 
 def test_a_learner_that_goes_back_voids_what_was_told_of_the_same_steps_and_later_ones(run_dir):

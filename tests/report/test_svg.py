@@ -80,18 +80,6 @@ def test_areas_stand_on_one_another_and_shares_fill_the_frame():
     assert [down for _, down in coordinates(b)] == [0.0, 0.0, 50.0, 75.0]
 
 
-def test_one_point_alone_is_seen_and_a_dashed_line_differs_from_a_line():
-    def kinds(x, marks):
-        panel = Panel(curves=[Curve(name="c", colour="#000", x=x, y=x, marks=marks)])
-        return [path.get("class") for path in drawn(panel)]
-
-    assert kinds([1], "line") == ["dots"] and kinds([1, 2], "line") == ["line"]
-    assert kinds([1, 2], "line and dots") == ["line", "dots"] and kinds([1, 2], "dots") == ["dots"]
-    assert 'class="line dashes"' in draw(
-        Panel(curves=[Curve(name="c", colour="#000", x=[1, 2], y=[1, 2], marks="dashes")])
-    )
-
-
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 8))
 def test_ticks_are_round_few_and_inside(low, span, most):
     assume(span > 1e-6 * abs(low))

@@ -19,9 +19,11 @@ def test_a_file_is_written_and_replaced_with_its_rights(tmp_path):
     write_user_file(path, "one")
     assert path.read_text() == "one" and stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask()
     path.chmod(0o640)
-    write_user_file(path, "two")
-    assert path.read_text() == "two" and stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert names(tmp_path) == ["x.html"]
+    # One that is called as one might call the new one stays, and what is no text is written as escapes.
+    (tmp_path / "x.html.new").write_text("mine")
+    write_user_file(path, "two\udc9b")
+    assert path.read_text() == "two\\udc9b" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert names(tmp_path) == ["x.html", "x.html.new"] and (tmp_path / "x.html.new").read_text() == "mine"
 
 
 def mask():
@@ -59,18 +61,6 @@ def test_what_is_no_regular_file_is_left_alone(tmp_path):
             with pytest.raises(UsageError):
                 attempt(tmp_path / name)
     assert seen() == before
-
-
-def test_a_file_that_is_called_as_one_might_call_the_new_one_stays(tmp_path):
-    other = tmp_path / "x.html.new"
-    other.write_text("mine")
-    write_user_file(tmp_path / "x.html", "text")
-    assert other.read_text() == "mine" and names(tmp_path) == ["x.html", "x.html.new"]
-
-
-def test_what_is_no_text_is_written_as_escapes(tmp_path):
-    write_user_file(tmp_path / "x.html", "a\udc9bb")
-    assert (tmp_path / "x.html").read_text() == "a\\udc9bb"
 
 
 @pytest.mark.parametrize("call", ["replace", "fchmod", "fsync"])

@@ -25,35 +25,36 @@ def ticket():
 
 
 class Scripted:
-    """Episodes and scores that fail as often as they are told to."""
+    """Episodes and scores that fail as often as they are told to, by sample; ``trouble`` is the pool's own."""
 
-    def __init__(self, *, losses=(), refusals=(), final=(), lengths=(1, 2, 3, 4), components=None, hopeless=None):
-        self.losses, self.refusals = dict(losses), dict(refusals)
-        self.final = set(final)
-        self.lengths, self.components = lengths, components or {}
-        self.events = []
-        self.generated = self.tries = 0
-        self.hopeless = hopeless
+    def __init__(self, *, losses=(), refusals=(), final=(), components=None, hopeless=None, trouble=()):
+        self.losses, self.refusals, self.final = dict(losses), dict(refusals), set(final)
+        self.components, self.hopeless, self.trouble = components or {}, hopeless, list(trouble)
+        self.generated, self.scored = [], []
+        """(sample, time) of each episode and each call for a score."""
+        self.reported = self.tries = 0
         self.has_worked = []
         """Each score's word on the function."""
 
     async def episode(self, ticket, sample):
-        await asyncio.sleep(self.lengths[sample])
+        await asyncio.sleep(sample + 1)
         if sample == self.hopeless:
             self.tries += 1
             raise TrajectoryFailed("the engine died of it")
         if self.losses.get(sample, 0) > 0:
             self.losses[sample] -= 1
             raise DeadlineExceeded("rollouter/0", "env/0", "Step", 1.0)
-        self.events.append(("generated", sample, asyncio.get_running_loop().time()))
+        self.generated.append((sample, asyncio.get_running_loop().time()))
         trajectory = make_group(samples=SAMPLES).trajectories[sample]
         trajectory.reward, trajectory.text = None, str(sample)
         return trajectory
 
     async def score(self, request, away):
-        self.events.append(("score", request.completions[0].text, asyncio.get_running_loop().time()))
-        self.has_worked.append(request.has_worked)
+        if self.trouble:
+            raise self.trouble.pop()
         sample = int(request.completions[0].text)
+        self.scored.append((sample, asyncio.get_running_loop().time()))
+        self.has_worked.append(request.has_worked)
         await asyncio.sleep(0.5)
         if sample in self.final:
             raise RemoteError("reward/0", "reward_failed", "nonsense", retryable=False)
@@ -68,16 +69,14 @@ class Scripted:
 
 
 def run(script, **tables):
-    config = sim_config(**tables)
-
     def generated(_ticket):
-        script.generated += 1
-
-    runner = GroupRunner(config, episode=script.episode, score=script.score, generated=generated, clock=LoopClock())
+        script.reported += 1
 
     async def main():
-        account = GroupAccount(ticket(), LoopClock().now, LoopClock().wall)
-        return await runner.run(ticket(), account)
+        clock = LoopClock()
+        calls = {"episode": script.episode, "score": script.score, "generated": generated}
+        runner = GroupRunner(sim_config(**tables), clock=clock, **calls)
+        return await runner.run(ticket(), GroupAccount(ticket(), clock.now, clock.wall))
 
     return run_virtual(main())
 
@@ -87,14 +86,9 @@ def test_each_trajectory_is_scored_the_moment_it_is_finished_or_the_group_when_a
     script = Scripted()
     group = run(script, reward={"per": per})
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
-    if per == "group":
-        assert [event for event in script.events if event[0] == "score"] == [("score", "0", 4)]
-        return
-    finished = {sample: at for kind, sample, at in script.events if kind == "generated"}
-    scored = {int(text): at for kind, text, at in script.events if kind == "score"}
-    assert finished == scored == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert group.trajectories[3].generate_s == 4
-    assert group.trajectories[3].score_s == 0.5
+    assert script.generated == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert script.scored == (script.generated if per == "trajectory" else [(0, 4)])
+    assert (group.trajectories[3].generate_s, group.trajectories[3].score_s) == (4, 0.5)
 
 
 @pytest.mark.parametrize(("components", "told"), [({}, True), ({"timed_out": -1.0}, False)])
@@ -110,10 +104,9 @@ def test_only_what_failed_is_tried_again_with_growing_pauses():
     group = run(script, rollout={"max_attempts": 3, "retry_backoff_s": 1.0})
     assert group.failure is None
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
-    generated = [(sample, at) for kind, sample, at in script.events if kind == "generated"]
     # Sample 1 takes 2 s an attempt, with pauses of 1 s and 2 s between.
-    assert sorted(generated) == [(0, 1), (1, 9), (2, 3), (3, 4)]
-    assert script.generated == SAMPLES
+    assert sorted(script.generated) == [(0, 1), (1, 9), (2, 3), (3, 4)]
+    assert script.reported == SAMPLES
 
 
 @pytest.mark.parametrize(
@@ -130,7 +123,7 @@ def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script, rea
     group = run(script, rollout={"on_failed_trajectory": "quarantine_group"})
     assert group.trajectories == []
     assert reason in group.failure
-    assert script.generated == SAMPLES
+    assert script.reported == SAMPLES
     assert script.tries <= 1, "what failed for good is not tried again"
 
 
@@ -142,8 +135,7 @@ def test_what_fails_is_left_out_while_enough_survive(fails):
     group = run(script, rollout=drop)
     assert (group.failure, group.dropped, group.failed_attempts) == (None, 1, 3)
     assert [(t.sample, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0), (3, 3.0)]
-    calls = [text for kind, text, _ in script.events if kind == "score"]
-    assert sorted(calls) == ["0", "1", *["2"] * (3 if fails == "refusals" else 0), "3"]
+    assert sorted(sample for sample, _ in script.scored) == [0, 1, *[2] * (3 if fails == "refusals" else 0), 3]
     group = run(Scripted(**{fails: {0: 99, 1: 99, 3: 99}}), rollout=drop)
     assert "failed 3 times" in group.failure
 
@@ -160,32 +152,20 @@ def test_what_fails_is_left_out_while_enough_survive(fails):
 )
 @pytest.mark.parametrize("per", ["trajectory", "group"])
 def test_a_reward_pool_in_trouble_is_no_attempt_of_a_trajectory(trouble, per):
-    class Away(Scripted):
-        left = 50
-
-        async def score(self, request, away):
-            if self.left:
-                self.left -= 1
-                raise trouble
-            return await super().score(request, away)
-
-    group = run(Away(), rollout={"max_attempts": 1}, reward={"per": per})
+    group = run(Scripted(trouble=[trouble] * 50), rollout={"max_attempts": 1}, reward={"per": per})
     assert group.failure is None
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("per", ["trajectory", "group"])
 def test_a_bug_of_the_reward_pool_that_stays_quarantines_nothing(per):
-    class Bug(Scripted):
-        async def score(self, request, away):
-            raise RemoteError("reward/0", "AssertionError", "a bug", retryable=False)
-
+    bug = RemoteError("reward/0", "AssertionError", "a bug", retryable=False)
     with pytest.raises(BaseExceptionGroup if per == "trajectory" else RemoteError) as caught:
-        run(Bug(), reward={"per": per})
+        run(Scripted(trouble=[bug]), reward={"per": per})
     error = caught.value
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert (error.code, error.retryable) == ("AssertionError", False)
+    assert error is bug
 
 
 class Pool:
@@ -221,20 +201,13 @@ async def scoring(folder, count, patience_s=30.0):
             pool.answers.set()
 
 
-@pytest.mark.parametrize("count", [1, SAMPLES])
-async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path, count):
-    """However long its queue. A group reward has all trajectories in one call."""
-    async with scoring(tmp_path, count, patience_s=0.3) as (rollouter, pool, _, call):
-        assert rollouter.figures()["rollout/scoring"] == count
+async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call_and_not_when_it_is_silent(tmp_path):
+    """However long its queue: that of a large run may honestly take hours. A group reward is one call for all."""
+    async with scoring(tmp_path, SAMPLES, patience_s=0.3) as (rollouter, _, bound, call):
+        assert rollouter.figures()["rollout/scoring"] == SAMPLES
         await asyncio.sleep(1.0)
-        pool.answers.set()
-        assert (await call).rewards == [1.0] * count
-        assert rollouter.figures()["rollout/scoring"] == 0
-
-
-async def test_silence_ends_the_wait_for_a_reward_pool(tmp_path):
-    """The queue of a large run may honestly take hours."""
-    async with scoring(tmp_path, 1, patience_s=1.0) as (_, _, bound, call):
+        assert not call.done()
         bound.deliver = lambda client, frames: None
         with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
             await call
+        assert rollouter.figures()["rollout/scoring"] == 0

@@ -117,31 +117,22 @@ async def exposed(run_dir):
     return await asyncio.to_thread(read)
 
 
-async def test_they_bring_out_what_is_there_when_the_run_ends(tmp_path):
-    async with living(tmp_path, **TENSORBOARD) as cluster:
-        cluster.feed(*(train(step) for step in range(1, 501)))
-        await cluster.end()
-        assert cluster.controller.counters["sinks/dropped"] == 0
-    assert steps(tmp_path / "run") == list(range(1, 501))
-
-
-async def test_those_that_are_started_again_go_on_where_the_others_died(tmp_path):
+async def test_those_that_are_started_again_go_on_and_bring_out_all_that_is_there_when_the_run_ends(tmp_path):
     async with living(tmp_path, **TENSORBOARD, **PROMETHEUS) as cluster:
         cluster.controller._sinks.picture(msgspec.msgpack.encode(snapshot(step=1234)))
         cluster.feed(train(1))
         await cluster.taken(1)
         await cluster.kill(NAME)
         (cluster.run_dir / "monitor" / "prometheus.json").unlink()
-        cluster.feed(train(2))
+        cluster.feed(*(train(step) for step in range(2, 501)))
         await cluster.start(NAME)
-        await cluster.taken(2)
         # They begin with what is known of the run.
         await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
         assert "asyncrl_run_step 1234.0" in await exposed(cluster.run_dir)
         assert cluster.controller.counters["sinks/restarts"] == 1
         await cluster.end()
         assert cluster.controller.counters["sinks/dropped"] == 0
-    assert steps(cluster.run_dir) == [1, 2]
+    assert steps(cluster.run_dir) == list(range(1, 501))
 
 
 async def test_they_go_on_with_another_controller(tmp_path, monkeypatch):

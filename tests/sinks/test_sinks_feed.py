@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from asyncrl.controller.observation import sinks_feed
 from asyncrl.controller.observation.sinks_feed import AT_ONCE, ROOM, SinksFeed
 from asyncrl.messages.monitor import WatchMetrics
 from asyncrl.runtime.actor import Caller
@@ -37,25 +36,32 @@ def steps(answer):
     return [line["step"] for line in answer.lines]
 
 
-async def test_lines_are_told_in_order_a_bounded_number_at_once(feed, counters):
+async def test_lines_are_told_in_order_a_bounded_number_at_once_and_the_last_answer_comes_when_all_are_taken(
+    feed, counters
+):
     feed_lines(feed, *range(AT_ONCE + 10))
     first = await ask(feed)
-    assert steps(first) == list(range(AT_ONCE))
-    second = await ask(feed, first)
-    assert steps(second) == list(range(AT_ONCE, AT_ONCE + 10))
+    assert steps(first) == list(range(AT_ONCE)) and not first.last
     feed.end()
+    second = await ask(feed, first)
+    assert steps(second) == list(range(AT_ONCE, AT_ONCE + 10)) and not second.last
     last = await ask(feed, second)
     assert (steps(last), last.last) == ([], True)
     feed.close()
     assert counters == {"sinks/dropped": 0, "sinks/restarts": 0}
 
 
-async def test_a_line_whose_answer_was_lost_is_told_again(feed, counters):
+async def test_what_was_not_taken_is_told_again_also_to_sinks_that_were_started_again(feed, counters):
     feed_lines(feed, 1, 2)
-    assert steps(await ask(feed)) == steps(await ask(feed)) == [1, 2]
-    # And to the sinks that are started after those.
+    for snapshot in (b"first", b"newest"):
+        feed.picture(snapshot)
+    for answer in (await ask(feed), await ask(feed)):
+        assert (steps(answer), answer.snapshot) == ([1, 2], b"newest")
     feed_lines(feed, 3)
-    assert steps(await ask(feed, incarnation=2)) == [1, 2, 3]
+    second = await ask(feed, answer)
+    assert (steps(second), second.snapshot) == ([3], b"")
+    third = await ask(feed, incarnation=2)
+    assert (steps(third), third.snapshot) == ([3], b"newest")
     assert counters == {"sinks/dropped": 0, "sinks/restarts": 1}
 
 
@@ -67,18 +73,6 @@ async def test_a_question_waits_for_news(feed):
     assert steps(await asked) == [1]
     nothing = await ask(feed, await asked, patience_s=0.01)
     assert (steps(nothing), nothing.line, nothing.last) == ([], ABOVE + 1, False)
-
-
-async def test_only_the_newest_snapshot_is_told_and_that_once(feed):
-    for snapshot in (b"first", b"second"):
-        feed.picture(snapshot)
-    first = await ask(feed)
-    assert first.snapshot == b"second"
-    feed_lines(feed, 1)
-    second = await ask(feed, first)
-    assert (second.snapshot, steps(second)) == (b"", [1])
-    # Another life of the sinks begins with what is known.
-    assert (await ask(feed, incarnation=2)).snapshot == b"second"
 
 
 async def test_what_an_earlier_controller_has_told_is_nothing_of_this_one(feed):
@@ -105,21 +99,9 @@ async def test_lines_without_room_are_counted_and_those_that_nobody_takes(feed, 
     assert counters["sinks/dropped"] == 8 + ROOM
 
 
-async def test_the_last_answer_comes_once_all_lines_are_known_to_be_taken(feed, counters, monkeypatch):
-    monkeypatch.setattr(sinks_feed, "AT_ONCE", 2)
-    feed_lines(feed, 1, 2, 3)
-    feed.end()
-    answers = [await ask(feed)]
-    while not answers[-1].last:
-        answers.append(await ask(feed, answers[-1]))
-    assert [steps(answer) for answer in answers] == [[1, 2], [3], []]
-    feed.close()
-    assert counters["sinks/dropped"] == 0
-
-
-def test_without_sinks_nothing_is_kept_or_counted():
+def test_without_sinks_nothing_is_counted():
     counters = {}
     feed = SinksFeed(counters, ABOVE, wanted=False)
     feed_lines(feed, *range(ROOM + 7))
     feed.close()
-    assert counters == {} and not feed._lines
+    assert counters == {}

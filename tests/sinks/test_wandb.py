@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -21,8 +21,8 @@ from asyncrl.sinks.wandb import WandbSink
 from tools.live_run import lives, title
 
 KEY = "0123456789abcdef" * 2 + "01234567"
+LATER = 10**6
 OFFLINE = WandbConfig(mode="offline", project="trials")
-CONFIG = {"learner": {"steps": 40}}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def run_dir(tmp_path):
 @contextmanager
 def writing(run_dir):
     """The lane of the sink, which is ready."""
-    lane = Lane(WandbSink(run_dir, OFFLINE, CONFIG))
+    lane = Lane(WandbSink(run_dir, OFFLINE, {"learner": {"steps": 40}}))
     lane.start()
     try:
         wait_for(lambda: lane.address)
@@ -72,25 +72,15 @@ def put(lane, *records):
         lane.put(record)
 
 
-def finish(lane):
-    lane.end()
-    assert lane.join(60)
-
-
-def steps(run_dir):
-    return [entry["step"] for path in wandb_files.files(run_dir) for entry in wandb_files.history(path)]
-
-
-def test_a_run_is_written_offline(run_dir, tmp_path):
+def test_a_run_is_written_offline_and_a_resumed_one_is_the_same(run_dir, tmp_path):
     with writing(run_dir) as lane:
-        put(lane, snapshot(step=1))
-        wait_for(lambda: lane._snapshot is None)
-        put(lane, train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
+        put(lane, snapshot(step=1), train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
         core = service()
-        finish(lane)
-        assert (lane.lost, lane.dropped, lane.failures, lane.address) == (0, 0, 0, "")
-        wait_for(lambda: not lives(core))
-    (path,) = wandb_files.files(run_dir)
+    assert (lane.lost, lane.dropped, lane.failures, lane.address) == (0, 0, 0, "")
+    wait_for(lambda: not lives(core))
+    with writing(run_dir) as lane:
+        put(lane, train(3))
+    path, second = wandb_files.files(run_dir)
     found = wandb_files.history(path)
     assert [(entry["step"], entry.get("reward/mean")) for entry in found] == [
         *((1, 0.01), (1, None), (2, None), (2, 0.02), (2, 0.9)),
@@ -104,48 +94,28 @@ def test_a_run_is_written_offline(run_dir, tmp_path):
     # Nobody has written the key down.
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
+    assert [entry["step"] for entry in wandb_files.history(second)] == [3]
+    assert wandb_files.run_of(second).run_id == run.run_id
 
 
-def test_its_service_is_killed_and_it_goes_on_with_another(run_dir):
+def test_its_service_is_killed_and_it_goes_on_with_another_though_its_id_cannot_be_kept(run_dir):
     """Records given meanwhile are lost and counted; those after it are in W&B's files."""
+    (run_dir / "monitor").write_text("in the way")
     with writing(run_dir) as lane:
         put(lane, train(1))
         killed = service()
         killed.kill()
-        step = 1
-        while not lane.failures:
-            put(lane, train(step := step + 1))
-            time.sleep(0.1)
+        steps = count(2)
+        wait_for(lambda: put(lane, train(next(steps))) or lane.failures)
         wait_for(lambda: lane.address)
-        put(lane, train(1000))
-        finish(lane)
-        assert lane.lost >= 1 and lane.dropped == 0
-        # W&B does not wait for the service that it has given up.
-        for left in [each for each in gc.get_objects() if type(each) is subprocess.Popen]:
-            if left.pid == killed.pid:
-                left.wait(30)
-    assert 1000 in steps(run_dir)
+        put(lane, train(LATER))
+    assert lane.lost >= 1 and lane.dropped == 0
+    # W&B does not wait for the service that it has given up.
+    for left in [each for each in gc.get_objects() if type(each) is subprocess.Popen]:
+        if left.pid == killed.pid:
+            left.wait(30)
+    written = [entry["step"] for path in wandb_files.files(run_dir) for entry in wandb_files.history(path)]
+    assert LATER in written
     # The actor removes its folder of temporary files (actor.py); here there is none.
     for left in Path(tempfile.gettempdir()).iterdir():
         shutil.rmtree(left)
-
-
-def test_a_resumed_run_is_the_same_for_wandb(run_dir):
-    ids = set()
-    for step in (1, 2):
-        with writing(run_dir) as lane:
-            put(lane, train(step))
-            finish(lane)
-        ids.add(json.loads((run_dir / "monitor" / "wandb.json").read_text())["id"])
-    assert len(ids) == 1
-    assert {wandb_files.run_of(path).run_id for path in wandb_files.files(run_dir)} == ids
-    assert steps(run_dir) == [1, 2]
-
-
-def test_where_its_id_cannot_be_kept_it_is_written_all_the_same(run_dir):
-    (run_dir / "monitor").write_text("in the way")
-    with writing(run_dir) as lane:
-        put(lane, train(1))
-        finish(lane)
-        assert lane.lost == 0
-    assert steps(run_dir) == [1]

@@ -1,6 +1,5 @@
 """The timeline of an actor: bounded, the newest kept, one thing at a time on a track."""
 
-import threading
 from collections import defaultdict
 
 import pytest
@@ -76,15 +75,6 @@ def test_facts_come_from_the_beginning_and_from_the_end():
     assert span == TraceSpan("slot 0", 100, "generate v3", span.began, 2.0, {"uid": "0-1", "version": 3, "tokens": 7})
 
 
-def test_a_window_of_0_keeps_nothing():
-    _, trace = make_trace(window_s=0.0)
-    track = trace.track("a", 1)
-    track.enter("x")
-    track.leave()
-    track.add("y", 1.0)
-    assert not trace.on and read(trace) == []
-
-
 def test_it_is_handed_over_in_parts_and_what_is_done_meanwhile_changes_nothing():
     _, trace = make_trace(kept=3 * SPANS_IN_PART)
     track = trace.track("a", 1)
@@ -96,21 +86,3 @@ def test_it_is_handed_over_in_parts_and_what_is_done_meanwhile_changes_nothing()
     rest = list(parts)
     assert [len(part) for part in (first, *rest)] == [SPANS_IN_PART, SPANS_IN_PART, 4, 1]
     assert [span.name for part in (first, *rest) for span in part] == [str(n) for n in range(2 * SPANS_IN_PART + 5)]
-
-
-def test_threads_of_an_actor_do_not_lose_one_anothers_spans():
-    _, trace = make_trace(kept=10_000)
-
-    def work(at):
-        track = trace.track(f"thread {at}", at)
-        for number in range(1000):
-            track.enter(str(number))
-        track.leave()
-
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
-    for thread in threads:
-        thread.start()
-    read(trace)
-    for thread in threads:
-        thread.join()
-    assert len(read(trace)) == 4000

@@ -98,7 +98,7 @@ class SimEngine:
         assert self._batch.version >= 0, "nothing is generated before the first load"
         assert request.id not in self._streams, f"request {request.id} is in flight already"
         self._batch.submit(loop.time(), request)
-        stream = self._streams[request.id] = DeltaStream(loop)
+        stream = self._streams[request.id] = DeltaStream()
         over = False
         try:
             self._step()

@@ -13,10 +13,9 @@ from asyncrl.rollouter.engines.base import TokenDelta
 
 
 class DeltaStream:
-    """One writer and one reader, both on ``loop``."""
+    """One writer and one reader, both on one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._pending: TokenDelta | None = None
         self._error: EngineDied | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -49,7 +48,7 @@ class DeltaStream:
         while self._pending is None:
             if self._error is not None:
                 raise self._error
-            self._reader = self._loop.create_future()
+            self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         delta, self._pending = self._pending, None
         return delta

@@ -24,7 +24,6 @@ import zstandard
 
 from asyncrl.files import append_whole, replace_file
 from asyncrl.snapshot import SCHEMA, Snapshot
-from asyncrl.telemetry.snapshots.folder import entries_of
 from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
 
 FOLDER = "monitor"
@@ -45,6 +44,15 @@ class RecordingFile:
     attempt: int
     number: int
     path: Path
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Paths in the folder, in order of name; none where there is no such folder. Raises OSError."""
+    try:
+        # A glob would take a folder that may not be read for an empty one.
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def segments(run_dir: Path) -> list[RecordingFile]:

@@ -1,4 +1,5 @@
-"""Requests to a real engine and what comes of them, versions that it loads, and broadcasts to it alone."""
+"""Requests to a real engine and what comes of them, versions that it loads, broadcasts to it alone; and what must hold
+of every engine that computes."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+import torch
 from published_weights import stage
+from tiny_models import EOS, Publisher, logprobs_of, parameters_of
 
+from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
@@ -128,3 +133,109 @@ async def broadcast(
         engine.load(weights, recompute_kv=True),
         return_exceptions=True,
     )
+
+
+# --- what must hold of every engine -------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """An engine, what it is given, and the largest distance of its log-probs from those of the models."""
+
+    engine: Engine
+    publisher: Publisher
+    versions: Iterator[int]
+    models: list[Any]
+    tolerance: float
+
+    async def load(self, number: int, *, mode: str = "abort", recompute_kv: bool = True) -> int:
+        manifest = self.publisher.publish_model(next(self.versions), self.models[number])
+        return await load(self.engine, manifest, mode=mode, recompute_kv=recompute_kv)
+
+    async def check_scores(self, number: int) -> None:
+        assert worst(await self.engine.score(PROMPT), logprobs_of(self.models[number], PROMPT)) < self.tolerance
+
+
+async def check_logprobs_and_ends(served: Served) -> None:
+    """Each token has the log-prob of a full forward; a response ends with its first stop token, or at its limit."""
+    version = await served.load(0)
+    requests = [ask(PROMPT[: 8 + i], seed=i, temperature=t) for i in range(4) for t in (0.5, 1.0, 0.0)]
+    answers = await asyncio.gather(*(collect(served.engine, request) for request in requests))
+    for request, answer in zip(requests, answers, strict=True):
+        prompt, tokens = list(request.prompt_ids), torch.tensor(answer.tokens)
+        with torch.no_grad():
+            logits = served.models[0](torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1].double()
+        scores = torch.log_softmax(logits / (request.temperature or 1.0), -1)
+        assert worst(answer.logprobs, scores[torch.arange(len(tokens)), tokens].tolist()) < served.tolerance
+        assert request.temperature or answer.tokens == logits.argmax(-1).tolist()
+        assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
+        ends = [at for at, token in enumerate(answer.tokens, 1) if token == EOS]
+        assert (answer.reason, len(answer.tokens)) == (("stop", *ends) if ends else ("length", 64))
+    assert {answer.reason for answer in answers} == {"stop", "length"}
+    whole = answers[1]
+    stop = whole.tokens[len(whole.tokens) // 2]
+    cut = await collect(served.engine, ask(PROMPT[:8], seed=0, stop_token_ids=[stop, EOS - 1], max_tokens=63))
+    first = min(whole.tokens.index(token) for token in (stop, EOS - 1) if token in whole.tokens)
+    assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
+
+
+async def check_refusals(served: Served) -> None:
+    """What is impossible is a ValueError, and of what nobody reads nothing is left."""
+    await served.load(0)
+    with pytest.raises(ValueError, match="request t"):
+        await collect(served.engine, ask([1] * 5000))
+    answer = Answer()
+    stream = asyncio.create_task(collect(served.engine, ask(max_tokens=512, temperature=0.0), answer))
+    await until(lambda: len(answer.tokens) > 8)
+    stream.cancel()
+    await asyncio.wait([stream])
+    # A pause that waits for requests to finish would find it.
+    await served.engine.pause("wait")
+    assert not served.engine.kv_use
+    await served.engine.resume()
+    assert (await collect(served.engine, ask(max_tokens=3))).reason in ("stop", "length")
+    assert await served.engine.score(PROMPT[:1]) == []
+
+
+async def check_i4_all_of_the_weights_or_nothing(
+    served: Served, change: Callable[[dict[str, Any]], Any], told: str, in_load: str
+) -> None:
+    """Other weights than the model's are refused before a load, and in it until they are whole."""
+    await served.load(0)
+    engine, version = served.engine, next(served.versions)
+    tensors = parameters_of(served.models[1])
+    complete = stage(served.publisher.publish(version, tensors))
+    change(tensors)
+    wrong = stage(served.publisher.publish(version, tensors))
+    with closing(complete), closing(wrong):
+        with pytest.raises(WeightsCorrupt, match=told):
+            await engine.accept(wrong)
+        await served.check_scores(0)
+        await engine.pause("abort")
+        for _ in range(2):
+            with pytest.raises(WeightsCorrupt, match=in_load):
+                await engine.load(wrong, recompute_kv=True)
+        await engine.load(complete, recompute_kv=True)
+        await engine.resume()
+        await served.check_scores(1)
+
+
+async def check_broadcasts(served: Served, sender: Sender) -> None:
+    """A broadcast brings the weights, again over the same group; a broken one is made good from shared memory."""
+    engine = served.engine
+    for number in (0, 1):
+        manifest = served.publisher.publish_model(next(served.versions), served.models[number])
+        await engine.pause("abort")
+        assert await broadcast(engine, sender, manifest) == [None, None]
+        await engine.resume()
+        await served.check_scores(number)
+        answer = await collect(engine, ask(max_tokens=4))
+        assert answer.spans == [VersionSpan(manifest.version, 0, len(answer.tokens))]
+    manifest = served.publisher.publish_model(next(served.versions), served.models[0])
+    await engine.pause("abort")
+    for failed in await broadcast(engine, sender, manifest, broken_off(sender, manifest)):
+        assert isinstance(failed, BroadcastFailed) and "enough" in str(failed)
+    with closing(stage(manifest)) as staged:
+        await engine.load(staged, recompute_kv=True)
+    await engine.resume()
+    await served.check_scores(0)

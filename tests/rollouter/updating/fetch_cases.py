@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,8 +113,3 @@ def calling(*peers: Any) -> Any:
     """A fetch's way to ask others; the peers by their names."""
     known = {peer.name: peer for peer in peers}
     return lambda name, request, timeout: known[name].call(request, timeout)
-
-
-def descriptors_of(pid: int) -> int:
-    """How many a process has open."""
-    return len(os.listdir(f"/proc/{pid}/fd"))

@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import pytest
-from cuts import way_to
 from fetch_cases import Server, calling
 from harness import Net, replace
 from probes import make_probe
@@ -29,8 +28,7 @@ from virtual import run_virtual
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages import Request
-from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.weights import Chunk, FetchChunk, Offer
+from asyncrl.messages.weights import FetchChunk, Offer
 from asyncrl.parameter_server.held import encode_deltas
 from asyncrl.rollouter.updating import fetch as module
 from asyncrl.rollouter.updating.fetch import Fetched, fetch
@@ -44,6 +42,7 @@ CHUNKS = 4 + 1 + 2 + 1
 WEIGHTS = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=3, deadline_s=20.0)
 OLD = [random_bytes(size, seed) for seed, size in enumerate(SIZES)]
 NEW = [stepped(OLD[0]), b"!", stepped(OLD[2]), random_bytes(50, 9)]
+both = pytest.mark.parametrize("transport", ["shm", "stream"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,26 +58,40 @@ def no_leak():
     assert comes_to(before)
 
 
-async def take(
-    offer: Offer, server: Server | None, base: StagedVersion | None = None, weights: WeightsConfig = WEIGHTS
-) -> Fetched:
+async def take(offer: Offer, server: Server, base: StagedVersion | None = None, **weights: Any) -> Fetched:
     """Without a network in between."""
 
     async def call(name: str, request: Request, timeout: float | None) -> Any:
-        assert server is not None, "nothing is to be asked for"
         assert isinstance(request, FetchChunk)
         try:
             return await server.fetch_chunk(request)
         except VersionGone as error:
             raise RemoteError("parameter_server/0", "version_gone", str(error)) from None
 
-    return await fetch(offer, base, call=call, weights=weights, who="rollouter/4")
+    changed = WEIGHTS.model_copy(update=weights)
+    return await fetch(offer, base, call=call, weights=changed, who="rollouter/4")
 
 
-def flipped(chunk: Chunk) -> Chunk:
-    data = chunk.data.copy()
-    data[len(data) // 2] ^= 4
-    return replace(chunk, data=data)
+async def check(fetching: Any, contents: list[bytes] = NEW) -> Fetched:
+    """It brings these bytes."""
+    found: Fetched = await fetching
+    assert contents_of(found.staged.manifest) == contents
+    found.staged.close()
+    return found
+
+
+@pytest.fixture
+def serving():
+    """Makes servers of version 4 alone."""
+    made: list[Server] = []
+
+    def serve(on_chunk=None):
+        made.append(Server(held(4, NEW), on_chunk=on_chunk))
+        return made[-1], made[-1].offer(4, "stream")
+
+    yield serve
+    for server in made:
+        server.close()
 
 
 @pytest.fixture
@@ -90,34 +103,27 @@ def server():
     made.close()
 
 
-@pytest.fixture
-def base(server):
-    """Version 3 as a replica holds it."""
-    staged = stage(server.snapshots[3].manifest)
-    yield staged
-    staged.close()
-
-
 # --- both ways ---
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@both
 @pytest.mark.parametrize("delta", [False, True])
-def test_every_bit_arrives(transport, delta, server, base):
+def test_every_bit_arrives(transport, delta, server):
     offer, probe = server.offer(4, transport), make_probe()
     offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
+    base, published = stage(server.snapshots[3].manifest), server.snapshots[4].manifest
     found = asyncio.run(take(offer, server, base if delta else None))
-    staged, published = found.staged, server.snapshots[4].manifest
-    assert staged.manifest.probe is probe
+    base.close()
     server.close()
+    staged = found.staged
+    assert staged.manifest.probe is probe
     assert contents_of(staged.manifest) == NEW
-    assert staged.version == 4
     for ours, theirs in zip(staged.manifest.buckets, published.buckets, strict=True):
         assert ours.path.startswith(f"/proc/{os.getpid()}/fd/")
         assert ours == replace(theirs, path=ours.path, delta=None)
     # What was taken can be given on, or taken as the next base.
     stage(staged.manifest).close()
-    assert set(staged.layout) == {"t0", "t1", "t2", "t3"}
+    assert (staged.version, set(staged.layout)) == (4, {"t0", "t1", "t2", "t3"})
     deltas = {index: bucket.delta.size for index, bucket in enumerate(published.buckets) if bucket.delta}
     assert set(deltas) == {0, 2}
     whole = sum(size for index, size in enumerate(SIZES) if index not in deltas)
@@ -129,7 +135,7 @@ def test_every_bit_arrives(transport, delta, server, base):
     staged.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@both
 @pytest.mark.parametrize("what", ["version", "layout", "bytes"])
 def test_a_base_that_does_not_fit_is_not_used_and_a_delta_that_leads_elsewhere_made_good(what, transport, server):
     """Other bytes, said to be version 3."""
@@ -138,22 +144,19 @@ def test_a_base_that_does_not_fit_is_not_used_and_a_delta_that_leads_elsewhere_m
     other = held(2 if what == "version" else 3, contents[what])
     base = stage(other.manifest)
     with capture_logs() as logs:
-        found = asyncio.run(take(server.offer(4, transport), server, base))
-    assert contents_of(found.staged.manifest) == NEW
+        found = asyncio.run(check(take(server.offer(4, transport), server, base)))
     said = [line for line in logs if line["event"] == "delta failed; the whole bucket is taken"]
     tried = [(4, 0, 3), (4, 2, 3)] if what == "bytes" else []
     assert sorted((line["version"], line["bucket"], line["base"]) for line in said) == tried
     assert all("checksum" in line["error"] for line in said)
     assert (found.encoded_bytes > sum(SIZES)) == bool(tried)
-    for each in (found.staged, base):
-        each.close()
+    base.close()
     other.release()
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_a_bit_flipped_in_a_segment_is_found_and_a_version_that_is_let_go_is_gone(transport, server):
+@both
+def test_i4_a_bit_flipped_in_a_segment_is_found_and_a_version_that_is_let_go_is_gone(transport, server):
     offer = server.offer(4, transport)
-    assert offer.manifest is not None
     buckets = list(offer.manifest.buckets)
     buckets[2] = replace(buckets[2], checksum=buckets[2].checksum ^ 1)
     with pytest.raises(WeightsCorrupt, match="version 4, bucket 2: its") as caught:
@@ -167,59 +170,52 @@ def test_a_bit_flipped_in_a_segment_is_found_and_a_version_that_is_let_go_is_gon
 # --- chunks ---
 
 
-def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch):
-    def flip(request, chunk):
-        wrong = (request.bucket, request.offset) == (0, CHUNK) and server.served[0, CHUNK, -1] == 1
-        return flipped(chunk) if wrong else chunk
+def flipped(chunk):
+    data = chunk.data.copy()
+    data[len(data) // 2] ^= 4
+    return replace(chunk, data=data)
 
+
+def shorter(chunk):
+    return replace(chunk, data=chunk.data[1:])
+
+
+@pytest.mark.parametrize(("spoil", "words"), [(flipped, "its checksum is"), (shorter, "4095 bytes instead of 4096")])
+def test_i4_a_chunk_that_is_corrupt_is_not_written_but_fetched_again_and_not_for_ever(
+    spoil, words, serving, monkeypatch
+):
     class Watched(Segment):
         def write(self, offset, data):
             assert bytes(data) == NEW[SIZES.index(self.size)][offset : offset + len(data)]
             super().write(offset, data)
 
+    def change(request, chunk):
+        wrong = (request.bucket, request.offset) == (2, CHUNK) and server.served[2, CHUNK, -1] <= times
+        return spoil(chunk) if wrong else chunk
+
     monkeypatch.setattr(module, "Segment", Watched)
-    server = Server(held(4, NEW), on_chunk=flip)
+    times = 1
+    server, offer = serving(change)
     with capture_logs() as logs:
-        found = asyncio.run(take(server.offer(4, "stream"), server))
-    assert contents_of(found.staged.manifest) == NEW
+        asyncio.run(check(take(offer, server)))
     [line] = logs
-    assert line["log_level"] == "warning"
-    assert (line["version"], line["bucket"], line["offset"]) == (4, 0, CHUNK)
-    assert "checksum" in line["error"]
-    assert server.served.pop((0, CHUNK, -1)) == 2
+    assert (line["version"], line["bucket"], line["offset"]) == (4, 2, CHUNK)
+    assert words in line["error"]
+    assert server.served.pop((2, CHUNK, -1)) == 2
     assert set(server.served.values()) == {1}
     assert len(server.served) == CHUNKS - 1
-    found.staged.close()
-    server.close()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (flipped, "its checksum is"),
-        (lambda chunk: replace(chunk, data=chunk.data[1:]), "4095 bytes instead of 4096"),
-    ],
-)
-def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil, words):
-    def change(request, chunk):
-        return spoil(chunk) if (request.bucket, request.offset) == (2, CHUNK) else chunk
-
-    server = Server(held(4, NEW), on_chunk=change)
+    times = 9
     with capture_logs(), pytest.raises(WeightsCorrupt, match=f"version 4, bucket 2: its chunk at 4096.*{words}"):
-        asyncio.run(take(server.offer(4, "stream"), server))
+        asyncio.run(take(offer, server))
     assert server.served[2, CHUNK, -1] == 3
-    server.close()
 
 
 @pytest.mark.parametrize("credit", [1, 5, 100])
-def test_no_more_is_asked_for_than_there_is_credit(credit):
-    server = Server(held(4, NEW))
-    weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=credit)
-    found = asyncio.run(take(server.offer(4, "stream"), server, weights=weights))
+def test_no_more_is_asked_for_than_there_is_credit(credit, serving):
+    server, offer = serving()
+    asyncio.run(check(take(offer, server, chunks_in_flight=credit)))
     assert server.most_running == min(credit, CHUNKS)
     assert set(server.served.values()) == {1}
-    found.staged.close()
-    server.close()
 
 
 @pytest.mark.parametrize(
@@ -231,28 +227,21 @@ def test_no_more_is_asked_for_than_there_is_credit(credit):
         (RemoteError("parameter_server/0", "KeyError", "a defect"), False),
     ],
 )
-def test_calls_that_fail_are_repeated_where_that_can_help(error, again):
-    failed = []
-
+def test_calls_that_fail_are_repeated_where_that_can_help(error, again, serving):
     def fail(request, chunk):
-        if (request.bucket, request.offset) == (0, CHUNK) and len(failed) < 2:
-            failed.append(request)
+        if (request.bucket, request.offset) == (0, CHUNK) and server.served[0, CHUNK, -1] <= 2:
             # A new one each time: with its traceback it would keep what was mapped.
             raise copy.copy(error)
         return chunk
 
-    server = Server(held(4, NEW), on_chunk=fail)
+    server, offer = serving(fail)
     with capture_logs() as logs:
         if again:
-            found = run_virtual(take(server.offer(4, "stream"), server))
-            assert contents_of(found.staged.manifest) == NEW
-            assert server.served[0, CHUNK, -1] == 3
-            assert logs
-            found.staged.close()
+            run_virtual(check(take(offer, server)))
+            assert server.served[0, CHUNK, -1] == 3 and logs
         else:
             with pytest.raises(type(error), match=str(error)):
-                run_virtual(take(server.offer(4, "stream"), server))
-    server.close()
+                run_virtual(take(offer, server))
 
 
 @pytest.mark.parametrize(
@@ -263,53 +252,39 @@ def test_calls_that_fail_are_repeated_where_that_can_help(error, again):
         (50.0, 15.0, 50.0, f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes"),
     ],
 )
-def test_a_fetch_ends_by_silence_or_by_the_deadline_of_all_of_it(whole_s, waits_s, ended, what):
+def test_a_fetch_ends_by_silence_or_by_the_deadline_of_all_of_it(whole_s, waits_s, ended, what, serving):
     async def slow(request, chunk):
         await asyncio.sleep(15.0 if request.bucket < 2 else waits_s)
         return chunk
 
     async def main():
         more = {} if whole_s is None else {"stage_deadline_s": whole_s}
-        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, **more)
         with pytest.raises(DeadlineExceeded) as caught:
-            await take(server.offer(4, "stream"), server, weights=weights)
+            await take(offer, server, chunks_in_flight=1, **more)
         assert asyncio.get_running_loop().time() == ended
         return caught.value
 
-    server = Server(held(4, NEW), on_chunk=slow)
+    server, offer = serving(slow)
     error = run_virtual(main())
     assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", whole_s or 20.0)
     assert what in str(error)
-    server.close()
-
-
-def test_the_error_of_a_silent_fetch_says_what_was_tried_last():
-    def away(request, chunk):
-        raise RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True)
-
-    server = Server(held(4, NEW), on_chunk=away)
-    with capture_logs() as logs, pytest.raises(DeadlineExceeded, match="cancelled: it ends"):
-        run_virtual(take(server.offer(4, "stream"), server))
-    assert len(logs) == 1, "once, not for every attempt"
-    server.close()
 
 
 # --- the end before the end ---
 
 
-@pytest.mark.parametrize("chunks", [0, 3, CHUNKS - 1])
-async def test_a_cancelled_stream_leaves_nothing(chunks):
+async def test_a_cancelled_stream_leaves_nothing(serving):
     arrived = asyncio.Event()
 
     async def stop(request, chunk):
-        if server.served.total() > chunks:
+        if server.served.total() > 3:
             arrived.set()
             await asyncio.sleep(3600)
         return chunk
 
-    server = Server(held(4, NEW), on_chunk=stop)
+    server, offer = serving(stop)
     before = open_memory()
-    fetching = asyncio.create_task(take(server.offer(4, "stream"), server))
+    fetching = asyncio.create_task(take(offer, server))
     await arrived.wait()
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -319,7 +294,7 @@ async def test_a_cancelled_stream_leaves_nothing(chunks):
     assert open_memory() <= before
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@both
 async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkeypatch):
     entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
     name = "verify_segment" if transport == "shm" else "_write"
@@ -354,32 +329,6 @@ BIG_CHUNKS = 4 + 2
 BIG_WEIGHTS = WeightsConfig(chunk_bytes=1 << 20, chunks_in_flight=2, deadline_s=20.0)
 
 
-async def test_a_broken_connection_is_taken_up_at_the_missing_chunk():
-    async with Net() as net:
-
-        async def break_off(request, chunk):
-            if server.served.total() == 3:
-                # While two are in flight: what comes now is of a connection that is no more.
-                asyncio.get_running_loop().call_soon(way.cut)
-                await asyncio.sleep(0.05)
-                await way.open()
-            return chunk
-
-        server = Server(held(4, BIG), on_chunk=break_off)
-        address = net.serve(server, "parameter_server/0", register=False).address
-        async with way_to(address) as way:
-            net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=way.address))
-            peer = net.client("parameter_server/0", "rollouter/4")
-            found = await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
-        assert contents_of(found.staged.manifest) == BIG
-        assert found.encoded_bytes == sum(map(len, BIG))
-        assert len(server.served) == BIG_CHUNKS
-        again = sum(times - 1 for times in server.served.values())
-        assert 1 <= again <= 2, "no more than was in flight comes twice"
-        found.staged.close()
-        server.close()
-
-
 @pytest.mark.parametrize("delta", [False, True])
 async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta):
     async with Net() as net:
@@ -392,30 +341,29 @@ async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delt
             return chunk
 
         old = held(3, [stepped(content, share=0.6) for content in BIG])
-        base = stage(old.manifest) if delta else None
+        base = stage(old.manifest)
         first = Server(encode_deltas(old, held(4, BIG)), on_chunk=die)
         # Its successor has the same version from the learner, and nothing to encode it against.
         second = Server(held(4, BIG))
         serving = net.serve(first, "parameter_server/0")
-        peer = net.client("parameter_server/0", "rollouter/4")
+        call = calling(net.client("parameter_server/0", "rollouter/4"))
+        weights = BIG_WEIGHTS.model_copy(update={"chunk_bytes": 1 << 16}) if delta else BIG_WEIGHTS
         with capture_logs() as logs:
-            weights = BIG_WEIGHTS.model_copy(update={"chunk_bytes": 1 << 16}) if delta else BIG_WEIGHTS
-            fetching = asyncio.create_task(fetch(first.offer(4, "stream"), base, call=calling(peer), weights=weights))
+            fetching = asyncio.create_task(
+                check(fetch(first.offer(4, "stream"), base if delta else None, call=call, weights=weights), BIG)
+            )
             await reached.wait()
             serving.close()
             first.close()
             net.serve(second, "parameter_server/0", incarnation=2)
-            found = await fetching
-        assert contents_of(found.staged.manifest) == BIG
+            await fetching
         if delta:
             assert {line["bucket"] for line in logs} == {0, 1}
-            assert {base for _, _, base in second.served} == {-1}
-            assert base is not None
-            base.close()
+            assert {at for _, _, at in second.served} == {-1}
         else:
             # Two of six had come.
             assert second.served.total() == BIG_CHUNKS - 2
             assert len(first.served | second.served) == BIG_CHUNKS
-        found.staged.close()
+        base.close()
         for each in (old, *second.snapshots.values()):
             each.release()

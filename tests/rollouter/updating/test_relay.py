@@ -1,38 +1,52 @@
-"""Handing a version on: chunk by chunk while it comes, to hosts below and to others of this one; whoever dies."""
+"""Handing a version on: chunk by chunk while it comes, to hosts below and to others of this one; whoever fails."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import xxhash
 from fetch_cases import Host, Server
 from harness import Net, replace
-from published_weights import as_streamed, comes_to, contents_of, held, open_memory, random_bytes, stage
+from hypothesis import given
+from hypothesis import strategies as st
+from published_weights import (
+    as_streamed,
+    comes_to,
+    contents_of,
+    held,
+    only_new_objects_collected,
+    open_memory,
+    random_bytes,
+    stage,
+)
 from structlog.testing import capture_logs
 from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import InvalidRequest, NotHere, VersionGone
-from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.rollouter.updating.relay import Relay
+from asyncrl.rollouter.updating.sources import IDLE_SHARE, PARAMETER_SERVER, SILENT_SHARE, Sources
 from asyncrl.weights.chunks import Piece
 from asyncrl.weights.segments import Segment
 
 PIECE = 1 << 20
 CONTENTS = [random_bytes(3 * PIECE + 5, 1), random_bytes(2 * PIECE, 2)]
 CHUNKS = 4 + 2
+EVEN = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
+ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
 WEIGHTS = WeightsConfig(chunk_bytes=PIECE, chunks_in_flight=2, deadline_s=20.0)
-PROCESS = Path(__file__).parent / "relay_process.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap():
+    with only_new_objects_collected():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +54,10 @@ def no_leak():
     before = open_memory()
     yield
     assert comes_to(before)
+
+
+def asked(version: int, piece: Piece, base: int = -1) -> FetchChunk:
+    return FetchChunk(version=version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
 
 
 async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above():
@@ -61,7 +79,10 @@ async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above()
         for each in found:
             each.staged.close()
         # Others of the host open what it holds, whatever has become of the update.
-        shared = stage(shared_manifest(server, hosts[2].paths))
+        buckets = server.snapshots[4].manifest.buckets
+        shared = stage(
+            replace(manifest, buckets=[replace(b, path=p) for b, p in zip(buckets, hosts[2].paths, strict=True)])
+        )
         for host in hosts:
             host.relay.close()
         assert contents_of(shared.manifest) == CONTENTS
@@ -69,16 +90,12 @@ async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above()
         server.close()
 
 
-EVEN = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
-ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
-
-
 @asynccontextmanager
 async def below(*scripts: Any) -> AsyncIterator[tuple[Host, list[Server], Manifest]]:
     """A host below the parameter server, rollouter/0 and rollouter/1, whose replies ``scripts`` change."""
-    async with Net() as net:
+    async with Net(memory=True) as net:
         servers = [Server(held(4, CONTENTS), on_chunk=script) for script in scripts]
-        for name, server in zip(("parameter_server/0", "rollouter/0", "rollouter/1"), servers, strict=True):
+        for name, server in zip(("parameter_server/0", "rollouter/0", "rollouter/1"), servers, strict=False):
             net.serve(server, name)
         host = Host(net, "rollouter/2", WEIGHTS)
         yield host, servers, as_streamed(servers[0].snapshots[4].manifest)
@@ -87,23 +104,21 @@ async def below(*scripts: Any) -> AsyncIterator[tuple[Host, list[Server], Manife
             server.close()
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other(slow):
+async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other():
     async def hold_back(request, chunk):
         await go_on.wait()
         return chunk
 
     go_on = asyncio.Event()
-    ways = [hold_back if stripe == slow else None for stripe in (0, 1)]
-    async with below(None, *ways) as (host, (server, *relays), manifest):
+    async with below(None, None, hold_back) as (host, (server, *relays), manifest):
         fetching = asyncio.create_task(host.take(manifest, "rollouter/0", more=[["rollouter/1"]]))
-        async with asyncio.timeout(20):
-            while arrived(host) != (EVEN, ODD)[1 - slow]:
-                await asyncio.sleep(0.002)
+        await asyncio.sleep(0)
         # They are handed on while the rest is under way.
-        for piece in arrived(host):
-            asked = FetchChunk(version=4, bucket=piece.bucket, offset=piece.offset, size=piece.size)
-            assert len((await host.relay.chunk(asked, 5.0)).data) == piece.size
+        for piece in EVEN:
+            assert len((await host.relay.chunk(asked(4, piece), 20.0)).data) == piece.size
+        for piece in ODD:
+            with pytest.raises(NotHere):
+                await host.relay.chunk(asked(4, piece), 0.0)
         go_on.set()
         found = await fetching
         assert contents_of(found.staged.manifest) == CONTENTS
@@ -111,71 +126,6 @@ async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_
         for relay, pieces in zip(relays, (EVEN, ODD), strict=True):
             assert relay.served == {(piece.bucket, piece.offset, -1): 1 for piece in pieces}
         found.staged.close()
-
-
-def shared_manifest(server: Server, paths: list[str]) -> Any:
-    manifest = server.snapshots[4].manifest
-    buckets = [replace(bucket, path=path) for bucket, path in zip(manifest.buckets, paths, strict=True)]
-    return replace(manifest, buckets=buckets)
-
-
-@asynccontextmanager
-async def host_process(address: str, manifest: Any) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(PROCESS),
-        address,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(msgspec.json.encode(manifest) + b"\n")
-        async with asyncio.timeout(60):
-            yield (await process.stdout.readline()).decode().strip(), process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version():
-    async with Net() as net:
-
-        async def hold_back(request, chunk):
-            # From the relay alone: it never gets the second bucket.
-            if request.bucket == 1 and not killed.is_set():
-                await asyncio.sleep(3600)
-            return chunk
-
-        killed = asyncio.Event()
-        server = Server(held(4, CONTENTS), on_chunk=hold_back)
-        address = net.serve(server, "parameter_server/0").address
-        manifest = as_streamed(server.snapshots[4].manifest)
-        async with host_process(address, manifest) as (relay, process):
-            net.register(ActorRecord(name="rollouter/1", incarnation=1, address=relay))
-            host = Host(net, "rollouter/2", WEIGHTS)
-            with capture_logs() as logs:
-                fetching = asyncio.create_task(host.take(manifest, "rollouter/1"))
-                while not any(piece.bucket == 0 and piece.offset == 3 * PIECE for piece in arrived(host)):
-                    await asyncio.sleep(0.01)
-                process.kill()
-                killed.set()
-                found = await fetching
-        assert contents_of(found.staged.manifest) == CONTENTS
-        # All that the relay had handed on was not asked for again.
-        assert server.asked_by["rollouter/2"] == 2
-        [line] = [line for line in logs if line["event"] == "relay is left"]
-        assert (line["relay"], line["next"], line["version"]) == ("rollouter/1", "parameter_server/0", 4)
-        found.staged.close()
-        host.relay.close()
-        server.close()
-
-
-def arrived(host: Host) -> set[Piece]:
-    held = host.relay._versions.get(4)
-    return set() if held is None else set(held.checksums)
 
 
 def flips(chunk: Chunk) -> Chunk:
@@ -203,63 +153,62 @@ async def test_a_relay_that_fails_is_left_for_the_next_above_and_for_its_stripe_
         found.staged.close()
 
 
-def test_a_relay_that_gets_nothing_itself_is_left_in_time():
+@pytest.mark.parametrize(
+    ("silent", "after_s", "words"),
+    [(True, 20.0 * SILENT_SHARE, "FetchChunk"), (False, 20.0 * IDLE_SHARE, "has not come within")],
+)
+def test_a_relay_that_dies_or_gets_nothing_itself_costs_what_was_missing_and_no_version(silent, after_s, words):
+    async def second_bucket_never(request, chunk):
+        if request.bucket == 1:
+            if silent:
+                await asyncio.sleep(3600)
+            await asyncio.sleep(1.0)
+            raise NotHere("it has not come within 1 s")
+        return chunk
+
     async def main():
-        async with Net(memory=True) as net:
-            server = Server(held(4, CONTENTS))
-            net.serve(server, "parameter_server/0")
-            idle, host = Host(net, "rollouter/1", WEIGHTS), Host(net, "rollouter/2", WEIGHTS)
-            idle.relay.begin(4)
-            found = await host.take(as_streamed(server.snapshots[4].manifest), "rollouter/1")
+        async with below(None, second_bucket_never) as (host, (server, _), manifest):
+            found = await host.take(manifest, "rollouter/0")
+            assert contents_of(found.staged.manifest) == CONTENTS
+            # All that the relay had handed on was not asked for again.
+            assert server.asked_by == {"rollouter/2": 2}
             found.staged.close()
-            for each in (idle, host):
-                each.relay.close()
-            server.close()
             return asyncio.get_running_loop().time()
 
     with capture_logs() as logs:
-        ended = run_virtual(main())
-    assert 10.0 <= ended < 20.0
+        assert after_s <= run_virtual(main()) < after_s + 5.0
     [line] = [line for line in logs if line["event"] == "relay is left"]
-    assert "has not come within" in line["error"]
+    assert (line["relay"], line["next"], line["version"]) == ("rollouter/0", "parameter_server/0", 4)
+    assert words in line["error"]
 
 
 # --- what is held ---
 
 
-def segment_of(content: bytes) -> Segment:
-    segment = Segment("test", len(content))
-    segment.write(0, content)
-    return segment
-
-
 def ask(relay: Relay, version: int, piece: Piece, base: int = -1) -> Chunk:
-    request = FetchChunk(version=version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
-    return run_virtual(relay.chunk(request, 5.0))
-
-
-FIRST = Piece(0, 0, 4096)
+    return run_virtual(relay.chunk(asked(version, piece, base), 5.0))
 
 
 def test_what_has_arrived_outlives_the_one_who_fetched_it():
-    relay, content = Relay(), random_bytes(4096)
-    segment = segment_of(content)
+    relay, content, first = Relay(), random_bytes(4096), Piece(0, 0, 4096)
+    segment = Segment("test", len(content))
+    segment.write(0, content)
     relay.begin(1)
-    relay.arrived(1, FIRST, segment.fd, xxhash.xxh3_64_intdigest(content))
+    relay.arrived(1, first, segment.fd, xxhash.xxh3_64_intdigest(content))
     segment.discard()
-    chunk = ask(relay, 1, FIRST)
+    chunk = ask(relay, 1, first)
     assert chunk.data.dtype == np.uint8 and chunk.data.tobytes() == content
     assert chunk.checksum == xxhash.xxh3_64_intdigest(content)
     for piece in (Piece(0, 4096, 4096), Piece(1, 0, 4096), Piece(0, 0, 8)):
         with pytest.raises(NotHere, match="has not come within 5.0 s"):
             ask(relay, 1, piece)
     with pytest.raises(InvalidRequest):
-        ask(relay, 1, FIRST, base=0)
+        ask(relay, 1, first, base=0)
     with pytest.raises(VersionGone):
-        ask(relay, 2, FIRST)
+        ask(relay, 2, first)
     relay.close()
     with pytest.raises(VersionGone):
-        ask(relay, 1, FIRST)
+        ask(relay, 1, first)
 
 
 def test_one_whole_version_is_held_beside_the_one_that_comes():
@@ -269,11 +218,20 @@ def test_one_whole_version_is_held_beside_the_one_that_comes():
         staged[version] = stage(snapshot.manifest)
         snapshot.release()
 
+    def holds(version):
+        try:
+            ask(relay, version, Piece(9, 0, 1))
+        except VersionGone:
+            return False
+        except (NotHere, InvalidRequest):
+            return True
+        raise AssertionError("there is no such chunk")
+
     def versions():
-        return set(relay._versions)
+        return {version for version in range(1, 5) if holds(version)}
 
     async def wait_for(version):
-        waiting = asyncio.create_task(relay.chunk(FetchChunk(version=version, bucket=9, offset=0, size=1), 1000.0))
+        waiting = asyncio.create_task(relay.chunk(asked(version, Piece(9, 0, 1)), 1000.0))
         await asyncio.sleep(1)
         relay.give_up(version)
         with pytest.raises(VersionGone):
@@ -301,3 +259,33 @@ def test_one_whole_version_is_held_beside_the_one_that_comes():
     relay.close()
     for each in staged.values():
         each.close()
+
+
+# --- whom a stripe asks ---
+
+ABOVE = ["r/1", "r/2"]
+
+
+def test_one_that_lives_is_left_only_when_nothing_has_come_for_long():
+    sources = Sources(ABOVE, deadline_s=80, now=0)
+    long = 80 * IDLE_SHARE
+    assert not sources.has_nothing("r/1", long - 1)
+    sources.came(long - 1)
+    assert not sources.has_nothing("r/1", long + 1)
+    assert sources.has_nothing("r/1", 2 * long - 1)
+    # The next has all of its time, and what was in flight to the one before says nothing of it.
+    assert not sources.has_nothing("r/2", 2 * long) and not sources.failed("r/1", 2 * long)
+    assert sources.has_nothing("r/2", 3 * long - 1)
+    assert not sources.has_nothing(PARAMETER_SERVER, 9 * long)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["failed", "has_nothing"]), st.sampled_from([*ABOVE, PARAMETER_SERVER]))))
+def test_each_relay_is_left_at_most_once_and_in_order(events):
+    sources = Sources(ABOVE, deadline_s=80, now=0)
+    for now, (what, name) in enumerate(events):
+        before = sources.present
+        changed = getattr(sources, what)(name, now * 30)
+        assert changed == (sources.present != before) and (not changed or before == name)
+        assert changed or what != "failed" or name != before or name == PARAMETER_SERVER
+        assert [*sources.left, sources.present] == [*ABOVE, PARAMETER_SERVER][: len(sources.left) + 1]
+        assert sources.timeout_s == 80 * (1 if sources.present == PARAMETER_SERVER else SILENT_SHARE)

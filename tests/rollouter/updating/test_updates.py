@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
 from asyncrl.messages import Done
+from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     BroadcastBegins,
     BucketLayout,
@@ -106,6 +106,8 @@ class Server:
         self.paths: list[list[str]] = []
         """Paths of the version held for others at each pause."""
         self.told: list[tuple[str, str, dict]] = []
+        self.committed: list[int] = []
+        self.updated: list[UpdateTimes] = []
         self.done = asyncio.Event()
 
     def chunks(self, request: FetchChunk) -> Chunk:
@@ -173,137 +175,108 @@ def broadcast(version: int) -> Offer:
     return Offer(version=version, transport="gloo", collective=collective)
 
 
-def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
+def follow(server: Server, *, loads=(), offs=(), **tables):
     """Follow until the server has nothing more; returns the engine's events, the server and the host."""
     config = sim_config(**tables)
     events: list = []
 
     async def main():
-        server = server_of()
         clock = LoopClock()
+        awaits, states = Awaits(clock.now), StateLedger(clock.now, "engine")
         loads_left, offs_left = list(loads), list(offs)
-        committed, updated = [], []
-        awaits = Awaits(clock.now)
-        host = EngineHost(
-            config, lambda: StubEngine(events, loads_left, offs_left), clock, StateLedger(clock.now, "engine"), awaits
-        )
+        host = EngineHost(config, lambda: StubEngine(events, loads_left, offs_left), clock, states, awaits)
+        told = lambda key, text, **more: server.told.append((key, text, more))  # noqa: E731
         follower = UpdateFollower(
             config,
-            services(
-                "rollouter/0",
-                clock,
-                awaits=awaits,
-                notify=lambda key, text, **more: server.told.append((key, text, more)),
-            ),
+            services("rollouter/0", clock, awaits=awaits, notify=told),
             host=host,
             call=lambda name, request, timeout: server.call(request),
-            committed=committed.append,
-            updated=updated.append,
+            committed=server.committed.append,
+            updated=server.updated.append,
             track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
             place="here",
         )
+        server.drifts = follower.drifts
         await host.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(follower.run())
-                waiting = tasks.create_task(server.done.wait())
-                await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                for task in (running, waiting):
-                    task.cancel()
+                await asyncio.wait({running, tasks.create_task(server.done.wait())}, return_when="FIRST_COMPLETED")
+                running.cancel()
+                server.done.set()
         except* ActorFailed as failed:
             problem = failed.exceptions[0]
             while isinstance(problem, BaseExceptionGroup):
                 problem = problem.exceptions[0]
             raise problem from None
-        assert committed == [r.version for r in server.reports if r.committed]
-        assert [times.version for times in updated] == committed
-        server.updated, server.drifts = updated, follower.drifts
+        assert server.committed == [r.version for r in server.reports if r.committed]
+        assert server.committed == [times.version for times in server.updated]
         return events, server, host
 
     return run_virtual(main())
 
 
+TRY = ["accept 1", "pause abort", "load 1 staged"]
+"""An update to version 1 up to the end of its load."""
+CORRUPT = WeightsCorrupt("half of it", version=1)
+DIES = EngineDied("rollouter/0", "killed")
+
+
 def test_a_version_is_staged_before_the_pause_which_holds_only_the_load(publish):
-    events, server, host = follow(lambda: Server([rolling(publish(3))], away=5), weights={"delta": True})
-    assert events == ["start", "accept 3", "pause abort", "load 3 staged", "resume"]
-    assert [request.base for request in server.asked] == [-1, 3]
-    assert [request.serving for request in server.asked] == [-1, 3]
-    assert host.version == 3
+    events, server, _ = follow(Server([rolling(publish(1))], away=5), weights={"delta": True})
+    assert events == ["start", *TRY, "resume"]
+    assert [(request.base, request.serving) for request in server.asked] == [(-1, -1), (1, 1)]
     report = server.reports[0]
-    assert (report.version, report.committed, report.times.transport, report.times.bytes) == (3, True, "shm", 128)
+    assert (report.version, report.committed, report.times.transport, report.times.bytes) == (1, True, "shm", 128)
 
 
 @pytest.mark.parametrize(("mode", "pause"), [("abort_resume", "abort"), ("keep", "keep"), ("drain", "wait")])
 def test_each_mode_pauses_in_its_own_way(publish, mode, pause):
-    events, _, _ = follow(lambda: Server([rolling(publish(0))]), rollout={"on_update": mode})
+    events, _, _ = follow(Server([rolling(publish(0))]), rollout={"on_update": mode})
     assert f"pause {pause}" in events
 
 
-def test_what_is_corrupt_is_never_loaded_and_asked_for_again(publish):
-    """I4: nothing is loaded before its checksum was compared."""
-    events, server, host = follow(lambda: Server([rolling(publish(1, checksum_off=1)), rolling(publish(1))]))
-    assert events == ["start", "accept 1", "pause abort", "load 1 staged", "resume"]
-    assert [report.committed for report in server.reports] == [False, True]
-    assert "checksum" in server.reports[0].error
-    assert host.version == 1
-
-
-def test_after_a_failed_load_the_engine_stays_paused_until_one_succeeds(publish):
-    corrupt = WeightsCorrupt("half of it", version=1)
-    events, server, host = follow(
-        lambda: Server([rolling(publish(0)), rolling(publish(1)), rolling(publish(1))]), loads=[None, corrupt]
-    )
-    assert events[-6:] == ["pause abort", "load 1 staged", "accept 1", "pause abort", "load 1 staged", "resume"]
-    assert [request.serving for request in server.asked] == [-1, 0, 0, 1]
-    assert host.version == 1
-
-
-def test_an_engine_that_fails_too_often_is_replaced(publish):
-    corrupt = [WeightsCorrupt("half of it", version=1)] * 2
-    events, server, host = follow(lambda: Server([rolling(publish(1))] * 3), loads=corrupt, weights={"max_attempts": 2})
-    assert events.count("load 1 staged") == 3
-    assert events[-6:] == ["close", "start", "accept 1", "pause abort", "load 1 staged", "resume"]
-    assert [report.committed for report in server.reports] == [False, False, True]
-    assert host.restarts == 1
-
-
-@pytest.mark.parametrize("problem", [EngineDied("rollouter/0", "killed"), "hang"])
-def test_an_engine_that_dies_or_hangs_in_a_load_is_replaced(publish, problem):
-    """I5: a load that does not come back within the deadline costs the engine, not the run."""
-    events, server, host = follow(lambda: Server([rolling(publish(1)), rolling(publish(1))]), loads=[problem])
-    tried = ["start", "accept 1", "pause abort", "load 1 staged"]
-    assert events == [*tried, "close", *tried, "resume"]
-    assert [report.committed for report in server.reports] == [False, True]
-    assert host.version == 1
+@pytest.mark.parametrize(
+    ("loads", "first_off", "tables", "expected"),
+    [
+        # I4: nothing is loaded before its checksum was compared.
+        ([], True, {}, [*TRY, "resume"]),
+        # I4: after a load that failed it stays paused until one succeeds.
+        ([CORRUPT], False, {}, [*TRY, *TRY, "resume"]),
+        # One that fails too often is replaced; I5: so is one that dies, or does not come back within the deadline.
+        ([CORRUPT] * 2, False, {"max_attempts": 2}, [*TRY, *TRY, "close", "start", *TRY, "resume"]),
+        ([DIES], False, {}, [*TRY, "close", "start", *TRY, "resume"]),
+        (["hang"], False, {}, [*TRY, "close", "start", *TRY, "resume"]),
+    ],
+)
+def test_what_fails_is_reported_and_tried_again(publish, loads, first_off, tables, expected):
+    offers = [rolling(publish(1, checksum_off=1 if first_off else 0)), *[rolling(publish(1))] * 2]
+    failures = len(loads) or 1
+    events, server, host = follow(Server(offers[: failures + 1]), loads=loads, weights=tables)
+    assert events == ["start", *expected]
+    assert [report.committed for report in server.reports] == [False] * failures + [True]
+    assert [request.serving for request in server.asked] == [-1] * (failures + 1) + [1]
+    assert (host.version, host.restarts) == (1, expected.count("close"))
+    assert not first_off or "checksum" in server.reports[0].error
 
 
 def test_engines_that_die_again_and_again_end_the_actor(publish):
-    dies = [EngineDied("rollouter/0", "killed")] * 5
     with pytest.raises(ActorFailed, match="died again after 2 restarts"):
-        follow(lambda: Server([rolling(publish(1))] * 5), loads=dies, supervision={"max_restarts": 2})
+        follow(Server([rolling(publish(1))] * 5), loads=[DIES] * 5, supervision={"max_restarts": 2})
 
 
-def test_a_broadcast_that_is_called_off_ends_the_pause_at_once(publish):
-    events, server, host = follow(lambda: Server([rolling(publish(0)), broadcast(1)], begins=False))
-    assert events[-2:] == ["pause abort", "resume"]
-    assert host.version == 0
-    assert [request.serving for request in server.asked] == [-1, 0, 0]
+@pytest.mark.parametrize(("failed", "end"), [(False, ["pause abort", "resume"]), (True, [*TRY, "pause abort"])])
+def test_a_broadcast_that_is_called_off_ends_the_pause_unless_a_load_had_failed(publish, failed, end):
+    offers = [rolling(publish(0)), *[rolling(publish(1))] * failed, broadcast(2)]
+    events, server, _ = follow(Server(offers, begins=False), loads=[None, CORRUPT])
+    assert events[-len(end) :] == end
+    assert {request.serving for request in server.asked[1:]} == {0}
 
 
 def test_a_broadcast_that_breaks_leaves_the_engine_paused_for_the_other_way(publish):
-    broken = BroadcastFailed(1, "connection closed")
-    corrupt = WeightsCorrupt("half of it", version=1)
-    events, server, host = follow(
-        lambda: Server([rolling(publish(0)), *[broadcast(1)] * 2, rolling(publish(1)), broadcast(2)]),
-        loads=[None, broken, corrupt],
-    )
-    assert (
-        events[-6:]
-        == [
-            *("load 1 broadcast", "accept 1", "pause abort", "load 1 staged", "resume", "pause abort"),
-            *("load 2 broadcast", "resume"),
-        ][-6:]
-    )
+    offers = [rolling(publish(0)), *[broadcast(1)] * 2, rolling(publish(1)), broadcast(2)]
+    events, server, host = follow(Server(offers), loads=[None, BroadcastFailed(1, "connection closed"), CORRUPT])
+    assert events[-7:] == ["load 1 broadcast", *TRY, "resume", "pause abort", "load 2 broadcast", "resume"][-7:]
     # It does not know whose fault it was that one broke, and says of which broadcast it speaks.
     told = [(report.committed, report.broke_off, report.epoch) for report in server.reports]
     assert told == [(True, False, -1), (False, True, 1), (False, False, 1), (True, False, -1), (True, False, -1)]
@@ -311,24 +284,9 @@ def test_a_broadcast_that_breaks_leaves_the_engine_paused_for_the_other_way(publ
     assert (host.restarts, host.version) == (0, 2)
 
 
-def test_a_call_off_does_not_wake_an_engine_whose_load_had_failed(publish):
-    corrupt = WeightsCorrupt("half of it", version=1)
-    events, _, host = follow(
-        lambda: Server([rolling(publish(0)), rolling(publish(1)), broadcast(2)], begins=False), loads=[None, corrupt]
-    )
-    assert events[-3:] == ["pause abort", "load 1 staged", "pause abort"]
-    assert host.version == 0
-
-
-def test_under_full_verification_nothing_is_admitted_before_the_engine_agrees_with_the_learner(publish):
-    """I4: after a load the engine computes what the learner does, or it loads again."""
-    events, server, host = follow(
-        lambda: Server([rolling(publish(1, probe=True))] * 2), offs=[2.0], weights={"verify": "full"}
-    )
-    assert events == [
-        *("start", "accept 1", "pause abort", "load 1 staged", "resume", "pause abort"),
-        *("accept 1", "pause abort", "load 1 staged", "resume"),
-    ]
+def test_i4_under_full_verification_nothing_is_admitted_before_the_engine_agrees_with_the_learner(publish):
+    events, server, host = follow(Server([rolling(publish(1, probe=True))] * 2), offs=[2.0], weights={"verify": "full"})
+    assert events == ["start", *TRY, "resume", "pause abort", *TRY, "resume"]
     assert "does not compute what the learner does" in server.reports[0].error
     assert server.updated[0].drift == pytest.approx(0.0)
     assert host.version == 1
@@ -337,60 +295,46 @@ def test_under_full_verification_nothing_is_admitted_before_the_engine_agrees_wi
 LIMITS = {"warn": 0.1, "stop": 0.3}
 
 
-def test_every_update_is_measured_and_a_larger_drift_is_told_with_its_count(publish):
+def test_every_update_is_measured_and_a_drift_is_told_until_one_past_the_limit_ends_the_run(publish):
     """Where the engine is not too busy for it, and the learner gives a probe."""
-    versions = [rolling(publish(version, probe=version < 4)) for version in range(5)]
-    _, server, host = follow(lambda: Server(versions), offs=[-0.07, 0.2, "hang", 0.22], drift=LIMITS)
-    assert host.version == 4
-    drifts = [None if off is None else pytest.approx(off * NORMAL) for off in (0.07, 0.2, None, 0.22, None)]
+    offers = [rolling(publish(version, probe=version != 4)) for version in range(6)]
+    server, off = Server(offers), (0.07, 0.2, None, 0.22, None, 0.35)
+    with pytest.raises(ActorFailed) as failed:
+        follow(server, offs=[-0.07, 0.2, "hang", 0.22, 0.35], drift=LIMITS)
+    drifts = [None if each is None else pytest.approx(each * NORMAL) for each in off]
     assert [times.drift for times in server.updated] == drifts
     assert server.updated[0].drift_worst == pytest.approx(0.07)
     assert server.updated[0].probe_kl == pytest.approx(np.expm1(-0.07) + 0.07)
     figures = server.drifts.figures
-    assert (figures["rollout/drift"], figures["rollout/drift_warnings"]) == (drifts[3], 2)
-    assert figures["rollout/drift_largest"] == drifts[3]
+    assert figures["rollout/drift"] == figures["rollout/drift_largest"] == drifts[5]
     assert [more["count"] for _, _, more in server.told] == [1, 2]
     for key, text, _ in server.told:
         assert key == "drift"
         assert all(word in text for word in ("rollouter/0", "version", "nats", "drift.warn = 0.1", "learner.dtype"))
-
-
-def test_a_drift_past_the_limit_ends_the_run_and_says_why(publish):
-    with pytest.raises(ActorFailed) as failed:
-        follow(
-            lambda: Server([rolling(publish(0, probe=True)), rolling(publish(1, probe=True))]),
-            offs=[0.0, 0.35],
-            drift=LIMITS,
-        )
-    assert failed.value.actor == "rollouter/0"
-    assert not failed.value.restartable
-    for words in ("version 1", "0.439 nats", "drift.stop = 0.3", "weights of another version", "raise drift.warn"):
+    assert (failed.value.actor, failed.value.restartable) == ("rollouter/0", False)
+    for words in ("version 5", "0.439 nats", "drift.stop = 0.3", "weights of another version", "raise drift.warn"):
         assert words in failed.value.reason
 
 
-def test_where_all_is_in_float32_less_is_rounding(publish):
-    """The weights of this test are bytes, which are no float32."""
-    offers = lambda dtype: Server([rolling(retyped(publish(0, probe=True), dtype))])  # noqa: E731
-    _, server, _ = follow(lambda: offers("bfloat16"), offs=[0.02])
-    assert server.told == []
-    with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
-        follow(lambda: offers("float32"), offs=[0.02])
-    # As far as is known.
-    _, server, _ = follow(lambda: offers("float32"), offs=[0.02], rollout={"gpus_per_replica": 1})
-    assert server.told == []
-
-
-def inode_of(path):
-    """None where there is nothing."""
-    try:
-        return os.stat(path).st_ino
-    except FileNotFoundError:
-        return None
+@pytest.mark.parametrize(
+    ("dtype", "rollout", "stops"),
+    # On a GPU float32 is, as far as is known, multiplied with fewer bits.
+    [("bfloat16", {}, False), ("float32", {}, True), ("float32", {"gpus_per_replica": 1}, False)],
+)
+def test_where_all_is_in_float32_less_is_rounding(publish, dtype, rollout, stops):
+    offers = [rolling(retyped(publish(0, probe=True), dtype))]
+    if stops:
+        with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
+            follow(Server(offers), offs=[0.02], rollout=rollout)
+    else:
+        assert follow(Server(offers), offs=[0.02], rollout=rollout)[1].told == []
 
 
 def test_what_it_fetched_for_its_host_is_held_until_it_serves_a_newer_version(publish):
-    manifest = publish(0)
-    held, there = [], []
+    manifest, held, there = publish(0), [], []
+
+    def inode(path):
+        return os.stat(path).st_ino if os.path.exists(path) else None
 
     class Remote(Server):
         def chunks(self, request):
@@ -402,14 +346,13 @@ def test_what_it_fetched_for_its_host_is_held_until_it_serves_a_newer_version(pu
 
         async def call(self, request):
             if isinstance(request, RequestPause) and request.paths:
-                held.append((request.paths[0], inode_of(request.paths[0])))
+                held.append((request.paths[0], inode(request.paths[0])))
             if isinstance(request, NextUpdate) and held:
-                path, inode = held[0]
-                there.append(inode_of(path) == inode)
+                there.append(inode(held[0][0]) == held[0][1])
             return await super().call(request)
 
     offer = Offer(version=0, transport="stream", manifest=as_streamed(manifest), share=True)
-    _, server, _ = follow(lambda: Remote([offer, rolling(publish(1))]))
+    _, server, _ = follow(Remote([offer, rolling(publish(1))]))
     assert [len(paths) for paths in server.paths] == [1, 0]
     assert there == [True, False]
     assert [report.committed for report in server.reports] == [True, True]

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from top.pictures import Run
 
-from asyncrl.report.utilisation import spans
 from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 from asyncrl.telemetry.snapshots.rates import Interval, mean, time_mean, total
 
@@ -38,6 +37,7 @@ def test_a_rate_is_over_the_time_between_heartbeats_and_not_between_snapshots():
 def test_what_cannot_be_known_is_none_and_not_zero():
     assert rate(actor(None), actor(None)) is None
     assert rate(actor(100.0, heard_s=0.0), actor(100.0, heard_s=10.0)) is None, "it was not heard in between"
+    assert rate(actor(1000.0), actor(50.0, incarnation=2)) is None, "when it started is not known"
     newer = actor(5.0)
     assert Interval(None, snapshot(1.0, newer)).rate(newer, "rollout/sampled_tokens") is None
     assert total([None, None]) is None and total([None, 2.0]) == 2.0
@@ -59,21 +59,6 @@ def test_what_cannot_be_known_is_none_and_not_zero():
 )
 def test_the_mean_of_a_level_over_time(moments, found):
     assert time_mean(moments) == (None if found is None else pytest.approx(found))
-
-
-def test_a_successor_does_not_take_tokens_back():
-    assert rate(actor(1000.0), actor(50.0, incarnation=2)) is None, "when it started is not known"
-
-
-def test_shares_are_those_of_the_time_in_between():
-    older, newer = (
-        actor(seconds={"generating": 100.0}),
-        actor(seconds={"generating": 103.0, "waiting": 1.0}),
-    )
-    interval = Interval(snapshot(0.0, older), snapshot(4.0, newer))
-    assert interval.shares([(newer, newer.resources[0])]) == {"generating": 0.75, "waiting": 0.25}
-    alone = Interval(None, snapshot(4.0, newer))
-    assert alone.shares([(newer, newer.resources[0])])["generating"] == pytest.approx(103 / 104)
 
 
 def test_a_resource_that_was_replaced_inside_its_actor_begins_at_nothing():
@@ -98,13 +83,6 @@ def test_of_a_resource_that_was_not_known_before_nothing_is_told_that_does_not_f
     interval = Interval(snapshot(0.0, *before), snapshot(2.0, newer))
     assert interval.seconds_by_state(newer, newer.resources[0]) == pytest.approx(found)
     assert sum(interval.shares([(newer, newer.resources[0])]).values()) == pytest.approx(1.0 if found else 0.0)
-
-
-def test_a_span_in_which_an_old_engine_appears_tells_of_the_others_alone():
-    old, new = actor(seconds={"generating": 36_000.0}), actor(seconds={"waiting": 5.0}, name="rollouter/1")
-    later = actor(seconds={"waiting": 7.0}, name="rollouter/1")
-    (span,) = spans([snapshot(0.0, new), snapshot(2.0, old, later)])
-    assert span.shares == {"engine": {"waiting": 1.0}}
 
 
 def test_histograms_are_subtracted():

@@ -28,19 +28,17 @@ def steps(run_dir):
     return [snapshot.run.step for snapshot in read_recording(run_dir)]
 
 
-def test_what_was_recorded_is_read(tmp_path):
-    recorder = Recorder(tmp_path, 1, 1 << 20)
-    for number in range(5):
-        put(recorder, number, size=3)
-    assert read_recording(tmp_path)[2] == picture(2, 3)
-    assert steps(tmp_path) == [0, 1, 2, 3, 4]
-
-
 def test_attempts_and_successors_follow_one_another(tmp_path):
     for attempt, number in ((1, 0), (1, 1), (2, 2), (10, 3)):
-        put(Recorder(tmp_path, attempt, 1 << 20), number)
+        put(Recorder(tmp_path, attempt, 1 << 20), number, size=3)
     assert steps(tmp_path) == [0, 1, 2, 3]
+    assert read_recording(tmp_path)[2] == picture(2, 3)
     assert [segment.number for segment in segments(tmp_path)] == [0, 1, 0, 0]
+    # One that cannot be read takes only itself.
+    unreadable = segments(tmp_path)[1].path
+    unreadable.unlink()
+    unreadable.mkdir()
+    assert steps(tmp_path) == [0, 2, 3]
 
 
 def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path):
@@ -91,15 +89,6 @@ def test_a_torn_end_takes_only_itself(tmp_path, cut):
     # Its successor begins a segment of its own.
     put(Recorder(tmp_path, 1, 1 << 20), 9)
     assert steps(tmp_path) == [0, 1, 2, 9]
-
-
-def test_a_segment_that_cannot_be_read_takes_only_itself(tmp_path):
-    for attempt in (1, 2, 3):
-        put(Recorder(tmp_path, attempt, 1 << 20), attempt)
-    unreadable = segments(tmp_path)[1].path
-    unreadable.unlink()
-    unreadable.mkdir()
-    assert steps(tmp_path) == [1, 3]
 
 
 def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):

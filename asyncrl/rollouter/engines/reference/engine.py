@@ -150,7 +150,7 @@ class ReferenceEngine:
         self._require_alive()
         assert self._version >= 0, "nothing is generated before the first load"
         assert request.id not in self._flights, f"request {request.id} is in flight already"
-        flight = _Request(request.id, self._continuation(request), DeltaStream(asyncio.get_running_loop()))
+        flight = _Request(request.id, self._continuation(request), DeltaStream())
         self._flights[request.id] = flight
         heapq.heappush(self._waiting, (request.priority, next(self._arrivals), flight))
         self._wake()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,17 +13,17 @@ from asyncrl.rollouter.engines.vllm.adapter import _require_lora_support
 from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID, _layers, _replace
 
 RANK, ROOM, WIDTH = 3, 8, 5
-SIZES = {"qkv_proj": (6, 2, 2), "o_proj": (5,)}
-PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "o_proj": ["o_proj"]}
+PARTS = {"qkv_proj": {"q_proj": 6, "k_proj": 2, "v_proj": 2}, "o_proj": {"o_proj": 5}}
 
 
 class Module:
     """A layer of an engine, cut over ``tp_size`` workers by its rows, of which this is the last."""
 
-    def __init__(self, sizes: tuple[int, ...], tp_size: int) -> None:
+    def __init__(self, sizes: list[int], tp_size: int) -> None:
         self.tp_size = tp_size
         self.lora_a_stacked = tuple(torch.zeros(1, 1, ROOM, WIDTH) for _ in sizes)
         self.lora_b_stacked = tuple(torch.zeros(1, 1, size // tp_size, ROOM) for size in sizes)
+        self.takes_over = True
 
     def slice_lora_a(self, a: Any) -> Any:
         return a
@@ -35,27 +34,25 @@ class Module:
         return b[-(len(b) // self.tp_size) :]
 
     def set_lora(self, a: list[Any], b: list[Any]) -> None:
-        for index, pair in enumerate(zip(a, b, strict=True)):
-            for held, given in zip((self.lora_a_stacked[index], self.lora_b_stacked[index]), pair, strict=True):
-                held[:] = 0
-                if given is not None:
-                    cut = given if held is self.lora_a_stacked[index] else self.slice_lora_b(given)
-                    held[0, 0, : cut.shape[0], : cut.shape[1]] = cut
+        if self.takes_over:
+            for stacked, given in ((self.lora_a_stacked, a), (self.lora_b_stacked, self.slice_lora_b(b))):
+                for held, each in zip(stacked, given, strict=True):
+                    held[:] = 0
+                    if each is not None:
+                        held[0, 0, : each.shape[0], : each.shape[1]] = each
 
 
-@dataclass
 class Manager:
-    """As far as the loader uses vLLM's."""
+    """As far as the loader uses vLLM's; it passes over the adapter of ``forgotten``."""
 
-    tp_size: int = 1
-    forgotten: set[str] = field(default_factory=set)
-    """Layers whose adapter is passed over."""
-
-    def __post_init__(self) -> None:
-        self.modules = {name: Module(sizes, self.tp_size) for name, sizes in SIZES.items()}
-        self.packed_modules = {name: parts for name, parts in PARTS.items() if len(parts) > 1}
+    def __init__(self, tp_size: int = 1) -> None:
+        self.modules = {
+            name: Module(list(parts.values()), tp_size if len(parts) > 1 else 1) for name, parts in PARTS.items()
+        }
+        self.packed_modules = {"qkv_proj": list(PARTS["qkv_proj"])}
         self.lora_index_to_id: list[int | None] = [None]
         self.registered: Any = None
+        self.forgotten = ""
 
     def add_adapter(self, lora: Any) -> None:
         assert self.registered is None
@@ -63,7 +60,7 @@ class Manager:
 
     def activate_adapter(self, id: int) -> None:
         self.lora_index_to_id = [id]
-        loras = {name: lora for name, lora in self.registered.loras.items() if name not in self.forgotten}
+        loras = {name: lora for name, lora in self.registered.loras.items() if name != self.forgotten}
         for name, module in self.modules.items():
             found = [loras.get(part) for part in PARTS[name]]
             module.set_lora([lora and lora.lora_a for lora in found], [lora and lora.lora_b for lora in found])
@@ -73,22 +70,20 @@ class Manager:
         self.lora_index_to_id, self.registered = [None], None
 
 
-def layers(*without: str, scaling: float = 0.5) -> Any:
+def layers(*without: str, rank_of_o: int = RANK) -> Any:
     torch.manual_seed(1)
     tensors = []
-    for name, sizes in SIZES.items():
-        for part, size in zip(PARTS[name], sizes, strict=True):
-            if part not in without:
-                tensors.append((f"base_model.model.{part}.lora_A.weight", torch.randn(RANK, WIDTH)))
-                tensors.append((f"base_model.model.{part}.lora_B.weight", torch.randn(size, RANK)))
-    return _layers(tensors, None, scaling, torch.float32)
+    for part, size in {**PARTS["qkv_proj"], **PARTS["o_proj"]}.items():
+        rank = rank_of_o if part == "o_proj" else RANK
+        for end, shape in (("A", (rank, WIDTH)), ("B", (size, rank))):
+            if part not in without and f"{part}.{end}" not in without:
+                tensors.append((f"base_model.model.{part}.lora_{end}.weight", torch.randn(shape)))
+    return _layers(tensors, None, 0.5, torch.float32)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_an_adapter_arrives_and_replaces_the_one_before(tp_size):
     manager = Manager(tp_size)
-    manager.modules["o_proj"].tp_size = 1
-    manager.modules["o_proj"].lora_b_stacked = (torch.zeros(1, 1, 5, ROOM),)
     for without in ([], ["k_proj"], ["o_proj"]):
         published = layers(*without)
         _replace(manager, published)
@@ -96,30 +91,30 @@ def test_an_adapter_arrives_and_replaces_the_one_before(tp_size):
         assert manager.registered.loras.keys() == published.keys()
 
 
-def _forget(manager: Manager) -> None:
-    manager.forgotten = {"k_proj"}
+def forget(manager: Manager) -> None:
+    manager.forgotten = "k_proj"
 
 
-def _leave(manager: Manager) -> None:
-    """A slice without an adapter holds what was there before."""
-    manager.modules["o_proj"].set_lora = lambda a, b: None
+def leave(manager: Manager) -> None:
+    """A slice holds what was there before."""
+    manager.modules["o_proj"].takes_over = False
     manager.modules["o_proj"].lora_b_stacked[0][:] = 1.0
 
 
-def _merge(manager: Manager) -> None:
+def merge(manager: Manager) -> None:
     """Three layers of the checkpoint in two slices."""
     module = manager.modules["qkv_proj"]
     module.lora_a_stacked, module.lora_b_stacked = module.lora_a_stacked[:2], module.lora_b_stacked[:2]
-    module.set_lora = lambda a, b: None
+    module.takes_over = False
 
 
 @pytest.mark.parametrize(
     ("breaks", "without", "told"),
     [
-        (_forget, [], r"1 layers: \['k_proj'\]"),
-        (_leave, ["o_proj"], r"1 layers: \['o_proj'\]"),
-        (_leave, [], r"1 layers: \['o_proj'\]"),
-        (_merge, [], r"3 layers: \['k_proj', 'q_proj', 'v_proj'\]"),
+        (forget, [], r"1 layers: \['k_proj'\]"),
+        (leave, ["o_proj"], r"1 layers: \['o_proj'\]"),
+        (leave, [], r"1 layers: \['o_proj'\]"),
+        (merge, [], r"3 layers: \['k_proj', 'q_proj', 'v_proj'\]"),
     ],
 )
 def test_what_did_not_arrive_is_named_and_nothing_is_left(breaks, without, told):
@@ -132,25 +127,24 @@ def test_what_did_not_arrive_is_named_and_nothing_is_left(breaks, without, told)
     assert manager.registered is None
 
 
-def test_models_whose_class_takes_no_adapters_are_refused_by_name():
-    _require_lora_support({"architectures": ["Qwen2ForCausalLM"]})
-    _require_lora_support({"architectures": ["NobodysForCausalLM"]})
-    with pytest.raises(ConfigError, match=r"model\.path: vLLM's GPT2LMHeadModel takes no adapters; set lora\.publish"):
-        _require_lora_support({"architectures": ["GPT2LMHeadModel"]})
+def test_half_an_adapter_and_one_of_two_ranks_are_refused():
+    with pytest.raises(RuntimeError, match=r"only one of two matrices came for \['k_proj'\]"):
+        layers("k_proj.A")
+    with pytest.raises(RuntimeError, match=r"ranks \[3, 4\], and not one and the same"):
+        _replace(Manager(), layers(rank_of_o=4))
 
 
-def test_the_classes_that_preflight_refuses_are_those_of_vllm():
+def test_models_whose_class_takes_no_adapters_are_refused_by_name_and_preflight_knows_them():
     from vllm.model_executor.models import ModelRegistry, supports_lora
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    found = set()
+    _require_lora_support({"architectures": ["Qwen2ForCausalLM", "NobodysForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"model\.path: vLLM's GPT2LMHeadModel takes no adapters; set lora\.publish"):
+        _require_lora_support({"architectures": ["GPT2LMHeadModel"]})
     for architecture in _TEXT_GENERATION_MODELS:
         try:
-            known = ModelRegistry.models[architecture].load_model_cls()
+            takes_none = not supports_lora(ModelRegistry.models[architecture].load_model_cls())
         except ImportError:
             # Of a package that is not installed here, as torchvision.
-            assert architecture not in WITHOUT_ADAPTERS
-            continue
-        if not supports_lora(known):
-            found.add(architecture)
-    assert found == set(WITHOUT_ADAPTERS)
+            takes_none = False
+        assert takes_none == (architecture in WITHOUT_ADAPTERS), architecture

@@ -10,6 +10,7 @@ import base64
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 import torch
 from rollouter.engines.engine_cases import LONG_S, buckets_of, part_of, send
 from tiny_models import Publisher
+from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.rollouter.engines.vllm.worker import nccl as worker_side
+from asyncrl.rollouter.engines.vllm.worker.nccl import NcclReceiver
 from asyncrl.weights.collective import nccl as learner_side
 from asyncrl.weights.collective.packing import packed_bytes
 from asyncrl.weights.collective.sender import Sender
@@ -41,10 +44,6 @@ class Wire:
 
 @pytest.fixture
 def wire(monkeypatch):
-    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
-
-    from asyncrl.rollouter.engines.vllm.worker import nccl as worker_side
-
     made = Wire()
 
     class Group:
@@ -94,38 +93,12 @@ def wire(monkeypatch):
     return made
 
 
-class Worker:
-    """A receiver, and what it has loaded."""
-
-    def __init__(self) -> None:
-        from asyncrl.rollouter.engines.vllm.worker.nccl import NcclReceiver
-
-        self.receiver = NcclReceiver(None, None, torch.device("cpu"))
-        self.loaded: dict[str, torch.Tensor] = {}
-
-    def receive(self, weights: BroadcastPart) -> None:
-        self.receiver.receive(weights, 0, lambda tensors: self.loaded.update(tensors))
-
-
 @pytest.fixture
-def worker(wire):
-    made = Worker()
-    yield made
-    made.receiver.close()
-
-
-@pytest.fixture
-def sender(wire):
-    made = Sender("nccl", "127.0.0.1", LONG_S)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def publisher():
-    made = Publisher()
-    yield made
-    made.close()
+def parts(wire):
+    """(sender, receiver, publisher)"""
+    receiver = NcclReceiver(None, None, torch.device("cpu"))
+    with closing(Publisher()) as publisher, closing(Sender("nccl", "127.0.0.1", LONG_S)) as sender, closing(receiver):
+        yield sender, receiver, publisher
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
@@ -138,18 +111,18 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_versions_arrive_over_one_group(wire, sender, worker, publisher):
+def test_versions_arrive_over_one_group(wire, parts):
+    sender, receiver, publisher = parts
     with ThreadPoolExecutor(1) as pool:
         for version in range(3):
-            expected = tensors(version)
+            expected, loaded = tensors(version), {}
             manifest = publisher.publish(version, expected)
             weights = part_of(sender, manifest, backend="nccl")
-            receiving = pool.submit(worker.receive, weights)
+            receiving = pool.submit(receiver.receive, weights, 0, loaded.update)
             send(sender, weights, buckets_of(manifest))
             receiving.result(LONG_S)
-            assert worker.loaded.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert torch.equal(worker.loaded[name], tensor)
+            assert loaded.keys() == expected.keys()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     # One bucket is one broadcast: the buffer is as large as the largest, packed.
     [info] = wire.infos
     assert (info.packed, info.packed_buffer_size_bytes) == (True, 430)
@@ -164,16 +137,15 @@ def test_versions_arrive_over_one_group(wire, sender, worker, publisher):
         ("disabled", "vLLM has disabled NCCL"),
     ],
 )
-def test_lost_bucket_does_not_pass_as_received_and_disabled_nccl_is_refused(
-    wire, sender, worker, publisher, why, words
-):
+def test_lost_bucket_does_not_pass_as_received_and_disabled_nccl_is_refused(wire, parts, why, words):
+    sender, receiver, publisher = parts
     wire.lost, wire.disabled = why != "disabled", why == "disabled"
     manifest = publisher.publish(1, tensors(1))
     weights = part_of(sender, manifest, backend="nccl", timeout_s=1.0 if why == "late" else LONG_S)
     if why == "aborted":
         threading.Timer(0.5, sender.abort, ["enough"]).start()
     with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(worker.receive, weights)
+        receiving = pool.submit(receiver.receive, weights, 0, dict)
         with pytest.raises(BroadcastFailed, match=words):
             send(sender, weights, buckets_of(manifest))
         with pytest.raises(BroadcastFailed, match=words):
