@@ -108,6 +108,11 @@ class Serving:
         return self.endpoint.counts
 
     @property
+    def connections(self) -> list[Any]:
+        """Connections that are open."""
+        return list(self.endpoint._runner.server.connections)
+
+    @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 

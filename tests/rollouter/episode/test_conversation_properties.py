@@ -1,5 +1,6 @@
 """Conversations of random agents, held against what the engine was given and what it sampled."""
 
+import numpy as np
 import pytest
 from conversation_cases import TEMPLATES, Player, by_character, echo, encode, reserialised, tool, user
 from hypothesis import given, settings
@@ -159,6 +160,8 @@ def each_sampled_token_is_trained_once_in_the_context_that_it_was_sampled_in(pla
     }
     trained = []
     for sequence in player.conversation.sequences():
+        assert (sequence.tokens.dtype, sequence.logprobs.dtype) == (np.int32, np.float32)
+        assert not sequence.prompt_ids.flags.writeable
         whole = [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]
         prompt = len(sequence.prompt_ids)
         scores = iter(sequence.logprobs.tolist())
@@ -272,7 +275,8 @@ def test_an_honest_agent_makes_one_sequence(random, turns):
         total += agent.player.conversation.rewards.setdefault(node.id, float(number))
     conversation = agent.player.conversation
     counts = conversation.counts()
-    assert counts.forks == {} and counts.cost_factor == 1.0 and counts.turns == turns
+    assert (counts.forks, counts.cost_factor, counts.turns) == ({}, 1.0, turns)
+    assert counts.context_tokens + counts.sampled_tokens == node.length
     last = next((node for node in reversed(conversation.nodes) if node.trained), None)
     sequences = conversation.sequences()
     assert len(sequences) == (last is not None)
