@@ -18,21 +18,21 @@ def trained_uids(system):
 
 def test_i1_a_prompt_that_kills_every_engine_is_quarantined_and_the_run_goes_on(tmp_path, monkeypatch):
     """The innocent are trained, and the engines' restarts are not used up."""
-    generate, deaths = SimEngine.generate, []
+    generate, running, inside = SimEngine.generate, {}, {}
 
     async def poisoned(self, request):
         running.setdefault(self, set()).add(request.id)
         try:
             async for delta in generate(self, request):
-                if request.key.startswith("0-7/"):
-                    deaths.append({id.partition("/")[0] for id in running[self]})
+                # Not where it is paused for an update: that would be no fault of the prompt.
+                if request.key.startswith("0-7/") and delta.finish_reason != "abort":
+                    inside.setdefault(self, {id.partition("/")[0] for id in running[self]})
                     await self.close()
                     raise EngineDied(self.name, "killed by its prompt")
                 yield delta
         finally:
             running[self].discard(request.id)
 
-    running = {}
     monkeypatch.setattr(SimEngine, "generate", poisoned)
     config = sim_config(
         data={"size": 24, "shuffle": False},
@@ -47,8 +47,8 @@ def test_i1_a_prompt_that_kills_every_engine_is_quarantined_and_the_run_goes_on(
     uids = trained_uids(system)
     assert len(uids) == 28 and "0-7" not in uids
     assert system.lines("train")[-1]["ledger/quarantined"] == 1
-    alone = [inside for inside in deaths if inside == {"0-7"}]
-    assert deaths[-2:] == alone[-2:] == [{"0-7"}] * 2
+    deaths = list(inside.values())
+    assert deaths[-2:] == [{"0-7"}] * 2
     assert 2 + 2 <= len(deaths) <= 2 + 2 + 1
 
 
