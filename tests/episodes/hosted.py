@@ -139,6 +139,16 @@ class Hosted:
         done: EpisodeDone = await self.run(prompt, **changes)
         return done
 
+    @property
+    def base_url(self) -> str:
+        """The endpoint's, for OpenAI's clients."""
+        return str(self.actor._players._setup.base_url)
+
+    def keeper_pid(self) -> int:
+        """The process that keeps the one program that runs."""
+        (program,) = self.actor._players._running.values()
+        return int(program.process.pid)
+
     def figure(self, name: str) -> float:
         return self.actor.figures()[f"episodes/{name}"]
 
@@ -152,6 +162,11 @@ class Hosted:
     def slots(self) -> list[Any]:
         assert isinstance(self.actor._players, Workers)
         return self.actor._players._slots
+
+    def start_within(self, seconds: float) -> None:
+        """Seconds that a worker may take until it is ready, from now on."""
+        assert isinstance(self.actor._players, Workers)
+        self.actor._players._start_timeout_s = seconds
 
     def notices(self) -> dict[str, tuple[int, str]]:
         return {each.key: (each.count, each.text) for each in self.actor._notices.take()}
