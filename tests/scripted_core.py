@@ -122,7 +122,7 @@ async def serving(core: ScriptedCore, **options: Any) -> AsyncIterator[Serving]:
     """The endpoint, as its actor keeps it."""
     served = Serving(core, options)
     served.url = await served.endpoint.start()
-    watch = asyncio.create_task(served.endpoint.watch())
+    watch = asyncio.create_task(served.endpoint.calls.watch())
     try:
         yield served
         assert not watch.done()
