@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from episodes.hosted import Hosted, Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
+from episodes.hosted import Hosted, Rollouter, config_with, hosting, is_over, until, waits, worker_pids
 
 from asyncrl.config.load import validate_config
 from asyncrl.episodes import actor as actor_module
@@ -15,52 +15,31 @@ from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 
-HTTP = """
-import json, os, urllib.error, urllib.request
+BY_HTTP = """
+import json, os, urllib.request
 
-def ask(path, body, base=None, key=None):
-    request = urllib.request.Request(
-        (base or os.environ["OPENAI_BASE_URL"]) + path,
-        json.dumps(body).encode(),
-        {"Authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"]), "Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+def ask(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        return answer.status, json.loads(answer.read())
 
-def chat(base=None, key=None):
-    return ask("/chat/completions", {"model": "x", "messages": [{"role": "user", "content": "hi"}]}, base, key)
-
-def play(task, client):
-    status, answer = chat(client.base_url, client.api_key)
-    return float(len(answer["choices"][0]["message"]["content"])) if status == 200 else -float(status)
-
-if __name__ == "__main__":
-    status, answer = chat()
-    print(ask("/asyncrl/reward", {"value": 0.25})[0])
-    print(json.dumps({"status": status, "length": len(answer["choices"][0]["message"]["content"])}))
+status, answer = ask("/chat/completions", {"model": "x", "messages": [{"role": "user", "content": "hi"}]})
+print(ask("/asyncrl/reward", {"value": 0.25})[0])
+print(json.dumps({"status": status, "length": len(answer["choices"][0]["message"]["content"])}))
 """
 FUNCTION = config_with(function="plays:play", workers=1)
 
 
-@pytest.mark.parametrize("play", [{"command": [sys.executable, "by_http.py"]}, {"function": "by_http:play"}])
-async def test_programs_and_functions_ask_over_http_the_same_conversation(tmp_path, play):
-    (tmp_path / "by_http.py").write_text(HTTP)
+async def test_a_program_asks_over_http(tmp_path):
+    (tmp_path / "by_http.py").write_text(BY_HTTP)
     rollouter = Rollouter("hello")
-    async with hosting(config_with(**play, workers=1), tmp_path, rollouter) as host:
+    async with hosting(config_with(command=[sys.executable, "by_http.py"]), tmp_path, rollouter) as host:
         done = await host.play(session="a" * 32)
+        assert done.components == {"status": 200.0, "length": 5.0}
         assert [chat.session for chat in rollouter.chats] == ["a" * 32]
-        if "command" in play:
-            assert done.components == {"status": 200.0, "length": 5.0}
-            assert rollouter.rewards == [("a" * 32, None, 0.25)]
-            assert host.figure("http_requests") == 1
-        else:
-            assert done == EpisodeDone(reward=5.0)
-            rollouter.answers = [refuses("messages", "are odd")]
-            assert await host.play() == EpisodeDone(reward=-400.0)
-            assert host.figure("http_refused") == 1
+        assert rollouter.rewards == [("a" * 32, None, 0.25)]
+        assert host.figure("http_requests") == 1
 
 
 @asynccontextmanager
@@ -113,6 +92,7 @@ async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_
         await until(lambda: rollouter.cancelled == 1 and host.figure("open") == 0)
         status, error = await asked(host, key)
         assert (status, error["code"], len(rollouter.chats)) == (400, "episode_over", 3)
+        assert host.figure("http_refused") == 1
 
 
 def requested(prompt: str) -> RunEpisode:

@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from episodes.hosted import Rollouter, config_with, hosting, refuses
 from session_cases import World, call_of
 from whole import play, whole
 
@@ -175,22 +174,3 @@ def test_tools_of_a_task_are_turns_of_one_sequence(folder):
     (said,) = spoken(tokenizer, played)
     assert [each for each in said.split("<|im_end|>") if each] == [LOOKS_UP, "It is 17 mm."]
     assert [message["role"] for message in played.messages] == ["system", "user", "assistant", "tool", "assistant"]
-
-
-@pytest.mark.slow
-@needs_verifiers
-def test_a_limit_of_verifiers_ends_a_rollout_that_is_scored(folder):
-    _, (played,) = rollouts(folder, lambda prompt: LOOKS_UP, "shelf", [{"index": 0}])
-    assert (played.reward, played.components) == (0.0, {"right": 0.0, "answers": 8.0})
-    assert (played.turns, len(played.sequences), played.finish_reason) == (8, 1, "stop")
-
-
-@pytest.mark.slow
-@needs_verifiers
-async def test_a_rollout_that_fails_is_a_failure_and_has_no_reward(folder):
-    config = config_with(**episodes_of("sums"))
-    async with hosting(config, folder.parent, Rollouter(refuses("messages", "no such thing"))) as host:
-        done = await host.play(row={"index": 7}, timeout=300.0)
-    assert done.reward is None
-    assert done.error.startswith("the program ended with exit code 1: ProviderError: ")
-    assert "no such thing" in done.error

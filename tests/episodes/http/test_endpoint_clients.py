@@ -7,7 +7,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from scripted_core import KEY, WEATHER, ScriptedCore, played, reply, serving, until
+from scripted_core import KEY, WEATHER, ScriptedCore, played, reply, serving
 
 from asyncrl.errors import ChatRefused
 from asyncrl.messages.episodes import ChatDelta
@@ -102,18 +102,6 @@ async def test_text_is_streamed_as_it_comes_and_what_is_lost_comes_with_the_repl
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
     assert texts == ["", "Hel", "lo, world.", None]
     assert chunks[-1].usage.total_tokens == 14 and chunks[-1].choices == []
-
-
-async def test_calls_of_tools_are_streamed_whole():
-    async with openai_client(calls_a_tool) as (_, _, client):
-        async with client.chat.completions.stream(**ASKED, tools=[WEATHER]) as stream:
-            message = (await stream.get_final_completion()).choices[0].message
-        whole = (await client.chat.completions.create(**ASKED, tools=[WEATHER])).choices[0]
-    assert message.content == "Let me see." and message.reasoning_content == "Which city?"
-    for calls in (message.tool_calls, whole.message.tool_calls):
-        named = [(call.id, call.function.name, call.function.arguments) for call in calls]
-        assert named == [("call_7_0", "weather", '{"city":"Bern"}'), ("call_7_1", "weather", "{}")]
-    assert whole.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -268,17 +256,3 @@ async def test_a_call_that_fails_is_tried_again_by_the_same_name():
     assert done.choices[0].message.content == "Hello."
     assert [call.call for call in core.asked] == ["http-0", "http-0"]
     assert served.counts["failed"] == served.counts["resumed"] == 1
-
-
-async def test_a_client_that_goes_away_is_waited_for_and_then_given_up():
-    async def waits(core, call, on_delta):
-        await asyncio.Event().wait()
-
-    async with openai_client(waits, grace_s=0.1, kept_s=0.4, keep_alive_s=30.0) as (core, served, client):
-        asking = asyncio.create_task(client.chat.completions.create(**ASKED))
-        await until(lambda: core.asked, "asked")
-        asking.cancel()
-        await until(lambda: core.cancelled == ["http-0"], "given up")
-        assert served.endpoint.calls.held == (1, 1)
-        core.keys.clear()
-        await until(lambda: served.endpoint.calls.held == (0, 0), "forgotten")

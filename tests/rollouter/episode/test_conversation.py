@@ -1,5 +1,7 @@
 """Conversations by example: what is recognised, why prompts fork, and what is trained and credited."""
 
+import itertools
+
 import pytest
 from conversation_cases import (
     ChatML,
@@ -131,6 +133,17 @@ def test_an_untrained_answer_is_context_to_come_and_never_sampled(player):
     # The main line keeps the reasoning that the agent dropped.
     assert player.conversation.messages() == [*HI, first.message, user("x"), second.message]
     assert first.message["reasoning_content"] == "why"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_order_of_sequences_does_not_tell_who_was_answered_first(player, order):
+    asked = [(player.ask(HI), "ab"), (player.ask(HI), "ba"), (player.ask([user("a")]), "b")]
+    for call in order:
+        player.answer(*asked[call])
+    ids = {node.message["content"]: node.ids.tolist() for node in player.conversation.nodes}
+    sequences = player.conversation.sequences()
+    assert [sequence.tokens.tolist() for sequence in sequences] == [ids["b"], ids["ab"], ids["ba"]]
+    assert [message["content"] for message in player.conversation.messages()] == ["a", "b"]
 
 
 def test_an_answer_told_in_other_words_is_still_credited_with_what_came_after_it(player):

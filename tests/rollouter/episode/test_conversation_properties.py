@@ -107,7 +107,6 @@ def test_invariants_of_random_agents(renderer, random, rounds, history):
     every_path_is_what_was_submitted_and_sampled(player)
     each_prompt_goes_on_from_the_deepest_path_that_it_begins_with(player)
     each_sampled_token_is_trained_once_in_the_context_that_it_was_sampled_in(player)
-    sequences_are_the_leaves_of_the_forest(player)
     past_reward_is_that_of_brute_force(player)
     sealed_is_immutable(agent)
 
@@ -179,44 +178,6 @@ def each_sampled_token_is_trained_once_in_the_context_that_it_was_sampled_in(pla
         assert end == len(sequence.tokens) and next(scores, None) is None
         assert prompt > 0 and sequence.spans[0].role != "context" and sequence.spans[-1].role == "sampled"
     assert sorted(trained) == sorted(sampled)
-
-
-def sequences_are_the_leaves_of_the_forest(player):
-    """By brute force: token by token, leaf by leaf."""
-
-    def below(parent):
-        """Depth first, behind one answer by what the calls asked, then in their order."""
-        children = [node for node in player.conversation.nodes if node.parent is parent]
-        for child in sorted(children, key=lambda node: (node.context.tobytes(), player.calls[node.id].prompt.number)):
-            yield child
-            yield from below(child)
-
-    nodes = list(below(None))
-    inner = {id(node.parent) for node in nodes}
-    expected, held = [], set()
-    for node in nodes:
-        if id(node) not in inner:
-            path, above = [], node
-            while above is not None:
-                path.insert(0, above)
-                above = above.parent
-            rows = []
-            for step in path:
-                role = "sampled" if step.trained and step.id not in held else "repeated"
-                held |= {step.id}
-                rows += [("context", -1)] * (len(step.added) - len(step.ids))
-                versions = player.calls[step.id].versions
-                rows += [(role, version if role == "sampled" else -1) for version in versions]
-            while rows and rows[-1][0] != "sampled":
-                rows.pop()
-            rows = rows[path[0].begin :]
-            if rows:
-                expected.append((path[-1].path_ids().tolist()[: path[0].begin + len(rows)], rows))
-    actual = []
-    for sequence in player.conversation.sequences():
-        rows = [(span.role, span.version) for span in sequence.spans for _ in range(span.start, span.end)]
-        actual.append(([*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()], rows))
-    assert actual == expected
 
 
 def past_reward_is_that_of_brute_force(player):

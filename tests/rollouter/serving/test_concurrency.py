@@ -76,21 +76,6 @@ def test_what_an_update_preempts_is_no_pressure():
     assert control.look(load(preemptions=64, kv_use=0.9), running=64) == 64
 
 
-@given(st.integers(8, 2000), st.integers(1, 2000))
-def test_it_finds_what_the_engine_bears_from_wherever_it_starts(calls, start):
-    """Of an engine whose cache holds so many calls, and that preempts what is beyond."""
-    control, found, preempted = Concurrency(1, 4096, start), [], 0
-    for _ in range(200):
-        # There is always more to do, and what is beyond the limit ends by itself.
-        running = control.limit
-        preempted += max(0, running - calls)
-        found.append(control.look(load(min(1.0, running / calls), 0, preempted), running=running))
-    late = found[100:]
-    assert 0.6 * calls - 1 <= min(late) and max(late) <= calls
-    assert preempted == 0 or start > calls or max(found) > calls
-    assert sum(b < a for a, b in zip(late, late[1:], strict=False)) <= 10
-
-
 def test_a_rollouter_finds_what_its_engine_bears(tmp_path, monkeypatch):
     """Its cache holds some 30 of these calls, and the run begins with 64."""
     monkeypatch.setattr(actor, "LOOK_S", 0.01)
