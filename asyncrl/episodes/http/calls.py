@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -172,12 +173,11 @@ class Calls:
                 untrained=untrained,
             )
 
-        def heard(choice: int) -> Callable[..., None]:
-            return lambda delta: call.hear(choice, delta)
-
         try:
             async with asyncio.TaskGroup() as group:
-                chats = [group.create_task(self._core.chat(key, chat(at), heard(at))) for at in range(asked.n)]
+                chats = [
+                    group.create_task(self._core.chat(key, chat(at), partial(call.hear, at))) for at in range(asked.n)
+                ]
         except ExceptionGroup as failed:
             told = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
             raise (told[0] if told else failed.exceptions[0]) from None

@@ -104,7 +104,7 @@ class PolicyEndpoint:
         await self.calls.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        # All that is written is with the kernel when the write is done: a deadline on it is one on the reader.
+        # All that is written is with the kernel when the write is done (answers.py).
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
         dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])
@@ -205,7 +205,7 @@ class PolicyEndpoint:
         return response
 
     async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
-        """The body as an object, and the digest of the request. Raises Rejected, Cut."""
+        """The body as an object, and the digest of the request. Raises RejectedRequest, CutConnection."""
         raw = await self._read(request)
         salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
         try:

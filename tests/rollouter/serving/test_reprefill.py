@@ -13,7 +13,7 @@ from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.reprefill import Reprefill
 
 PROMPT = list(range(40))
-"""Two whole blocks of the simulated prefix cache, and half of one."""
+"""Two whole blocks of the simulated prefix cache, of 16 tokens, and half of one."""
 SIBLINGS, TOKENS = 4, 64
 
 
@@ -37,19 +37,7 @@ def test_it_counts_once_with_the_first_token_and_with_a_load_all_that_is_held(re
 
 
 class Engine(SimEngine):
-    """Notes what each submission makes it compute, and takes weights without bytes."""
-
-    def __init__(self, config, computed):
-        super().__init__(config, "rollouter/0")
-        self.computed = computed
-
-    async def generate(self, request):
-        first = True
-        async for delta in super().generate(request):
-            if first and delta.tokens:
-                first = False
-                self.computed.append((request.held, len(request.prompt_ids), delta.cached_tokens))
-            yield delta
+    """Takes weights without bytes."""
 
     async def load(self, weights, *, recompute_kv):
         self._batch.load(weights.version, recompute_kv=recompute_kv)
@@ -58,14 +46,13 @@ class Engine(SimEngine):
 def played(meanwhile, **rollout):
     """Siblings of one prompt in a simulated engine, on a virtual clock: prefill takes no time, a token a second.
 
-    ``meanwhile`` is given the world while they run. Returns the host, and of each submission that came to sample
-    something (held, prompt with them, cached).
+    ``meanwhile`` is given the world when each has 10 tokens. Returns the tokens computed again, and those sampled.
     """
     sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": TOKENS}
-    config, computed = sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout}), []
+    config = sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
 
     async def main():
-        world = Hosted(config, lambda: Engine(config, computed))
+        world = Hosted(config, lambda: Engine(config, "rollouter/0"))
         await world.host.start()
         await world.load(0)
         async with asyncio.TaskGroup() as tasks:
@@ -74,47 +61,44 @@ def played(meanwhile, **rollout):
             await asyncio.sleep(10.5)
             await meanwhile(world)
         await world.host.close()
-        return world.host
+        return world.host.reprefill.tokens, world.host.sampled_tokens
 
-    return run_virtual(main()), computed
-
-
-def test_aborted_requests_count_what_their_resumes_compute():
-    async def twice(world):
-        await world.load(1)
-        await asyncio.sleep(10.0)
-        # On its heels another: nothing is sampled in between.
-        await world.load(2)
-        await world.load(3)
-        await asyncio.sleep(10.0)
-
-    host, computed = played(twice)
-    resumed = [each for each in computed if each[0]]
-    assert len(resumed) == 2 * SIBLINGS
-    # All of the first one's, and of its siblings' not the blocks of the prompt that it has brought into the cache.
-    assert sorted(cached for _, _, cached in resumed) == [0, 0, *[32] * 2 * (SIBLINGS - 1)]
-    assert host.reprefill.tokens == sum(prompt - cached for _, prompt, cached in resumed) > 0
+    return run_virtual(main())
 
 
-@pytest.mark.parametrize(("keep_kv", "counts"), [("recompute", True), ("stale", False)])
-def test_kept_requests_count_what_they_held_at_the_load(keep_kv, counts):
-    held = []
-
-    async def once(world):
-        held.append(SIBLINGS * len(PROMPT) + world.host.sampled_tokens)
-        await world.load(1)
-
-    host, _ = played(once, on_update="keep", keep_kv=keep_kv)
-    assert host.reprefill.tokens == (held[0] if counts else 0)
+async def updated(world):
+    await world.load(1)
 
 
-def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
-    async def dies(world):
-        await world.host.engine.close()
-        await world.host.died.wait()
-        await world.host.replace()
-        await world.load(1)
+async def updated_thrice(world):
+    await world.load(1)
+    await asyncio.sleep(10.0)
+    # On its heels another: nothing is sampled in between.
+    await world.load(2)
+    await world.load(3)
 
-    host, computed = played(dies)
-    assert [held for held, _, _ in computed if held] == [10] * SIBLINGS
-    assert host.reprefill.tokens == 0
+
+async def dies_and_is_updated(world):
+    await world.host.engine.close()
+    await world.host.died.wait()
+    await world.host.replace()
+    await world.load(1)
+
+
+ALL = len(PROMPT) + 10
+CACHED = 32 * (SIBLINGS - 1)
+"""Blocks of the prompt that the first of the siblings brings into the cache again."""
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "rollout", "again"),
+    [
+        (updated_thrice, {}, SIBLINGS * ALL - CACHED + SIBLINGS * (ALL + 10) - CACHED),
+        (updated, {"on_update": "keep", "keep_kv": "recompute"}, SIBLINGS * ALL),
+        (updated, {"on_update": "keep", "keep_kv": "stale"}, 0),
+        # What the death of an engine costs is not that of the update after it.
+        (dies_and_is_updated, {}, 0),
+    ],
+)
+def test_what_updates_make_an_engine_compute_again(meanwhile, rollout, again):
+    assert played(meanwhile, **rollout) == (again, SIBLINGS * TOKENS)
