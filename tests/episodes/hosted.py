@@ -17,7 +17,6 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.episodes.actor import EpisodesActor
 from asyncrl.episodes.workers import Workers
-from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.episodes import (
     Chat,
@@ -49,7 +48,7 @@ class Rollouter:
         self.order: list[str] = []
         self.began: list[str] = []
         self.cancelled = 0
-        self.host: Peer | None = None
+        self.host: Any = None
         self.refusal: Exception | None = None
         """The answer to rewards of turns."""
 
@@ -66,8 +65,9 @@ class Rollouter:
                 raise
         if isinstance(answer, Exception):
             raise answer
-        calls = answer if isinstance(answer, list) else []
         node = len(self.chats) - 1
+        asked = [] if isinstance(answer, str) else answer
+        calls = [ToolCall(id=f"call_{node}_{k}", name=name, arguments=said) for k, (name, said) in enumerate(asked)]
         return ChatReply(
             node=node,
             content="" if calls else answer,
@@ -85,14 +85,13 @@ class Rollouter:
             raise self.refusal
         self.order.append("reward")
         self.rewards.append((request.session, request.node, request.value))
-        return TurnRewarded(node=request.node if request.node is not None else 0)
+        return TurnRewarded(node=request.node or 0)
 
     @handler
     def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
         self.began.append(request.session)
 
     def delta(self, request: Chat, offset: int, text: str) -> None:
-        assert self.host is not None
         self.host.cast(ChatDelta(session=request.session, call=request.call, offset=offset, text=text))
 
 
@@ -100,14 +99,6 @@ async def waits(rollouter: Rollouter, request: Chat) -> str:
     """An answer that never comes."""
     await asyncio.Event().wait()
     return ""
-
-
-def is_over(reason: str) -> Exception:
-    return EpisodeOver(reason)
-
-
-def refuses(field: str, problem: str) -> Exception:
-    return ChatRefused(field, problem)
 
 
 def config_with(**episode: Any) -> Config:

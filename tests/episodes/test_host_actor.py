@@ -7,11 +7,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from episodes.hosted import Hosted, Rollouter, config_with, hosting, is_over, until, waits, worker_pids
+from episodes.hosted import Hosted, Rollouter, config_with, hosting, until, waits, worker_pids
 
 from asyncrl.config.load import validate_config
 from asyncrl.episodes import actor as actor_module
-from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
+from asyncrl.errors import EpisodeHostFull, EpisodeOver, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 
@@ -154,7 +154,7 @@ async def test_a_reward_that_cannot_be_noted_fails_the_episode_and_one_out_of_bo
         done = await host.play("turns 1")
         assert (done.error.partition(": ")[0], done.blame) == ("the reward of a turn could not be noted", "host")
         # Who asks for a reward behind the end has not lost any.
-        rollouter.refusal = is_over("time")
+        rollouter.refusal = EpisodeOver("time")
         assert await host.play("turns 1") == EpisodeDone()
         playing = host.run("wait", session=key)
         await until(lambda: host.figure("open") == 1)

@@ -1,9 +1,10 @@
 import sys
 
 import pytest
-from episodes.hosted import Rollouter, config_with, hosting, is_over
+from episodes.hosted import Rollouter, config_with, hosting
 
 from asyncrl.episodes.playing.players import resolve
+from asyncrl.errors import EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.runtime.workers.user_code import NotCallable
 
@@ -22,7 +23,7 @@ async def test_an_environment_is_reset_stepped_rewarded_and_closed(tmp_path):
         rollouter.chats.clear()
         done = await host.play("5", uid="0-2")
         assert done.error.startswith("raised RuntimeError: the world ends (")
-        rollouter.answers = [is_over("time")]
+        rollouter.answers = [EpisodeOver("time")]
         assert await host.play("5", uid="0-3") == EpisodeDone()
         expected = "reset() said 7; text, a message with a role, or a list of such is expected"
         assert expected in (await host.play("wrong", uid="0-4")).error

@@ -7,10 +7,10 @@ import sys
 import psutil
 import pytest
 import thief
-from episodes.hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
+from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.runtime.workers.confinement import why_not
 from asyncrl.wire.keys import create_credentials
@@ -35,10 +35,10 @@ async def test_an_episode_asks_the_policy_and_its_value_or_its_turns_have_the_re
         assert [(node, value) for _, node, value in rollouter.rewards] == [(1, 0.0), (2, 1.0), (3, 2.0)]
         assert rollouter.order == ["chat", "reward"] * 3
         assert [message["role"] for message in rollouter.chats[-1].messages] == ["user", *["assistant", "user"] * 2]
-        rollouter.answers, rollouter.chats, rollouter.rewards = ["a", "a", is_over("turns")], [], []
+        rollouter.answers, rollouter.chats, rollouter.rewards = ["a", "a", EpisodeOver("turns")], [], []
         assert await host.play("turns 9") == EpisodeDone(), "one that is over has ended well"
         assert len(rollouter.rewards) == 2
-        rollouter.answers = [refuses("tools", "are none")]
+        rollouter.answers = [ChatRefused("tools", "are none")]
         assert (await host.play("reply")).error.startswith("raised ChatRefused: tools: are none (")
         assert (host.figure("played"), host.figure("open")) == (6, 0)
         assert [each.state for each in host.actor.resources()] == ["idle"]
