@@ -66,8 +66,8 @@ class Response:
         strings = self.stops.strings
         if not strings:
             return False
-        # Over all submissions, so that one that straddles a resume still stops; and no more text than one can reach back
-        # over, so that the work does not grow with the response.
+        # Over all submissions, so that one that straddles a resume still stops, and no more text than one can reach
+        # back over, so that the work does not grow with the response.
         start = self._window(before, decode)
         if not _contains(decode(self.tokens[start:]), strings):
             return False

@@ -11,8 +11,8 @@ from asyncrl.rollouter.engines import make_engine
 from tools.learn.chat_model import make_model, make_tokenizer, save
 from tools.learn.recipe import Settings
 
-TURNS = 3
-MAX_TOKENS = 32
+TURNS = 4
+MAX_TOKENS = 40
 UPDATE_EVERY = 10
 """Tokens."""
 
