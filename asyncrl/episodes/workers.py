@@ -84,8 +84,6 @@ class Workers:
         self._pause_s = min(LOOK_S, self._setup.alive_s)
         self.counts = EpisodeCounts()
 
-    # --- calls from outside ---
-
     async def start(self) -> None:
         """Start the workers and wait until each has the user's code.
 
@@ -99,9 +97,8 @@ class Workers:
                 await asyncio.shield(self._started)
             self._look_at_all()
         except TimeoutError:
-            raise DeadlineExceeded(
-                "the episode host", "its workers", f"importing {self._code}", self._start_timeout_s
-            ) from None
+            what = f"importing {self._code}"
+            raise DeadlineExceeded("the episode host", "its workers", what, self._start_timeout_s) from None
 
     def play(self, session: PolicySession) -> Playing:
         """Play an episode. When the future is cancelled it is told to end, and killed if it does not in time."""

@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
@@ -235,59 +235,40 @@ def _denial(message: frames.Denied) -> Exception:
     return ChatRefused(message.field, message.reason) if message.field else ConnectionError(message.reason)
 
 
-class Notes:
-    """Reports of calls of tools, by the episode whose code runs. ``worker`` is set before the first."""
-
-    worker: Worker
-
-    def __call__(self, tool: str, error: Exception | None, mistaken: bool) -> None:
-        session = _session.get()
-        if session is None:
-            return
-        told = ("", "") if error is None else (describe(error), kind_of(error))
-        self.worker.send_soon(frames.Noted(session.key, tool, *told, mistaken))
-
-
 async def serve(connection: socket.socket) -> None:
     """Serve the host until it hangs up."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    messages = _Messages(reader)
-    setup = await messages.next()
+    messages = _messages(reader)
+    setup = await anext(messages, None)
     if not isinstance(setup, frames.EpisodeSetup):
         return
-    notes, encoder = Notes(), msgspec.msgpack.Encoder()
+
+    def note(tool: str, error: Exception | None, mistaken: bool) -> None:
+        """Report a call of a tool, by the episode whose code runs."""
+        if (session := _session.get()) is not None:
+            told = ("", "") if error is None else (describe(error), kind_of(error))
+            worker.send_soon(frames.Noted(session.key, tool, *told, mistaken))
+
     try:
-        player = resolve(setup.kind, setup.code, setup.options, notes)
+        player = resolve(setup.kind, setup.code, setup.options, note)
     except NotCallable as error:
-        writer.write(framed(encoder.encode(frames.EpisodeReady(error.problems))))
+        writer.write(framed(msgspec.msgpack.encode(frames.EpisodeReady(error.problems))))
         await writer.drain()
         return
-    worker = notes.worker = Worker(setup, player, writer)
+    worker = Worker(setup, player, writer)
     worker.send(frames.EpisodeReady())
     beating = asyncio.create_task(worker.beat())
-    while (message := await messages.next()) is not None:
+    async for message in messages:
         worker.take(message)
     beating.cancel()
 
 
-class _Messages:
-    """Messages of the host, one after the other."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader, self._frames = reader, FrameReader(1 << 30)
-        self._decoder = msgspec.msgpack.Decoder(frames.ToWorker)
-        self._ready: Iterator[bytes | bytearray] = iter(())
-
-    async def next(self) -> frames.ToWorker | None:
-        """The next message; None once the host has hung up."""
-        while True:
-            for body in self._ready:
-                message: frames.ToWorker = self._decoder.decode(body)
-                return message
-            data = await self._reader.read(READ_BYTES)
-            if not data:
-                return None
-            self._ready = self._frames.feed(data)
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.ToWorker]:
+    """Messages of the host, one after the other, until it hangs up."""
+    whole, decoder = FrameReader(1 << 30), msgspec.msgpack.Decoder(frames.ToWorker)
+    while data := await reader.read(READ_BYTES):
+        for body in whole.feed(data):
+            yield decoder.decode(body)
 
 
 def main() -> None:
