@@ -71,9 +71,7 @@ class Rollouter:
         return ChatReply(
             node=node,
             content="" if calls else answer,
-            tool_calls=[
-                ToolCall(id=f"call_{node}_{k}", name=name, arguments=said) for k, (name, said) in enumerate(calls)
-            ],
+            tool_calls=calls,
             finish_reason="tool_calls" if calls else "stop",
             prompt_tokens=3,
             completion_tokens=2,
