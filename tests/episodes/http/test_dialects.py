@@ -40,9 +40,7 @@ def said(content, role="user"):
 
 
 REFUSED = [
-    (CHAT, {"top_logprobs": 5}, "top_logprobs"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
-    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"no_such_field": 1}, "no_such_field"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "Hi"}, "messages"),
@@ -53,13 +51,10 @@ REFUSED = [
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     (CHAT, {"max_tokens": 0}, "max_tokens"),
-    (CHAT, {"max_tokens": True}, "max_tokens"),
     (CHAT, {"n": 129}, "n"),
-    (CHAT, {"stop": [1]}, "stop"),
     (CHAT, {"stop": ""}, "stop"),
     (CHAT, {"stream": "yes"}, "stream"),
     (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs"),
-    (RESPONSE, {"conversation": "c"}, "conversation"),
     (RESPONSE, {"include": ["message.output_text.logprobs"]}, "include"),
     (RESPONSE, {"text": {"colour": "red"}}, "text.colour"),
     (RESPONSE, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -69,7 +64,6 @@ REFUSED = [
     (RESPONSE, {"input": said([{"type": "input_image"}])}, "input[0].content[0]"),
     (RESPONSE, {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     (RESPONSE, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-    (MESSAGE, {"container": "c"}, "container"),
     (MESSAGE, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     (MESSAGE, {"messages": []}, "messages"),
     (MESSAGE, {"messages": [*HI, *said("I", "assistant")]}, "messages[1]"),

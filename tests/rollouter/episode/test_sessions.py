@@ -120,6 +120,10 @@ async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_p
         with pytest.raises(EpisodeOver, match=r"episode.max_context_tokens"):
             await world.chat(session.key, [user("hi"), said(reply), user("more")])
         assert session.stages.outcome == "length"
+        # Messages that are too long by far are not even rendered.
+        for characters, told in ((40 * 256, "its context has"), (40 * 256 + 1, "its messages have 10241 characters")):
+            with pytest.raises(EpisodeOver, match=rf"{told}.*episode.max_context_tokens"):
+                await world.chat(world.open().key, [user("x" * characters)])
 
 
 @pytest.mark.parametrize("own", [False, True])
