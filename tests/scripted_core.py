@@ -108,6 +108,11 @@ class Serving:
         return self.endpoint.counts
 
     @property
+    def connections(self) -> list[Any]:
+        """Connections that are open."""
+        return list(self.endpoint._runner.server.connections)
+
+    @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
@@ -117,7 +122,7 @@ async def serving(core: ScriptedCore, **options: Any) -> AsyncIterator[Serving]:
     """The endpoint, as its actor keeps it."""
     served = Serving(core, options)
     served.url = await served.endpoint.start()
-    watch = asyncio.create_task(served.endpoint.watch())
+    watch = asyncio.create_task(served.endpoint.calls.watch())
     try:
         yield served
         assert not watch.done()

@@ -43,62 +43,46 @@ class Speaker:
     name, workers, kv_use = "rollouter/0", 1, None
 
     def __init__(self, world):
-        self.world, self.version, self.aborted = world, -1, {}
+        self.world, self.version, self.running = world, -1, set()
 
     async def start(self):
         pass
 
-    async def close(self):
-        pass
+    close = resume = start
 
     async def generate(self, request):
-        world = self.world
-        held, version = request.held, self.version
+        world, version, held = self.world, self.version, request.held
         prompt = list(request.prompt_ids[: len(request.prompt_ids) - held])
         world.submitted.append((prompt, held, request.max_tokens))
         words = world.tokenizer.encode(world.say(world.tokenizer.decode(prompt, keep_special=True)))
         ids = [*words, *world.tokenizer.eos_ids]
-        aborted = self.aborted[request.id] = asyncio.Event()
         tokens, finish = 0, "length"
-        try:
-            for id in ids[held : held + request.max_tokens]:
-                speaks = asyncio.ensure_future(world.speaks.wait())
-                stops = asyncio.ensure_future(aborted.wait())
-                try:
-                    await asyncio.wait({speaks, stops}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    speaks.cancel()
-                    stops.cancel()
-                if aborted.is_set():
-                    finish = "abort"
-                    break
-                tokens += 1
-                world.spoken += 1
-                yield TokenDelta(tokens=[id], logprobs=[-float(version)])
-                if id in world.tokenizer.eos_ids or id in request.stop_token_ids:
-                    finish = "stop"
-                    break
-                if world.pause_after is not None and world.spoken >= world.pause_after:
-                    world.pause_after = None
-                    world.speaks.clear()
-            spans = [VersionSpan(version, 0, tokens)] if tokens else []
-            yield TokenDelta(tokens=[], logprobs=[], finish_reason=finish, spans=spans)
-        finally:
-            self.aborted.pop(request.id, None)
+        self.running.add(request.id)
+        for id in ids[held : held + request.max_tokens]:
+            await world.until(lambda: world.speaks.is_set() or request.id not in self.running)
+            if request.id not in self.running:
+                finish = "abort"
+                break
+            tokens += 1
+            world.spoken += 1
+            yield TokenDelta(tokens=[id], logprobs=[-float(version)])
+            if id in world.tokenizer.eos_ids or id in request.stop_token_ids:
+                finish = "stop"
+                break
+            if world.pause_after is not None and world.spoken >= world.pause_after:
+                world.pause_after = None
+                world.speaks.clear()
+        spans = [VersionSpan(version, 0, tokens)] if tokens else []
+        yield TokenDelta(tokens=[], logprobs=[], finish_reason=finish, spans=spans)
 
     async def abort(self, ids):
-        for id in ids:
-            if id in self.aborted:
-                self.aborted[id].set()
+        self.running.difference_update(ids)
 
     async def pause(self, mode):
-        await self.abort(list(self.aborted))
+        self.running.clear()
 
     async def load(self, weights, *, recompute_kv):
         self.version = weights.version
-
-    async def resume(self):
-        pass
 
 
 class World:
@@ -114,7 +98,6 @@ class World:
         *,
         say=lambda prompt: "Hello.",
         agent=None,
-        family="tools first",
         model=None,
         engine=None,
         publish=None,
@@ -122,7 +105,7 @@ class World:
         choose=lambda **_: HOST,
         **sections,
     ):
-        template, eos = FAMILIES[family]
+        template, eos = FAMILIES["tools first"]
         model = model or write_chat_model(folder / "model", template, eos=eos)
         rollout = sections.pop("rollout", {})
         tree = sim_config(rollout=rollout, model={"path": str(model)}).model_dump(mode="json")
@@ -184,40 +167,36 @@ class World:
 
     def run(self, host, request, timeout):
         """An episode host's part: the agent plays, and is ended by a cancellation."""
+        return asyncio.ensure_future(self._play(host, request))
 
-        async def play():
-            self.ran.append(request)
-            self.hosts.append(host)
-            self.sessions.began(request.session, host)
-            try:
-                return await self.agent(self, request.session)
-            finally:
-                self.ended.append(request.session)
-
-        return asyncio.ensure_future(play())
+    async def _play(self, host, request):
+        self.ran.append(request)
+        self.hosts.append(host)
+        self.sessions.began(request.session, host)
+        try:
+            return await self.agent(self, request.session)
+        finally:
+            self.ended.append(request.session)
 
     async def update(self):
         """New weights, under whatever runs."""
         version = self.host.version + 1
-        if self.publish is None:
-            await self._load(SimpleNamespace(version=version))
-            return
-        with closing(await asyncio.to_thread(stage, self.publish(version))) as staged:
-            await self.host.engine.accept(staged)
-            assert await self.host.quiesced(60.0)
-            await self._load(staged)
-
-    async def _load(self, weights):
-        await self.host.pause(weights.version)
-        await self.host.load(weights)
-        await self.host.commit()
+        weights = SimpleNamespace(version=version, close=lambda: None)
+        if self.publish:
+            weights = await asyncio.to_thread(stage, self.publish(version))
+        with closing(weights):
+            if self.publish:
+                await self.host.engine.accept(weights)
+                assert await self.host.quiesced(60.0)
+            await self.host.pause(version)
+            await self.host.load(weights)
+            await self.host.commit()
 
     async def update_every(self, tokens):
         """New weights whenever so many tokens were sampled under the last ones."""
         while True:
-            before = self.host.sampled_tokens
-            while self.host.sampled_tokens < before + tokens:
-                await asyncio.sleep(0.001)
+            enough = self.host.sampled_tokens + tokens
+            await self.until(lambda: self.host.sampled_tokens >= enough)  # noqa: B023
             await self.update()
 
     async def __aenter__(self):
@@ -228,6 +207,10 @@ class World:
     async def __aexit__(self, *error):
         self.sessions.close()
         await self.host.close()
+
+    async def until(self, state):
+        while not state():
+            await asyncio.sleep(0.001)
 
     def open(self):
         return self.sessions.open(self.ticket, self.account, HOST)

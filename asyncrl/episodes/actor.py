@@ -52,7 +52,7 @@ KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
 
 class EpisodesActor(Actor):
-    """The actor of an episode host; the module tells its rules. It is the Core of its endpoint (core.py)."""
+    """The actor of an episode host; the module tells its rules. It is the Core of its endpoint (http/calls.py)."""
 
     role = "episodes"
 
@@ -81,7 +81,7 @@ class EpisodesActor(Actor):
         self._http = PolicyEndpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
         confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
-        self.tasks.create_task(self._http.watch(), name="watch_endpoint")
+        self.tasks.create_task(self._http.calls.watch(), name="watch_endpoint")
         if config.kind == "command":
             self._players = Programs(
                 config, base_url=f"{url}/v1", confined=confined, on_output=self._printed, on_fault=self._fault

@@ -7,6 +7,7 @@ innocent; in all other cases nobody knows.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -38,8 +39,8 @@ class Open:
 class Slot:
     """The place of one worker; its processes come and go. A lone one is for one episode."""
 
-    ledger: StateLedger
     lone: bool = False
+    ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
     process: WorkerProcess | None = None
     launched: float = 0.0
     """Time when its process was started."""

@@ -17,12 +17,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from asyncrl.episodes.playing.client import Client, Reply
 from asyncrl.episodes.playing.task import Task
 from asyncrl.errors import EpisodeOver
 
+Message = dict[str, Any]
 _WORDS = ("alpha", "bravo", "delta", "echo", "kilo", "lima", "oscar", "tango", "uniform", "zulu")
 
 
@@ -48,11 +51,11 @@ async def play(
     luck = random.Random(f"{task.seed}/{task.sample}/{task.attempt}")
     count = max(1, round(lognormal(chance, turns, turns_sigma)))
     fails_at = luck.randint(1, count) if luck.random() < failure else None
-    messages = [{"role": "user", "content": task.prompt}]
+    messages: list[Message] = [{"role": "user", "content": task.prompt}]
     with suppress(EpisodeOver):
-        async with _Endpoint(client) if http else _Direct(client) as policy:
+        async with _asking(client, http=http) as ask:
             for turn in range(1, count + 1):
-                messages.append(await policy.ask(messages))
+                messages.append(await ask(messages))
                 if turn == fails_at:
                     raise RuntimeError(f"the tool of turn {turn} failed, by episode.options.failure = {failure:g}")
                 if turn < count:
@@ -74,50 +77,32 @@ def text(chance: random.Random, characters: float) -> str:
     return words[:size]
 
 
-class _Direct:
-    """The agent's way through the client."""
+@asynccontextmanager
+async def _asking(client: Client, *, http: bool) -> AsyncIterator[Callable[[list[Message]], Awaitable[Message]]]:
+    """The agent's way to the policy's answer, as a message: the client, or with ``http`` the endpoint, as of a program
+    that knows the policy by its address alone. Raises EpisodeOver, and RuntimeError where the endpoint refuses.
+    """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    async def __aenter__(self) -> _Direct:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    async def ask(self, messages: list[dict[str, str]]) -> dict[str, str]:
-        """The policy's answer, as a message."""
-        reply: Reply = await self._client.chat(messages)
+    async def directly(messages: list[Message]) -> Message:
+        reply: Reply = await client.chat(messages)
         return reply.message
 
+    if not http:
+        yield directly
+        return
+    import aiohttp
 
-class _Endpoint:
-    """The agent's way through the endpoint, as of a program that knows the policy by its address alone."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    async def __aenter__(self) -> _Endpoint:
-        import aiohttp
-
-        self._web = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._client.api_key}"}, timeout=aiohttp.ClientTimeout(total=None)
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._web.close()
-
-    async def ask(self, messages: list[dict[str, str]]) -> dict[str, str]:
-        """The policy's answer, as a message. Raises EpisodeOver, and RuntimeError where it is refused."""
-        asked = {"model": self._client.model, "messages": messages}
-        async with self._web.post(f"{self._client.base_url}/chat/completions", json=asked) as response:
+    async def by_http(messages: list[Message]) -> Message:
+        asked = {"model": client.model, "messages": messages}
+        async with web.post(f"{client.base_url}/chat/completions", json=asked) as response:
             said = await response.json()
         if response.status != 200:
             error = said["error"]
             if error.get("code") == EpisodeOver.code:
                 raise EpisodeOver(error["message"])
             raise RuntimeError(f"the endpoint answered {response.status}: {error['message']}")
-        message = said["choices"][0]["message"]
-        return {"role": "assistant", "content": message["content"]}
+        return {"role": "assistant", "content": said["choices"][0]["message"]["content"]}
+
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as web:
+        yield by_http

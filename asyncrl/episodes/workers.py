@@ -10,7 +10,6 @@ more.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -20,24 +19,7 @@ import msgspec
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.counts import EpisodeCounts
 from asyncrl.episodes.faults import MEMORY_KEY, Open, Slot, Suspects, find_fault, silence
-from asyncrl.episodes.playing.frames import (
-    SMALL_BYTES,
-    Alive,
-    Answered,
-    Asked,
-    Denied,
-    Ended,
-    EpisodeReady,
-    EpisodeSetup,
-    GaveUp,
-    Noted,
-    Play,
-    Printed,
-    Rewarded,
-    StopEpisode,
-    ToHost,
-    ToWorker,
-)
+from asyncrl.episodes.playing import frames
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
@@ -45,7 +27,6 @@ from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import WorkerProcess, gone
-from asyncrl.telemetry.states import StateLedger
 
 BEATS = 8
 """Times that a worker says that it is alive in the shorter of episode.stall_timeout_s and close_timeout_s."""
@@ -76,7 +57,7 @@ class Workers:
         self._config, self._start_timeout_s, self._confined = config, start_timeout_s, confined
         self._on_output, self._on_fault = on_output, on_fault
         self._loop = loop = asyncio.get_running_loop()
-        self._setup = EpisodeSetup(
+        self._setup = frames.EpisodeSetup(
             kind=config.kind,
             code=config.tools or [config.function or config.env or ""],
             options=config.options,
@@ -87,8 +68,9 @@ class Workers:
             max_output_bytes=config.max_output_bytes,
             max_request_bytes=config.max_request_bytes,
         )
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToHost)
-        self._slots = [self._slot() for _ in range(config.workers)]
+        self._code = ", ".join(self._setup.code)
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(frames.ToHost)
+        self._slots = [Slot() for _ in range(config.workers)]
         self._lone: list[Slot] = []
         self._waiting: deque[Open] = deque()
         self._suspects = Suspects()
@@ -101,8 +83,6 @@ class Workers:
         self._looked = loop.time()
         self._pause_s = min(LOOK_S, self._setup.alive_s)
         self.counts = EpisodeCounts()
-
-    # --- calls from outside ---
 
     async def start(self) -> None:
         """Start the workers and wait until each has the user's code.
@@ -117,13 +97,11 @@ class Workers:
                 await asyncio.shield(self._started)
             self._look_at_all()
         except TimeoutError:
-            what = f"importing {', '.join(self._setup.code)}"
+            what = f"importing {self._code}"
             raise DeadlineExceeded("the episode host", "its workers", what, self._start_timeout_s) from None
 
     def play(self, session: PolicySession) -> Playing:
-        """Play an episode. When the future is cancelled the episode is told to end, and its worker killed if it does
-        not within close_timeout_s.
-        """
+        """Play an episode. When the future is cancelled it is told to end, and killed if it does not in time."""
         playing = Playing(loop=self._loop)
         opened = Open(session, playing)
         playing.on_stop = partial(self._stop, opened)
@@ -139,26 +117,25 @@ class Workers:
         """End every worker and what it has started. Raises DeadlineExceeded when a process outlives its SIGKILL."""
         if not self._end.done():
             self._end.set_result(None)
+        # Retrieved, or an end by an error that nobody watched would be told when it is collected.
         self._end.exception()
-        if not self._started.done():
-            self._started.cancel()
+        self._started.cancel()
         if self._look is not None:
             self._look.cancel()
         helpers = []
-        for slot in [*self._slots, *self._lone]:
+        for slot in self._all:
             if slot.restart is not None:
                 slot.restart.cancel()
             if slot.process is not None:
                 helpers += slot.process.descendants()
                 slot.process.kill("was stopped: the episode host was closed")
         self._note_ended()
-        slots = [*self._slots, *self._lone]
-        await gone("the episode host", self._all_ended, helpers, lambda: (slot.process for slot in slots))
+        await gone("the episode host", self._all_ended, helpers, lambda: (slot.process for slot in self._all))
 
     @property
     def open(self) -> int:
         """Episodes with a worker."""
-        return sum(len(slot.open) for slot in [*self._slots, *self._lone])
+        return sum(len(slot.open) for slot in self._all)
 
     @property
     def waiting(self) -> int:
@@ -176,8 +153,9 @@ class Workers:
 
     # --- processes ---
 
-    def _slot(self, *, lone: bool = False) -> Slot:
-        return Slot(StateLedger(time.monotonic, "player"), lone=lone)
+    @property
+    def _all(self) -> list[Slot]:
+        return [*self._slots, *self._lone]
 
     def _launch(self, slot: Slot) -> None:
         slot.restart, slot.launched = None, self._loop.time()
@@ -188,7 +166,7 @@ class Workers:
                 "asyncrl.episodes.playing.worker",
                 self._encoder.encode(self._setup),
                 confined=self._confined,
-                max_frame_bytes=self._config.max_request_bytes + SMALL_BYTES,
+                max_frame_bytes=self._config.max_request_bytes + frames.SMALL_BYTES,
                 max_output_bytes=self._config.max_output_bytes,
                 memory_key=MEMORY_KEY,
                 on_output=lambda process: self._printed(slot, process),
@@ -199,14 +177,18 @@ class Workers:
             self._start_failed(slot, f"cannot have a worker process: {error}")
 
     def _start_failed(self, slot: Slot, reason: str) -> None:
-        what = ", ".join(self._setup.code)
+        if slot.lone:
+            self._lone.remove(slot)
+            for opened in slot.open.values():
+                self._over(opened, EpisodeDone(error="there is no worker process to be had", blame="host"))
+            return
         if not self._started.done():
-            self._started.set_exception(EpisodeWorkersEnded(what, reason))
+            self._started.set_exception(EpisodeWorkersEnded(self._code, reason))
             return
         slot.failed_starts += 1
         if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
             if not self._end.done():
-                self._end.set_exception(EpisodeWorkersEnded(what, f"has no worker process left: {reason}"))
+                self._end.set_exception(EpisodeWorkersEnded(self._code, f"has no worker process left: {reason}"))
             return
         backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
@@ -216,10 +198,8 @@ class Workers:
         was_ready = slot.is_ready
         slot.process, slot.is_ready = None, False
         inside, slot.open = list(slot.open.values()), {}
-        if process.killed:
-            self.counts.workers_killed += 1
-        else:
-            self.counts.workers_died += 1
+        self.counts.workers_killed += process.killed
+        self.counts.workers_died += not process.killed
         if not slot.guilty:
             self._suspects.died(opened.session.task.episode_id for opened in inside)
         for opened in inside:
@@ -238,7 +218,7 @@ class Workers:
             self._launch(slot)
 
     def _note_ended(self) -> None:
-        if all(slot.process is None for slot in [*self._slots, *self._lone]):
+        if all(slot.process is None for slot in self._all):
             self._all_ended.set()
 
     def _printed(self, slot: Slot, process: WorkerProcess) -> None:
@@ -260,13 +240,12 @@ class Workers:
     def _look_at_all(self) -> None:
         """Kill workers that stand still, have taken too much, do not begin, or have an episode that does not end."""
         now, since, self._looked = self._loop.time(), self._looked, self._loop.time()
-        for slot in [*self._slots, *self._lone]:
+        for slot in self._all:
             if slot.process is None or slot.process.ended:
                 continue
             if not slot.is_ready:
                 if now - slot.launched > self._start_timeout_s:
-                    what = ", ".join(self._setup.code)
-                    slot.process.kill(f"was not ready within {self._start_timeout_s:g} s of importing {what}")
+                    slot.process.kill(f"was not ready within {self._start_timeout_s:g} s of importing {self._code}")
                 continue
             slot.silent_s = silence(slot.silent_s, heard=slot.heard, since=since, now=now, pause_s=self._pause_s)
             fault = find_fault(slot, self._config, now)
@@ -287,10 +266,10 @@ class Workers:
             opened = self._waiting.popleft()
             if self._suspects.alone(opened.session.task.episode_id):
                 if len(self._lone) < self._config.workers:
-                    slot = self._slot(lone=True)
+                    slot = Slot(lone=True, open={opened.session.key: opened})
                     self._lone.append(slot)
-                    slot.open[opened.session.key] = opened
-                    self._launch_lone(slot, opened)
+                    self.counts.played_alone += 1
+                    self._launch(slot)
                 else:
                     left.append(opened)
             elif ready:
@@ -299,24 +278,15 @@ class Workers:
                 left.append(opened)
         self._waiting = left
 
-    def _launch_lone(self, slot: Slot, opened: Open) -> None:
-        self.counts.played_alone += 1
-        self._launch(slot)
-        if slot.process is None:
-            if slot.restart is not None:
-                slot.restart.cancel()
-            self._lone.remove(slot)
-            self._over(opened, EpisodeDone(error="there is no worker process to be had", blame="host"))
-
     def _begin(self, slot: Slot, opened: Open) -> None:
         session = opened.session
         slot.open[session.key] = opened
         if slot.ledger.state != "playing":
             slot.ledger.enter("playing")
-        self._send(slot, Play(session.key, session.task.fields()))
+        self._send(slot, frames.Play(session.key, session.task.fields()))
         session.begin()
 
-    def _send(self, slot: Slot, message: ToWorker) -> None:
+    def _send(self, slot: Slot, message: frames.ToWorker) -> None:
         if slot.process is not None:
             slot.process.send(self._encoder.encode(message))
 
@@ -327,9 +297,9 @@ class Workers:
             self._waiting.remove(opened)
             return
         opened.stopped = self._loop.time()
-        for slot in [*self._slots, *self._lone]:
+        for slot in self._all:
             if opened.session.key in slot.open:
-                self._send(slot, StopEpisode(opened.session.key))
+                self._send(slot, frames.StopEpisode(opened.session.key))
 
     def _over(self, opened: Open, done: EpisodeDone) -> None:
         if not opened.playing.done():
@@ -339,29 +309,27 @@ class Workers:
 
     # --- messages of workers ---
 
-    def _take(self, slot: Slot, message: ToHost) -> None:
+    def _take(self, slot: Slot, message: frames.ToHost) -> None:
         slot.heard = self._loop.time()
         match message:
-            case EpisodeReady(problems):
+            case frames.EpisodeReady(problems):
                 self._ready(slot, problems)
-            case Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
+            case frames.Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
                 answer = self._loop.create_task(self._answer(slot, opened.session, chat))
                 self._answers[chat.session, chat.call] = answer
                 answer.add_done_callback(partial(self._answered, (chat.session, chat.call)))
-            case GaveUp(key, call) if (asked := self._answers.get((key, call))) is not None:
+            case frames.GaveUp(key, call) if (asked := self._answers.get((key, call))) is not None:
                 asked.cancel()
-            case Rewarded(key, node, value) if (opened := slot.open.get(key)) is not None and not opened.stopped:
+            case frames.Rewarded(key, node, value) if (opened := slot.open.get(key)) is not None and not opened.stopped:
                 opened.session.credit(node, value)
-            case Printed(key, text, dropped):
+            case frames.Printed(key, text, dropped):
                 self.counts.output_dropped_bytes += dropped
                 opened = slot.open.get(key)
                 self._on_output("" if opened is None else opened.session.task.uid, text, dropped)
-            case Noted(key, tool, error, kind, mistaken):
+            case frames.Noted(key, tool, error, kind, mistaken):
                 self._note(tool, error, kind, mistaken)
-            case Ended(key) if key in slot.open:
+            case frames.Ended(key) if key in slot.open:
                 self._episode_ended(slot, message)
-            case Alive():
-                pass
 
     def _ready(self, slot: Slot, problems: list[str]) -> None:
         assert slot.process is not None
@@ -384,7 +352,7 @@ class Workers:
             self._started.set_result(None)
         self._assign()
 
-    def _episode_ended(self, slot: Slot, ended: Ended) -> None:
+    def _episode_ended(self, slot: Slot, ended: frames.Ended) -> None:
         opened = slot.open.pop(ended.session)
         self._suspects.ended(opened.session.task.episode_id)
         if slot.process is not None and slot.process.output.used:
@@ -422,10 +390,10 @@ class Workers:
     async def _answer(self, slot: Slot, session: PolicySession, chat: Chat) -> None:
         """Ask the policy; it ends when the session does."""
         try:
-            self._send(slot, Answered(session.key, chat.call, await session.chat(chat)))
+            self._send(slot, frames.Answered(session.key, chat.call, await session.chat(chat)))
         except EpisodeOver as error:
-            self._send(slot, Denied(session.key, chat.call, error.reason, over=True))
+            self._send(slot, frames.Denied(session.key, chat.call, error.reason, over=True))
         except ChatRefused as error:
-            self._send(slot, Denied(session.key, chat.call, error.problem, field=error.field))
+            self._send(slot, frames.Denied(session.key, chat.call, error.problem, field=error.field))
         except OSError as error:
-            self._send(slot, Denied(session.key, chat.call, str(error)))
+            self._send(slot, frames.Denied(session.key, chat.call, str(error)))

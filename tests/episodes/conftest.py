@@ -13,128 +13,127 @@ if os.path.exists("hang"):
     time.sleep(1000)
 
 
+def asks(text):
+    return [{"role": "user", "content": text}]
+
+
 async def play(task: Task, client: Client, **options):
-    words = task.prompt.split()
-    if words[0] == "reply":
-        reply = await client.chat([{"role": "user", "content": task.prompt}], **options)
-        return float(len(reply.content))
-    if words[0] == "turns":
-        messages = [{"role": "user", "content": "go"}]
-        for turn in range(int(words[1])):
+    how, *words = task.prompt.split()
+    if how == "reply":
+        return float(len((await client.chat(asks(task.prompt), **options)).content))
+    if how == "turns":
+        messages = asks("go")
+        for turn in range(int(words[0])):
             reply = await client.chat(messages)
             client.reward(turn)
-            messages += [reply.message, {"role": "user", "content": "more"}]
+            messages += [reply.message, *asks("more")]
         return None
-    if words[0] == "components":
+    if how == "components":
         return {"a": 1, "b": 0.5}
-    if words[0] == "odd":
+    if how == "seen":
+        return {"seed": task.seed, "sample": task.sample, "attempt": task.attempt, "row": int(task.row["answer"])}
+    if how == "odd":
         return "good"
-    if words[0] == "malformed":
-        field, value = words[1], json.loads(words[2])
-        if field == "messages":
-            await client.chat([{"role": "user", "content": {"text": chr(0xD83D), "object": object()}[value]}])
-        else:
-            await client.chat([{"role": "user", "content": "x"}], **{field: value})
-    if words[0] == "give-up":
-        asking = asyncio.create_task(client.chat([{"role": "user", "content": "slow"}]))
+    if how == "malformed":
+        value = json.loads(words[1])
+        if words[0] == "messages":
+            await client.chat(asks({"text": chr(0xD83D), "object": object()}[value]))
+        await client.chat(asks("x"), **{words[0]: value})
+    if how == "give-up":
+        asking = asyncio.create_task(client.chat(asks("slow")))
         while not os.path.exists("asked"):
             await asyncio.sleep(0.01)
         asking.cancel()
-        await client.chat([{"role": "user", "content": "again"}])
+        await client.chat(asks("again"))
         await asyncio.sleep(1000)
-    if words[0] == "surrogate":
-        if words[1] == "raise":
+    if how == "surrogate":
+        if words[0] == "raise":
             raise ValueError("file \\udcff.txt")
-        if words[1] == "print":
+        if words[0] == "print":
             print("half \\ud83d", end="")
             return 1.0
         return {"part \\ud83d": 1.0}
-    if words[0] == "raise":
+    if how == "raise":
         raise ValueError("no luck")
-    if words[0] == "leave":
+    if how == "leave":
         sys.exit(3)
-    if words[0] == "exit":
+    if how == "exit":
         os._exit(1)
-    if words[0] == "print":
+    if how == "print":
         print("hello from", task.uid)
         sys.stderr.write("and on the error stream\\n")
         return 0
-    if words[0] == "flood":
+    if how == "flood":
         for _ in range(2000):
             print("x" * 1000)
         return 0
-    if words[0] == "spin":
+    if how == "spin":
         while True:
             pass
-    if words[0] == "native":
+    if how == "native":
         # Keeps the interpreter, as a C extension would.
         ctypes.PyDLL(None).sleep(1000)
-    if words[0] == "fork":
+    if how == "fork":
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
         if os.fork() == 0:
             time.sleep(1000)
         return 1
-    if words[0] == "wait":
+    if how == "wait":
         try:
             await asyncio.sleep(1000)
         finally:
             print("closed", task.uid)
-    if words[0] == "deaf":
-        while True:
-            try:
-                await asyncio.sleep(1000)
-            except asyncio.CancelledError:
-                pass
-    if words[0] == "after":
+    if how == "deaf":
+        await deaf()
+    if how == "after":
         # Calls on behind its end.
         async def later():
-            while True:
-                try:
-                    await client.chat([{"role": "user", "content": "again"}])
-                except EpisodeOver:
-                    print("over")
-                    return
-        await client.chat([{"role": "user", "content": "once"}])
+            try:
+                while True:
+                    await client.chat(asks("again"))
+            except EpisodeOver:
+                print("over")
+        await client.chat(asks("once"))
         asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(later()))
         return 1
-    if words[0] == "leak":
+    if how == "leak":
         tasks = [asyncio.create_task(asyncio.sleep(1000)) for _ in range(3)]
         return 1
-    if words[0] == "deaf-task":
-        async def deaf():
-            while True:
-                try:
-                    await asyncio.sleep(0.01)
-                except asyncio.CancelledError:
-                    pass
+    if how == "deaf-task":
         asyncio.create_task(deaf())
         await asyncio.sleep(0)
         return 1
-    if words[0] == "tasks":
+    if how == "tasks":
         # Those of other episodes that go on.
         return sum(not each.done() for each in asyncio.all_tasks() if "sleep" in repr(each.get_coro())) + 1
-    if words[0] == "big":
+    if how == "big":
         try:
-            reply = await client.chat([{"role": "user", "content": "x" * int(words[1])}])
+            await client.chat(asks("x" * int(words[0])))
         except ValueError as error:
             print("refused", str(error)[:80])
             return -1
         return 1
-    if words[0] == "eat":
-        held = bytearray(int(words[1]))
+    if how == "eat":
+        held = bytearray(int(words[0]))
         held[::4096] = b"x" * len(held[::4096])
         await asyncio.sleep(1000)
-    if words[0] == "seen":
-        return {"seed": task.seed, "sample": task.sample, "attempt": task.attempt, "row": int(task.row["answer"])}
-    raise AssertionError(words)
+    raise AssertionError(task.prompt)
+
+
+async def deaf():
+    while True:
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            pass
 
 
 def plain(task, client):
     if task.prompt == "sleep":
         time.sleep(1000)
-    reply = client.chat([{"role": "user", "content": task.prompt}])
+    reply = client.chat(asks(task.prompt))
     client.reward(2.0)
-    again = client.chat([{"role": "user", "content": task.prompt}, reply.message])
+    again = client.chat([*asks(task.prompt), reply.message])
     return len(reply.content) + len(again.content)
 
 
@@ -146,6 +145,8 @@ class Counting:
         Counting.open += 1
 
     def reset(self, task):
+        if task.prompt == "wrong":
+            return 7
         self.left = int(task.prompt)
         return f"count down from {self.left}"
 
@@ -158,14 +159,6 @@ class Counting:
     def close(self):
         Counting.open -= 1
         print("closed", Counting.open)
-
-
-class Wrong:
-    def reset(self, task):
-        return 7
-
-    def step(self, message):
-        return None
 
 
 def add(a: int, b: int = 1) -> int:
@@ -206,6 +199,10 @@ class Box:
 
     def _inner(self):
         pass
+
+
+def lock(it: threading.Lock):
+    """Nothing that the policy can be told of."""
 '''
 
 

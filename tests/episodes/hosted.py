@@ -17,7 +17,6 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.episodes.actor import EpisodesActor
 from asyncrl.episodes.workers import Workers
-from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.episodes import (
     Chat,
@@ -49,7 +48,7 @@ class Rollouter:
         self.order: list[str] = []
         self.began: list[str] = []
         self.cancelled = 0
-        self.host: Peer | None = None
+        self.host: Any = None
         self.refusal: Exception | None = None
         """The answer to rewards of turns."""
 
@@ -66,14 +65,13 @@ class Rollouter:
                 raise
         if isinstance(answer, Exception):
             raise answer
-        calls = answer if isinstance(answer, list) else []
         node = len(self.chats) - 1
+        asked = [] if isinstance(answer, str) else answer
+        calls = [ToolCall(id=f"call_{node}_{k}", name=name, arguments=said) for k, (name, said) in enumerate(asked)]
         return ChatReply(
             node=node,
             content="" if calls else answer,
-            tool_calls=[
-                ToolCall(id=f"call_{node}_{k}", name=name, arguments=said) for k, (name, said) in enumerate(calls)
-            ],
+            tool_calls=calls,
             finish_reason="tool_calls" if calls else "stop",
             prompt_tokens=3,
             completion_tokens=2,
@@ -85,14 +83,13 @@ class Rollouter:
             raise self.refusal
         self.order.append("reward")
         self.rewards.append((request.session, request.node, request.value))
-        return TurnRewarded(node=request.node if request.node is not None else 0)
+        return TurnRewarded(node=request.node or 0)
 
     @handler
     def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
         self.began.append(request.session)
 
     def delta(self, request: Chat, offset: int, text: str) -> None:
-        assert self.host is not None
         self.host.cast(ChatDelta(session=request.session, call=request.call, offset=offset, text=text))
 
 
@@ -100,14 +97,6 @@ async def waits(rollouter: Rollouter, request: Chat) -> str:
     """An answer that never comes."""
     await asyncio.Event().wait()
     return ""
-
-
-def is_over(reason: str) -> Exception:
-    return EpisodeOver(reason)
-
-
-def refuses(field: str, problem: str) -> Exception:
-    return ChatRefused(field, problem)
 
 
 def config_with(**episode: Any) -> Config:
@@ -139,6 +128,16 @@ class Hosted:
         done: EpisodeDone = await self.run(prompt, **changes)
         return done
 
+    @property
+    def base_url(self) -> str:
+        """The endpoint's, for OpenAI's clients."""
+        return str(self.actor._players._setup.base_url)
+
+    def keeper_pid(self) -> int:
+        """The process that keeps the one program that runs."""
+        (program,) = self.actor._players._running.values()
+        return int(program.process.pid)
+
     def figure(self, name: str) -> float:
         return self.actor.figures()[f"episodes/{name}"]
 
@@ -152,6 +151,11 @@ class Hosted:
     def slots(self) -> list[Any]:
         assert isinstance(self.actor._players, Workers)
         return self.actor._players._slots
+
+    def start_within(self, seconds: float) -> None:
+        """Seconds that a worker may take until it is ready, from now on."""
+        assert isinstance(self.actor._players, Workers)
+        self.actor._players._start_timeout_s = seconds
 
     def notices(self) -> dict[str, tuple[int, str]]:
         return {each.key: (each.count, each.text) for each in self.actor._notices.take()}

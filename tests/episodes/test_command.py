@@ -12,7 +12,7 @@ import psutil
 import pytest
 import structlog
 import uvloop
-from episodes.hosted import Hosted, config_with, hosting, until
+from episodes.hosted import config_with, hosting, until
 from structlog.testing import capture_logs
 
 from asyncrl.episodes.command import described, environment, outcome_of
@@ -27,59 +27,56 @@ PROGRAM = """
 import json, os, signal, subprocess, sys, time
 with open(os.environ["ASYNCRL_TASK_FILE"]) as file:
     task = json.load(file)
-words = task["prompt"].split()
-if words[0] == "env":
+how, *words = task["prompt"].split()
+if how == "env":
     print(json.dumps({"seed": task["seed"], "sample": task["sample"], "row": int(task["row"]["answer"])}))
-if words[0] == "file":
+if how == "file":
     path = os.environ["ASYNCRL_TASK_FILE"]
     print(path)
     fits = "ASYNCRL_TASK" in os.environ
     assert not fits or json.loads(os.environ["ASYNCRL_TASK"]) == task
     print(json.dumps({"fits": fits + 0, "mode": os.stat(path).st_mode & 0o777, "size": len(task["row"]["answer"])}))
-if words[0] == "key":
+if how == "key":
     print("key", os.environ["OPENAI_API_KEY"], "f" * 32)
     sys.exit(1)
-if words[0] == "number":
-    print("thinking"); print(words[1]); print("warned", file=sys.stderr)
-if words[0] == "silent":
-    pass
-if words[0] == "exit":
+if how == "number":
+    print("thinking"); print(words[0]); print("warned", file=sys.stderr)
+if how == "exit":
     print("one"); print("bad input", file=sys.stderr); sys.exit(3)
-if words[0] == "killed":
+if how == "killed":
     os.kill(os.getpid(), signal.SIGSEGV)
-if words[0] == "family":
+if how == "family":
     subprocess.Popen(["sleep", SECONDS])
-    subprocess.Popen(["sleep", SECONDS], start_new_session=True)
     again = f"import subprocess; subprocess.Popen(['sleep', {SECONDS!r}], start_new_session=True)"
     subprocess.Popen([sys.executable, "-c", again])
-    open(words[1], "w").close()
-    if words[2] == "wait":
+    open(words[0], "w").close()
+    if words[1:]:
         time.sleep(1000)
-if words[0] == "deaf":
+if how == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen(["sleep", SECONDS])
-    open(words[1], "w").close()
+    open(words[0], "w").close()
     time.sleep(1000)
-if words[0] == "polite":
+if how == "polite":
     def leave(*_):
         print("leaving"); sys.exit(0)
     signal.signal(signal.SIGTERM, leave)
-    open(words[1], "w").close()
+    open(words[0], "w").close()
     time.sleep(1000)
-if words[0] == "flood":
+if how == "flood":
     for _ in range(3000):
         print("x" * 1000)
     print(5)
-    if words[1:]:
-        sys.exit(words[1])
-if words[0] == "mixed":
+    if words:
+        sys.exit(words[0])
+if how == "mixed":
     for number in range(20):
         for part in ("text ", str(number), "\\n"):
             os.write(1, part.encode())
             os.write(2, part.replace("text", "error").encode())
     print(1)
-if words[0] == "eat":
-    held = bytearray(int(words[1]))
+if how == "eat":
+    held = bytearray(int(words[0]))
     held[::4096] = b"x" * len(held[::4096])
     time.sleep(1000)
 """
@@ -87,49 +84,34 @@ if words[0] == "eat":
 
 @pytest.fixture(autouse=True)
 def agent(tmp_path, plays):
-    path = tmp_path / "agent.py"
-    path.write_text(f"SECONDS = {SECONDS!r}\n{PROGRAM}")
-    return path
+    (tmp_path / "agent.py").write_text(f"SECONDS = {SECONDS!r}\n{PROGRAM}")
 
 
 def command(**episode: Any) -> Any:
     return config_with(command=[sys.executable, "agent.py"], close_timeout_s=1.0, **episode)
 
 
-def sleepers() -> list[psutil.Process]:
-    return [each for each in psutil.process_iter() if SECONDS in _line(each)]
-
-
-def keepers(folder: Path) -> list[psutil.Process]:
+def running(words: str, folder: Path | None = None) -> list[psutil.Process]:
+    """Processes whose command line has the words, and which run in the folder."""
     found = []
     for each in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if "asyncrl.runtime.workers.keeper" in each.cmdline() and each.cwd() == str(folder):
+            if words in each.cmdline() and (folder is None or each.cwd() == str(folder)):
                 found.append(each)
     return found
 
 
-def _line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def programs(host: Hosted) -> list[Any]:
-    return list(host.actor._players._running.values())
+def sleepers() -> int:
+    return len(running(SECONDS))
 
 
 async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
     async with hosting(command(), tmp_path) as host:
         done = await host.play("env", sample=4)
-        assert done.components == {"seed": 7.0, "sample": 4.0, "row": 1.0}
-        assert done.user_s > 0
-        assert (await host.play("number 0.5")).reward == 0.5
-        assert (await host.play("number nan")).reward is None
-        assert (await host.play("number good")).reward is None
-        done = await host.play("silent")
-        assert (done.reward, done.error) == (None, "")
+        assert done.components == {"seed": 7.0, "sample": 4.0, "row": 1.0} and done.user_s > 0
+        for prompt, reward in (("number 0.5", 0.5), ("number good", None), ("silent", None)):
+            done = await host.play(prompt)
+            assert (done.reward, done.error) == (reward, "")
         done = await host.play("exit")
         told = "the program ended with exit code 3: "
         assert done.error in (f"{told}one | bad input", f"{told}bad input | one")
@@ -137,16 +119,12 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
         assert "SIGSEGV" in (await host.play("killed")).error
         assert [count for count, _ in host.notices().values()] == [1, 1]
         assert host.figure("failed") == 2
-
-
-async def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(tmp_path):
-    async with hosting(command(), tmp_path) as host:
         printed = host.watch_output()
-        for size, fits in ((1000, 1.0), (100_000, 0.0), (3_000_000, 0.0)):
+        for size, fits in ((1000, 1.0), (3_000_000, 0.0)):
             done = await host.play("file", row={"answer": "x" * size})
             assert done.components == {"fits": fits, "mode": 0o600, "size": size}
-    lines = "".join(text for _, text, _ in printed).splitlines()
-    assert len(lines) == 6 and not any(map(os.path.exists, lines[::2]))
+        lines = "".join(text for _, text, _ in printed).splitlines()
+        assert len(lines) == 4 and not any(map(os.path.exists, lines[::2])), "a task's file goes with the program"
 
 
 async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):
@@ -168,28 +146,24 @@ async def test_a_program_that_cannot_be_started_says_so(tmp_path):
 
 
 async def test_nothing_of_a_program_outlives_its_episode_and_one_that_is_stopped_is_asked_before_it_is_killed(tmp_path):
-    assert sleepers() == []
     async with hosting(command(), tmp_path) as host:
         printed, began = host.watch_output(), tmp_path / "began"
-        assert (await host.play(f"family {began} stay")).error == ""
-        assert sleepers() == []
+        assert (await host.play(f"family {began}")).error == ""
+        assert sleepers() == 0
         began.unlink()
-        for how, started, said in (("family {} wait", 2, []), ("deaf {}", 1, []), ("polite {}", 0, ["leaving\n"])):
+        for how, started, said in (("family {} wait", 2, []), ("polite {}", 0, ["leaving\n"]), ("deaf {}", 1, None)):
             call = host.run(how.format(began))
-            await until(lambda least=started: began.exists() and len(sleepers()) >= least)
-            call.cancel()
-            await until(lambda: host.figure("open") == 0)
-            assert sleepers() == []
-            assert [text for _, text, _ in printed] == said
+            await until(lambda least=started: began.exists() and sleepers() >= least)
+            if said is None:
+                # One whose keeper is killed goes with it, and is not to blame.
+                os.kill(host.keeper_pid(), signal.SIGKILL)
+                assert (await call).blame == "host"
+                await until(lambda: sleepers() == 0)
+            else:
+                call.cancel()
+                await until(lambda: host.figure("open") == 0)
+                assert (sleepers(), [text for _, text, _ in printed]) == (0, said)
             began.unlink()
-        # One whose keeper is killed goes with it, and is not to blame.
-        call = host.run(f"deaf {began}")
-        await until(began.exists)
-        (program,) = programs(host)
-        os.kill(program.process.pid, signal.SIGKILL)
-        assert (await call).blame == "host"
-        await until(lambda: sleepers() == [])
-        began.unlink()
 
 
 async def test_programs_end_with_a_host_that_is_killed(tmp_path):
@@ -210,51 +184,36 @@ async def main():
 asyncio.run(main())
 """
     )
+    keeper = "asyncrl.runtime.workers.keeper"
     host = subprocess.Popen([sys.executable, "host.py"], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
     # A process that has just been started has no command line for a moment, and is not seen.
-    await until(lambda: (tmp_path / "began").exists() and (len(sleepers()), len(keepers(tmp_path))) == (1, 1))
+    await until(lambda: (tmp_path / "began").exists() and sleepers() == len(running(keeper, tmp_path)) == 1)
     host.kill()
     host.wait()
-    await until(lambda: sleepers() == [])
-    await until(lambda: keepers(tmp_path) == [])
+    await until(lambda: sleepers() == len(running(keeper, tmp_path)) == 0)
 
 
-async def test_output_is_bounded_its_lines_stay_whole_and_the_reward_behind_it_is_found(tmp_path):
-    async with hosting(command(max_output_bytes=100_000), tmp_path) as host:
+async def test_output_and_memory_are_bounded_lines_stay_whole_and_the_reward_behind_them_is_found(tmp_path):
+    async with hosting(command(max_output_bytes=100_000, max_memory_bytes=100_000_000), tmp_path) as host:
         printed = host.watch_output()
         assert (await host.play("flood")).reward == 5.0
         assert sum(len(text) for _, text, _ in printed) == 100_000
         assert sum(dropped for *_, dropped in printed) == 3000 * 1001 + 2 - 100_000
         # What is printed last tells why it failed, also beyond the limit.
         failed = await host.play("flood enough")
-        assert "enough" in failed.error.split(" | ")
-        assert len(failed.error) < 6000
+        assert "enough" in failed.error.split(" | ") and len(failed.error) < 6000
         printed.clear()
         assert (await host.play("mixed")).reward == 1.0
         lines = "".join(text for _, text, _ in printed).splitlines()
         assert sorted(lines) == sorted([*(f"error {n}" for n in range(20)), *(f"text {n}" for n in range(20)), "1"])
-
-
-async def test_a_program_that_takes_too_much_memory_is_killed(tmp_path):
-    async with hosting(command(max_memory_bytes=100_000_000), tmp_path) as host:
         done = await host.play("eat 300000000")
         assert "took more than 100000000 bytes of memory (episode.max_memory_bytes" in done.error
         assert (done.blame, host.figure("out_of_memory")) == ("episode", 1)
 
 
 def test_a_program_inherits_nothing_of_the_run_but_its_own_key():
-    inherited = {
-        "PATH": "/bin",
-        "ASYNCRL_PRIVATE": "secret",
-        "WANDB_API_KEY": "secret",
-        "HF_TOKEN": "secret",
-        "Github_Token": "secret",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "DB_PASSWORD": "secret",
-        "JUDGE": "secret",
-        "OPENAI_API_KEY": "secret",
-        "OPENAI_BASE_URL": "https://elsewhere",
-    }
+    secret = ("ASYNCRL_PRIVATE", "HF_TOKEN", "Github_Token", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "OPENAI_API_KEY")
+    inherited = {"PATH": "/bin", "OPENAI_BASE_URL": "https://elsewhere", **dict.fromkeys(secret, "secret")}
     task = Task(prompt="p", messages=[], row={"a": 1}, seed=7, uid="0-1", sample=2, attempt=1)
     clean = users_environment(inherited, ["ASYNCRL_PRIVATE"])
     env = environment(clean, described(task), base_url="http://127.0.0.1:1/v1", key="abc")
@@ -265,17 +224,8 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key():
         "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
         "OPENAI_API_BASE": "http://127.0.0.1:1/v1",
     }
-    assert told == {
-        "prompt": "p",
-        "messages": [],
-        "row": {"a": 1},
-        "seed": 7,
-        "uid": "0-1",
-        "sample": 2,
-        "attempt": 1,
-        "purpose": "train",
-        "episode_id": "0-1/2",
-    }
+    named = {"prompt": "p", "messages": [], "row": {"a": 1}, "seed": 7, "uid": "0-1", "sample": 2, "attempt": 1}
+    assert told == named | {"purpose": "train", "episode_id": "0-1/2"}
 
 
 @pytest.mark.parametrize(
@@ -285,17 +235,7 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key():
         ("-0.5", (-0.5, {})),
         ('{"a": 1, "b": 2}', (3.0, {"a": 1.0, "b": 2.0})),
         ('{"reward": 1, "b": 2}', (1.0, {"b": 2.0})),
-        ("NaN", None),
-        ("Infinity", None),
-        ("1e400", None),
-        ("1e30", None),
-        ("true", None),
-        ("[1]", None),
-        ("{}", None),
-        ('{"a": "x"}', None),
-        ("done", None),
-        ("", None),
-        ("[" * 100_000, None),
+        *((line, None) for line in ("NaN", "1e400", "1e30", "true", "[1]", "{}", '{"a": "x"}', "done", "[" * 100_000)),
     ],
 )
 def test_a_last_line_is_a_reward_or_none(line, outcome):

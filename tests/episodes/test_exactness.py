@@ -1,4 +1,4 @@
-"""Episodes of many turns on the real vLLM while its weights change again and again, asked through the client, at the
+"""Episodes of many turns on a real engine while its weights change again and again, asked through the client, at the
 same time too, and over HTTP: each trained token has the log-prob that the Hugging Face model of its version gives it
 over the whole context in which it was sampled (I3, I4).
 """
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from whole import played_by_vllm, worst_error
+from whole import played_by, worst_error
 
 from tools.learn.chat_model import make_model, make_tokenizer, save
 from tools.learn.recipe import Settings
@@ -19,8 +19,6 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-4
-EPISODES = 12
-MAX_TOKENS = 40
 AGENT = """
 import asyncio
 
@@ -71,22 +69,26 @@ def models(tmp_path_factory):
     return folder, [model.float().eval() for model in made]
 
 
-def test_i4_each_trained_token_of_an_episode_has_the_log_prob_of_the_weights_of_its_version(tmp_path, models):
+@pytest.mark.parametrize(
+    ("engine", "episodes", "max_tokens"),
+    [("reference", 4, 24), pytest.param("vllm", 12, 40, marks=pytest.mark.slow)],
+)
+def test_i4_each_trained_token_of_an_episode_has_the_log_prob_of_the_weights_of_its_version(
+    tmp_path, models, engine, episodes, max_tokens
+):
     folder, made = models
     Path("agent.py").write_text(AGENT)
-    names = [f"{'http' if sample % 2 else 'client'} {sample}" for sample in range(EPISODES)]
-    _, trajectories, version = played_by_vllm(
-        tmp_path, folder, made, names, tokens=150, max_tokens=MAX_TOKENS, data={"max_prompt_tokens": 400}
-    )
+    names = [f"{'http' if sample % 2 else 'client'} {sample}" for sample in range(episodes)]
+    limits = {"tokens": 12 * episodes, "max_tokens": max_tokens, "data": {"max_prompt_tokens": 400}}
+    _, trajectories, version = played_by(engine, tmp_path, folder, made, names, **limits)
     worst, tokens = worst_error(trajectories, lambda of: made[of % 2])
     assert worst < TOLERANCE
-    assert tokens > 500
-    print(f"{tokens} tokens of {EPISODES} episodes, {version} updates: off by {worst:.1e} nats at most")
+    assert tokens > episodes * max_tokens
+    print(f"{tokens} tokens of {episodes} episodes, {version} updates: off by {worst:.1e} nats at most")
     # Updates met turns, and forks and calls at the same time were there.
     assert version >= 4
     assert {len(t.sequences) for t in trajectories[1::2]} == {1}
     assert {len(t.sequences) for t in trajectories[::2]} == {3}
     spans = [{s.version for s in each.spans if s.role == "sampled"} for t in trajectories for each in t.sequences]
-    assert sum(len(versions) > 1 for versions in spans) >= EPISODES / 2
-    resumed = [t for t in trajectories if t.resumes]
-    assert resumed, "an answer was interrupted"
+    assert sum(len(versions) > 1 for versions in spans) >= episodes / 2
+    assert any(t.resumes for t in trajectories), "an answer was interrupted"

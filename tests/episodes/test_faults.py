@@ -5,13 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.episodes.faults import MOST, Open, Slot, Suspects, silence, unended
-from asyncrl.telemetry.states import StateLedger
 
 
 def slot(heard: float, **stopped: float) -> Slot:
-    made = Slot(StateLedger(lambda: 0.0, "player"), heard=heard)
-    made.open = {key: Open(None, None, stopped=at) for key, at in stopped.items()}
-    return made
+    return Slot(heard=heard, open={key: Open(None, None, stopped=at) for key, at in stopped.items()})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from whole import played_by_vllm, worst_error
+from whole import played_by, worst_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,8 +80,8 @@ def test_a_real_chat_model_plays_with_a_tool_and_each_token_has_the_log_prob_of_
     Path("agent.py").write_text(AGENT)
     made = changed(folder)
     sections = {"data": {"max_prompt_tokens": 700}, "chat": {"tool_parser": "json"}}
-    world, trajectories, version = played_by_vllm(
-        tmp_path, folder, made, ["weather"] * EPISODES, tokens=70, max_tokens=48, **sections
+    world, trajectories, version = played_by(
+        "vllm", tmp_path, folder, made, ["weather"] * EPISODES, tokens=70, max_tokens=48, **sections
     )
     report = world.renderer.report
     verdicts = {case.case: case.verdict for case in report.cases}

@@ -12,8 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from episodes.hosted import Rollouter, config_with, hosting, refuses
-from session_cases import World, call_of
+from session_cases import World
 from whole import play, whole
 
 from asyncrl.cli import doctor
@@ -27,46 +26,6 @@ DOCUMENTED = "/venvs/verifiers/bin/python"
 SIMULATED = ["--rollout.engine", "sim", "--learner.backend", "sim", "--episode.start_timeout_s", "300"]
 TIMEOUTS = {"start_timeout_s": 300.0, "turn_timeout_s": 300.0}
 """Importing verifiers takes seconds of a core, of which others may have most."""
-SHELF = '''
-import verifiers.v1 as vf
-
-__all__ = ["Shelf"]
-
-
-class Tools(vf.Toolset[vf.ToolsetConfig]):
-    TOOL_PREFIX = "shelf"
-
-    @vf.tool
-    async def look_up(self, key: str) -> str:
-        """The entry of a key."""
-        return {"bolt": "17 mm"}.get(key, "none")
-
-
-class LookUp(vf.Task[vf.TaskData]):
-    @classmethod
-    def toolsets(cls, config):
-        return [Tools(vf.ToolsetConfig())]
-
-    @vf.reward
-    async def right(self, trace):
-        return float("17 mm" in trace.last_reply)
-
-    @vf.metric
-    async def answers(self, trace):
-        return float(trace.num_turns)
-
-
-class Shelf(vf.Taskset[LookUp]):
-    def load(self):
-        return [LookUp(vf.TaskData(prompt="How long is a bolt?", system_prompt="Look it up."))]
-
-
-if __name__ == "__main__":
-    Tools.run()
-'''
-
-LOOKS_UP = call_of("shelf_look_up", key="bolt")
-
 needs_verifiers = pytest.mark.skipif(not PYTHON, reason="ASYNCRL_VERIFIERS_PYTHON names no interpreter with verifiers")
 
 
@@ -76,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     home, where = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     where.mkdir()
-    for name, code in (PROGRAMS | {"shelf.py": SHELF}).items():
+    for name, code in PROGRAMS.items():
         (where / name).write_text(code)
     monkeypatch.chdir(where)
     monkeypatch.setenv("HOME", str(home))
@@ -88,35 +47,6 @@ def folder(tmp_path, monkeypatch):
     yield where
     # A rollout leaves nothing behind.
     assert [path for path in (home / ".cache" / "verifiers").rglob("*") if path.is_file()] == []
-
-
-def episodes_of(taskset):
-    return {"function": None, "command": [PYTHON, "play_taskset.py", taskset], **TIMEOUTS}
-
-
-def rollouts(folder, say, taskset, rows):
-    """The tokenizer, the prompts that the engine was given, and a trajectory for each row."""
-
-    async def main():
-        world = World(folder.parent, say=say, episode=episodes_of(taskset), rollout={"max_tokens": 128})
-        async with whole(world, folder.parent):
-            played = [play(world, "unused", at, row=row) for at, row in enumerate(rows)]
-            return world, await asyncio.gather(*played)
-
-    world, trajectories = asyncio.run(main())
-    return world.tokenizer, trajectories
-
-
-def spoken(tokenizer, trajectory):
-    """The text of each sequence's sampled tokens, after which each of its spans and log-probs is of version 0."""
-    found = []
-    for sequence in trajectory.sequences:
-        sampled = [span for span in sequence.spans if span.role == "sampled"]
-        assert {span.version for span in sampled} == {0}
-        tokens = [token for span in sampled for token in sequence.tokens[span.start : span.end].tolist()]
-        assert len(tokens) == len(sequence.logprobs) > 0
-        found.append(tokenizer.decode(tokens, keep_special=True))
-    return found
 
 
 def test_the_program_is_short():
@@ -143,54 +73,24 @@ def test_the_documented_taskset_trains(folder, capsys):
 @pytest.mark.slow
 @needs_verifiers
 def test_the_task_of_a_row_is_played_and_scored_by_verifiers(folder):
-    prompts = []
-
     def say(prompt):
-        prompts.append(prompt)
         number = int(re.search(r"What is (\d+) \+ \1\?", prompt)[1])
         return {7: "14", 8: "15", 9: "I think that it must be 18"}[number]
 
-    tokenizer, played = rollouts(folder, say, "sums", [{"index": index} for index in (7, 8, 9)])
+    async def main():
+        episode = {"function": None, "command": [PYTHON, "play_taskset.py", "sums"], **TIMEOUTS}
+        world = World(folder.parent, say=say, episode=episode, rollout={"max_tokens": 128})
+        async with whole(world, folder.parent):
+            played = [play(world, "unused", at, row={"index": index}) for at, index in enumerate((7, 8, 9))]
+            return world, await asyncio.gather(*played)
+
+    world, played = asyncio.run(main())
     assert [each.reward for each in played] == pytest.approx([1.1, 0.1, 1.0])
-    assert [each.components for each in played] == [
-        {"right": 1.0, "short": 1.0},
-        {"right": 0.0, "short": 1.0},
-        {"right": 1.0, "short": 0.0},
-    ]
-    ends = [spoken(tokenizer, each)[0] for each in played]
-    assert [each.removesuffix("<|im_end|>") for each in ends] == ["14", "15", "I think that it must be 18"]
+    assert [list(each.components.values()) for each in played] == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
     assert [(each.finish_reason, each.turns, each.forks) for each in played] == [("stop", 1, {})] * 3
-    assert len(prompts) == 3
-
-
-@pytest.mark.slow
-@needs_verifiers
-def test_tools_of_a_task_are_turns_of_one_sequence(folder):
-    def say(prompt):
-        return "It is 17 mm." if "17 mm" in prompt else LOOKS_UP
-
-    tokenizer, (played,) = rollouts(folder, say, "shelf", [{"index": 0}])
-    assert (played.reward, played.components) == (1.0, {"right": 1.0, "answers": 2.0})
-    assert (played.turns, len(played.sequences), played.forks) == (2, 1, {})
-    (said,) = spoken(tokenizer, played)
-    assert [each for each in said.split("<|im_end|>") if each] == [LOOKS_UP, "It is 17 mm."]
-    assert [message["role"] for message in played.messages] == ["system", "user", "assistant", "tool", "assistant"]
-
-
-@pytest.mark.slow
-@needs_verifiers
-def test_a_limit_of_verifiers_ends_a_rollout_that_is_scored(folder):
-    _, (played,) = rollouts(folder, lambda prompt: LOOKS_UP, "shelf", [{"index": 0}])
-    assert (played.reward, played.components) == (0.0, {"right": 0.0, "answers": 8.0})
-    assert (played.turns, len(played.sequences), played.finish_reason) == (8, 1, "stop")
-
-
-@pytest.mark.slow
-@needs_verifiers
-async def test_a_rollout_that_fails_is_a_failure_and_has_no_reward(folder):
-    config = config_with(**episodes_of("sums"))
-    async with hosting(config, folder.parent, Rollouter(refuses("messages", "no such thing"))) as host:
-        done = await host.play(row={"index": 7}, timeout=300.0)
-    assert done.reward is None
-    assert done.error.startswith("the program ended with exit code 1: ProviderError: ")
-    assert "no such thing" in done.error
+    for trajectory, said in zip(played, ("14", "15", "I think that it must be 18"), strict=True):
+        [sequence] = trajectory.sequences
+        assert [(span.version, span.role) for span in sequence.spans] == [(0, "sampled")]
+        assert len(sequence.tokens) == len(sequence.logprobs)
+        assert world.tokenizer.decode(sequence.tokens.tolist()) == said
+    assert len(world.submitted) == 3

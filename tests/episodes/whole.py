@@ -70,7 +70,8 @@ async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
         yield hosted
 
 
-def played_by_vllm(
+def played_by(
+    engine: str,
     folder: Path,
     model: Path,
     made: Sequence[Any],
@@ -80,11 +81,11 @@ def played_by_vllm(
     max_tokens: int,
     **more: Any,
 ) -> tuple[World, list[Trajectory], int]:
-    """Episodes that agent:play plays at the same time, vLLM speaks, and the weights are those of ``made`` in turn, new
-    ones every ``tokens``. Returns the world, a trajectory for each prompt, and the last version.
+    """Episodes that agent:play plays at the same time, the engine (rollout.engine) speaks, and the weights are those of
+    ``made`` in turn, new ones every ``tokens``. Returns the world, a trajectory for each prompt, and the last version.
     """
     vllm = {"cpu_kv_cache_bytes": 256 << 20, "threads": 1, "max_num_seqs": 32}
-    rollout = {"engine": "vllm", "gpus_per_replica": 0, "concurrency": 16, "stream_interval": 4, "vllm": vllm}
+    rollout = {"engine": engine, "gpus_per_replica": 0, "concurrency": 16, "stream_interval": 4, "vllm": vllm}
 
     async def main() -> tuple[World, list[Trajectory], int]:
         publisher = Publisher()

@@ -181,7 +181,7 @@ class Rehearsal:
             log=structlog.wrap_logger(structlog.PrintLogger(sys.stderr)),
         )
         base_url = f"{await self._endpoint.start()}/v1"
-        watch = asyncio.create_task(self._endpoint.watch())
+        watch = asyncio.create_task(self._endpoint.calls.watch())
         confined = Confinement(self._config.security.user_environment)
         self._players: Programs | Workers
         if episode.kind == "command":

@@ -8,7 +8,8 @@ write has a deadline.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
@@ -30,18 +31,25 @@ class CutConnection(Exception):
         super().__init__(reason)
 
 
+@asynccontextmanager
+async def _in_time(timeout_s: float) -> AsyncIterator[None]:
+    """A deadline on writing: all that is written is with the kernel then, so it is one on the reader."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise CutConnection("slow reader") from None
+
+
 async def send(
     request: web.BaseRequest, body: Body, status: int, *, timeout_s: float, headers: dict[str, str] | None = None
 ) -> web.StreamResponse:
-    """Answer with all of ``body``. Raises Cut."""
+    """Answer with all of ``body``. Raises CutConnection."""
     raw = msgspec.json.encode(body)
     response = web.Response(body=raw, status=status, headers={"Content-Type": JSON, **(headers or {})})
-    try:
-        async with asyncio.timeout(timeout_s):
-            await response.prepare(request)
-            await response.write_eof()
-    except TimeoutError:
-        raise CutConnection("slow reader") from None
+    async with _in_time(timeout_s):
+        await response.prepare(request)
+        await response.write_eof()
     return response
 
 
@@ -69,7 +77,7 @@ class HttpAnswer:
         """Characters of the content of each choice."""
 
     async def whole(self, news: asyncio.Event) -> web.StreamResponse:
-        """One body of JSON. Raises Cut."""
+        """One body of JSON. Raises CutConnection."""
         while self._call.running:
             if not await self._more(news):
                 await self._write(BLANK, JSON)
@@ -87,7 +95,7 @@ class HttpAnswer:
         return await self._fail(self._explain(outcome))
 
     async def stream(self, news: asyncio.Event) -> web.StreamResponse:
-        """A stream of events. Raises Cut."""
+        """A stream of events. Raises CutConnection."""
         events: ReplyStream | None = None
         while self._call.running:
             alive = await self._more(news)
@@ -140,22 +148,16 @@ class HttpAnswer:
         return await send(self._request, self._dialect.failure(failure), failure.status, timeout_s=self._timeout_s)
 
     async def _write(self, raw: bytes, content_type: str) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                if self._response is None:
-                    headers = {"Content-Type": content_type, "Cache-Control": "no-cache", **self._notices()}
-                    self._response = web.StreamResponse(headers=headers)
-                    await self._response.prepare(self._request)
-                await self._response.write(raw)
-        except TimeoutError:
-            raise CutConnection("slow reader") from None
+        async with _in_time(self._timeout_s):
+            if self._response is None:
+                headers = {"Content-Type": content_type, "Cache-Control": "no-cache", **self._notices()}
+                self._response = web.StreamResponse(headers=headers)
+                await self._response.prepare(self._request)
+            await self._response.write(raw)
         return self._response
 
     async def _finish(self, raw: bytes) -> web.StreamResponse:
         response = await self._write(raw, EVENT_STREAM)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await response.write_eof()
-        except TimeoutError:
-            raise CutConnection("slow reader") from None
+        async with _in_time(self._timeout_s):
+            await response.write_eof()
         return response

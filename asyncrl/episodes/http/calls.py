@@ -12,19 +12,42 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
 
 import structlog
 
 from asyncrl.episodes.http.call_book import Call, CallBook
-from asyncrl.episodes.http.core import Core
 from asyncrl.episodes.http.dialects.dialect import ChatRequest
 from asyncrl.errors import ChatRefused, EpisodeOver
-from asyncrl.messages.episodes import Chat, ChatReply
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 
 MOST_OPEN = 1024
 """Calls of a session at a time."""
 WATCH_SHARE = 0.25
 """Share of the shorter of grace and keeping that is the pause between two looks."""
+
+
+class Core(Protocol):
+    """The policy, for all sessions of this host."""
+
+    model: str
+    """The name under which the policy answers, under any name that it is asked by."""
+
+    def knows(self, key: str) -> bool:
+        """Whether there is such a session. It stays known for a while after its end, so that calls are told why.
+
+        A key is 128 random bits and is looked up by its hash: the time it takes tells nothing of another.
+        """
+
+    async def chat(self, key: str, call: Chat, on_delta: Callable[[ChatDelta], None]) -> ChatReply:
+        """The next message of the assistant; it waits for as long as that takes.
+
+        The same call again goes on from its sampled tokens. Raises EpisodeOver, ChatRefused.
+        """
+
+    async def turn_reward(self, key: str, node: int | None, value: float) -> int:
+        """Credit a node, or the one answered last; returns the node. Raises EpisodeOver, ChatRefused."""
 
 
 class TooManyCalls(Exception):
@@ -87,7 +110,7 @@ class Calls:
         return None if book is None else book.nodes.get(number)
 
     async def watch(self) -> None:
-        """Give up and forget calls, for ever."""
+        """Give up and forget calls; a task of the actor's own, for as long as the endpoint lives."""
         pause = WATCH_SHARE * min(self._grace_s, self._kept_s)
         while True:
             await asyncio.sleep(pause)
@@ -150,12 +173,11 @@ class Calls:
                 untrained=untrained,
             )
 
-        def heard(choice: int) -> Callable[..., None]:
-            return lambda delta: call.hear(choice, delta)
-
         try:
             async with asyncio.TaskGroup() as group:
-                chats = [group.create_task(self._core.chat(key, chat(at), heard(at))) for at in range(asked.n)]
+                chats = [
+                    group.create_task(self._core.chat(key, chat(at), partial(call.hear, at))) for at in range(asked.n)
+                ]
         except ExceptionGroup as failed:
             told = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
             raise (told[0] if told else failed.exceptions[0]) from None

@@ -21,8 +21,7 @@ from aiohttp import web
 
 from asyncrl.episodes.http.answers import CutConnection, HttpAnswer, send
 from asyncrl.episodes.http.bodies import LARGE_BODY, InvalidJson, decoded, digest, reward_of
-from asyncrl.episodes.http.calls import Calls, TooManyCalls
-from asyncrl.episodes.http.core import Core
+from asyncrl.episodes.http.calls import Calls, Core, TooManyCalls
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
 from asyncrl.episodes.http.dialects.messages import Messages
@@ -82,7 +81,7 @@ class PolicyEndpoint:
         self.calls = Calls(core, grace_s=grace_s, kept_s=kept_s, counts=self.counts, log=log)
         self._runner: web.ServerRunner | None = None
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self) -> str:
         """Listen. Returns the URL without a path; the base URL for OpenAI's clients ends in /v1."""
         server = web.Server(
             self._handle,
@@ -95,12 +94,8 @@ class PolicyEndpoint:
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        await web.TCPSite(self._runner, LOOPBACK, port).start()
+        await web.TCPSite(self._runner, LOOPBACK, 0).start()
         return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
-
-    async def watch(self) -> None:
-        """Forget calls that are over; a task of the actor's own, for as long as the endpoint lives."""
-        await self.calls.watch()
 
     async def close(self) -> None:
         """Close every connection, and end the calls that were waited for."""
@@ -109,7 +104,7 @@ class PolicyEndpoint:
         await self.calls.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        # All that is written is with the kernel when the write is done: a deadline on it is one on the reader.
+        # All that is written is with the kernel when the write is done (answers.py).
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
         dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])
@@ -210,7 +205,7 @@ class PolicyEndpoint:
         return response
 
     async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
-        """The body as an object, and the digest of the request. Raises Rejected, Cut."""
+        """The body as an object, and the digest of the request. Raises RejectedRequest, CutConnection."""
         raw = await self._read(request)
         salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
         try:

@@ -14,32 +14,15 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
 import msgspec
 
+from asyncrl.episodes.playing import frames
 from asyncrl.episodes.playing.client import Client
-from asyncrl.episodes.playing.frames import (
-    SMALL_BYTES,
-    Alive,
-    Answered,
-    Asked,
-    Denied,
-    Ended,
-    EpisodeReady,
-    EpisodeSetup,
-    GaveUp,
-    Noted,
-    Play,
-    Printed,
-    Rewarded,
-    StopEpisode,
-    ToHost,
-    ToWorker,
-)
 from asyncrl.episodes.playing.function import Player
 from asyncrl.episodes.playing.players import resolve
 from asyncrl.episodes.playing.printing import Printer, current, tell_apart
@@ -77,7 +60,7 @@ class PlayedEpisode:
             try:
                 reply: ChatReply = await answer
             except asyncio.CancelledError:
-                self._worker.send(GaveUp(self.key, chat.call))
+                self._worker.send(frames.GaveUp(self.key, chat.call))
                 raise
             return reply
         finally:
@@ -86,7 +69,7 @@ class PlayedEpisode:
     def reward(self, node: int | None, value: float) -> None:
         """Credit a turn, as client.Policy; callable from any thread."""
         if not self.over:
-            self._worker.send_soon(Rewarded(self.key, node, value))
+            self._worker.send_soon(frames.Rewarded(self.key, node, value))
 
     def answer(self, call: str, reply: ChatReply | Exception) -> None:
         """Take in the host's answer to a call."""
@@ -111,27 +94,27 @@ _session: ContextVar[PlayedEpisode | None] = ContextVar("session", default=None)
 class Worker:
     """The worker's side of the socket, and the episodes that it plays."""
 
-    def __init__(self, setup: EpisodeSetup, player: Player, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, setup: frames.EpisodeSetup, player: Player, writer: asyncio.StreamWriter) -> None:
         self._setup, self._player, self._writer = setup, player, writer
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._loop.set_task_factory(_owned_task)
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Asked)
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(frames.Asked)
         self._sessions: dict[str, PlayedEpisode] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
-    def take(self, message: ToWorker) -> None:
+    def take(self, message: frames.ToWorker) -> None:
         """Take in a message of the host."""
         match message:
-            case Play(key, task):
+            case frames.Play(key, task):
                 session = self._sessions[key] = PlayedEpisode(self, key)
                 self._episodes[key] = self._loop.create_task(self._play(key, session, Task(**task)))
-            case Answered(key, call, reply):
+            case frames.Answered(key, call, reply):
                 if key in self._sessions:
                     self._sessions[key].answer(call, reply)
-            case Denied(key, call):
+            case frames.Denied(key, call):
                 if key in self._sessions:
                     self._sessions[key].answer(call, _denial(message))
-            case StopEpisode(key):
+            case frames.StopEpisode(key):
                 if key in self._sessions:
                     self._sessions[key].end(STOPPED)
                     self._episodes[key].cancel()
@@ -139,7 +122,7 @@ class Worker:
     def ask(self, chat: Chat) -> None:
         """Send a call of the policy. Raises ChatRefused for one that is too large, or that the host could not read."""
         try:
-            body = self._encoder.encode(Asked(chat))
+            body = self._encoder.encode(frames.Asked(chat))
         except Exception as error:
             raise ChatRefused(self._unsendable(chat), f"cannot be sent: {error}") from error
         if len(body) > self._setup.max_request_bytes:
@@ -163,11 +146,11 @@ class Worker:
                 return name
         return "messages"
 
-    def send(self, message: ToHost) -> None:
+    def send(self, message: frames.ToHost) -> None:
         """Send to the host, from the event loop."""
         self._write(self._encoder.encode(message))
 
-    def send_soon(self, message: ToHost) -> None:
+    def send_soon(self, message: frames.ToHost) -> None:
         """Send to the host, from any thread, in order."""
         if threading.get_ident() == self._thread:
             self.send(message)
@@ -180,12 +163,12 @@ class Worker:
     async def beat(self) -> None:
         """Say that the event loop turns."""
         while True:
-            self.send(Alive())
+            self.send(frames.Alive())
             await asyncio.sleep(self._setup.alive_s)
 
     async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
         printer = Printer(
-            self._setup.max_output_bytes, lambda text, dropped: self.send_soon(Printed(key, text, dropped))
+            self._setup.max_output_bytes, lambda text, dropped: self.send_soon(frames.Printed(key, text, dropped))
         )
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
@@ -195,36 +178,35 @@ class Worker:
         # The end goes behind all that others have sent for this episode.
         self._loop.call_soon(self._over, ended)
 
-    def _over(self, ended: Ended) -> None:
+    def _over(self, ended: frames.Ended) -> None:
         del self._sessions[ended.session], self._episodes[ended.session]
         try:
             body = self._encoder.encode(ended)
         except Exception as error:
-            body = self._encoder.encode(Ended(ended.session, error=f"ended in what cannot be told: {describe(error)}"))
-        if len(body) > SMALL_BYTES:
-            body = self._encoder.encode(Ended(ended.session, error=f"returned components of {len(body)} bytes in all"))
+            body = self._encoder.encode(
+                frames.Ended(ended.session, error=f"ended in what cannot be told: {describe(error)}")
+            )
+        if len(body) > frames.SMALL_BYTES:
+            body = self._encoder.encode(
+                frames.Ended(ended.session, error=f"returned components of {len(body)} bytes in all")
+            )
         self._write(body)
 
-    async def _outcome(self, key: str, session: PlayedEpisode, printer: Printer, playing: Any) -> Ended:
+    async def _outcome(self, key: str, session: PlayedEpisode, printer: Printer, playing: Any) -> frames.Ended:
         """The outcome of an episode. Nothing that the user's code raises, SystemExit included, may end the worker."""
         current.set(printer)
         _session.set(session)
         try:
             value = await playing
-            if value is None:
-                return Ended(key)
-            reward, components = read_outcome(value)
-            return Ended(key, reward, components)
+            return frames.Ended(key) if value is None else frames.Ended(key, *read_outcome(value))
         except EpisodeOver:
-            return Ended(key)
+            return frames.Ended(key)
         except BadOutcome as error:
-            return Ended(key, error=str(error), kind="no reward")
-        except asyncio.CancelledError as error:
-            if session.over:
-                return Ended(key, error=STOPPED)
-            return Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
+            return frames.Ended(key, error=str(error), kind="no reward")
         except BaseException as error:
-            return Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
+            if isinstance(error, asyncio.CancelledError) and session.over:
+                return frames.Ended(key, error=STOPPED)
+            return frames.Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
         finally:
             current.set(None)
             _session.set(None)
@@ -247,65 +229,46 @@ def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) 
     return task
 
 
-def _denial(message: Denied) -> Exception:
+def _denial(message: frames.Denied) -> Exception:
     if message.over:
         return EpisodeOver(message.reason)
     return ChatRefused(message.field, message.reason) if message.field else ConnectionError(message.reason)
 
 
-class Notes:
-    """Reports of calls of tools, by the episode whose code runs. ``worker`` is set before the first."""
-
-    worker: Worker
-
-    def __call__(self, tool: str, error: Exception | None, mistaken: bool) -> None:
-        session = _session.get()
-        if session is None:
-            return
-        told = ("", "") if error is None else (describe(error), kind_of(error))
-        self.worker.send_soon(Noted(session.key, tool, *told, mistaken))
-
-
 async def serve(connection: socket.socket) -> None:
     """Serve the host until it hangs up."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    messages = _Messages(reader)
-    setup = await messages.next()
-    if not isinstance(setup, EpisodeSetup):
+    messages = _messages(reader)
+    setup = await anext(messages, None)
+    if not isinstance(setup, frames.EpisodeSetup):
         return
-    notes, encoder = Notes(), msgspec.msgpack.Encoder()
+
+    def note(tool: str, error: Exception | None, mistaken: bool) -> None:
+        """Report a call of a tool, by the episode whose code runs."""
+        if (session := _session.get()) is not None:
+            told = ("", "") if error is None else (describe(error), kind_of(error))
+            worker.send_soon(frames.Noted(session.key, tool, *told, mistaken))
+
     try:
-        player = resolve(setup.kind, setup.code, setup.options, notes)
+        player = resolve(setup.kind, setup.code, setup.options, note)
     except NotCallable as error:
-        writer.write(framed(encoder.encode(EpisodeReady(error.problems))))
+        writer.write(framed(msgspec.msgpack.encode(frames.EpisodeReady(error.problems))))
         await writer.drain()
         return
-    worker = notes.worker = Worker(setup, player, writer)
-    worker.send(EpisodeReady())
+    worker = Worker(setup, player, writer)
+    worker.send(frames.EpisodeReady())
     beating = asyncio.create_task(worker.beat())
-    while (message := await messages.next()) is not None:
+    async for message in messages:
         worker.take(message)
     beating.cancel()
 
 
-class _Messages:
-    """Messages of the host, one after the other."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader, self._frames = reader, FrameReader(1 << 30)
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
-        self._ready: Iterator[bytes | bytearray] = iter(())
-
-    async def next(self) -> ToWorker | None:
-        """The next message; None once the host has hung up."""
-        while True:
-            for body in self._ready:
-                message: ToWorker = self._decoder.decode(body)
-                return message
-            data = await self._reader.read(READ_BYTES)
-            if not data:
-                return None
-            self._ready = self._frames.feed(data)
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.ToWorker]:
+    """Messages of the host, one after the other, until it hangs up."""
+    whole, decoder = FrameReader(1 << 30), msgspec.msgpack.Decoder(frames.ToWorker)
+    while data := await reader.read(READ_BYTES):
+        for body in whole.feed(data):
+            yield decoder.decode(body)
 
 
 def main() -> None:

@@ -249,10 +249,17 @@ class Sessions:
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
                     most = self._room(session, prompt)
-                    call.response = self._begin(session, request, prompt, most)
+                    call.response = Response(
+                        max_tokens=min(most, request.max_tokens or most),
+                        stops=with_strings(self._stops, request.stop, self._tokenizer),
+                        computed=prompt.shared,
+                        computed_at=session.version,
+                    )
                     call.limited = request.max_tokens is None or most <= request.max_tokens
                     call.prompt, call.key = prompt, session.key_of(prompt)
-                    self._prompted(prompt, account)
+                    parent = prompt.parent.id if prompt.parent is not None else None
+                    account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
+                    self.figures.prompted(len(prompt.ids))
             assert call.response is not None
             async with self._slot(account):
                 policy = self._policy(
@@ -320,14 +327,6 @@ class Sessions:
             )
         return min(room, session.ticket.max_tokens)
 
-    def _begin(self, session: Session, request: Chat, prompt: Prompt, most: int) -> Response:
-        return Response(
-            max_tokens=min(most, request.max_tokens or most),
-            stops=with_strings(self._stops, request.stop, self._tokenizer),
-            computed=prompt.shared,
-            computed_at=session.version,
-        )
-
     def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
         prompt, response = call.prompt, call.response
         assert prompt is not None
@@ -357,11 +356,6 @@ class Sessions:
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(response.tokens),
         )
-
-    def _prompted(self, prompt: Prompt, account: CallAccount) -> None:
-        parent = prompt.parent.id if prompt.parent is not None else None
-        account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
-        self.figures.prompted(len(prompt.ids))
 
     def _entered(self, session: Session, call: str, phase: Phase) -> None:
         session.stages.enter(call, phase, self._clock.now())

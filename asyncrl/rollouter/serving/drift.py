@@ -70,10 +70,11 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
     scored = np.concatenate(found) - probe.logprobs
     sampled = np.array(
         [
-            logprob - expected
+            sample[1] - float(logprobs[at])
             for sample, tokens, logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True)
             if sample is not None
-            for logprob, expected in _known(sample, tokens, logprobs)
+            # Nowhere, where the learner does not tell of the token.
+            for at in np.flatnonzero(tokens == sample[0])
         ],
         np.float64,
     )
@@ -87,12 +88,6 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
         kl=_finite(kl.mean()) if len(kl) else 0.0,
         tokens=len(everything),
     )
-
-
-def _known(sample: Sample, tokens: np.ndarray, logprobs: np.ndarray) -> list[tuple[float, float]]:
-    """The sampled token's log-prob and the learner's; nothing where the learner does not tell of it."""
-    token, logprob = sample
-    return [(logprob, float(logprobs[at])) for at in np.flatnonzero(tokens == token)]
 
 
 def _root_mean_square(differences: np.ndarray) -> float:

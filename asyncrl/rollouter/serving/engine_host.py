@@ -4,9 +4,6 @@ Invariants: nothing is submitted between a pause and the commit of its update; t
 that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
 the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
 their turn: a suspect of its deaths has it alone (suspects.py).
-
-A death is held against the tickets that were in the engine, unless it was frozen for an update: a failed load is
-not the fault of a prompt.
 """
 
 from __future__ import annotations
@@ -169,6 +166,7 @@ class EngineHost:
         if not self.died.is_set():
             self._states.enter("restarting", "engine")
             self.reason = reason
+            # What is frozen for an update is not to blame: a failed load is not the fault of a prompt.
             inside = [] if self._frozen else list(self._running)
             lone = self.turns.lone if inside else None
             self.suspects.died(inside, reason, alone=lone is not None)

@@ -2,9 +2,7 @@
 
 An update drops keys and values. Aborted requests are submitted again, prompt and partial response; kept ones are
 computed again where they stand; and a call of a conversation finds nothing of the calls before it. Tokens count
-that an engine had computed before the update and computes once more: not those in its prefix cache, as the prompt that
-a sibling has brought there under the new weights. For kept requests an engine does not say that, so all their tokens
-count. Nothing counts before a token is sampled after it, and the costs of an engine's death are none of it.
+that an engine had computed before the update and computes once more. The costs of an engine's death are none of it.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ class Reprefill:
         held = self._held[id]
         if not held.tokens:
             held.tokens = held.prompt
+            # Not the prompt that a sibling has brought into the prefix cache under the new weights.
             self.tokens += max(0, held.lost - cached)
         held.tokens += tokens
 
@@ -49,4 +48,5 @@ class Reprefill:
 
     def dropped(self) -> None:
         """New weights have taken the keys and values of all submissions, which go on."""
+        # All of them: an engine does not say what of kept requests its prefix cache still has.
         self.tokens += sum(held.tokens for held in self._held.values())

@@ -2,9 +2,7 @@
 
 Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and the
 version that sampled it, also over aborts, resumes and the death of an engine; never more than ``max_tokens``. A token
-is given up only where nobody can say which version sampled it: see ``cut_submission``. Stop strings are looked for in
-what a delta adds to the text and as much before it as one can reach back, over all submissions, so that
-one that straddles a resume still stops, and the work does not grow with the response. Stop tokens are the engine's
+is given up only where nobody can say which version sampled it: see ``cut_submission``. Stop tokens are the engine's
 business.
 """
 
@@ -68,6 +66,8 @@ class Response:
         strings = self.stops.strings
         if not strings:
             return False
+        # Over all submissions, so that one that straddles a resume still stops, and no more text than one can reach
+        # back over, so that the work does not grow with the response.
         start = self._window(before, decode)
         if not _contains(decode(self.tokens[start:]), strings):
             return False

@@ -5,10 +5,8 @@ the count of deaths alone says nothing; from SUSPECT_DEATHS on a ticket runs alo
 was in the engine is its own. After ``max_attempts`` of these it has failed.
 
 Turns are given in the order in which they were asked for. A ticket that runs alone waits until all inside are
-done and keeps all who ask after it waiting, so neither starves. Nobody is aborted for it: under on_update = drain a
-response is to have one version, and an engine that has just died, which is when suspects come up, is empty anyway. It
-waits no longer than the longest response beside it. Its own samples run together: they are one ticket, and have the
-engine until all are done or it dies. Then those that wait come first: what works is not kept waiting by what kills.
+done and keeps all who ask after it waiting, so neither starves. Its own samples run together: they are one ticket, and
+have the engine until all are done or it dies.
 
 Invariants: while a ticket runs alone no other is inside; each that asks gets a turn once those before it are done.
 """
@@ -131,10 +129,13 @@ class EngineTurns:
             if granted.cancelled() or not self._alone(ticket):
                 self._enter(granted)
             elif self._inside:
+                # Nobody is aborted for it: under on_update = drain a response is to have one version, and an engine
+                # that has just died, which is when suspects come up, is empty anyway.
                 return
             else:
                 self.lone = ticket.uid
                 self.lone_turns += 1
+        # After its death those that wait come first: what works is not kept waiting by what kills.
         if self.lone is not None and not self._ending:
             for granted in [granted for granted, ticket in self._waiting.items() if ticket.uid == self.lone]:
                 self._enter(granted)

@@ -1,7 +1,6 @@
 """Episodes from a ticket to a trajectory: their ends, their deadlines, their rewards, their hosts."""
 
 import asyncio
-import contextlib
 
 import pytest
 from harness import replace
@@ -15,13 +14,7 @@ from asyncrl.rollouter.episode.player import first_messages, task_seed, total_re
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.trajectories import sampled_tokens
 
-WAIT_S = 20.0
-
-
-async def two_turns(world, key, **done):
-    first = await world.chat(key, [user("hi")])
-    await world.chat(key, [user("hi"), said(first), user("more")])
-    return EpisodeDone(**done)
+WAIT_S, OTHER = 20.0, "episodes/1"
 
 
 def test_an_episode_becomes_a_trajectory(tmp_path):
@@ -29,16 +22,18 @@ def test_an_episode_becomes_a_trajectory(tmp_path):
         conversation = world.sessions.find(key, HOST).conversation
         first = await world.chat(key, [user("hi")])
         conversation.reward(None, 1.0)
+        await world.chat(key, [user("hi"), said(first), user("left")])
         await world.chat(key, [user("hi"), said(first), user("more")])
         conversation.reward(None, 2.0)
+        await world.chat(key, [user("a title?")], untrained=True)
         return EpisodeDone(reward=0.5, components={"found": 1.0})
 
     trajectory, world = played(tmp_path, agent)
     assert (trajectory.reward, trajectory.components, trajectory.finish_reason) == (3.5, {"found": 1.0}, "stop")
-    assert [turn.past_reward for turn in trajectory.sequences[0].turns] == [0.0, 1.0]
-    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert [m["content"] for m in trajectory.messages] == ["hi", "Hello.", "more", "Hello."]
+    assert [[m["content"] for m in branch] for branch in trajectory.branches] == [["hi", "Hello.", "left", "Hello."]]
     assert trajectory.text == "Hello."
-    assert sampled_tokens(trajectory) == world.spoken
+    assert sampled_tokens(trajectory) == world.spoken * 3 // 4
     request = world.ran[0]
     assert (request.uid, request.sample, request.attempt) == ("0-1", 0, 0)
     assert request.seed == task_seed(world.config.run.seed, "0-1") != task_seed(world.config.run.seed, "0-2")
@@ -49,53 +44,40 @@ def test_the_return_of_an_episode(said, turns, total):
     assert total_reward(said, turns) == total
 
 
-def test_the_death_of_a_host_or_a_worker_is_nobodys_attempt(tmp_path):
-    async def agent(world, key):
-        if len(world.ran) == 1:
-            await world.chat(key, [user("hi")])
-            raise PeerRestarted(HOST, "RunEpisode")
-        if len(world.ran) == 2:
-            return EpisodeDone(error="the worker was killed", blame="host")
-        return await two_turns(world, key, reward=1.0)
-
-    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01})
-    assert trajectory.reward == 1.0
-    assert len({request.session for request in world.ran}) == 3
-    assert world.account.failed_attempts == 0
-    assert len(trajectory.sequences) == 1, "nothing of the earlier attempts is trained"
-
-
 @pytest.mark.parametrize("closes", [True, False])
 def test_time_that_is_over_is_an_outcome_and_what_does_not_close_is_ended(tmp_path, closes):
     reasons = []
 
     async def agent(world, key):
         messages = [user("hi")]
-        while True:
-            try:
-                reply = await world.chat(key, messages)
-            except EpisodeOver as over:
-                reasons.append(str(over))
-                if not closes:
-                    await asyncio.Event().wait()
-                return EpisodeDone(error="raised EpisodeOver")
-            messages = [*messages, said(reply), user("more")]
-            await asyncio.sleep(0.05)
+        try:
+            while True:
+                messages += [said(await world.chat(key, messages)), user("more")]
+                await asyncio.sleep(0.05)
+        except EpisodeOver as over:
+            reasons.append(str(over))
+        await asyncio.sleep(0.0 if closes else WAIT_S)
+        return EpisodeDone(error="raised EpisodeOver")
 
     limits = {"timeout_s": 0.2, "close_timeout_s": 9.0 if closes else 0.1}
     trajectory, _ = played(tmp_path, agent, episode=limits)
     assert (trajectory.finish_reason, trajectory.reward) == ("time", None)
-    assert "episode.timeout_s" in reasons[0]
-    assert len(trajectory.messages) >= 2
+    assert "episode.timeout_s" in reasons[0] and len(trajectory.messages) >= 2
 
 
-def test_an_answer_that_was_cut_at_the_end_truncates_the_trajectory(tmp_path):
+def test_an_answer_that_was_cut_at_the_end_truncates_the_trajectory_and_a_limit_without_reward_fails_for_good(tmp_path):
     async def agent(world, key):
-        await world.chat(key, [user("hi")])
+        reply = await world.chat(key, [user("hi")])
+        try:
+            await world.chat(key, [user("hi"), said(reply), user("more")])
+        except EpisodeOver:
+            return EpisodeDone()
         return EpisodeDone(reward=0.0)
 
-    trajectory, _ = played(tmp_path, agent, say=lambda prompt: "words " * 99, rollout={"max_tokens": 4})
-    assert trajectory.finish_reason == "length"
+    long = {"say": lambda prompt: "words " * 99, "rollout": {"max_tokens": 4}}
+    assert played(tmp_path, agent, **long)[0].finish_reason == "length"
+    with pytest.raises(TrajectoryFailed, match=r"ended by a limit \(turns\).*no reward"):
+        played(tmp_path, agent, reward={"function": "episode"}, episode={"max_turns": 1})
 
 
 def test_time_with_the_policy_is_not_the_agents(tmp_path):
@@ -103,7 +85,7 @@ def test_time_with_the_policy_is_not_the_agents(tmp_path):
         world.speaks.clear()
         asked = asyncio.create_task(world.chat(key, [user("hi")]))
         # Longer than every deadline of the agent's.
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.5)
         world.speaks.set()
         await asked
         return EpisodeDone(reward=1.0)
@@ -120,73 +102,41 @@ async def test_cancelling_it_ends_the_episode(tmp_path):
 
     async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent) as world:
         playing = asyncio.create_task(world.player.play(world.ticket, world.account))
-        while not world.submitted:
-            await asyncio.sleep(0.005)
+        await world.until(lambda: world.submitted)
         playing.cancel()
-        await asyncio.wait({playing})
-        while not world.ended:
-            await asyncio.sleep(0.005)
+        await world.until(lambda: world.ended)
         assert len(world.sessions) == 0
 
 
 @pytest.mark.parametrize(
     ("row", "system", "expected"),
     [
-        ({"prompt": [user("a"), {"role": "assistant", "content": "b"}, user("c")]}, None, 3),
-        ({"prompt": "hi"}, "Be brief.", [{"role": "system", "content": "Be brief."}, user("hi")]),
-        ({"prompt": [{"role": "system", "content": "Mine."}, user("hi")]}, "Be brief.", 2),
-        ({}, None, [user("1+1=")]),
+        ({"prompt": [user("a"), {"role": "assistant", "content": "b"}, user("c")]}, None, ["a", "b", "c"]),
+        ({"prompt": "hi"}, "Be brief.", ["Be brief.", "hi"]),
+        ({"prompt": [{"role": "system", "content": "Mine."}, user("hi")]}, "Be brief.", ["Mine.", "hi"]),
+        ({}, None, ["1+1="]),
     ],
 )
 def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, expected):
-    tree = sim_config(data={"template": "chat", "system": system} if system else {})
-    ticket = replace(make_group().ticket, row=row)
-    found = first_messages(tree, ticket)
-    assert found == expected if isinstance(expected, list) else len(found) == expected
-
-
-def test_branches_are_the_other_ends_of_a_conversation(tmp_path):
-    async def agent(world, key):
-        first = await world.chat(key, [user("hi")])
-        await world.chat(key, [user("hi"), said(first), user("left")])
-        await world.chat(key, [user("hi"), said(first), user("right")])
-        await world.chat(key, [user("a title?")], untrained=True)
-        return EpisodeDone(reward=1.0)
-
-    trajectory, _ = played(tmp_path, agent)
-    assert [m["content"] for m in trajectory.messages] == ["hi", "Hello.", "right", "Hello."]
-    assert [[m["content"] for m in branch] for branch in trajectory.branches] == [["hi", "Hello.", "left", "Hello."]]
-
-
-def test_an_episode_without_any_reward_fails_and_one_that_met_a_limit_for_good(tmp_path):
-    failure, _ = played(tmp_path, two_turns, reward={"function": "episode"})
-    assert "no reward" in str(failure)
-    with pytest.raises(TrajectoryFailed, match=r"ended by a limit \(turns\).*no reward"):
-        played(tmp_path, limited, reward={"function": "episode"}, episode={"max_turns": 1})
-
-
-async def limited(world, key):
-    with contextlib.suppress(EpisodeOver):
-        await two_turns(world, key)
-    return EpisodeDone()
-
-
-OTHER = "episodes/1"
-
-
-def elsewhere(log):
-    """Chooses the first host of two that is not to be avoided, and notes what it was asked."""
-
-    def choose(*, prefer, avoid):
-        log.append((prefer, sorted(avoid - {""})))
-        return prefer or next((host for host in (OTHER, HOST) if host not in avoid), HOST)
-
-    return choose
+    config = sim_config(data={"template": "chat", "system": system} if system else {})
+    found = first_messages(config, replace(make_group().ticket, row=row))
+    assert [message["content"] for message in found] == expected
+    assert (found[0]["role"] == "system") == (system is not None)
 
 
 async def one_turn(world, key):
     await world.chat(key, [user("hi")], host=world.hosts[-1])
     return EpisodeDone(reward=1.0)
+
+
+def elsewhere(asked):
+    """Chooses the first host of two that is not to be avoided, and notes what it was asked."""
+
+    def choose(*, prefer, avoid):
+        asked.append((prefer, sorted(avoid - {""})))
+        return prefer or next((host for host in (OTHER, HOST) if host not in avoid), HOST)
+
+    return choose
 
 
 @pytest.mark.parametrize("how", ["dies", "restarts", "never begins"])
@@ -195,6 +145,7 @@ def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
         if world.hosts[-1] == HOST:
             return await one_turn(world, key)
         if how == "restarts":
+            await world.chat(key, [user("hi")], host=OTHER)
             raise PeerRestarted(OTHER, "RunEpisode")
         if how == "dies":
             asyncio.get_running_loop().call_soon(world.sessions.host_died, OTHER)
@@ -213,6 +164,7 @@ def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
 
     trajectories, world = asyncio.run(run())
     assert ([each.reward for each in trajectories], world.account.failed_attempts) == ([1.0, 1.0], 0)
+    assert [each.turns for each in trajectories] == [1, 1], "nothing of the earlier attempts is trained"
     # The second attempt avoids the first one's host: it may stand still, and have missed a deadline.
     assert asked == [("", []), ("", [OTHER]), ("", [HOST]), ("", [HOST, OTHER])]
     assert world.hosts == [OTHER, HOST] * 2
@@ -230,7 +182,8 @@ def test_an_episode_that_may_have_ended_its_worker_comes_back_until_it_was_alone
 
     asked = []
     trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01}, choose=elsewhere(asked))
-    assert trajectory.reward == 1.0
+    assert (trajectory.reward, world.account.failed_attempts) == (1.0, 0)
+    assert len({request.session for request in world.ran}) == 4
     assert world.hosts == [OTHER, OTHER, OTHER, HOST]
     assert [prefer for prefer, _ in asked] == ["", OTHER, OTHER, ""]
 

@@ -1,18 +1,19 @@
-"""How far two sets of log-probs are apart, and what follows."""
+"""How far two sets of log-probs are apart, what follows, and how an engine is asked for it."""
 
-from __future__ import annotations
-
+import asyncio
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from probes import make_probe, samples_of, scores_of
+from probes import TOKENS, make_probe, samples_of, scores_of
+from virtual import run_virtual
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.monitor import DriftConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import (
     FAR,
     MIN_SAMPLES,
@@ -24,61 +25,38 @@ from asyncrl.rollouter.serving.drift import (
     judge,
     measure_drift,
 )
+from asyncrl.rollouter.serving.probing import probe_engine
 
 PROBE = make_probe()
-LIMITS = DriftLimits(warn=0.1, stop=0.3)
-
-
-def drift_of(scored: float = 0.0, sampled: float | None = 0.0) -> Drift:
-    return Drift(scored=scored, sampled=sampled, worst=9.0, kl=0.0, tokens=64)
-
-
-@pytest.mark.parametrize(
-    ("scored", "sampled", "nats"),
-    [(0.0, 0.0, 0.0), (0.2, 0.0, 0.2), (-0.2, 0.0, 0.2), (0.0, 0.2, 0.2 * NORMAL), (0.1, -0.4, 0.4 * NORMAL)],
-)
-def test_the_larger_of_both_sets_is_the_drift(scored, sampled, nats):
-    drift = measure_drift(PROBE, scores_of(PROBE, scored), samples_of(PROBE, sampled))
-    assert drift.nats == pytest.approx(nats)
-    assert drift.worst == pytest.approx(max(abs(scored), abs(sampled)))
-    assert drift.kl == pytest.approx(math.expm1(scored) - scored, abs=1e-12)
-    assert drift.tokens == 5 + 10
-
-
-def test_one_token_that_is_far_off_shows_among_those_that_are_given_and_not_among_those_that_are_sampled():
-    scores, samples = scores_of(PROBE), samples_of(PROBE)
-    scores[1][2] += 3.0
-    samples[4] = (7, -1.35)
-    drift = measure_drift(PROBE, scores, samples)
-    assert drift.scored == pytest.approx(3.0 / math.sqrt(5))
-    assert drift.sampled == pytest.approx(NORMAL * 0.35 / len(samples))
-    assert drift.worst == pytest.approx(3.0)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=5, max_size=5), st.floats(-5, 5))
-def test_the_drift_lies_between_the_mean_and_the_worst_token(off, sampled):
+def test_the_larger_of_both_sets_is_the_drift(off, sampled):
+    """Of the given ones the root mean square, of the sampled ones the mean, in the measure of the first."""
     scores = [[-1.0 + off[0], -2.0 + off[1]], [-0.5 + off[2], -3.0 + off[3], -1.5 + off[4]]]
     drift = measure_drift(PROBE, scores, samples_of(PROBE, sampled))
-    assert np.abs(off).mean() - 1e-6 <= drift.scored <= drift.worst + 1e-6
-    assert drift.nats == max(drift.scored, drift.sampled or 0.0)
-    assert drift.kl >= -1e-9
+    assert drift.scored == pytest.approx(math.sqrt(np.square(off).mean()), abs=1e-6)
+    assert drift.sampled == pytest.approx(NORMAL * abs(sampled), abs=1e-6)
+    assert drift.nats == max(drift.scored, drift.sampled)
+    assert drift.worst == pytest.approx(max(*np.abs(off), abs(sampled)), abs=1e-6)
+    assert drift.kl == pytest.approx(np.mean(np.expm1(off) - off), rel=1e-5, abs=1e-6)
+    assert drift.tokens == 5 + 10
 
 
 def test_what_the_learner_does_not_tell_of_and_what_was_not_sampled_is_left_out():
     samples = samples_of(PROBE, 0.2)
-    samples[0], samples[1] = (99, -40.0), None
+    samples[0], samples[1], samples[4] = (99, -40.0), None, (7, -1.6)
     drift = measure_drift(PROBE, scores_of(PROBE), samples)
-    assert drift.sampled == pytest.approx(0.2 * NORMAL)
+    assert drift.sampled == pytest.approx(NORMAL * (7 * 0.2 + 0.6) / 8), "one that is far off is one of eight"
     assert drift.tokens == 5 + 8
 
 
-def test_a_few_sampled_tokens_say_nothing():
-    for places, known in ((MIN_SAMPLES - 1, False), (MIN_SAMPLES, True), (0, False)):
-        probe = make_probe(places)
-        drift = measure_drift(probe, scores_of(probe), samples_of(probe, 0.5))
-        assert (drift.sampled is not None) is known
-        assert drift.nats == pytest.approx(0.5 * NORMAL if known else 0.0)
-    assert "too few" in str(drift)
+@pytest.mark.parametrize(("places", "known"), [(MIN_SAMPLES - 1, False), (MIN_SAMPLES, True), (0, False)])
+def test_a_few_sampled_tokens_say_nothing(places, known):
+    probe = make_probe(places)
+    drift = measure_drift(probe, scores_of(probe), samples_of(probe, 0.5))
+    assert drift.nats == pytest.approx(0.5 * NORMAL if known else 0.0)
+    assert ("too few" in str(drift)) is not known
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -99,12 +77,11 @@ def test_a_score_of_another_length_is_an_error():
             measure_drift(PROBE, *wrong)
 
 
-@pytest.mark.parametrize(
-    ("nats", "verdict"), [(0.0, "agrees"), (0.0999, "agrees"), (0.1, "warn"), (0.2999, "warn"), (0.3, "stop")]
-)
+@pytest.mark.parametrize(("nats", "verdict"), [(0.0999, "agrees"), (0.1, "warn"), (0.2999, "warn"), (0.3, "stop")])
 def test_what_follows_from_a_drift(nats, verdict):
-    assert judge(drift_of(scored=nats), LIMITS) == verdict
-    assert judge(drift_of(sampled=nats), LIMITS) == verdict
+    for scored, sampled in ((nats, None), (0.0, nats)):
+        drift = Drift(scored=scored, sampled=sampled, worst=9.0, kl=0.0, tokens=64)
+        assert judge(drift, DriftLimits(warn=0.1, stop=0.3)) == verdict
 
 
 @pytest.mark.parametrize(
@@ -120,16 +97,72 @@ def test_what_follows_from_a_drift(nats, verdict):
 def test_what_is_not_given_follows_from_the_dtype_and_never_contradicts_what_is(configured, warn, stop):
     assert find_limits(DriftConfig(**configured), float32=False) == DriftLimits(warn=warn, stop=stop)
     assert find_limits(DriftConfig(), float32=True) == ROUNDING[True]
-    assert ROUNDING[True].stop < ROUNDING[False].warn
 
 
 def test_a_run_does_not_stop_before_it_warns():
+    simulated = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}}
     with pytest.raises(ConfigError, match=r"drift\.stop: is 0\.1, below drift\.warn = 0\.2"):
-        validate_config(
-            {
-                "rollout": {"engine": "sim"},
-                "learner": {"backend": "sim"},
-                "data": {"source": "synthetic"},
-                "drift": {"warn": 0.2, "stop": 0.1},
-            }
-        )
+        validate_config(simulated | {"drift": {"warn": 0.2, "stop": 0.1}})
+
+
+class Asked:
+    """An engine that answers the probe, but for what it is told to do; nothing before all is asked."""
+
+    def __init__(self, does=""):
+        self.does, self.scored, self.requests, self.running = does, [], [], 0
+        self._all = asyncio.Event()
+
+    async def _wait(self):
+        self.running += 1
+        try:
+            if len(self.scored) + len(self.requests) == len(TOKENS) + len(PROBE.places) and self.does != "hangs":
+                self._all.set()
+            await self._all.wait()
+        finally:
+            self.running -= 1
+
+    async def score(self, ids):
+        self.scored.append(ids)
+        await self._wait()
+        return scores_of(PROBE)[TOKENS.index(ids)]
+
+    async def generate(self, request):
+        self.requests.append(request)
+        index = len(self.requests) - 1
+        await self._wait()
+        if self.does == "dies":
+            raise EngineDied("rollouter/0", "gone")
+        token, logprob = samples_of(PROBE)[index]
+        if self.does == "aborts" and index % 5 == 0:
+            yield TokenDelta(tokens=[], logprobs=[], finish_reason="abort")
+        else:
+            yield TokenDelta(tokens=[token], logprobs=[logprob], finish_reason="length")
+
+
+def probe(engine):
+    async def main():
+        async with asyncio.timeout(5.0):
+            return await probe_engine(engine, PROBE, version=4, temperature=0.7)
+
+    return run_virtual(main())
+
+
+def test_tokens_are_sampled_as_the_run_samples_them_and_all_at_once():
+    engine = Asked()
+    assert probe(engine).nats == pytest.approx(0.0)
+    assert engine.scored == TOKENS
+    assert len({request.id for request in engine.requests}) == len(PROBE.places)
+    for request, (number, place) in zip(engine.requests, PROBE.places.tolist(), strict=True):
+        assert request.prompt_ids == TOKENS[number][:place]
+        assert (request.temperature, request.max_tokens, request.cache_salt) == (0.7, 1, "v4")
+        assert request.priority < 0
+    drift = probe(Asked("aborts"))
+    assert (drift.nats, drift.tokens) == (pytest.approx(0.0), 5 + 8), "what is aborted is left out"
+
+
+@pytest.mark.parametrize(("does", "error"), [("dies", EngineDied), ("hangs", TimeoutError)])
+def test_nothing_goes_on_where_an_engine_dies_or_is_too_busy(does, error):
+    engine = Asked(does)
+    with pytest.raises(error):
+        probe(engine)
+    assert engine.running == 0

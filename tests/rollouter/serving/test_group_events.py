@@ -29,52 +29,34 @@ def test_each_turn_is_told_from_its_context_to_its_reward(tmp_path):
         # A turn that is worth nothing is no event unless it was worth something.
         for value in (0.0, 0.5, 0.5, 0.0):
             world.sessions.credit(key, "episodes/0", None, value)
-        await world.chat(key, [user("hi"), said(reply), result(reply, "nothing")], tools=[TOOL])
-        return EpisodeDone(reward=1.0)
-
-    answers = iter([call_of("look"), "There is nothing."])
-    account, words = told(tmp_path, agent, say=lambda prompt: next(answers))
-    assert [event[1] for event in account.events] == [
-        *("episode", "asked", "answered", "turn reward", "turn reward", "turn reward", "asked", "answered", "ended")
-    ]
-    assert words[0] == "episode began at episodes/0"
-    assert words[1].startswith("call 0 (the first): ") and " generation began at version 0 after " in words[1]
-    assert words[2].startswith("call 0 gave turn 0: ") and words[2].endswith("; it calls look")
-    assert words[3:6] == [f"turn 0 is worth {value}" for value in ("0.500", "0.500", "0.000")]
-    assert words[6].startswith("call 1 (goes on from turn 0): ")
-    tokens, new = account.events[6][7:9]
-    assert 0 < new < tokens
-    assert words[-1].startswith("episode ended (stop) with 2 turns, reward 1.000; ")
-
-
-def test_calls_that_are_refused_are_told(tmp_path):
-    async def agent(world, key):
         with pytest.raises(ChatRefused):
             await world.chat(key, [{"role": "user"}])
-        await world.chat(key, [user("hi")])
-        with pytest.raises(EpisodeOver):
-            await world.chat(key, [user("more")])
-        return EpisodeDone(reward=1.0)
-
-    _, words = told(tmp_path, agent, episode={"max_turns": 1})
-    assert words[1].startswith("call 0 was refused: messages[0]")
-    assert words[4] == "call 2 was refused: it has had its 1 turns (episode.max_turns)"
-
-
-def test_a_call_that_is_resumed_has_its_number(tmp_path):
-    async def agent(world, key):
-        world.pause_after = 1
-        call = asyncio.create_task(world.chat(key, [user("hi")]))
+        world.pause_after = world.spoken + 1
+        call = asyncio.create_task(world.chat(key, [user("hi"), said(reply), result(reply, "nothing")], tools=[TOOL]))
         while world.speaks.is_set():
             await asyncio.sleep(0.001)
         await world.update()
         world.speaks.set()
         await call
+        with pytest.raises(EpisodeOver):
+            await world.chat(key, [user("more")])
         return EpisodeDone(reward=1.0)
 
-    _, words = told(tmp_path, agent)
-    assert words[2:4] == ["call 0: aborted with 1 tokens", "call 0: resumed at version 1"]
-    assert "1 at version 0" in words[4] and "at version 1" in words[4]
+    answers = {False: call_of("look"), True: "There is nothing."}
+    account, words = told(tmp_path, agent, say=lambda prompt: answers["nothing" in prompt], episode={"max_turns": 2})
+    first, asked, answered, *worth, refused, goes_on, aborted, resumed, last, over, ended = words
+    assert first == "episode began at episodes/0"
+    assert asked.startswith("call 0 (the first): ") and " generation began at version 0 after " in asked
+    assert answered.startswith("call 0 gave turn 0: ") and answered.endswith("; it calls look")
+    assert worth == [f"turn 0 is worth {value}" for value in ("0.500", "0.500", "0.000")]
+    assert refused.startswith("call 1 was refused: messages[0]")
+    assert goes_on.startswith("call 2 (goes on from turn 0): ")
+    tokens, new = next(event[7:9] for event in account.events if event[1:3] == ["asked", 2])
+    assert 0 < new < tokens
+    assert (aborted, resumed) == ("call 2: aborted with 1 tokens", "call 2: resumed at version 1")
+    assert "1 at version 0" in last and "at version 1" in last
+    assert over == "call 3 was refused: it has had its 2 turns (episode.max_turns)"
+    assert ended.startswith("episode ended (turns) with 2 turns, reward 1.000; ")
 
 
 def test_long_episodes_keep_their_beginning_and_their_end(tmp_path):

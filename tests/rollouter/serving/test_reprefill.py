@@ -1,9 +1,6 @@
 """Tokens that updates make engines compute again: counted when computed, once, without what the prefix cache has."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 from hosting import Hosted
@@ -16,14 +13,11 @@ from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.reprefill import Reprefill
 
 PROMPT = list(range(40))
-"""Two whole blocks of the simulated prefix cache, and half of one."""
+"""Two whole blocks of the simulated prefix cache, of 16 tokens, and half of one."""
 SIBLINGS, TOKENS = 4, 64
 
 
-STEPS = st.lists(st.tuples(*[st.integers(0, 30)] * 3, st.integers(0, 3)), max_size=6)
-
-
-@given(STEPS)
+@given(st.lists(st.tuples(*[st.integers(0, 30)] * 3, st.integers(0, 3)), max_size=6))
 def test_it_counts_once_with_the_first_token_and_with_a_load_all_that_is_held(requests):
     """(prompt, tokens of it that were computed under older weights, those in the cache, deltas of two tokens)"""
     reprefill, expected = Reprefill(), 0
@@ -43,100 +37,68 @@ def test_it_counts_once_with_the_first_token_and_with_a_load_all_that_is_held(re
 
 
 class Engine(SimEngine):
-    """Notes what each submission makes it compute, and takes weights without bytes."""
+    """Takes weights without bytes."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.config, "rollouter/0")
-        self._world = world
-
-    async def generate(self, request):
-        first = True
-        async for delta in super().generate(request):
-            if first and delta.tokens:
-                first = False
-                self._world.computed.append((request.held, len(request.prompt_ids), delta.cached_tokens))
-            yield delta
-
-    async def load(self, weights: Any, *, recompute_kv: bool) -> None:
+    async def load(self, weights, *, recompute_kv):
         self._batch.load(weights.version, recompute_kv=recompute_kv)
 
-    def kill(self) -> None:
-        self._die("killed")
 
+def played(meanwhile, **rollout):
+    """Siblings of one prompt in a simulated engine, on a virtual clock: prefill takes no time, a token a second.
 
-class World(Hosted):
-    """Siblings of one prompt in a simulated engine, on a virtual clock: prefill takes no time, a token a second."""
+    ``meanwhile`` is given the world when each has 10 tokens. Returns the tokens computed again, and those sampled.
+    """
+    sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": TOKENS}
+    config = sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
 
-    def __init__(self, **rollout: Any) -> None:
-        sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": TOKENS}
-        super().__init__(sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout}), lambda: Engine(self))
-        self.computed: list[tuple[int, int, int]] = []
-        """(held, prompt with them, cached) of each submission that came to sample something."""
-
-    async def update(self, *, at_once: bool = False) -> None:
-        await self.load(self.host.version + 1)
-        if not at_once:
-            await asyncio.sleep(10.0)
-
-    async def play(self, meanwhile: Any) -> None:
-        await self.host.start()
-        await self.update(at_once=True)
+    async def main():
+        world = Hosted(config, lambda: Engine(config, "rollouter/0"))
+        await world.host.start()
+        await world.load(0)
         async with asyncio.TaskGroup() as tasks:
             for sample in range(SIBLINGS):
-                tasks.create_task(self.response("0-1", TOKENS, sample, PROMPT))
+                tasks.create_task(world.response("0-1", TOKENS, sample, PROMPT))
             await asyncio.sleep(10.5)
-            await meanwhile()
-        await self.host.close()
-
-
-def play(meanwhile, **rollout: Any) -> World:
-    async def main() -> World:
-        world = World(**rollout)
-        await world.play(lambda: meanwhile(world))
-        return world
+            await meanwhile(world)
+        await world.host.close()
+        return world.host.reprefill.tokens, world.host.sampled_tokens
 
     return run_virtual(main())
 
 
-def test_aborted_requests_count_what_their_resumes_compute():
-    async def twice(world):
-        await world.update()
-        # On its heels another: nothing is sampled in between.
-        await world.update(at_once=True)
-        await world.update()
-
-    world = play(twice)
-    resumed = [each for each in world.computed if each[0]]
-    assert len(resumed) == 2 * SIBLINGS
-    # All of the first one's, and of its siblings' not the blocks of the prompt that it has brought into the cache.
-    assert sorted(cached for _, _, cached in resumed) == [0, 0, *[32] * 2 * (SIBLINGS - 1)]
-    assert world.host.reprefill.tokens == sum(prompt - cached for _, prompt, cached in resumed) > 0
+async def updated(world):
+    await world.load(1)
 
 
-@pytest.mark.parametrize(("keep_kv", "counts"), [("recompute", True), ("stale", False)])
-def test_kept_requests_count_what_they_held_at_the_load(keep_kv, counts):
-    held = []
-
-    async def once(world):
-        held.append(SIBLINGS * len(PROMPT) + world.host.sampled_tokens)
-        await world.update()
-
-    world = play(once, on_update="keep", keep_kv=keep_kv)
-    assert world.host.reprefill.tokens == (held[0] if counts else 0)
+async def updated_thrice(world):
+    await world.load(1)
+    await asyncio.sleep(10.0)
+    # On its heels another: nothing is sampled in between.
+    await world.load(2)
+    await world.load(3)
 
 
-def test_what_the_death_of_an_engine_costs_is_not_that_of_the_update_after_it():
-    async def dies(world):
-        engine = world.host._engine
-        assert isinstance(engine, Engine)
-        engine.kill()
-        await asyncio.sleep(0.0)
-        await world.host.died.wait()
-        version, world.host.version = world.host.version, -1
-        await world.host.replace()
-        world.host.version = version
-        await world.update()
+async def dies_and_is_updated(world):
+    await world.host.engine.close()
+    await world.host.died.wait()
+    await world.host.replace()
+    await world.load(1)
 
-    world = play(dies)
-    assert [held for held, _, _ in world.computed if held] == [10] * SIBLINGS
-    assert world.host.reprefill.tokens == 0
+
+ALL = len(PROMPT) + 10
+CACHED = 32 * (SIBLINGS - 1)
+"""Blocks of the prompt that the first of the siblings brings into the cache again."""
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "rollout", "again"),
+    [
+        (updated_thrice, {}, SIBLINGS * ALL - CACHED + SIBLINGS * (ALL + 10) - CACHED),
+        (updated, {"on_update": "keep", "keep_kv": "recompute"}, SIBLINGS * ALL),
+        (updated, {"on_update": "keep", "keep_kv": "stale"}, 0),
+        # What the death of an engine costs is not that of the update after it.
+        (dies_and_is_updated, {}, 0),
+    ],
+)
+def test_what_updates_make_an_engine_compute_again(meanwhile, rollout, again):
+    assert played(meanwhile, **rollout) == (again, SIBLINGS * TOKENS)

@@ -8,47 +8,43 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.serving.response import Response
 from asyncrl.stops import Stops
 
-ALPHABET = "abcdefgh"
-
 
 def decode(tokens):
-    return "".join(ALPHABET[token] for token in tokens)
+    return "".join("abcdefgh"[token] for token in tokens)
 
 
-def versions_of(response):
-    return [span.version for span in response.spans for _ in range(span.start, span.end)]
+def response_with(*stops, max_tokens=1000, version=1):
+    response = Response(max_tokens=max_tokens, stops=Stops(strings=stops))
+    response.submitted(version)
+    return response
 
 
 @given(
     st.integers(1, 60),
     st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 10), max_size=4), st.booleans()), max_size=12),
 )
-def test_every_token_keeps_its_logprob_and_version_over_any_number_of_resumes(max_tokens, submissions):
-    response = Response(max_tokens=max_tokens)
-    expected = []
+def test_i3_every_token_keeps_its_logprob_and_version_over_any_number_of_resumes(max_tokens, submissions):
+    response, expected = Response(max_tokens=max_tokens), []
     for version, deltas, died in submissions:
         if response.finish_reason is not None:
             break
         response.submitted(version)
-        sampled = 0
+        start = len(expected)
         for size in deltas:
-            size = min(size, response.remaining)
-            logprobs = [-float(version) - 0.01 * i for i in range(size)]
-            response.extend([1] * size, logprobs, decode)
+            logprobs = [-float(version) - 0.01 * i for i in range(min(size, response.remaining))]
+            response.extend([1] * len(logprobs), logprobs, decode)
             expected += [(version, logprob) for logprob in logprobs]
-            sampled += size
-        length = response.remaining == 0
-        spans = [] if died else [VersionSpan(version, 0, sampled)]
-        response.end_submission("length" if length else "abort", spans)
+        spans = [] if died else [VersionSpan(version, 0, len(expected) - start)]
+        response.end_submission("abort" if response.remaining else "length", spans)
     assert len(response.tokens) <= max_tokens
-    assert list(zip(versions_of(response), response.logprobs, strict=True)) == expected
+    versions = [span.version for span in response.spans for _ in range(span.start, span.end)]
+    assert list(zip(versions, response.logprobs, strict=True)) == expected
     ends = [0, *(span.end for span in response.spans)]
     assert all(span.start == end for span, end in zip(response.spans, ends, strict=False))
 
 
-def test_a_switch_within_one_submission_is_kept_where_it_happened():
-    response = Response(max_tokens=10)
-    response.submitted(1)
+def test_i3_a_switch_within_one_submission_is_kept_where_it_happened():
+    response = response_with()
     response.extend([0, 1, 2, 3], [0.0] * 4, decode)
     response.end_submission("abort", [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4, True)])
     response.submitted(2)
@@ -59,23 +55,17 @@ def test_a_switch_within_one_submission_is_kept_where_it_happened():
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
-def test_a_stop_string_that_straddles_the_cut_still_stops(cut):
-    """I3 and the stop: tokens after it are dropped with their log-probs, whatever the submissions were."""
-    tokens = [0, 1, 2, 3, 4, 5]  # abcdef, stop at "cd"
-    response = Response(max_tokens=10, stops=Stops(strings=("cd",)))
-    stopped, sent = False, 0
-    for version, part in ((1, tokens[:cut]), (2, tokens[cut:])):
-        if response.finish_reason or stopped:
-            break
-        response.submitted(version)
-        stopped = response.extend(part, [float(-t) for t in part], decode)
-        sent += len(part)
-        response.end_submission("abort")
-    assert stopped
-    assert decode(response.tokens) == "abcd"
-    assert response.logprobs == [0.0, -1.0, -2.0, -3.0]
-    assert response.finish_reason == "stop"
-    assert response.spans[-1].end == 4
+def test_i3_a_stop_string_that_straddles_the_cut_still_stops(cut):
+    """Tokens after it are dropped with their log-probs, whatever the submissions were."""
+    response, stopped = response_with("cd"), False
+    for version, part in ((1, range(cut)), (2, range(cut, 6))):
+        if not stopped:
+            if version > 1:
+                response.submitted(version)
+            stopped = response.extend(part, [float(-t) for t in part], decode)
+            response.end_submission("abort")
+    assert (decode(response.tokens), response.logprobs) == ("abcd", [0.0, -1.0, -2.0, -3.0])
+    assert (response.finish_reason, response.spans[-1].end) == ("stop", 4)
 
 
 PIECES = ["", "a", "b", " b", "ab", "bab", ".", " .", "aaa", b"\xe4", b"\xbd", b"\xa0", b"\xc3", b"\xa9"]
@@ -90,16 +80,12 @@ def decode_pieces(tokens):
 @given(
     st.lists(st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=12), max_size=20),
     st.lists(st.sampled_from(["ab.", "bb", "aaab", "\u4f60", "a\u00e9", "b b"]), min_size=1, max_size=2),
-    st.integers(0, 80),
+    st.integers(0, 40),
 )
 def test_a_stop_string_is_found_as_in_the_text_of_the_whole(parts, strings, lead):
-    """``lead``: tokens without an end of theirs before them."""
-    response = Response(max_tokens=10_000, stops=Stops(strings=tuple(strings)))
-    response.submitted(1)
-    sent = [5, 0] * (lead // 2)
-    parts = [[5, 0]] * (lead // 2) + parts if not any(stop in decode_pieces(sent) for stop in strings) else parts
-    whole = []
-    for part in parts:
+    """``lead``: pairs of tokens before them, the second of which has no text."""
+    response, whole = response_with(*strings), []
+    for part in [[5, 0]] * (0 if "bb" in strings else lead) + parts:
         whole += part
         stopped = response.extend(part, [0.0] * len(part), decode_pieces)
         ends = [n for n in range(1, len(whole) + 1) if any(stop in decode_pieces(whole[:n]) for stop in strings)]
@@ -110,8 +96,7 @@ def test_a_stop_string_is_found_as_in_the_text_of_the_whole(parts, strings, lead
 
 
 def test_tokens_without_a_text_hide_no_stop_string():
-    response = Response(max_tokens=1000, stops=Stops(strings=("ab.",)))
-    response.submitted(1)
+    response = response_with("ab.")
     for token in (2, 4, *[0] * 500):
         assert not response.extend([token], [0.0], decode_pieces)
     assert response.extend([6, 1], [0.0] * 2, decode_pieces)
@@ -125,39 +110,21 @@ def test_looking_for_a_stop_string_does_not_get_longer_with_the_response():
         decoded[-1] += len(tokens)
         return decode(tokens)
 
-    response = Response(max_tokens=5000, stops=Stops(strings=("hhhh",)))
-    response.submitted(1)
+    response = response_with("hhhh", max_tokens=5000)
     for _ in range(500):
         decoded.append(0)
         assert not response.extend([0, 1, 2, 3], [0.0] * 4, counted)
     assert max(decoded) < 50
 
 
-def test_the_death_of_an_engine_costs_only_what_nobody_can_date():
-    response = Response(max_tokens=10)
-    response.submitted(1)
-    response.extend([1, 2], [0.0, 0.0], decode)
-    response.cut_submission(known=2)
-    assert (response.tokens, response.spans) == ([1, 2], [VersionSpan(1, 0, 2)])
-    response.submitted(2)
-    response.extend([3], [0.0], decode)
-    response.extend([4], [0.0], decode)
-    response.cut_submission(known=3)
-    assert response.tokens == [1, 2, 3]
-    assert response.logprobs == [0.0] * 3
-    assert response.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)]
-    assert response.finish_reason is None
-
-
-@pytest.mark.parametrize(
-    ("known", "reason", "tokens"), [(3, "stop", [0, 2, 3]), (2, None, [0, 2])], ids=["handed over", "forgotten"]
-)
-def test_a_response_that_was_over_when_its_engine_died_stays_so_by_what_is_kept(known, reason, tokens):
-    response = Response(max_tokens=9, stops=Stops(strings=("cd",)))
-    response.submitted(1)
+@pytest.mark.parametrize(("known", "reason", "tokens"), [(3, "stop", [0, 2, 3]), (2, None, [0, 2])])
+def test_the_death_of_an_engine_costs_only_what_nobody_can_date(known, reason, tokens):
+    """A response that was over when it died stays so, unless its end is forgotten."""
+    response = response_with("cd")
     assert response.extend([0, 2, 3], [0.0] * 3, decode)
     response.cut_submission(known=known)
-    assert (response.finish_reason, response.tokens) == (reason, tokens)
+    assert (response.finish_reason, response.tokens, len(response.logprobs)) == (reason, tokens, known)
+    assert response.spans == [VersionSpan(1, 0, known)]
     if reason is None:
         response.submitted(2)
         assert response.extend([3], [0.0], decode)

@@ -29,8 +29,7 @@ def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
     assert suspects.deaths(a) == 2, "nor by who is told of their deaths"
     assert suspects.deaths(ticket("0-1", attempt=3)) == 3
     suspects.died(["0-1"], "signal 9", alone=True)
-    assert suspects.failure(a) is None
-    assert suspects.deaths(a) == 3
+    assert (suspects.failure(a), suspects.deaths(a)) == (None, 3)
     suspects.died(["0-1"], "signal 11", alone=True)
     assert "died 2 times" in suspects.failure(a) and "signal 11" in suspects.failure(a)
     assert (suspects.own_deaths, suspects.failed, len(suspects)) == (2, 1, 2)
@@ -44,97 +43,73 @@ async def rounds(count):
 
 
 class Ground:
-    """Tasks that take turns when told to, and what is inside."""
+    """Takes turns; ``log`` has who entered, and nobody may be beside one of ``lone``."""
 
     def __init__(self, lone):
+        self.lone, self.inside, self.log = lone, Counter(), []
         self.turns = EngineTurns(lambda ticket: ticket.uid in lone)
-        self.inside = Counter()
-        self.log = []
 
-    async def pass_through(self, uid, hold):
+    async def pass_through(self, uid, hold=1, *, dies=False):
         """``hold`` is an event, or so many rounds of the loop."""
         await self.turns.take(ticket(uid))
         try:
             self.inside[uid] += 1
             self.log.append(uid)
-            if uid in self.lone_uids:
-                assert set(+self.inside) == {uid}, "somebody else is inside"
-                assert self.turns.lone == uid
-            else:
-                assert not self.lone_uids & set(+self.inside)
+            inside = set(+self.inside)
+            assert inside == {uid} if uid in self.lone else not inside & self.lone
             await (hold.wait() if isinstance(hold, asyncio.Event) else rounds(hold))
         finally:
             self.inside[uid] -= 1
+            if dies:
+                self.turns.end_lone()
             self.turns.give_back(ticket(uid))
-
-    def start(self, uid, tasks, hold=1):
-        return tasks.create_task(self.pass_through(uid, hold))
-
-    lone_uids = frozenset({"x", "y"})
 
 
 async def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_ones_waiting():
-    ground = Ground({"x"})
-    first, lone = asyncio.Event(), asyncio.Event()
+    ground, first, lone = Ground({"x"}), asyncio.Event(), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        ground.start("a", tasks, first)
-        ground.start("b", tasks, first)
-        await asyncio.sleep(0)
-        ground.start("x", tasks, lone)
-        ground.start("c", tasks)
-        ground.start("x", tasks, lone)
+        for uid, hold in (("a", first), ("b", first), ("x", lone), ("c", 1), ("x", lone)):
+            tasks.create_task(ground.pass_through(uid, hold))
         await rounds(5)
         assert ground.log == ["a", "b"]
         first.set()
         await rounds(5)
-        # Its samples together, and nobody else.
-        assert ground.log == ["a", "b", "x", "x"]
-        ground.start("x", tasks, lone)
+        assert ground.log[2:] == ["x", "x"], "its samples together, and nobody else"
+        tasks.create_task(ground.pass_through("x", lone))
         await rounds(5)
-        assert ground.log[4:] == ["x"]
         lone.set()
-    assert ground.log == ["a", "b", "x", "x", "x", "c"]
-    assert ground.turns.lone is None
-    assert ground.turns.lone_turns == 1
+    assert ground.log[4:] == ["x", "c"]
+    assert (ground.turns.lone, ground.turns.lone_turns) == (None, 1)
 
 
 async def test_after_a_death_those_that_wait_come_before_the_one_that_ran_alone():
     ground = Ground({"x"})
+
+    async def dies_again_and_again():
+        for _ in range(3):
+            await ground.pass_through("x", 2, dies=True)
+
     async with asyncio.TaskGroup() as tasks:
-
-        async def die_twice():
-            for _ in range(3):
-                await ground.turns.take(ticket("x"))
-                ground.log.append("x")
-                await rounds(2)
-                ground.turns.end_lone()
-                ground.turns.give_back(ticket("x"))
-
-        tasks.create_task(die_twice())
-        tasks.create_task(die_twice())
-        await asyncio.sleep(0)
-        ground.start("a", tasks)
-        ground.start("b", tasks)
+        for work in (dies_again_and_again(), dies_again_and_again(), rounds(1)):
+            tasks.create_task(work)
+        await rounds(1)
+        for uid in "ab":
+            tasks.create_task(ground.pass_through(uid))
     assert ground.log == ["x", "x", "a", "b", "x", "x", "x", "x"]
 
 
 async def test_a_ticket_that_turns_suspect_while_it_waits_runs_alone():
-    lone = set()
-    ground = Ground(lone)
-    first = asyncio.Event()
+    ground, first = Ground({"y"}), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        lone.add("y")
-        ground.start("a", tasks, first)
-        ground.start("y", tasks)
-        ground.start("x", tasks)
-        ground.start("b", tasks)
-        await asyncio.sleep(0)
-        lone.add("x")
+        for uid, hold in (("a", first), ("y", 1), ("x", 1), ("b", 1)):
+            tasks.create_task(ground.pass_through(uid, hold))
+        await rounds(1)
+        ground.lone.add("x")
         first.set()
     assert ground.log == ["a", "y", "x", "b"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcxy"), st.integers(0, 3), st.booleans(), st.integers(0, 3)),
@@ -144,22 +119,18 @@ async def test_a_ticket_that_turns_suspect_while_it_waits_runs_alone():
 )
 def test_everybody_gets_a_turn_whoever_is_cancelled(script):
     async def main():
-        ground = Ground(Ground.lone_uids)
-        cancelled, entered = set(), set()
-
-        async def body(number, uid, hold):
-            await ground.pass_through(uid, hold)
-            entered.add(number)
-
-        tasks = []
+        ground, tasks, cancelled = Ground({"x", "y"}), [], set()
         for number, (uid, hold, cancel, pause) in enumerate(script):
-            tasks.append(asyncio.create_task(body(number, uid, hold)))
+            tasks.append(asyncio.create_task(ground.pass_through(uid, hold)))
             await rounds(pause)
             if cancel and tasks[number // 2].cancel():
                 cancelled.add(number // 2)
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [r for r in results if isinstance(r, Exception)]
-        assert entered | cancelled == set(range(len(script)))
-        assert ground.turns.lone is None and not ground.turns._inside and not ground.turns._waiting
+        assert {number for number, r in enumerate(results) if r is not None} <= cancelled
+        # Nobody is inside, and nobody waits: a newcomer enters at once.
+        await ground.turns.take(ticket("a"))
+        assert ground.turns.lone is None
 
     asyncio.run(main())
