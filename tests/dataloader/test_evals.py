@@ -33,7 +33,6 @@ def test_a_round_opens_at_each_multiple_also_between_two_reports_unless_the_last
     rounds.published(4, 2)
     rounds.published(6, 4)
     assert rounds.sizes == {"eval/a@4": 1, "eval/b@4": 1}
-    assert rounds.skipped == {"a": 1, "b": 1}
     for uid in ("a@4-0", "b@4-0"):
         rounds.finish_prompt(uid)
     rounds.published(8, 6)

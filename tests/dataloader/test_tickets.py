@@ -98,15 +98,6 @@ def test_the_share_counts_what_a_rollouter_really_holds() -> None:
 # --- returns and deaths ---
 
 
-@pytest.mark.parametrize(("name", "incarnation"), [(B, 1), (A, 0), (A, 2), ("rollouter/9", 1)])
-def test_nobody_returns_what_another_one_holds(name: str, incarnation: int) -> None:
-    book = Book()
-    book.grant(A, 2)
-    book.grant(B, 1)
-    book.give_back(name, incarnation, ["0-0", "7-7"])
-    assert book.outstanding == 3
-
-
 def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_is_suspect() -> None:
     """I1: what it may have delivered is not generated again before the learner has said so."""
     book = Book()
@@ -117,6 +108,10 @@ def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_
         # It begins to leave: what it never received is granted again without waiting for its end.
         book.left(A, 1, ["0-1", "0-3"])
         assert list(book.orphans) == ["0-2", "0-4"]
+    # Nobody returns what another one holds, nor an incarnation the prompts of another one.
+    for name, life in ((B, 1), (A, 0), (A, 2), ("rollouter/9", 1)):
+        book.give_back(name, life, ["0-1", "7-7"])
+    assert book.outstanding == 5
     book.give_back(A, 1, ["0-1"])
     book.left(A, 1)
     # Its share of the gate is that of the others from here on.
@@ -257,16 +252,11 @@ def test_a_requeued_prompt_is_granted_to_nobody_who_still_holds_an_earlier_attem
     assert book.outstanding == 1
     assert book.uids(free=1, seen=2, holding="0-0 0-1") == ["0-2"]
     assert book.uids(B, 1) == ["0-0"]
-
-
-def test_a_prompt_that_is_requeued_and_done_in_one_report_is_done() -> None:
-    """Groups that an earlier learner had requeued may have been generated already."""
-    book = Book()
-    book.grant(free=2)
-    outcomes = [Outcome("0-0", "requeued", 1), Outcome("0-0", "trained"), Outcome("0-1", "filtered")]
+    # Groups that an earlier learner had requeued may have been generated already: done in one report, it is done.
+    outcomes = [Outcome("0-0", "requeued", 2), Outcome("0-0", "trained"), Outcome("0-1", "filtered")]
     assert book.report(Outcomes(number=1, version=0, trained_at_version=0, outcomes=outcomes)) == 1
-    assert book.outstanding == 0
-    assert book.uids(free=2, seen=2) == ["0-2", "0-3"]
+    assert book.outstanding == 1
+    assert book.uids(B, 1, seen=1) == ["0-3"]
 
 
 def test_an_answer_about_an_orphan_is_not_one_about_the_same_prompt_after_its_requeue() -> None:
@@ -303,7 +293,7 @@ def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
     book = Book(staleness_max=5, deaths={"0-4": 2, "0-5": 2})
     assert book.uids(A, 2) == ["0-0", "0-1"]
     assert book.uids(B, 2) == ["0-2", "0-3"]
-    # B comes to the first of them, and is set aside; A is not.
+    # B comes to the first of them, and is set aside; A is not. Places of the run are kept for both.
     assert book.grant(B, 2, seen=2, holding="0-2 0-3") == []
     assert book.uids(A, 1, seen=2, holding="0-0 0-1") == ["0-6"]
     assert book.grant(B, 2, seen=2, holding="0-3") == []
@@ -312,18 +302,6 @@ def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
     assert book.grant(A, 1, seen=3, holding="0-0 0-1 0-6") == []
     assert marks(book.grant(A, seen=3)) == [("0-5", 2, True)]
     assert book.uids(B, 1, seen=3) == ["0-7"]
-
-
-def test_the_places_of_those_that_wait_to_run_alone_are_kept_for_them() -> None:
-    book = Book(steps=1, deaths={"0-1": 2, "0-2": 2})
-    assert book.uids(A, 1) == ["0-0"]
-    assert book.grant(A, 1, seen=1, holding="0-0") == []
-    # Two of the four places wait for the suspects, and one is taken.
-    assert marks(book.grant(B)) == [("0-1", 2, True)]
-    assert not book.supply.exhausted
-    assert marks(book.grant(B, seen=1)) == [("0-2", 2, True)]
-    assert book.uids(seen=1, holding="0-0") == ["0-3"]
-    assert book.supply.exhausted
 
 
 def test_only_deaths_of_its_own_count_against_a_prompt() -> None:
