@@ -12,8 +12,7 @@ from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, run, r
 from asyncrl.config import Config
 from asyncrl.errors import RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import EvalRound, OpenGrants, Outcomes, ReturnTickets
-from asyncrl.messages.groups import LedgerState
+from asyncrl.messages.dataloader import OpenGrants, Outcomes, ReturnTickets
 from asyncrl.messages.rollouter import HeldTicket
 
 RUN = run
@@ -230,19 +229,3 @@ async def test_other_prompts_begin_with_an_epoch_of_their_own(tmp_path: Path) ->
         again = await it.restore(fingerprint=resumed.fingerprint, seed=0, ledger=known, outcomes_number=2)
         assert again.first_epoch == 2
         assert await it.granted(seen=2, free=1, holding="2-0") == ["2-1"]
-
-
-async def test_rounds_go_on_where_the_learner_says(tmp_path: Path) -> None:
-    held = {"data": {"source": "synthetic", "size": 2}, "every_versions": 2}
-    rollouters = {A: Rollouter(HeldTicket("held@4-1", 3, 0), HeldTicket("held@2-0", 2, 0), seen=3)}
-    async with running(tmp_path, small_config(eval={"held": held}), rollouters=rollouters, restore=False) as it:
-        goes_on = [EvalRound(name="held@4", held=["held@4-0"])]
-        where = {"version": 5, "trained_at_version": 1, "ledger": ledger(0), "rounds_closed": ["held@0"]}
-        await it.restore(**where, rounds_open=goes_on)
-        assert (await it.supply()).evals == {"eval/held@4": 2}
-        assert await it.granted(seen=3, served_version=5, free=1) == ["0-1"]
-        await it.report("held@4-0", "held@4-1", kind="evaluated", version=5, trained_at_version=1)
-        assert (await it.supply()).evals == {}
-        rollouters[A].tickets = Rollouter(seen=4).tickets
-        await it.restore(2, version=6, ledger=LedgerState())
-        assert await it.granted(seen=4, served_version=6, free=3) == ["held@6-0", "held@6-1"]

@@ -115,30 +115,6 @@ def test_of_32_slow_replicas_no_more_versions_are_held_than_may_be_and_each_come
     assert outrun_so_far
 
 
-def test_who_was_outrun_once_goes_before_who_began_after_it():
-    play = Play(transport="stream", versions_held=2)
-    play.publish(1)
-    assert play.next("r/0", -1).version == 1
-    play.publish(2)
-    assert play.next("r/1", -1).version == 2
-    play.publish(3)
-    assert play.needed() == {1, 3}
-    assert play.next("r/2", -1).version == 3
-    play.left("r/0")
-    play.publish(4)
-    assert play.needed() == {3, 4}
-    # It has tried for longer than r/2, though with what is newer.
-    assert play.next("r/1", -1).version == 4
-    play.publish(5)
-    assert play.needed() == {4, 5}
-    # After a commit it is at the end of the line again.
-    assert play.pause("r/1", 4)
-    assert play.report("r/1", 4)
-    assert play.next("r/2", -1).version == 5
-    assert play.next("r/1", 4).version == 5
-    assert play.replica("r/2").seniority < play.replica("r/1").seniority
-
-
 def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
     play = one_at_a_time("r/0", transport="stream", stage_deadline_s=60)
     play.publish(1)
@@ -273,31 +249,6 @@ def test_a_failure_leaves_a_replica_behind_until_it_commits(phase):
     assert play.figure("failed_attempts") == 1
 
 
-def test_a_lost_report_is_made_good_by_the_next_question():
-    play = one_at_a_time("r/0", "r/1")
-    assert play.pause("r/0", 0)
-    assert not play.pause("r/1", 0)
-    assert play.next("r/0", 0) is None
-    assert play.phases()["r/0"] == "serving"
-    assert play.look("r/1")
-    # That of a failure is, too.
-    assert play.next("r/1", -1).version == 0
-    assert play.figure("updates_failed") == 1
-
-
-def test_a_replica_that_cancels_its_question_gives_back_its_pause():
-    play = one_at_a_time("r/0", "r/1", "r/2")
-    assert play.pause("r/0", 0)
-    for name in ("r/1", "r/2"):
-        assert not play.pause(name, 0)
-    # Granted, and cancelled before it heard of it.
-    play.report("r/0", 0)
-    assert play.phases()["r/1"] == "loading"
-    play.cancel("r/1")
-    assert play.phases()["r/1"] == "behind"
-    assert play.look("r/2")
-
-
 def test_a_new_incarnation_starts_over_and_the_old_one_is_not_heard_any_more():
     play = Play(max_paused_fraction=0.1)
     play.serve("r/0", "r/1")
@@ -315,21 +266,3 @@ def test_a_new_incarnation_starts_over_and_the_old_one_is_not_heard_any_more():
     play.left("r/0", incarnation=1)
     assert play.phases()["r/0"] == "staging"
     assert play.replica("r/0").serving == -1
-
-
-def test_a_new_parameter_server_takes_up_all_that_is_under_way():
-    play = Play(max_paused_fraction=0.1)
-    # Staged with its predecessor; the version is not published here yet.
-    assert play.pause("r/0", 7)
-    assert play.phases() == {"r/0": "loading"}
-    assert play.report("r/0", 7)
-    assert play.report("r/1", 7)
-    assert play.report("r/2", 7, committed=False)
-    assert play.next("r/3", 6) is None
-    assert play.join("r/4", 7, 3) is False
-    assert [*play.phases().values()] == ["serving", "serving", "behind", "serving", "serving"]
-    play.publish(7)
-    for name in ("r/0", "r/1"):
-        assert play.next(name, 7) is None
-    assert play.next("r/2", 6).version == 7
-    assert play.look("r/3").version == 7

@@ -61,7 +61,7 @@ def test_long_runs_go_every_way_there_is(monkeypatch):
         return changed
 
     monkeypatch.setattr(Replica, "follow", noted)
-    for seed in range(80):
+    for seed in range(48):
         transport, fraction = "gloo" if seed % 3 else "shm", 0.1 if seed % 2 else 0.7
         long_run(
             random.Random(seed),

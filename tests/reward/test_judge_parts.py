@@ -1,6 +1,5 @@
 """The pure parts of judges: matching by id, orders, views within their limits, limits a minute, the cache."""
 
-import contextlib
 import json
 import math
 import random
@@ -16,7 +15,7 @@ from asyncrl.reward.judges.answers import BadAnswer, match, read_entries, read_n
 from asyncrl.reward.judges.cache import AnswerCache, key_of
 from asyncrl.reward.judges.limits import MINUTE_S, MinuteLimit
 from asyncrl.reward.judges.options import Criterion, RelativeOptions, RubricOptions
-from asyncrl.reward.judges.questions import RelativeJudge, Rubric, draw_ids, rubric_reward
+from asyncrl.reward.judges.questions import RelativeJudge, Rubric, draw_ids
 from asyncrl.reward.judges.views import BRANCH_CHARS, message_text, shares, shorten, view
 
 OPTIONS = {"url": "http://127.0.0.1:9/v1", "model": "m"}
@@ -76,13 +75,6 @@ def test_all_that_is_wrong_with_an_answer_is_said():
     }
 
 
-@settings(max_examples=40)
-@given(st.text('{}"[]:,scores1 \n\\', max_size=200))
-def test_any_text_is_read_or_refused(text):
-    with contextlib.suppress(BadAnswer):
-        assert all(isinstance(entry, dict) for entry in read_entries(text, "scores"))
-
-
 @pytest.mark.parametrize("text", ['{"a":' * 40_000, '{ "' * 60_000, '{"scores": ' + "[" * 190_000, "x" * 200_001])
 def test_a_hostile_answer_takes_no_time(text):
     began = time.process_time()
@@ -124,19 +116,6 @@ def test_criteria_stand_in_another_order_in_each_vote():
     judge = Rubric(RubricOptions(**OPTIONS, rubric=criteria, votes=5, instructions="Be strict."))
     systems = [question.messages[0]["content"] for question in judge.questions(asked("x"))]
     assert len(set(systems)) > 1 and all("Be strict.\n\nThe rubric:\n* " in system for system in systems)
-
-
-@given(st.dictionaries(st.sampled_from("abcd"), st.floats(-2, 2).filter(bool), min_size=1), st.data())
-def test_a_rubric_is_the_weighted_mean(weights, data):
-    criteria = [Criterion(name=name, text="t", weight=weight) for name, weight in weights.items()]
-    worth = {name: data.draw(st.sampled_from([0.0, 1.0])) for name in weights}
-    total = sum(weight for weight in weights.values() if weight > 0)
-    if total:
-        expected = sum(weight * worth[name] for name, weight in weights.items()) / total
-        assert rubric_reward(criteria, worth) == pytest.approx(expected)
-    gates = [Criterion(name="g", text="t", gate=-3.0), Criterion(name="h", text="t", gate=0.5)]
-    assert rubric_reward([*criteria, *gates], {**worth, "g": 0.0, "h": 0.0}) == -3.0
-    assert rubric_reward([*criteria, *gates], {**worth, "g": 1.0, "h": 0.0}) == 0.5
 
 
 # --- views ---
