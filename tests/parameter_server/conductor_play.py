@@ -59,26 +59,25 @@ class Play:
         self.conductor.publications.publish(version)
 
     def _answer(self, name, number, answer):
-        if not self.conductor.fleet.asks(name, number):
-            return None
-        found = answer()
+        found = answer() if self.conductor.fleet.asks(name, number) else None
         if found is not None:
             self.conductor.answered(name, number, self.now)
-        else:
+        if self.conductor.fleet.asks(name, number):
             self.asked[name] = number, answer
+        else:
+            self.asked.pop(name, None)
         return found
 
     def look(self, name):
         """The answer to the caller's parked question by now."""
-        number, answer = self.asked[name]
-        return self._answer(name, number, answer)
+        return self._answer(name, *self.asked[name])
 
     def end_of_park(self, name):
         """The caller is told to ask again."""
-        self.conductor.answered(name, self.asked[name][0], self.now)
+        self.conductor.answered(name, self.asked.pop(name)[0], self.now)
 
     def cancel(self, name):
-        self.conductor.withdrew(name, self.asked[name][0], self.now)
+        self.conductor.withdrew(name, self.asked.pop(name)[0], self.now)
 
     def next(self, name, serving, incarnation=1, **place):
         number = self.conductor.next_update(name, incarnation, serving=serving, now=self.now, **place)

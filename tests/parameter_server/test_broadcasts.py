@@ -195,7 +195,8 @@ def test_who_is_missing_calls_it_off_for_all(what):
     # The version goes to all by itself, once it is published.
     play.publish(1)
     for name in blameless:
-        assert (play.look(name).version, play.look(name)) == (1, None)
+        offer = play.look(name)
+        assert (offer.version, offer.transport, offer.collective) == (1, "stream", None)
     assert play.counts("called_off", "begun") == (1, 0)
 
 
