@@ -39,12 +39,6 @@ def act(*, completion, row=None):
                 act(completion="allocate")
             except MemoryError:
                 raise RuntimeError("cannot allocate") from None
-        case "allocate_in_c":
-            libc = ctypes.CDLL(None)
-            libc.malloc.restype = ctypes.c_void_p
-            while address := libc.malloc(ctypes.c_size_t(16 * MIB)):
-                ctypes.memset(address, 1, 16 * MIB)
-            os.abort()
         case "share":
             held = mmap.mmap(-1, 600 * MIB)
             for _ in range(600):

@@ -21,11 +21,9 @@ RUN = uvloop.run
 FULL = {"workers_killed", "out_of_memory"}
 AT_ONCE = {
     "exit": ("exit code 3", {"workers_died"}),
-    "crash": ("SIGSEGV", {"workers_died"}),
     "scribble": ("no result", {"workers_killed"}),
     "allocate": (rf"raised MemoryError \(.*act_rewards.py:\d+\); {LIMIT} bytes are allowed \(reward.max_memory", FULL),
     "swallow": ("raised RuntimeError: cannot allocate", FULL),
-    "allocate_in_c": ("SIGABRT", {"workers_died"}),
     "share": (
         rf"took more than {LIMIT} bytes of memory \(reward.max_memory_bytes; its worker process and 0 below",
         FULL,
