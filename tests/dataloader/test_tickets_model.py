@@ -1,8 +1,9 @@
 """Gate, order and stragglers against a model of the loop; whatever may die and be lost is in test_exactly_once_model.
 
 The model holds the truth: what each rollouter really received and serves, what the learner really holds and has
-trained. Replies and reports may be lost, and tickets come back. A grant is checked against the truth, not against the
-book's own counters; and from every state reached, a fair continuation must end the run.
+trained. Replies and reports may be lost, tickets come back, and one rollouter may die, so that no prompt is suspect of
+that. A grant is checked against the truth, not against the book's own counters; and from every state reached, a fair
+continuation must end the run.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Rollouter:
     """Truth about a rollouter."""
 
     name: str
+    incarnation: int = 1
     seen: int = 0
     served: int = 0
     holding: list[str] = field(default_factory=list)
@@ -126,7 +128,8 @@ class Loop(RuleBasedStateMachine):
     # --- rollouters ---
 
     def send(self, rollouter: Rollouter, free_groups: int, *, received: bool = True) -> None:
-        ask = Ask(rollouter.name, 1, rollouter.seen, free_groups, rollouter.served, frozenset(rollouter.holding))
+        who = (rollouter.name, rollouter.incarnation)
+        ask = Ask(*who, rollouter.seen, free_groups, rollouter.served, frozenset(rollouter.holding))
         newest_known = self.tickets.gate.newest_version
         self.tickets.meet(ask)
         before, limit_groups = len(self.out), round(self.tickets.gate.limit.versions * self.per_version)
@@ -187,9 +190,21 @@ class Loop(RuleBasedStateMachine):
         if kind != "returned":
             self.take_delivery(uid, kind)
         else:
-            self.tickets.give_back(rollouter.name, 1, [uid])
+            self.tickets.give_back(rollouter.name, rollouter.incarnation, [uid])
             self.out.remove(uid)
             self.returned.add(uid)
+
+    @precondition(lambda self: all(r.incarnation == 1 for r in self.rollouters))
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        rollouter = data.draw(st.sampled_from(self.rollouters))
+        self.tickets.died(rollouter.name, 1)
+        orphans = self.tickets.orphans
+        self.tickets.settle(orphans, list(filter(self.has, orphans)))
+        lost = {uid for uid in orphans if not self.has(uid)}
+        self.out -= lost
+        self.returned |= lost
+        rollouter.incarnation, rollouter.seen, rollouter.holding = 2, 0, []
 
     @precondition(lambda self: any(r.served < self.version for r in self.rollouters))
     @rule(data=st.data())

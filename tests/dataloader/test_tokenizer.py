@@ -169,10 +169,9 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     assert tokenizer.vocabulary == len(vocabulary) + len(tokenizer.special_ids.keys() - vocabulary)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
+def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
     """For some families transformers makes a tokenizer without a vocabulary where the files are missing."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "eos_token_id": 1, "bos_token_id": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": 1, "bos_token_id": 1}))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds no tokenizer: no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
