@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import count, pairwise
+from itertools import pairwise
 from random import Random
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.ledger import KINDS, MAX_PROMPTS, IndexSet, Kind, Ledger, position_of
@@ -38,7 +38,7 @@ def made(outcomes: Outcomes) -> Ledger:
 
 
 def holds(ledger: Ledger, outcomes: Outcomes) -> None:
-    """The ledger and a plain dict answer everything alike."""
+    """The ledger and a plain dict answer everything alike, and epochs that ended alike are one entry."""
     indices = np.arange(32, dtype=np.int64)[::-1]
     for epoch in range(24):
         expected = [(epoch, int(index)) in outcomes for index in indices]
@@ -47,14 +47,10 @@ def holds(ledger: Ledger, outcomes: Outcomes) -> None:
         assert ledger.concluded(epoch) == sum(expected)
     assert [ledger.count(kind) for kind in KINDS] == [list(outcomes.values()).count(kind) for kind in KINDS]
     assert ledger.next_epoch == max((epoch + 1 for epoch, _ in outcomes), default=0)
-
-
-def is_smallest(state: LedgerState) -> None:
-    """Epochs that ended alike are one entry, and no byte is there without need."""
-    for item in state.concluded:
+    for item in ledger.state.concluded:
         assert not item.bits.startswith(b"\xff") and not item.bits.endswith(b"\0") and item.below % 8 == 0
         assert item.epochs == 1 or len(item.bits) <= 1
-    for left, right in pairwise(state.concluded):
+    for left, right in pairwise(ledger.state.concluded):
         alike = (left.below, left.bits) == (right.below, right.bits) and len(left.bits) <= 1
         assert left.first + left.epochs + alike <= right.first
 
@@ -71,37 +67,16 @@ def by_intervals(outcomes: Outcomes) -> LedgerState:
     return LedgerState(outcomes=items)
 
 
-@given(OUTCOMES)
-def test_a_ledger_answers_as_a_dict_does_and_is_as_small_as_it_can_be(outcomes: Outcomes) -> None:
-    ledger = Ledger()
-    for (epoch, index), kind in outcomes.items():
-        assert ledger.is_open(epoch, index)
-        ledger.record(kind, epoch, index)
-        is_smallest(ledger.state)
-    holds(ledger, outcomes)
-
-
-@given(OUTCOMES, st.randoms(use_true_random=False))
-def test_the_order_of_the_outcomes_leaves_no_trace(outcomes: Outcomes, random: Random) -> None:
-    items = list(outcomes.items())
-    random.shuffle(items)
-    assert made(dict(items)).state == made(outcomes).state
-
-
-def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
-    ledger = made({(0, 5): "trained", (1, 5): "filtered"})
-    assert (ledger.is_open(0, 5), ledger.is_open(1, 5), ledger.is_open(0, 6)) == (False, False, True)
-    for kind in KINDS:
-        with pytest.raises(AssertionError, match="0-5 has an outcome"):
-            ledger.record(kind, 0, 5)
-    assert [ledger.count(kind) for kind in KINDS] == [1, 1, 0]
-
-
-@given(outcomes=OUTCOMES, attempts=st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1, 9)))
-def test_i1_a_ledger_goes_over_the_wire_and_to_disk_and_comes_back_as_it_was(
-    outcomes: Outcomes, attempts: dict[str, int]
+@settings(max_examples=60)
+@given(OUTCOMES, st.randoms(use_true_random=False), st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1)))
+def test_i1_a_ledger_answers_as_a_dict_does_from_the_wire_and_from_disk_too(
+    outcomes: Outcomes, random: Random, attempts: dict[str, int]
 ) -> None:
     ledger = made(outcomes)
+    holds(ledger, outcomes)
+    # Neither the order of the outcomes nor the form of an older checkpoint leaves a trace.
+    shuffled = random.sample(list(outcomes.items()), len(outcomes))
+    assert ledger.state == made(dict(shuffled)).state == Ledger.restore(by_intervals(outcomes)).state
     ledger.attempts, ledger.first_epoch = attempts, 2
     ledger.requeues = {uid: count + 1 for uid, count in attempts.items()}
     codec = Codec()
@@ -111,26 +86,20 @@ def test_i1_a_ledger_goes_over_the_wire_and_to_disk_and_comes_back_as_it_was(
         again = Ledger.restore(state)
         assert (again.attempts, again.requeues, again.first_epoch) == (attempts, ledger.requeues, 2)
         assert again.state == ledger.state
-        holds(again, outcomes)
         again.record("trained", 5, 30)
         holds(again, outcomes | {(5, 30): "trained"})
+        assert again.state != state, "a state is of the moment it was taken"
 
 
-@given(OUTCOMES)
-def test_the_intervals_of_older_checkpoints_are_read_as_what_they_say(outcomes: Outcomes) -> None:
-    ledger = Ledger.restore(by_intervals(outcomes))
-    holds(ledger, outcomes)
-    assert ledger.state == made(outcomes).state
-
-
-def test_a_state_is_of_the_moment_it_was_taken() -> None:
-    ledger = made({(0, 1): "trained"})
-    ledger.attempts["0-2"] = ledger.requeues["0-2"] = 1
-    state = ledger.state
-    ledger.record("filtered", 0, 2)
-    assert (state.attempts, ledger.attempts) == ({"0-2": 1}, {})
-    assert (state.requeues, ledger.requeues) == ({"0-2": 1}, {})
-    assert Ledger.restore(state).is_open(0, 2) and Ledger.restore(state).count("filtered") == 0
+def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
+    ledger = made({(0, 5): "trained", (1, 5): "filtered"})
+    ledger.attempts["0-6"] = ledger.requeues["0-6"] = 1
+    for kind in KINDS:
+        with pytest.raises(AssertionError, match="0-5 has an outcome"):
+            ledger.record(kind, 0, 5)
+    ledger.record("filtered", 0, 6)
+    assert [ledger.count(kind) for kind in KINDS] == [1, 2, 0]
+    assert (ledger.attempts, ledger.requeues) == ({}, {})
 
 
 # --- size ---
@@ -145,36 +114,26 @@ def finished(epochs: int, size: int) -> Ledger:
     return Ledger.restore(LedgerState(concluded=runs, counts=counts))
 
 
-def written(ledger: Ledger) -> int:
-    """Bytes in state.json."""
-    return len(msgspec.json.encode(ledger.state))
-
-
-@pytest.mark.parametrize("size", [1, 7, 8, 1000, 1001])
+@pytest.mark.parametrize("size", [1, 7, 8, 501])
 def test_ended_epochs_cost_nothing_however_their_kinds_alternate(size: int) -> None:
     """Added one by one they come to the form that ``finished`` begins with: any number of such epochs is as small."""
-    ledger, kinds = Ledger(), iter(count())
-    sizes = []
-    for epoch in range(12):
-        for index in np.random.default_rng(epoch).permutation(size).tolist():
-            ledger.record(KINDS[next(kinds) % 2], epoch, index)
-        sizes.append(len(ledger.state.concluded))
-    assert sizes == [1] * 12
-    assert ledger.state.concluded == finished(12, size).state.concluded
+    ledger = Ledger()
+    for epoch in range(6):
+        for at, index in enumerate(np.random.default_rng(epoch).permutation(size).tolist()):
+            ledger.record(KINDS[at % 2], epoch, index)
+        assert len(ledger.state.concluded) == 1
+    assert ledger.state.concluded == finished(6, size).state.concluded
 
 
-def test_at_ten_million_groups_the_ledger_is_a_bit_for_each_prompt_of_the_open_epoch() -> None:
-    """Ten epochs of a million, a hundred thousand of a hundred: both with one more under way, in shuffled order."""
-    for epochs, size in ((10, 1_000_000), (100_000, 100)):
-        ledger = finished(epochs, size)
-        assert ledger.count("trained") + ledger.count("filtered") == 10_000_000
-        assert written(ledger) < 300
-        for at, index in enumerate(np.random.default_rng(0).permutation(size)[:50_000].tolist()):
-            ledger.record(KINDS[at % 2], epochs, index)
-            if at % 10_000 == 0:
-                assert len(ledger.state.concluded) == 2
-        assert written(ledger) <= 400 + size / 8 * 4 / 3
-        assert Ledger.restore(ledger.state).state == ledger.state
+@pytest.mark.parametrize(("epochs", "size"), [(10, 1_000_000), (100_000, 100)])
+def test_at_ten_million_groups_the_ledger_is_a_bit_for_each_prompt_of_the_open_epoch(epochs: int, size: int) -> None:
+    """With one more epoch under way, in shuffled order."""
+    ledger = finished(epochs, size)
+    assert len(msgspec.json.encode(ledger.state)) < 300
+    for at, index in enumerate(np.random.default_rng(0).permutation(size)[:20_000].tolist()):
+        ledger.record(KINDS[at % 2], epochs, index)
+    assert len(msgspec.json.encode(ledger.state)) <= 400 + size / 8 * 4 / 3
+    assert Ledger.restore(ledger.state).state == ledger.state
 
 
 class Counted(bytearray):
@@ -200,13 +159,12 @@ class Counted(bytearray):
         raise AssertionError("all of it is looked at")
 
 
-@pytest.mark.parametrize("order", ["shuffled", "ascending", "descending", "window"])
+@pytest.mark.parametrize("order", ["shuffled", "descending", "window"])
 def test_an_outcome_costs_the_same_in_an_epoch_of_any_size(order: str) -> None:
     """Over an epoch every byte is written once a bit, made once and left out once: no outcome moves the others."""
-    size = 80_000
+    size = 32_000
     orders = {
         "shuffled": np.random.default_rng(0).permutation(size),
-        "ascending": np.arange(size),
         "descending": np.arange(size)[::-1],
         "window": np.arange(size).reshape(-1, 160)[:, ::-1].reshape(-1),
     }
@@ -218,14 +176,7 @@ def test_an_outcome_costs_the_same_in_an_epoch_of_any_size(order: str) -> None:
         longest = max(longest, len(values.bits))
     assert values == IndexSet(below=size)
     assert bits.touched == size + 2 * size // 8
-    assert longest <= (size // 8 if order in ("shuffled", "descending") else 21)
-
-
-def test_an_index_that_no_data_has_takes_no_memory() -> None:
-    with pytest.raises(ValueError, match="no uid"):
-        position_of(f"0-{MAX_PROMPTS}")
-    with pytest.raises(ValueError, match="more than"):
-        Ledger.restore(LedgerState(outcomes=[EpochIntervals(kind="trained", epoch=0, bounds=[0, 1 << 60])]))
+    assert longest <= (21 if order == "window" else size // 8)
 
 
 # --- what is refused ---
@@ -235,11 +186,12 @@ def test_an_index_that_no_data_has_takes_no_memory() -> None:
     ("items", "match"),
     [
         ([("trained", 0, [3])], "not intervals"),
+        ([("lost", 0, [3, 5])], "not intervals"),
         ([("trained", 0, [3, 3])], "not ascending"),
         ([("trained", 0, [5, 6, 3, 4])], "not ascending"),
         ([("trained", 0, [3, 4]), ("trained", 0, [5, 6])], "there twice"),
         ([("trained", 0, [3, 5]), ("filtered", 0, [4, 6])], "two outcomes"),
-        ([("lost", 0, [3, 5])], "not intervals"),
+        ([("trained", 0, [0, 1 << 60])], "more than"),
     ],
 )
 def test_intervals_that_are_no_ledger_are_refused(items: list[tuple[Any, int, list[int]]], match: str) -> None:
@@ -267,7 +219,7 @@ def test_sets_that_are_no_ledger_are_refused(runs: list[tuple[int, int, int, byt
         Ledger.restore(LedgerState(concluded=concluded, counts={"trained": trained}))
 
 
-@pytest.mark.parametrize("uid", ["", "x", "a@3-1", "1", "1-", "-", "1--5", "-1-5"])
+@pytest.mark.parametrize("uid", ["", "x", "a@3-1", "1-", "1--5", "-1-5", f"0-{MAX_PROMPTS}"])
 def test_only_the_uid_of_a_training_prompt_has_a_position(uid: str) -> None:
     assert position_of("12-345") == (12, 345)
     with pytest.raises(ValueError, match=r"invalid literal|no uid"):

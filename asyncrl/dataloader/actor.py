@@ -3,10 +3,9 @@
 All decisions are made in ``tickets`` and the modules under it; reading and tokenizing happen on threads before the
 actor is ready. Orphans of a dead rollouter are granted again only after the learner has said which it holds.
 
-Nothing is kept over a restart. The gate is shut until the learner says where the run stands (``Restored``); then each
-rollouter is asked what it holds, under a deadline, and one that does not answer counts as holding nothing: what it
-holds all the same is generated twice and trained once, since the learner takes every group once. Until then calls are
-parked, and the learner is told with ``restore_needed`` what is missing.
+The gate is shut until the learner says where the run stands (``Restored``); then each rollouter is asked what it holds,
+under a deadline, and one that does not answer counts as holding nothing: what it holds all the same is generated twice
+and trained once, since the learner takes every group once. Until then calls are parked.
 """
 
 from __future__ import annotations

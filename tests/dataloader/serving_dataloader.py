@@ -15,29 +15,19 @@ from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader
 from asyncrl.ledger import Ledger
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.dataloader import (
-    Lease,
-    Leased,
-    Outcome,
-    Outcomes,
-    OutcomesSeen,
-    Restored,
-    Resumed,
-    Supply,
-    WatchSupply,
-)
+from asyncrl.messages.dataloader import Lease, Outcome, Outcomes, Restored, Supply, WatchSupply
 from asyncrl.messages.groups import LedgerState
 from asyncrl.messages.learner import Held, Holds
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
 from asyncrl.runtime.actor import ActorContext, Caller, handler
-from asyncrl.runtime.calls.peer import Peer
 
 A, B, LEARNER = "rollouter/0", "rollouter/1", "learner/0"
 
 
 def small_config(**tables: Any) -> Config:
-    """One rollouter, unless the test says otherwise."""
-    return sim_config(**tables | {"rollout": {"replicas": 1} | tables.get("rollout", {})})
+    """Prompts in order, and one rollouter unless the test says otherwise."""
+    rollout, data = {"replicas": 1} | tables.get("rollout", {}), {"shuffle": False} | tables.get("data", {})
+    return sim_config(**tables | {"rollout": rollout, "data": data})
 
 
 def restored(**fields: Any) -> Restored:
@@ -91,65 +81,75 @@ class Running:
 
     def __init__(self, net: Net, actor: Dataloader, learner: Learner) -> None:
         self.net, self.actor, self.learner = net, actor, learner
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self._reports = 0
+        self.peers: dict[tuple[str, int], Any] = {}
+        self.reports = 0
         self.learner_incarnation = 1
-        self.timeout_s = 10.0
 
-    def call(self, name: str, request: Any, incarnation: int = 1, wait_s: float | None = None) -> asyncio.Future[Any]:
-        return self._peer(name, incarnation).call(request, timeout=wait_s or self.timeout_s)
+    def peer(self, name: str, incarnation: int) -> Any:
+        if (name, incarnation) not in self.peers:
+            self.peers[name, incarnation] = self.net.client("dataloader/0", name, incarnation)
+        return self.peers[name, incarnation]
+
+    def call(self, name: str, request: Any, incarnation: int = 1, wait_s: float = 10.0) -> asyncio.Future[Any]:
+        return self.peer(name, incarnation).call(request, timeout=wait_s)
 
     async def hello(self, name: str, incarnation: int) -> None:
-        peer = self._peer(name, incarnation)
+        peer = self.peer(name, incarnation)
         peer.connect()
-        while not peer.ready:
-            await asyncio.sleep(0.001)
+        await until(lambda: peer.ready)
 
-    def _peer(self, name: str, incarnation: int) -> Peer:
-        peer = self._peers.get((name, incarnation))
-        if peer is None:
-            peer = self.net.client("dataloader/0", name, incarnation)
-            self._peers[name, incarnation] = peer
-        return peer
-
-    def restore(self, request: Restored, incarnation: int = 1) -> asyncio.Future[Resumed]:
+    def restore(self, incarnation: int = 1, **where: Any) -> asyncio.Future[Any]:
         """Said by this incarnation of the learner, which is there from here on."""
-        self._reports = request.outcomes_number
+        request = restored(**where)
+        self.reports = request.outcomes_number
         if incarnation > self.learner_incarnation:
             self.net.serve(self.learner, LEARNER, incarnation)
             self.learner_incarnation = incarnation
         return self.call(LEARNER, request, incarnation)
 
-    def lease(
-        self, name: str = A, free: int = 4, *, incarnation: int = 1, wait_s: float | None = None, **fields: Any
-    ) -> asyncio.Future[Leased]:
-        request = Lease(**{"seen": 0, "free_groups": free, "served_version": 0, **fields})
-        return self.call(name, request, incarnation, wait_s)
+    def lease(self, name: str = A, free: int = 4, *, wait_s: float = 10.0, **fields: Any) -> asyncio.Future[Any]:
+        fields["holding"] = fields.get("holding", "").split()
+        return self.call(name, Lease(**{"seen": 0, "free_groups": free, "served_version": 0, **fields}), 1, wait_s)
 
-    def report(self, *uids: str, kind: Any = "trained", **fields: Any) -> asyncio.Future[OutcomesSeen]:
-        self._reports += 1
+    async def granted(self, *of: Any, **how: Any) -> list[str]:
+        """Uids of what is granted; a call that is parked in vain is answered with nothing before half its deadline."""
+        return [ticket.uid for ticket in (await self.lease(*of, **how)).tickets]
+
+    async def is_parked(self, call: asyncio.Future[Any]) -> bool:
+        """Whether it waits, after all that is on its way has come."""
+        await asyncio.wait([call], timeout=0.05)
+        return not call.done()
+
+    def report(self, *uids: str, kind: Any = "trained", **fields: Any) -> asyncio.Future[Any]:
+        self.reports += 1
         outcomes = [Outcome(uid, kind) for uid in uids]
         fields = {"version": 0, "trained_at_version": 0, **fields}
-        request = Outcomes(number=self._reports, outcomes=outcomes, **fields)
+        request = Outcomes(number=self.reports, outcomes=outcomes, **fields)
         return self.call(LEARNER, request, self.learner_incarnation)
 
-    def supply(self, seen: int = -1) -> asyncio.Future[Supply]:
-        return self.call(LEARNER, WatchSupply(seen=seen), self.learner_incarnation)
+    def supply(self, seen: int = -1, wait_s: float = 10.0) -> asyncio.Future[Supply]:
+        return self.call(LEARNER, WatchSupply(seen=seen), self.learner_incarnation, wait_s)
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
 async def running(
-    config: Config,
     run_dir: Path,
-    learner: Learner | None = None,
+    config: Config | None = None,
     *,
+    learner: Learner | None = None,
     rollouters: dict[str, Rollouter] | None = None,
     restore: bool = True,
     incarnation: int = 1,
     net: Net | None = None,
 ) -> AsyncIterator[Running]:
     """``rollouters`` by name; where there are none given, the config's hold nothing. In ``net``, or one of its own."""
-    learner = learner or Learner()
+    config, learner = config or small_config(), learner or Learner()
     async with AsyncExitStack() as stack:
         if net is None:
             net = await stack.enter_async_context(Net(memory=True, credentials=lambda _name: CREDENTIALS))
@@ -159,34 +159,28 @@ async def running(
             for name, rollouter in rollouters.items():
                 net.serve(rollouter, name)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        endpoint = net.endpoint("dataloader/0", incarnation)
         context = ActorContext(
             config=config,
             name="dataloader/0",
             incarnation=incarnation,
             run_dir=run_dir,
-            transport=net._network.transport(),
+            transport=endpoint.transport,
             credentials=CREDENTIALS,
             controller=None,
         )
         actor = Dataloader(context)
-        actor._endpoint.resolve = net._resolve
+        actor._endpoint.resolve = endpoint.resolve
         life = tasks.create_task(actor.main())
-        while not actor.ready:
-            # Where it failed, the task group ends this wait.
-            assert not life.done() or life.exception(), "ended before it was ready"
-            await asyncio.sleep(0.001)
+        # Where it failed, the task group ends this wait.
+        await until(lambda: actor.ready or (life.done() and not life.exception()))
         net.register(ActorRecord(name="dataloader/0", incarnation=incarnation, address=actor.address))
         it = Running(net, actor, learner)
         if restore:
-            steps = config.learner.steps * config.learner.groups_per_step
-            await it.restore(restored(groups_left=steps))
+            await it.restore(groups_left=config.learner.steps * config.learner.groups_per_step)
         yield it
         actor.begin_drain()
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(main, 30))
-
-
-def uids(leased: Leased) -> list[str]:
-    return [ticket.uid for ticket in leased.tickets]

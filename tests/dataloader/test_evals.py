@@ -1,4 +1,4 @@
-"""Evaluation rounds."""
+"""Evaluation rounds: when each opens and closes, and whom its prompts are with."""
 
 from __future__ import annotations
 
@@ -12,111 +12,73 @@ def take_all(rounds: EvalRounds, served: int) -> list[str]:
     return found
 
 
-def finish_all(rounds: EvalRounds, uids: list[str]) -> None:
-    for uid in uids:
-        rounds.finish_prompt(uid)
-
-
 def test_a_round_at_the_start_is_open_until_its_last_prompt_is_evaluated() -> None:
     rounds = EvalRounds([EvalSet("a", (0, 2), at_start=True), EvalSet("b", (0,), every_versions=1)])
     assert rounds.starting
     assert rounds.sizes == {"eval/a@0": 2}
     assert not rounds.is_waiting(-1)
-    assert take_all(rounds, 0) == ["a@0-0", "a@0-2"]
+    # One that is evaluated while it waits is not granted.
     rounds.finish_prompt("a@0-0")
-    assert rounds.starting
+    assert "a@0-0" not in rounds and rounds.starting
+    assert take_all(rounds, 0) == ["a@0-2"]
     rounds.finish_prompt("a@0-2")
-    assert not rounds.starting
-    assert rounds.sizes == {}
+    assert (rounds.starting, rounds.sizes) == (False, {})
 
 
-def test_opens_a_round_at_each_multiple_and_names_it_by_the_version() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), every_versions=3)])
-    opened = []
-    for version in range(1, 8):
-        rounds.published(version, version - 1)
-        opened += list(rounds.sizes)
-        finish_all(rounds, take_all(rounds, version))
-    assert opened == ["eval/a@3", "eval/a@6"]
-    assert not rounds.skipped
-
-
-def test_a_multiple_between_two_reports_is_not_missed() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), every_versions=3)])
+def test_a_round_opens_at_each_multiple_also_between_two_reports_unless_the_last_one_is_open() -> None:
+    rounds = EvalRounds([EvalSet("a", (0,), every_versions=3), EvalSet("b", (0,), every_versions=1)])
     rounds.published(2, 0)
-    assert rounds.sizes == {}
+    assert rounds.sizes == {"eval/b@2": 1}
+    rounds.finish_prompt("b@2-0")
     rounds.published(4, 2)
-    assert rounds.sizes == {"eval/a@4": 1}
+    rounds.published(6, 4)
+    assert rounds.sizes == {"eval/a@4": 1, "eval/b@4": 1}
+    for uid in ("a@4-0", "b@4-0"):
+        rounds.finish_prompt(uid)
+    rounds.published(8, 6)
+    assert rounds.sizes == {"eval/b@8": 1}
+    rounds.published(9, 8)
+    assert rounds.sizes == {"eval/b@8": 1, "eval/a@9": 1}
 
 
-def test_a_round_is_skipped_and_counted_while_the_last_one_is_open() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), every_versions=1), EvalSet("b", (0,), every_versions=1)])
-    rounds.published(1, 0)
-    rounds.finish_prompt("b@1-0")
-    rounds.published(2, 1)
-    assert rounds.sizes == {"eval/a@1": 1, "eval/b@2": 1}
-    assert rounds.skipped == {"a": 1}
+def test_the_round_at_the_end_is_never_skipped_and_one_in_between_of_the_last_version_serves_as_it() -> None:
+    for last, evaluated, sizes in (
+        (5, False, {"eval/a@4": 1, "eval/a@5": 1}),
+        (4, False, {"eval/a@4": 1}),
+        (4, True, {}),
+    ):
+        rounds = EvalRounds([EvalSet("a", (0,), every_versions=2, at_end=True)])
+        rounds.published(4, 3)
+        if evaluated:
+            rounds.finish_prompt("a@4-0")
+        rounds.finish(last)
+        assert rounds.sizes == sizes
 
 
-def test_the_round_at_the_end_is_never_skipped() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), every_versions=2, at_end=True)])
-    rounds.published(4, 3)
-    rounds.finish(5)
-    assert rounds.sizes == {"eval/a@4": 1, "eval/a@5": 1}
-
-
-def test_a_round_in_between_of_the_last_version_serves_as_the_one_at_the_end() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), every_versions=2, at_end=True)])
-    rounds.published(4, 3)
-    rounds.finish(4)
-    assert rounds.sizes == {"eval/a@4": 1}
-    rounds = EvalRounds([EvalSet("a", (0,), every_versions=2, at_end=True)])
-    rounds.published(4, 3)
-    rounds.finish_prompt("a@4-0")
-    rounds.finish(4)
-    assert rounds.sizes == {}
-
-
-def test_a_prompt_that_is_evaluated_while_it_waits_is_not_granted() -> None:
-    rounds = EvalRounds([EvalSet("a", (0, 1), at_start=True)])
-    rounds.finish_prompt("a@0-0")
-    assert "a@0-0" not in rounds
-    assert take_all(rounds, 0) == ["a@0-1"]
-
-
-def test_rounds_that_are_open_go_on_with_what_the_learner_has() -> None:
+def test_rounds_go_on_with_what_the_learner_knows() -> None:
     """An actor that has started again knows the rounds from the learner."""
     sets = [EvalSet("a", (0, 1, 2), every_versions=4, at_start=True)]
     rounds = EvalRounds(sets, 9, closed=["a@0"], open={"a@4": ["a@4-1"], "gone@4": []}, overdue=True)
-    assert rounds.sizes == {"eval/a@4": 3}
-    assert not rounds.starting
-    held = rounds.hold("a@4-0")
-    assert held is not None
-    assert rounds.hold("a@4-0") is rounds.hold("a@4-1") is rounds.hold("a@0-0") is None
+    assert (rounds.sizes, rounds.starting) == ({"eval/a@4": 3}, False)
+    assert [rounds.hold(uid) is not None for uid in ("a@4-0", "a@4-0", "a@4-1", "a@0-0")] == [True, False, False, False]
     assert take_all(rounds, 9) == ["a@4-2"]
-    finish_all(rounds, ["a@4-0", "a@4-1", "a@4-2"])
+    for index in range(3):
+        rounds.finish_prompt(f"a@4-{index}")
     assert rounds.sizes == {}
+    # A round at the start that goes on still comes before training.
+    assert EvalRounds([EvalSet("a", (0,), at_start=True)], 9, open={"a@7": []}).starting
 
 
-def test_a_round_that_is_closed_never_opens_again() -> None:
+def test_a_round_that_is_closed_never_opens_again_and_an_unknown_set_begins_at_the_start() -> None:
     sets = [EvalSet("a", (0,), every_versions=1, at_start=True, at_end=True)]
     rounds = EvalRounds(sets, 3, closed=["a@0", "a@3"], open={"a@3": []}, overdue=True)
-    assert rounds.sizes == {}
     rounds.finish(3)
     assert rounds.sizes == {}
     rounds.finish(4)
     assert rounds.sizes == {"eval/a@4": 1}
-
-
-def test_a_set_of_which_nothing_is_known_begins_with_its_round_at_the_start() -> None:
     rounds = EvalRounds([EvalSet("a", (0,), at_start=True), EvalSet("b", (0,), every_versions=4)], 9, overdue=True)
-    assert rounds.sizes == {"eval/a@9": 1, "eval/b@9": 1}
-    assert rounds.starting
+    assert (rounds.sizes, rounds.starting) == ({"eval/a@9": 1, "eval/b@9": 1}, True)
     assert EvalRounds([EvalSet("b", (0,), every_versions=4)], 9).sizes == {}
-
-
-def test_a_round_at_the_start_that_goes_on_still_comes_before_training() -> None:
-    assert EvalRounds([EvalSet("a", (0,), at_start=True)], 9, open={"a@7": []}).starting
 
 
 def test_a_rejected_prompt_keeps_its_round_open_until_the_learner_has_taken_note() -> None:

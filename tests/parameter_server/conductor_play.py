@@ -27,6 +27,23 @@ class Play:
     def phases(self):
         return {name: str(replica.phase) for name, replica in sorted(self.conductor.fleet.replicas.items())}
 
+    def woken(self):
+        return self.conductor.fleet.take_effects().wake
+
+    def effects(self, event):
+        """Who is woken, and the notes of this kind."""
+        effects = self.conductor.fleet.take_effects()
+        return effects.wake, [note for note in effects.notes if note.event == event]
+
+    def figure(self, name):
+        return self.conductor.figures()[name]
+
+    def counts(self, *names):
+        return tuple(self.figure(f"broadcasts_{name}") for name in names)
+
+    def needed(self):
+        return self.conductor.publications.needed()
+
     def later(self, seconds):
         """Time passes, and the shell's timer is what it is."""
         until = self.now + seconds
@@ -37,30 +54,30 @@ class Play:
         self.now = until
 
     def publish(self, version):
-        self.conductor.publications.accept(version)
+        if version > self.conductor.publications.accepted:
+            self.conductor.publications.accept(version)
         self.conductor.publications.publish(version)
 
     def _answer(self, name, number, answer):
-        if not self.conductor.fleet.asks(name, number):
-            return None
-        found = answer()
+        found = answer() if self.conductor.fleet.asks(name, number) else None
         if found is not None:
             self.conductor.answered(name, number, self.now)
-        else:
+        if self.conductor.fleet.asks(name, number):
             self.asked[name] = number, answer
+        else:
+            self.asked.pop(name, None)
         return found
 
     def look(self, name):
         """The answer to the caller's parked question by now."""
-        number, answer = self.asked[name]
-        return self._answer(name, number, answer)
+        return self._answer(name, *self.asked[name])
 
     def end_of_park(self, name):
         """The caller is told to ask again."""
-        self.conductor.answered(name, self.asked[name][0], self.now)
+        self.conductor.answered(name, self.asked.pop(name)[0], self.now)
 
     def cancel(self, name):
-        self.conductor.withdrew(name, self.asked[name][0], self.now)
+        self.conductor.withdrew(name, self.asked.pop(name)[0], self.now)
 
     def next(self, name, serving, incarnation=1, **place):
         number = self.conductor.next_update(name, incarnation, serving=serving, now=self.now, **place)
@@ -91,10 +108,11 @@ class Play:
 
     def commit(self, name, version, serving=-1, **place):
         """A rolling update from the offer to the commit; the replica asks for the next one afterwards."""
+        life = place.get("incarnation", 1)
         offer = self.next(name, serving, **place)
         assert offer is not None and offer.version == version and offer.collective is None, offer
-        assert self.pause(name, version)
-        assert self.report(name, version)
+        assert self.pause(name, version, life)
+        assert self.report(name, version, incarnation=life)
         assert self.next(name, version, **place) is None
 
     def serve(self, *names, version=0, **place):

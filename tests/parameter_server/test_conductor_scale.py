@@ -8,25 +8,22 @@ HOSTS = 8
 """Replicas on each host, where they are on hosts."""
 
 
-def serving(count, *, transport="stream", hosts=False):
+def serving(count, *, offered=0, transport="stream", **place):
+    """Replicas, of which the first so many are offered version 1."""
     play = Play(transport=transport, max_paused_fraction=0.5)
     for i in range(count):
-        name = f"r/{i}"
-        host = {"same_host": False, "host": f"host-{i // HOSTS}"} if hosts else {}
-        play.conductor.next_update(name, 1, serving=0, now=play.now, **host)
-    return play
-
-
-def offer_all(play, count):
-    play.publish(1)
-    for i in range(count):
+        host = {"same_host": False, "host": f"host-{i // HOSTS}"} if place.get("hosts") else {}
+        play.conductor.next_update(f"r/{i}", 1, serving=0, now=play.now, **host)
+    if offered:
+        play.publish(1)
+    for i in range(offered):
         play.conductor.offer(f"r/{i}", play.now)
+    return play
 
 
 def ask_for_pause(count):
     """Half of all load, and one more asks."""
-    play = serving(count)
-    offer_all(play, count)
+    play = serving(count, offered=count)
     for i in range(count - 1):
         play.conductor.request_pause(f"r/{i}", 1, 1, play.now)
     return lambda: play.conductor.request_pause(f"r/{count - 1}", 1, 1, play.now)
@@ -34,8 +31,7 @@ def ask_for_pause(count):
 
 def commit(count):
     """Half of all load, and one of them has loaded: another may pause."""
-    play = serving(count)
-    offer_all(play, count)
+    play = serving(count, offered=count)
     for i in range(count):
         play.conductor.request_pause(f"r/{i}", 1, 1, play.now)
     loading = next(name for name, phase in play.phases().items() if phase == "loading")
@@ -44,10 +40,7 @@ def commit(count):
 
 def offer(count):
     """The others of its host wait for one of them, as everywhere."""
-    play = serving(count, hosts=True)
-    play.publish(1)
-    for i in range(count - 1):
-        play.conductor.offer(f"r/{i}", play.now)
+    play = serving(count, offered=count - 1, hosts=True)
     return lambda: play.conductor.offer(f"r/{count - 1}", play.now)
 
 
@@ -63,8 +56,7 @@ def join(count):
 
 
 def figures(count):
-    play = serving(count)
-    offer_all(play, count)
+    play = serving(count, offered=count)
     return lambda: (play.conductor.figures(), play.conductor.next_deadline())
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 from contextlib import suppress
 
 import numpy as np
@@ -36,9 +35,10 @@ from asyncrl.runtime.actor import ActorContext
 from asyncrl.weights.segments import Segment, host_id, layout
 from asyncrl.wire.keys import Credentials
 
-NAME = "parameter_server/0"
-PROBE = make_probe()
+NAME, LEARNER = "parameter_server/0", "learner/0"
+R = ("rollouter/0", "rollouter/1")
 WORDS = 2048
+ONE_AT_A_TIME = {"transport": "shm", "max_paused_fraction": 0.1}
 
 
 def held_open():
@@ -47,18 +47,17 @@ def held_open():
 
 @pytest.fixture
 def publication():
-    """Makes manifests of one bucket; what it made is closed in the end."""
+    """Makes manifests of one bucket, in which one number is another than in version 0; closes them in the end."""
     segments = []
 
-    def make(version, *, changed=1, probe=None):
-        """``changed`` of the bucket's numbers are others than in version 0."""
+    def make(version):
         values = np.random.default_rng(0).integers(0, 1 << 16, WORDS, dtype=np.uint16)
-        values[:changed] += np.uint16(version)
+        values[:1] += np.uint16(version)
         specs, size = layout([("weights", "bfloat16", (WORDS,))])
         segment = Segment(f"test-v{version}", size)
         segment.memory[:size] = values.tobytes()
         segments.append(segment)
-        return Manifest(version=version, buckets=[segment.seal(specs)], probe=probe)
+        return Manifest(version=version, buckets=[segment.seal(specs)])
 
     yield make
     for segment in segments:
@@ -70,14 +69,10 @@ class Stage:
     """A parameter server, a learner and replicas."""
 
     def __init__(self, net, run_dir, **weights):
-        self.net, self.run_dir = net, run_dir
-        self.config = sim_config(weights=weights)
-        self.lives, self.calls = [], []
-        self.start(10)
-        self.learner = self.net.client(NAME, "learner/0")
-        self.replicas = {}
+        self.net, self.run_dir, self.config = net, run_dir, sim_config(weights=weights)
+        self.calls, self.peers = [], {}
 
-    def start(self, incarnation):
+    async def start(self, incarnation):
         """A server, or its successor."""
         context = ActorContext(
             config=self.config,
@@ -90,49 +85,48 @@ class Stage:
             clock=LoopClock(),
         )
         self.server = ParameterServer(context)
-        self.lives.append(asyncio.create_task(self.server.main()))
-
-    async def ready(self):
+        self.life = asyncio.create_task(self.server.main())
         while not self.server.ready:
             await asyncio.sleep(0.001)
-        record = ActorRecord(name=NAME, incarnation=self.server.context.incarnation, address=self.server.address)
-        self.net.register(record)
+        self.net.register(ActorRecord(name=NAME, incarnation=incarnation, address=self.server.address))
 
     async def end(self, *, crash=False):
         """A crash answers nobody any more."""
         if crash:
             self.server.context.transport.close()
-        self.lives[-1].cancel()
-        await asyncio.gather(self.lives[-1], return_exceptions=True)
+        self.life.cancel()
+        await asyncio.gather(self.life, return_exceptions=True)
 
     def peer(self, name, incarnation=1):
-        known = self.replicas.get(name)
-        if known is None or known[0] != incarnation:
-            known = self.replicas[name] = incarnation, self.net.client(NAME, name, incarnation)
-        return known[1]
+        if (name, incarnation) not in self.peers:
+            self.peers[name, incarnation] = self.net.client(NAME, name, incarnation)
+        return self.peers[name, incarnation]
 
     def call(self, name, request):
-        client = self.learner if name == "learner/0" else self.peer(name)
-        self.calls.append(client.call(request))
+        self.calls.append(self.peer(name).call(request))
         return self.calls[-1]
 
-    async def ask(self, name, request):
+    def ask(self, name, request):
         """As callers do: until there is an answer, or a minute is over."""
-        async with asyncio.timeout(60):
-            while True:
-                reply = await self.call(name, request)
-                if getattr(reply, "decided", True) and getattr(reply, "granted", True):
-                    return reply
 
-    def asking(self, name, request):
-        self.calls.append(asyncio.create_task(self.ask(name, request)))
+        async def asking():
+            async with asyncio.timeout(60):
+                while True:
+                    reply = await self.call(name, request)
+                    if getattr(reply, "decided", True) and getattr(reply, "granted", True):
+                        return reply
+
+        self.calls.append(asyncio.create_task(asking()))
         return self.calls[-1]
 
     def next(self, name, serving=-1, **changes):
         return self.call(name, replace(NextUpdate(serving=serving, host=host_id()), **changes))
 
     def publish(self, manifest):
-        return self.call("learner/0", Publish(manifest=manifest))
+        return self.call(LEARNER, Publish(manifest=manifest))
+
+    def pause(self, name, version=0):
+        return self.call(name, RequestPause(version=version))
 
     def report(self, name, version, committed=True):
         return self.call(name, ReportUpdate(version=version, committed=committed, times=UpdateTimes(version=version)))
@@ -146,15 +140,21 @@ class Stage:
 
     async def parked(self, *calls):
         """They are not answered yet."""
-        await asyncio.sleep(0.05)
-        assert not any(call.done() for call in calls)
+        done, _ = await asyncio.wait([asyncio.ensure_future(call) for call in calls], timeout=0.05)
+        assert not done
+
+    async def refused(self, name, request):
+        with pytest.raises(RemoteError) as caught:
+            await self.call(name, request)
+        assert not caught.value.retryable
+        return f"{caught.value.code}: {caught.value}"
 
 
 def on_stage(run_dir, main, *, virtual=True, **weights):
     async def live():
         async with Net(memory=True) as net:
             stage = Stage(net, run_dir, **weights)
-            await stage.ready()
+            await stage.start(10)
             try:
                 await main(stage)
             finally:
@@ -165,10 +165,7 @@ def on_stage(run_dir, main, *, virtual=True, **weights):
             assert not net.errors
             assert not stage.server.counters.get("errors/handler")
 
-    if virtual:
-        run_virtual(live())
-    else:
-        asyncio.run(live())
+    (run_virtual if virtual else asyncio.run)(live())
 
 
 staged = played(on_stage)
@@ -183,57 +180,39 @@ def no_leak():
 
 @staged(transport="auto")
 async def test_an_update_by_chunks(stage, publication):
-    manifest = publication(3)
-    await stage.publish(manifest)
-    offer = (await stage.next("rollouter/0", host="elsewhere")).offer
+    await stage.publish(publication(3))
+    offer = (await stage.next(R[0], host="elsewhere")).offer
     assert (offer.version, offer.transport) == (3, "stream")
     [bucket] = offer.manifest.buckets
     assert (bucket.path, bucket.delta) == ("", None)
     chunks = [
-        await stage.call("rollouter/0", FetchChunk(version=3, bucket=0, offset=offset, size=1024))
+        await stage.call(R[0], FetchChunk(version=3, bucket=0, offset=offset, size=1024))
         for offset in range(0, bucket.size, 1024)
     ]
     assert all(xxhash.xxh3_64_intdigest(chunk.data) == chunk.checksum for chunk in chunks)
     assert xxhash.xxh3_64_intdigest(b"".join(bytes(chunk.data) for chunk in chunks)) == bucket.checksum
     counters = stage.server.counters
     assert (counters["weights/chunks_served"], counters["weights/bytes_served"]) == (len(chunks), bucket.size)
-    for request, code in (
-        (FetchChunk(version=2, bucket=0, offset=0, size=1), "version_gone"),
-        (FetchChunk(version=3, bucket=0, offset=bucket.size, size=1), "invalid"),
-        (FetchChunk(version=3, bucket=1, offset=0, size=1), "invalid"),
+    for wrong, code in (
+        ({"version": 2, "offset": 0}, "version_gone"),
+        ({"version": 3, "offset": bucket.size}, "invalid"),
+        ({"version": 3, "offset": 0, "bucket": 1}, "invalid"),
     ):
-        with pytest.raises(RemoteError) as caught:
-            await stage.call("rollouter/0", request)
-        assert (caught.value.code, caught.value.retryable) == (code, False)
+        assert (await stage.refused(R[0], FetchChunk(**{"bucket": 0, "size": 1, **wrong}))).startswith(code)
 
 
 @staged(transport="shm")
-async def test_a_version_is_published_once(stage, publication):
-    first = publication(4)
-    await stage.publish(first)
-    await stage.publish(first)
-    with pytest.raises(RemoteError, match="3 of the weights is not above 4; a number is never reused") as caught:
-        await stage.publish(publication(3))
-    assert caught.value.code == "version_reused"
-    assert (await stage.next("rollouter/0")).offer.version == 4
-
-
-@staged(transport="shm")
-async def test_a_publication_that_cannot_be_held_changes_nothing(stage, publication):
-    manifest = publication(0)
+async def test_a_version_is_published_once_and_one_that_cannot_be_held_changes_nothing(stage, publication):
+    manifest = publication(4)
     broken = replace(manifest, buckets=[replace(manifest.buckets[0], path="/proc/1/fd/99999")])
     with pytest.raises(RemoteError, match="cannot be opened"):
         await stage.publish(broken)
-    assert not (await stage.call("learner/0", KeepPublished(version=0))).held
-    await stage.publish(manifest)
-    assert (await stage.next("rollouter/0")).offer.version == 0
-
-
-def wait_until(condition):
-    until = time.monotonic() + 10.0
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.005)
-    assert condition()
+    assert not (await stage.call(LEARNER, KeepPublished(version=4))).held
+    for _ in range(2):
+        await stage.publish(manifest)
+    told = await stage.refused(LEARNER, Publish(manifest=publication(3)))
+    assert told.startswith("version_reused") and "3 of the weights is not above 4; a number is never reused" in told
+    assert (await stage.next(R[0])).offer.version == 4
 
 
 @staged(transport="stream")
@@ -241,72 +220,48 @@ async def test_old_versions_are_let_go(stage, publication):
     before = held_open()
     for version in range(5):
         await stage.publish(publication(version))
-        await stage.take("rollouter/0", version - 1)
+        await stage.take(R[0], version - 1)
+    assert (await stage.refused(R[0], FetchChunk(version=3, bucket=0, offset=0, size=1))).startswith("version_gone")
     # Five of the publication's own, and the newest one here; a thread lets go of the others.
-    await asyncio.to_thread(wait_until, lambda: held_open() == before + 5 + 1)
-    with pytest.raises(RemoteError) as caught:
-        await stage.call("rollouter/0", FetchChunk(version=3, bucket=0, offset=0, size=1))
-    assert caught.value.code == "version_gone"
+    async with asyncio.timeout(600):
+        while held_open() > before + 5 + 1:
+            await asyncio.to_thread(os.sched_yield)
 
 
-@staged(transport="shm", max_paused_fraction=0.1)
-async def test_every_parked_call_is_answered_with_ask_again(stage, publication):
+@staged(**ONE_AT_A_TIME, deadline_s=30.0, broadcast_timeout_s=1.0)
+async def test_parked_calls_are_answered_by_events_or_with_ask_again(stage, publication):
     loop = asyncio.get_running_loop()
-    await stage.publish(publication(0))
-    for name in ("rollouter/0", "rollouter/1"):
-        await stage.take(name)
-    began = loop.time()
-    nothing = [stage.next("rollouter/2", 0), stage.call("learner/0", KeepPublished(version=0))]
-    answers = [await call for call in nothing]
-    assert answers[0].offer is None and answers[1].held
-    # Virtual time: before half of the caller's deadline.
-    assert loop.time() - began < stage.config.network.call_timeout_s / 2
-
-    for name in ("rollouter/0", "rollouter/1", "rollouter/2"):
-        await stage.next(name, -1)
-    assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-    assert not (await stage.call("rollouter/1", RequestPause(version=0))).granted
-
-
-@staged(transport="shm", max_paused_fraction=0.1)
-async def test_only_so_many_pause_and_a_death_makes_room(stage, publication):
-    await stage.publish(publication(0))
-    for name in ("rollouter/0", "rollouter/1"):
-        await stage.next(name)
-    assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-    second = stage.call("rollouter/1", RequestPause(version=0))
-    await stage.parked(second)
-    # The successor's HELLO is the news.
-    stage.peer("rollouter/0", incarnation=2).connect()
-    assert (await second).granted
-
-
-@staged(transport="shm")
-async def test_a_question_asked_anew_ends_the_one_before(stage, publication):
-    before = stage.next("rollouter/0")
+    before = stage.next(R[0])
     await stage.parked(before)
-    # The same replica on another connection.
-    after = stage.net.client(NAME, "rollouter/0").call(NextUpdate(serving=-1, host=host_id()))
-    await stage.parked(after)
-    assert before.done() and before.result().offer is None
+    # The same replica on another connection ends the question before.
+    after = stage.net.client(NAME, R[0]).call(NextUpdate(serving=-1, host=host_id()))
+    assert (await before).offer is None
     await stage.publish(publication(0))
     assert (await after).offer.version == 0
+    await stage.next(R[1])
+    assert (await stage.pause(R[0])).granted
+    began = loop.time()
+    answers = [await call for call in (stage.pause(R[1]), stage.call(LEARNER, KeepPublished(version=0)))]
+    assert (answers[0].granted, answers[1].held) == (False, True)
+    # Virtual time: before half of the caller's deadline.
+    assert loop.time() - began <= stage.config.network.call_timeout_s / 2
+    # A successor's HELLO is the news of a death.
+    second = stage.pause(R[1])
+    await stage.parked(second)
+    stage.peer(R[0], incarnation=2).connect()
+    assert (await second).granted
+    assert stage.server.counters["weights/pauses_taken_back"] == 0
 
 
-@staged(transport="shm", max_paused_fraction=0.1, deadline_s=3.0, broadcast_timeout_s=1.0)
+@staged(**ONE_AT_A_TIME, deadline_s=3.0, broadcast_timeout_s=1.0)
 async def test_a_pause_is_taken_back_by_the_clock(stage, publication):
     await stage.publish(publication(0))
-    for name in ("rollouter/0", "rollouter/1"):
+    for name in R:
         await stage.next(name)
-    assert (await stage.call("rollouter/0", RequestPause(version=0))).granted
-    second = stage.call("rollouter/1", RequestPause(version=0))
-    await stage.parked(second)
+    assert (await stage.pause(R[0])).granted
     # While it is parked, not only when it asks again.
-    assert (await second).granted
+    assert (await stage.pause(R[1])).granted
     assert stage.server.counters["weights/pauses_taken_back"] == 1
-
-
-R = ("rollouter/0", "rollouter/1")
 
 
 async def gathered(stage, publication):
@@ -316,7 +271,7 @@ async def gathered(stage, publication):
         await stage.take(name)
     waiting = [stage.next(name, 0) for name in R]
     await stage.parked(*waiting)
-    announced = stage.asking("learner/0", announcement(1, probe=PROBE))
+    announced = stage.ask(LEARNER, announcement(1, probe=make_probe()))
     offers = [(await call).offer for call in waiting]
     assert [offer.transport for offer in offers] == ["gloo", "gloo"]
     return announced, offers
@@ -329,16 +284,17 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     assert group.epoch == stage.server.context.incarnation
     assert [offer.collective.first_rank for offer in offers] == [1, 2]
     assert all(offer.collective.probe is not None for offer in offers)
-    first = stage.call(R[0], JoinBroadcast(version=1, epoch=group.epoch))
+    joining = JoinBroadcast(version=1, epoch=group.epoch)
+    first = stage.call(R[0], joining)
     await stage.parked(first, announced)
-    last = stage.call(R[1], JoinBroadcast(version=1, epoch=group.epoch))
+    last = stage.call(R[1], joining)
     assert all((reply.decided, reply.begins) == (True, True) for reply in [await first, await last])
     answer = await announced
     assert (answer.decided, answer.group) == (True, group)
     await stage.publish(publication(1))
     for name in R:
         await stage.report(name, 1)
-    await stage.call("learner/0", BroadcastEnded(version=1, epoch=group.epoch))
+    await stage.call(LEARNER, BroadcastEnded(version=1, epoch=group.epoch))
     await stage.parked(*[stage.next(name, 1) for name in R])
     assert stage.server.counters["weights/broadcasts_begun"] == 1
     assert stage.server.counters["weights/updates_committed"] == 4
@@ -347,33 +303,32 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
 @staged(transport="gloo")
 async def test_a_member_whose_engine_dies_at_the_barrier_calls_it_off_at_once(stage, publication):
     announced, offers = await gathered(stage, publication)
-    epoch = offers[0].collective.group.epoch
-    joining = stage.call(R[0], JoinBroadcast(version=1, epoch=epoch))
+    request = JoinBroadcast(version=1, epoch=offers[0].collective.group.epoch)
+    joining = stage.call(R[0], request)
     await stage.parked(joining, announced)
     joining.cancel()
     began = asyncio.get_running_loop().time()
     assert (await announced).group is None
     assert asyncio.get_running_loop().time() - began < 1
-    assert not (await stage.call(R[1], JoinBroadcast(version=1, epoch=epoch))).begins
+    assert not (await stage.call(R[1], request)).begins
 
 
 @staged(transport="auto")
-async def test_a_successor_serves_what_is_published_again(stage, publication):
+async def test_a_successor_serves_the_version_that_is_published_again(stage, publication):
     manifest = publication(7)
     await stage.publish(manifest)
     await stage.take(R[0])
-    kept = stage.call("learner/0", KeepPublished(version=7))
+    kept = stage.call(LEARNER, KeepPublished(version=7))
     waiting = [stage.next(R[0], 7), stage.next(R[1], 6, host="elsewhere")]
     # This one was offered the version and has it staged when the server dies.
     assert (await waiting[1]).offer.version == 7
     await stage.parked(kept, waiting[0])
     await stage.end(crash=True)
-    stage.start(11)
-    await stage.ready()
+    await stage.start(11)
     assert not (await kept).held
     await stage.publish(manifest)
-    await stage.parked(waiting[0], stage.call("learner/0", KeepPublished(version=7)))
-    assert (await stage.call(R[1], RequestPause(version=7))).granted
+    await stage.parked(waiting[0], stage.call(LEARNER, KeepPublished(version=7)))
+    assert (await stage.pause(R[1], 7)).granted
     await stage.report(R[1], 7)
     assert (await stage.next("rollouter/2")).offer.version == 7
     await stage.publish(publication(8))
@@ -384,11 +339,12 @@ async def test_a_successor_serves_what_is_published_again(stage, publication):
 # --- deltas: the encoder is a thread, so time is real ---
 
 
-def test_deltas_are_offered_to_those_who_have_the_base(tmp_path, publication):
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_deltas_are_offered_to_those_who_have_the_base(tmp_path, publication, transport):
     async def main(stage):
         await stage.publish(publication(0))
-        await stage.take(R[0])
-        await stage.take(R[1])
+        for name in R:
+            await stage.take(name)
         waiting = [stage.next(R[0], 0, base=0), stage.next(R[1], 0)]
         await stage.publish(publication(1))
         offers = [(await call).offer for call in waiting]
@@ -401,10 +357,7 @@ def test_deltas_are_offered_to_those_who_have_the_base(tmp_path, publication):
         # The base stays for as long as the version is the newest.
         await stage.call(R[0], FetchChunk(version=0, bucket=0, offset=0, size=1))
 
-    for transport in ("shm", "stream"):
-        run_dir = tmp_path / transport
-        run_dir.mkdir()
-        on_stage(run_dir, main, virtual=False, transport=transport, delta=True)
+    on_stage(tmp_path, main, virtual=False, transport=transport, delta=True)
 
 
 @staged(virtual=False, transport="stream", delta=True)
@@ -427,12 +380,10 @@ async def test_the_learner_does_not_wait_for_the_encoding(stage, publication, mo
     # Held already, and not offered yet; those that come meanwhile are held, too.
     await stage.publish(publication(2))
     await stage.publish(publication(3))
-    kept = stage.call("learner/0", KeepPublished(version=3))
-    await stage.parked(waiting, kept)
+    await stage.parked(waiting, stage.call(LEARNER, KeepPublished(version=3)))
     go.set()
     assert (await waiting).offer.version == 1
-    newest = (await stage.next(R[1], 2)).offer
-    assert newest.version == 3
+    assert (await stage.next(R[1], 2)).offer.version == 3
     # Nobody was ever told of version 2: it is no base of anything.
     offer = (await stage.next(R[0], 1, base=1)).offer
     assert (offer.version, offer.manifest.buckets[0].delta.base) == (3, 1)

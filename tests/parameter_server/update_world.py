@@ -6,9 +6,8 @@ looked at again only when the conductor says so. What must hold is asserted as i
 
 from dataclasses import dataclass, field
 
-from conductor_play import announcement
+from conductor_play import Play
 
-from asyncrl.config.rollout import WeightsConfig
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase
 from asyncrl.parameter_server.sharing import fetches
@@ -20,9 +19,8 @@ LEARNER = "learner/0"
 class Caller:
     name: str
     incarnation: int = 1
-    number: int | None = None
-    """Number of its parked question."""
     woken: bool = False
+    """Whether its parked question is to be looked at again."""
     state: tuple = ("idle",)
 
 
@@ -48,12 +46,10 @@ class Group:
     """Member to (its engine, its ranks)."""
 
 
-class World:
+class World(Play):
     def __init__(self, *, workers=(1, 2, 1), hosts=("", "", ""), **weights):
-        self.weights = WeightsConfig(**{"transport": "gloo", "deadline_s": 10, "broadcast_timeout_s": 4, **weights})
-        self.now = 0.0
-        self.servers = 0
-        self.engines = 0
+        super().__init__(**weights)
+        self.servers = self.engines = 0
         self.replicas = {}
         for i, count in enumerate(workers):
             self.replicas[f"r/{i}"] = Rollouter(f"r/{i}", engine=self.new_engine(), workers=count, host=hosts[i])
@@ -77,26 +73,26 @@ class World:
         self.servers += 1
         self.conductor = Conductor(self.weights, first_epoch=self.servers * 1000)
         self.joined, self.declined, self.loading = set(), set(), set()
-        for caller in self.callers():
-            caller.number, caller.woken = None, False
+        self.asked = {}
 
-    def settle(self):
-        """After every word: what the shell does, and what must hold."""
-        for name in self.conductor.fleet.take_effects().wake:
-            caller = self.learner if name == LEARNER else self.replicas[name]
-            caller.woken = True
+    def settle(self, looked=None):
+        """After every word: what the shell does, and what must hold. ``looked`` has just looked for its answer."""
+        for name in self.woken():
+            (self.learner if name == LEARNER else self.replicas[name]).woken = True
+        if looked is not None:
+            looked.woken = False
         loading = {r.name for r in self.conductor.fleet.replicas.values() if r.phase is Phase.LOADING}
         assert loading <= self.loading or len(loading) <= self.conductor.max_paused, "too many are paused"
         self.loading = loading
         fetching = [(r.host, r.target) for r in self.conductor.fleet.replicas.values() if fetches(r) and r.host]
         assert len(fetching) == len(set(fetching)), "two of a host fetch the same"
         for caller in self.callers():
-            if caller.number is not None and not caller.woken:
+            if caller.name in self.asked and not caller.woken:
                 assert not self.has_answer(caller), f"{caller} waits in vain"
 
     def has_answer(self, caller):
         kind, *of = caller.state
-        if not self.conductor.fleet.asks(caller.name, caller.number):
+        if not self.conductor.fleet.asks(caller.name, self.asked[caller.name][0]):
             return True
         if kind == "next":
             replica = self.conductor.fleet.replicas[caller.name]
@@ -120,6 +116,7 @@ class World:
         return any(fetches(other) and other.target > replica.serving for other in others)
 
     def later(self, seconds):
+        """Time passes at once, as for a shell that has not come to run."""
         self.now += seconds
         deadline = self.conductor.next_deadline()
         if deadline is not None and deadline <= self.now:
@@ -131,59 +128,44 @@ class World:
     # --- questions ---
 
     def ask(self, caller):
-        """Say what the caller's state says, and look at the answer."""
-        kind, *of = caller.state
-        who = (caller.name, caller.incarnation)
-        if kind == "next":
-            place = {"serving": caller.serving, "workers": caller.workers}
-            place |= {"host": caller.host, "same_host": not caller.host}
-            caller.number = self.conductor.next_update(*who, now=self.now, **place)
-        elif kind == "pause":
-            paths = ["/proc/1/fd/1"] if caller.holds else []
-            caller.number = self.conductor.request_pause(*who, *of, self.now, paths=paths)
-        elif kind == "join":
-            if (
-                self.conductor.fleet.replicas.get(caller.name)
-                and self.conductor.fleet.replicas[caller.name].target == of[0]
-            ):
-                self.joined.add((caller.name, caller.engine, *of))
-            caller.number = self.conductor.join(*who, *of, self.now)
-        else:
-            caller.number = self.conductor.announce(*who, announcement(*of, port=7000 + caller.incarnation), self.now)
-        caller.woken = True
-        self.settle()
-
-    def look(self, caller, lost=False):
-        """The handler runs on: None for a question that stays parked."""
+        """Say what the caller's state says. Returns the answer, None while it stays parked."""
+        (kind, *of), name, life = caller.state, caller.name, caller.incarnation
         caller.woken = False
-        kind, *of = caller.state
-        if not self.conductor.fleet.asks(caller.name, caller.number):
-            caller.number = None
+        if kind == "next":
+            place = {"workers": caller.workers, "host": caller.host, "same_host": not caller.host}
+            return self.next(name, caller.serving, life, **place)
+        if kind == "pause":
+            return self.pause(name, *of, life, paths=["/proc/1/fd/1"] if caller.holds else [])
+        if kind == "join":
+            known = self.conductor.fleet.replicas.get(name)
+            if known and known.target == of[0]:
+                self.joined.add((name, caller.engine, *of))
+            return self.join(name, *of, life)
+        return self.announce(*of, learner=(name, life), port=7000 + life)
+
+    def answer(self, caller, lost=False):
+        """What the caller hears by now, if anything; ``lost`` loses it."""
+        if caller.name not in self.asked:
+            found = self.ask(caller)
+        elif caller.woken:
+            caller.woken = False
+            found = self.look(caller.name)
+        else:
             return None
-        found = {
-            "next": lambda: self.conductor.offer(caller.name, self.now),
-            "pause": lambda: self.conductor.may_pause(caller.name, *of),
-            "join": lambda: self.conductor.begins(caller.name, *of),
-            "announce": lambda: self.conductor.broadcasts.decided(*of),
-        }[kind]()
-        if found is None:
-            return None
-        self.conductor.answered(caller.name, caller.number, self.now)
-        caller.number = None
-        self.settle()
-        self.check(caller, found)
+        self.settle(looked=caller)
+        if found is not None:
+            self.check(caller, found)
         return None if lost else found
 
     def end_of_park(self, caller):
-        if caller.number is not None:
-            self.conductor.answered(caller.name, caller.number, self.now)
-            caller.number = None
+        if caller.name in self.asked:
+            super().end_of_park(caller.name)
             self.settle()
 
     def cancel(self, caller, lost=False):
-        number, caller.number = caller.number, None
-        if number is not None and not lost:
-            self.conductor.withdrew(caller.name, number, self.now)
+        if caller.name in self.asked and not lost:
+            super().cancel(caller.name)
+        self.asked.pop(caller.name, None)
 
     def check(self, caller, found):
         kind, *of = caller.state
@@ -229,15 +211,13 @@ class World:
         caller = self.replicas[name]
         kind, *of = caller.state
         if kind in ("next", "pause", "join"):
-            if caller.number is None:
-                self.ask(caller)
-            if caller.woken and (found := self.look(caller, lost)) is not None:
+            if (found := self.answer(caller, lost)) is not None:
                 self.answered(caller, found)
         elif kind == "loading":
-            self.report(caller, committed=True, lost=lost)
+            self.end(caller, committed=True, lost=lost)
         elif kind == "receiving":
             if self.learner.state == ("sent", *of):
-                self.report(caller, committed=True, lost=lost)
+                self.end(caller, committed=True, lost=lost)
         else:
             caller.state = {"idle": "next", "staging": "pause", "offered": "join"}[kind], *of
 
@@ -252,22 +232,13 @@ class World:
         else:
             caller.state = ("receiving", *of) if found else ("idle",)
 
-    def report(self, caller, *, committed, lost=False, broke_off=False):
+    def end(self, caller, *, committed, lost=False, broke_off=False):
         version, epoch = (*caller.state[1:], -1)[:2]
         if committed:
             caller.serving = version
         caller.state, caller.reported = ("idle",), (version, committed, epoch)
         if not lost:
-            self.conductor.report(
-                caller.name,
-                caller.incarnation,
-                version,
-                committed=committed,
-                now=self.now,
-                error="it failed",
-                broke_off=broke_off,
-                epoch=epoch,
-            )
+            self.report(caller.name, version, committed, caller.incarnation, broke_off=broke_off, epoch=epoch)
             self.settle()
 
     def fail(self, name, lost=False, broke_off=False):
@@ -275,14 +246,14 @@ class World:
         caller = self.replicas[name]
         if caller.state[0] in ("staging", "loading", "offered", "receiving"):
             broke_off = broke_off and caller.state[0] == "receiving"
-            self.report(caller, committed=False, lost=lost, broke_off=broke_off)
+            self.end(caller, committed=False, lost=lost, broke_off=broke_off)
 
     def repeat_report(self, name):
         """The last report comes again, whatever the replica does by now."""
         caller = self.replicas[name]
         if caller.reported is not None:
             version, committed, epoch = caller.reported
-            self.conductor.report(name, caller.incarnation, version, committed=committed, now=self.now, epoch=epoch)
+            self.report(name, version, committed, caller.incarnation, epoch=epoch)
             self.settle()
 
     def give_up(self, name, lost=False):
@@ -305,9 +276,10 @@ class World:
         self.replicas[name] = Rollouter(
             name, old + 1, engine=self.new_engine(), workers=caller.workers, host=caller.host
         )
-        self.conductor.fleet.take_effects()
+        self.woken()
+        self.asked.pop(name, None)
         if not lost:
-            self.conductor.left(name, old, self.now)
+            self.left(name, old)
         self.settle()
 
     # --- what the learner does ---
@@ -316,35 +288,30 @@ class World:
         if self.learner.state == ("idle",) and self.published == self.announced:
             self.announced += 1
             self.learner.state = "announce", self.announced
-            self.ask(self.learner)
+            self.step_learner()
 
     def step_learner(self, lost=False):
         kind, *of = self.learner.state
-        if kind != "announce":
-            return
-        if self.learner.number is None:
-            self.ask(self.learner)
-        if self.learner.woken and (found := self.look(self.learner, lost)) is not None:
+        if kind == "announce" and (found := self.answer(self.learner, lost)) is not None:
             self.learner.state = ("idle",) if found.group is None else ("sending", *of, found.group.epoch)
 
-    def publish(self):
+    def publish_announced(self):
         if self.announced >= 0:
             self.published = self.announced
             if self.conductor.publications.is_new(self.published):
-                self.conductor.publications.accept(self.published)
-                self.conductor.publications.publish(self.published)
+                self.publish(self.published)
                 self.settle()
 
     def send(self, error=""):
         kind, *of = self.learner.state
         if kind == "sending":
             self.learner.state = ("idle",) if error else ("sent", *of)
-            self.conductor.broadcast_ended(*of, error, self.now, again=bool(error))
+            self.ended(*of, error, again=bool(error))
             self.settle()
             if error:
                 # It asks for another group at once.
                 self.learner.state = "announce", of[0]
-                self.ask(self.learner)
+                self.step_learner()
 
     def forget_sent(self):
         if self.learner.state[0] == "sent":
@@ -358,5 +325,6 @@ class World:
         old = self.learner
         self.learner = Caller(LEARNER, old.incarnation + 1)
         self.published = self.announced
-        self.conductor.left(LEARNER, old.incarnation, self.now)
+        self.asked.pop(LEARNER, None)
+        self.left(LEARNER, old.incarnation)
         self.settle()

@@ -10,6 +10,7 @@ import psutil
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.scoring.pool import RewardPool
+from tools.live_run import title
 
 MODULE = """
 import asyncio, ctypes, mmap, os, signal, subprocess, sys, threading, time
@@ -38,12 +39,6 @@ def act(*, completion, row=None):
                 act(completion="allocate")
             except MemoryError:
                 raise RuntimeError("cannot allocate") from None
-        case "allocate_in_c":
-            libc = ctypes.CDLL(None)
-            libc.malloc.restype = ctypes.c_void_p
-            while address := libc.malloc(ctypes.c_size_t(16 * MIB)):
-                ctypes.memset(address, 1, 16 * MIB)
-            os.abort()
         case "share":
             held = mmap.mmap(-1, 600 * MIB)
             for _ in range(600):
@@ -65,9 +60,6 @@ def act(*, completion, row=None):
                 sys.stdout.write("y" * MIB)
                 sys.stderr.write("z" * MIB)
             return 1.0
-        case "print_for_ever":
-            while True:
-                os.write(2, b"for ever " * 10_000)
         case "say":
             print("said", row["what"])
             return 1.0
@@ -210,10 +202,16 @@ class Printed(list[tuple[str, str, int]]):
 
 @asynccontextmanager
 async def started(
-    function: str = "act_rewards:act", *, printed: Printed | None = None, **fields: Any
+    function: str = "act_rewards:act", *, printed: Printed | None = None, faults: list[Any] | None = None, **fields: Any
 ) -> AsyncIterator[RewardPool]:
+    """A pool of one worker by default; what is ``printed`` is taken, and the uid and fault of each task."""
     config = RewardConfig(**{"workers": 1, "timeout_s": 20.0, "function": function, **fields})
-    pool = RewardPool(config, max_tokens=100, on_output=(Printed() if printed is None else printed).take)
+    pool = RewardPool(
+        config,
+        max_tokens=100,
+        on_output=(Printed() if printed is None else printed).take,
+        on_outcome=lambda *outcome: None if faults is None else faults.append(outcome),
+    )
     await pool.start()
     try:
         yield pool
@@ -247,5 +245,6 @@ def lives(pid: int) -> bool:
         return False
 
 
-def pids(pool: RewardPool) -> list[int]:
-    return [slot.process.pid for slot in pool._slots if slot.process is not None]
+def workers() -> list[int]:
+    """Pids of all pools' workers; helpers of other tests may live beside them."""
+    return [p.pid for p in psutil.Process().children(recursive=True) if "asyncrl reward worker" in title(p)]

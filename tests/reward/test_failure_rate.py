@@ -12,12 +12,14 @@ from asyncrl.reward.scoring.failure_rate import MIN_PROMPTS, OUTAGE_S, FailureRa
 class Calls:
     """Calls one after the other, on a clock of its own; ``broken`` is the first verdict."""
 
-    def __init__(self, workers=2):
+    def __init__(self, workers=2, worked=0):
         self.rate, self.now, self.broken, self.made = FailureRate(workers=workers), 0.0, "", 0
+        for number in range(worked):
+            self.call(f"good {number}", works=True, after_s=0.1)
 
-    def come(self, *uids):
-        for uid in uids:
-            self.rate.came(str(uid))
+    def call(self, uid, works, after_s=0.0):
+        self.rate.came(str(uid))
+        self.end(uid, works, after_s)
 
     def end(self, uid, works, after_s=0.0):
         self.now += after_s
@@ -27,12 +29,8 @@ class Calls:
             self.made += 1
             self.broken = self.rate.failed(str(uid), self.now)
 
-    def call(self, uid, works, after_s=0.0):
-        self.come(uid)
-        self.end(uid, works, after_s)
 
-
-@pytest.mark.parametrize(("workers", "handful"), [(1, 16), (2, 16), (6, 30), (64, 50)])
+@pytest.mark.parametrize(("workers", "handful"), [(1, 16), (6, 30), (64, 50)])
 def test_one_that_never_gave_a_reward_is_broken_after_a_handful_of_calls(workers, handful):
     calls = Calls(workers)
     for number in range(100):
@@ -41,7 +39,24 @@ def test_one_that_never_gave_a_reward_is_broken_after_a_handful_of_calls(workers
     assert calls.broken == f"has failed in all of its {handful} calls, for 5 prompts"
 
 
-def test_one_that_worked_before_a_restart_may_fail_for_a_while():
+@given(prompts=st.integers(1, MIN_PROMPTS - 1), worked=st.sampled_from([0, 50]), samples=st.integers(1, 64))
+def test_one_or_two_bad_prompts_end_nothing_however_often_they_fail(prompts, worked, samples):
+    calls = Calls(worked=worked)
+    for number in range(3 * samples * prompts):
+        calls.call(number % prompts, works=False, after_s=10.0)
+    assert not calls.broken
+
+
+def test_one_that_has_worked_may_fail_for_a_moment_and_is_broken_once_that_lasts():
+    calls = Calls(worked=200)
+    since = calls.now
+    while calls.now < since + OUTAGE_S - 1.0:
+        calls.call(f"then {calls.made}", works=False, after_s=0.01)
+    assert not calls.broken and calls.made > 1000
+    calls.call("again", works=True)
+    calls.call("and again", works=False, after_s=OUTAGE_S)
+    assert not calls.broken
+    # Before a restart, say.
     calls = Calls()
     for number in range(40):
         calls.rate.has_worked(calls.now)
@@ -50,41 +65,7 @@ def test_one_that_worked_before_a_restart_may_fail_for_a_while():
     assert calls.broken == f"has failed in all of its last {calls.made} calls, for {calls.made} prompts, for 30 s"
 
 
-@given(prompts=st.integers(1, MIN_PROMPTS - 1), worked=st.booleans(), samples=st.integers(1, 64))
-def test_one_or_two_bad_prompts_end_nothing_however_often_they_fail(prompts, worked, samples):
-    calls = Calls()
-    if worked:
-        for number in range(50):
-            calls.call(f"good {number}", works=True)
-    for _ in range(3 * samples):
-        for number in range(prompts):
-            calls.call(number, works=False, after_s=10.0)
-    assert not calls.broken
-
-
-def that_worked():
-    calls = Calls()
-    for number in range(200):
-        calls.call(number, works=True, after_s=0.1)
-    return calls, calls.now
-
-
-def test_one_that_has_worked_may_fail_for_a_moment_and_is_broken_once_that_lasts():
-    calls, since = that_worked()
-    while calls.now < since + OUTAGE_S - 1.0:
-        calls.call(f"then {calls.made}", works=False, after_s=0.01)
-    assert not calls.broken and calls.made > 1000
-    calls.call("again", works=True)
-    calls.call("and again", works=False, after_s=OUTAGE_S)
-    assert not calls.broken
-    calls, since = that_worked()
-    while not calls.broken:
-        calls.call(f"then {calls.made // 8}", works=False, after_s=0.5)
-    assert OUTAGE_S <= calls.now - since < OUTAGE_S + 1
-    assert calls.broken.startswith("has failed in all of its last")
-
-
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize("share", [0.01, 0.3])
 @pytest.mark.parametrize("what", ["calls", "prompts"])
 def test_a_share_of_failures_never_ends_a_run(share, what):
     """Each prompt with 8 samples, those that fail tried three times, long after all others are scored."""
@@ -94,7 +75,7 @@ def test_a_share_of_failures_never_ends_a_run(share, what):
         uids = [f"{step}-{number}" for number in range(32)]
         bad = {uid for uid in uids if random_.random() < share}
         for uid in uids:
-            calls.come(uid)
+            calls.rate.came(uid)
             for _ in range(8):
                 fails = uid in bad if what == "prompts" else random_.random() < share
                 if fails:
@@ -117,5 +98,4 @@ def test_more_prompts_are_needed_where_more_fail_by_nature():
             calls.call(number, works=number % 10 >= bad_of_10)
         needed.append(calls.rate.prompts_needed)
     assert needed == sorted(needed)
-    assert needed[0] == MIN_PROMPTS
-    assert needed[-1] > 10
+    assert needed[0] == MIN_PROMPTS and needed[-1] > 10

@@ -2,14 +2,12 @@
 
 import asyncio
 
-import pytest
 import uvloop
 from judge_server import judge_server, right, scores, shown, status, told
 from test_messages import make_group
 from test_reward_actor import config_with, serving
 from virtual import LoopClock
 
-from asyncrl.errors import RemoteError
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.preflight.inputs import Sample
 from asyncrl.preflight.trials import RewardTrial
@@ -18,18 +16,11 @@ from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.telemetry.catalogue import find
 
 SAMPLES = 4
-
-
 RUN = uvloop.run
 
 
 def judged_by(server, **options):
     return config_with(function="relative_judge", per="group", options={"url": server.url, "model": "m", **options})
-
-
-async def check_reward(config, samples):
-    async with RewardTrial(config) as trial:
-        return await trial.start() or await trial.call(samples)
 
 
 def request(*values, uid="0-1"):
@@ -38,23 +29,20 @@ def request(*values, uid="0-1"):
 
 
 async def test_a_judge_serves_rollouters_and_tells_its_figures(tmp_path):
-    async with judge_server(right) as server, serving(judged_by(server, tries=1), tmp_path) as (actor, rollouter):
-        notices = []
-        actor.notify = lambda key, text, **more: notices.append((key, text, more))
-        calls = [rollouter.call(request(0.0, 1.0, uid=f"0-{at}")) for at in range(20)]
+    async with judge_server(right) as server, serving(judged_by(server, tries=1), tmp_path) as served:
+        calls = [served.rollouter.call(request(0.0, 1.0, uid=f"0-{at}")) for at in range(20)]
         assert [found.rewards for found in await asyncio.gather(*calls)] == [[0.0, 1.0]] * 20
         server.script = [status(500, "overloaded")]
-        with pytest.raises(RemoteError, match="relative_judge: unjudged: http") as caught:
-            await rollouter.call(request(0.5, 1.0, uid="0-77"))
-        assert (caught.value.code, caught.value.retryable) == ("reward_failed", True)
-        [(key, text, more)] = notices
+        error = await served.failing("worth 1", "0-77")
+        assert (error.code, error.retryable) == ("reward_failed", True)
+        assert "relative_judge: unjudged: http" in str(error)
+        [(key, (text, more))] = served.notices.items()
         assert (key, more["count"]) == ("reward: unjudged (status 500)", 1)
-        assert "overloaded (prompt 0-77)" in text
-        assert "A group is tried" in more["meanwhile"]
-        said = actor.heartbeat(1, 0.0)
+        assert "overloaded (prompt 0-77)" in text and "A group is tried" in more["meanwhile"]
+        said = served.actor.heartbeat(1, 0.0)
         counts = {"judge/requests": 21, "judge/unjudged": 1, "judge/prompt_tokens": 2000, "reward/scored": 20}
         assert counts.items() <= said.counters.items()
-        assert all(find(name) is not None for name in actor.figures())
+        assert all(find(name) is not None for name in served.actor.figures())
         assert sum(said.histograms["judge/request_s"].counts) == 21
         assert len(list((tmp_path / "judge_cache").iterdir())) == 20
 
@@ -63,31 +51,29 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
     def short(body):
         return told(scores(body)[1:])
 
-    async with judge_server(short) as server, serving(judged_by(server), tmp_path) as (_, rollouter):
+    async def episode(ticket, sample):
+        trajectory = make_group(samples=SAMPLES).trajectories[sample]
+        trajectory.reward, trajectory.text = None, f"worth {sample / 4}"
+        return trajectory
+
+    async with judge_server(short) as server, serving(judged_by(server), tmp_path) as served:
         config = config_with(function="relative_judge", per="group").model_copy(deep=True)
         object.__setattr__(config.rollout, "retry_backoff_s", 0.01)
-
-        async def episode(ticket, sample):
-            trajectory = make_group(samples=SAMPLES).trajectories[sample]
-            trajectory.reward, trajectory.text = None, f"worth {sample / 4}"
-            return trajectory
-
-        ticket = make_group(samples=SAMPLES).ticket
         runner = GroupRunner(
             config,
             episode=episode,
-            score=lambda request, _: rollouter.call(request),
+            score=lambda request, _: served.rollouter.call(request),
             generated=lambda _: None,
             clock=LoopClock(),
         )
 
         async def group():
+            ticket = make_group(samples=SAMPLES).ticket
             return await runner.run(ticket, GroupAccount(ticket, LoopClock().now, LoopClock().wall))
 
         found = await group()
-        assert found.trajectories == []
         attempts = config.rollout.max_attempts
-        assert f"scoring failed {attempts} times" in found.failure
+        assert found.trajectories == [] and f"scoring failed {attempts} times" in found.failure
         assert "unjudged: its answer cannot be used, nor the repaired one: id " in found.failure
         assert len(server.bodies) == 2 * attempts
         # Judged at the second attempt, it is as any other.
@@ -99,16 +85,21 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
 async def test_a_judge_is_tried_before_the_run():
     samples = [Sample("data", f"p.jsonl:{line}", f"p{line}", {"answer": "worth 1"}) for line in (1, 2)]
 
+    async def check(config):
+        async with RewardTrial(config) as trial:
+            found = await trial.start() or await trial.call(samples)
+            return found.result, found.detail
+
     def equal(body):
         return told([{"id": id, "explanation": "", "score": 0.5} for id in shown(body)])
 
     async with judge_server(equal) as server:
-        found = await check_reward(judged_by(server), samples)
-        assert found.result == "ok" and "gives on samples: 0.5" in found.detail
+        result, detail = await check(judged_by(server))
+        assert result == "ok" and "gives on samples: 0.5" in detail
         server.script = [status(401, "no such key")]
-        found = await check_reward(judged_by(server), samples)
-        assert found.result == "fail" and "status 401: no such key, on p.jsonl:1" in found.detail
-        found = await check_reward(judged_by(server, votes=0), samples)
-        assert found.result == "fail" and "reward.options.votes: Expected `int` >= 1" in found.detail
-    found = await check_reward(judged_by(server), samples)
-    assert found.result == "fail" and "cannot be reached" in found.detail
+        result, detail = await check(judged_by(server))
+        assert result == "fail" and "status 401: no such key, on p.jsonl:1" in detail
+        result, detail = await check(judged_by(server, votes=0))
+        assert result == "fail" and "reward.options.votes: Expected `int` >= 1" in detail
+    result, detail = await check(judged_by(server))
+    assert result == "fail" and "cannot be reached" in detail

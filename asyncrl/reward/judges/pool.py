@@ -222,11 +222,14 @@ class JudgePool:
             raise RewardFailed(
                 self._config.function, fault.text, retryable=getattr(error, "retryable", True)
             ) from error
-        outcomes = [_sum(outcome, more) for outcome, more in zip(judged.result(), added.result(), strict=True)]
+        both = list(zip(judged.result(), added.result(), strict=True))
         self._counters.scored += 1
         self._on_outcome(request.uid, None)
-        rewards, components = map(list, zip(*outcomes, strict=True))
-        scores = Scores(rewards=rewards, components=components, run_s=time.monotonic() - began)
+        scores = Scores(
+            rewards=[one[0] + more[0] for one, more in both],
+            components=[{**one[1], **more[1]} for one, more in both],
+            run_s=time.monotonic() - began,
+        )
         return shaped(scores, request, self._config, self._max_tokens)
 
     async def _judged(self, request: Score) -> list[Outcome]:
@@ -257,10 +260,10 @@ class JudgePool:
         except VoteFailed as error:
             return None, error
 
-    async def _added(self, request: Score) -> list[Outcome | None]:
-        """The added function's outcome for each completion. Raises RewardFailed."""
+    async def _added(self, request: Score) -> list[Outcome]:
+        """The added function's outcome for each completion, nothing where there is none. Raises RewardFailed."""
         if self._also is None:
-            return [None] * len(request.completions)
+            return [(0.0, {})] * len(request.completions)
         options = self._judge.options
         calls = [
             self._also.score(msgspec.structs.replace(request, completions=[completion]))
@@ -273,7 +276,10 @@ class JudgePool:
                 call.cancel()
         name = _component(options.also)
         return [
-            (options.also_weight * one.rewards[0], {name: one.rewards[0], **_prefixed(name, one.components[0])})
+            (
+                options.also_weight * one.rewards[0],
+                {name: one.rewards[0], **{f"{name}.{key}": value for key, value in one.components[0].items()}},
+            )
             for one in scores
         ]
 
@@ -310,13 +316,3 @@ def _of_also(problem: str) -> str:
 def _component(also: str) -> str:
     """Name of the component of an added function."""
     return also.rpartition(":")[2]
-
-
-def _prefixed(name: str, components: dict[str, float]) -> dict[str, float]:
-    return {f"{name}.{key}": value for key, value in components.items()}
-
-
-def _sum(judged: Outcome, added: Outcome | None) -> Outcome:
-    if added is None:
-        return judged
-    return judged[0] + added[0], {**judged[1], **added[1]}
