@@ -4,13 +4,13 @@ import asyncio
 import json
 
 import pytest
-from controller.test_controller_actor import CONFIG, OTHERS, Cluster, beats
+from controller.test_controller_actor import CONFIG, Cluster, beats
 from played import played
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, Register, WatchRun
+from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
 from asyncrl.messages.hosts import Leave
 from asyncrl.runtime.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.runtime.calls.peer import Peer
@@ -40,11 +40,10 @@ def run(tmp_path, scenario, config=FAST):
 on_cluster = played(run, given=3)
 
 
-async def start(cluster, tasks, over, far=FAR):
+async def start(cluster, tasks, over):
     """Two hosts, everybody ready and beating; what ends the beats of the far one."""
     cut = asyncio.Event()
-    near = [name for name in FAST.actors if name not in (CONTROLLER, *far)]
-    hosts = {"agent/0": ("a", [CONTROLLER, *near], over), "agent/1": ("b", far, cut)}
+    hosts = {"agent/0": ("a", [CONTROLLER, *NEAR], over), "agent/1": ("b", FAR, cut)}
     for agent, (host, names, until) in hosts.items():
         await cluster.register(agent, host=host, address="", facts={"actors": names})
         for name in (agent, *(name for name in names if name != CONTROLLER)):
@@ -90,20 +89,6 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(cluster, tas
 
 
 @on_cluster()
-async def test_a_lost_host_that_is_let_go_is_lost_no_more(cluster, tasks, over):
-    """And is said to leave in the same breath, so that nobody takes it to be back."""
-
-    cut = await start(cluster, tasks, over)
-    watcher = cluster.caller("learner/0")
-    await until(watcher, lambda state: state.phase == "running")
-    cut.set()
-    await until(watcher, lambda state: state.lost_hosts)
-    await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
-    state = await until(watcher, lambda state: not state.lost_hosts)
-    assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
-
-
-@on_cluster()
 async def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_lost_before(
     cluster, tasks, over, tmp_path
 ):
@@ -117,8 +102,13 @@ async def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_los
     for name in NEAR:
         await cluster.register(name)
         tasks.create_task(beats(cluster.caller(name), until=over))
-    state = await until(cluster.caller(), lambda state: state.phase != "starting")
+    watcher = cluster.caller()
+    state = await until(watcher, lambda state: state.phase != "starting")
     assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
+    # Let go, it is said to leave in the same breath, so that nobody takes it to be back.
+    await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
+    state = await until(watcher, lambda state: not state.lost_hosts)
+    assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
 
 
 @on_cluster()
@@ -208,13 +198,3 @@ async def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(cluster
     assert actor.asked == [("rollouter/0", 1), ("rollouter/0", 2), ("rollouter/0", 3)]
     life.cancel()
     await asyncio.gather(life, return_exceptions=True)
-
-
-@on_cluster(CONFIG)
-async def test_an_agent_that_tells_nothing_of_its_host_makes_none(cluster, tasks, over):
-    for name in OTHERS:
-        await cluster.register(name)
-    for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
-        record = ActorRecord(name="agent/1", incarnation=1, address="", facts=facts)
-        await cluster.caller("agent/1").call(Register(record=record))
-    assert cluster.controller._hosts.known == {}
