@@ -8,7 +8,6 @@ from played import played
 from virtual import run_virtual
 from work import steps_of
 
-from asyncrl.controller.actor import Controller
 from asyncrl.controller.health.blame import SeenActor, find_culprit
 from asyncrl.controller.health.reach import Reach, ReadyActor
 from asyncrl.controller.state.run_state import RunStateMachine
@@ -62,30 +61,6 @@ async def test_while_a_run_starts_no_actor_is_told_of_the_others(cluster, names)
     await cluster.register(names[-1])
     states = await asyncio.gather(*parked, again)
     assert {(state.phase, *state.waiting_for) for state in states} == {("running",)}
-
-
-def test_many_registrations_at_a_time_are_followed_together(tmp_path, monkeypatch):
-    followed = 0
-    follow = Controller._follow
-
-    def counted(controller):
-        nonlocal followed
-        followed += 1
-        follow(controller)
-
-    monkeypatch.setattr(Controller, "_follow", counted)
-
-    async def scenario(cluster, names):
-        callers = [cluster.caller(name) for name in names]
-        for name in names:
-            await cluster.register(name)
-        # No time passes on this clock while they register.
-        assert followed <= 70
-        await asyncio.sleep(1.0)
-        assert followed <= 71
-        assert (await callers[0].call(WatchRun())).phase == "running"
-
-    run(tmp_path, scenario, 250)
 
 
 def broken_paths(rollouters):

@@ -107,6 +107,10 @@ class Deaf:
         await asyncio.sleep(caller.remaining_s)
         return Done()
 
+    @handler
+    async def park(self, request: Park, caller: Caller) -> Done:
+        return await self.ask(request, caller)
+
 
 async def test_calls_in_flight_are_waits_too_and_say_which_of_them_are_idleness():
     async with asyncio.timeout(20), Net(memory=True) as net:

@@ -230,17 +230,14 @@ async def test_of_the_last_two_hosts_one_stays_though_both_are_asked_to_leave_at
     for name in OTHERS:
         if not name.startswith("rollouter"):
             await cluster.register(name)
-    calls = {}
     for number in (0, 1):
-        rollouter = f"rollouter/{number}"
-        await host(cluster, f"agent/{number + 1}", f"host{number}", [rollouter])
-        calls[rollouter] = leave(cluster, f"host{number}", timeout=5.0)
-    await asyncio.sleep(0.03)
+        await host(cluster, f"agent/{number + 1}", f"host{number}", [f"rollouter/{number}"])
     first, second = order
-    early = leave(cluster, f"host{first[-1]}", timeout=0.4)
-    await cluster.register(first)
     with pytest.raises(RemoteError, match=f"expected to, and not ready so far: {second}$"):
-        await early
+        await leave(cluster, f"host{first[-1]}", timeout=0.4)
+    calls = {name: leave(cluster, f"host{name[-1]}", timeout=5.0) for name in sorted(order)}
+    await asyncio.sleep(0.03)
+    await cluster.register(first)
     await cluster.register(second)
     with pytest.raises(RemoteError, match="cannot leave: no other host has a rollouter that serves$"):
         await calls[first]

@@ -8,8 +8,8 @@ import pytest
 from harness import RUN_ID, SECRET, Net
 from inprocess import sim_config
 
-from asyncrl.errors import RemoteError
-from asyncrl.messages import Done, Request
+from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
@@ -23,6 +23,10 @@ class Take(Request, frozen=True, kw_only=True):
     senders = ANYBODY
 
 
+class Note(Message, frozen=True, kw_only=True):
+    senders = ANYBODY
+
+
 class Taker(Actor):
     """Is set up, or answers, where an event is set."""
 
@@ -30,7 +34,7 @@ class Taker(Actor):
 
     def __init__(self, context):
         super().__init__(context)
-        self.is_set_up, self.called = False, asyncio.Event()
+        self.is_set_up, self.called, self.noted = False, asyncio.Event(), 0
         self.may_be_set_up, self.may_answer = asyncio.Event(), asyncio.Event()
 
     async def setup(self):
@@ -43,6 +47,11 @@ class Taker(Actor):
         self.called.set()
         await self.may_answer.wait()
         return Done()
+
+    @handler
+    def note(self, request: Note, caller: Caller) -> None:
+        assert self.is_set_up
+        self.noted += 1
 
 
 async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is_set_up(tmp_path, monkeypatch):
@@ -89,8 +98,15 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
             assert not life.done()
             await asyncio.sleep(0.01)
         assert (second.address, call.done()) == (first.address, False)
+        with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
+            await peer.call(Take(), timeout=0.2)
+        # A cast is lost, as any may be.
+        assert peer.cast(Note())
         second.may_be_set_up.set()
         await call
         assert call.answered_by == 20
+        assert peer.cast(Note())
+        await peer.call(Take())
+        assert (second.noted, second.counters.get("errors/handler", 0)) == (1, 0)
         second.begin_drain()
         await life

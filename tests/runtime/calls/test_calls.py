@@ -116,48 +116,6 @@ def RUN(main):
     asyncio.run(asyncio.wait_for(main, 60))
 
 
-class Slow:
-    """An actor whose handlers need its set-up."""
-
-    def __init__(self):
-        self.is_set_up, self.seen = False, []
-
-    @handler
-    def count(self, request: Count, caller: Caller) -> Done:
-        assert self.is_set_up
-        self.seen.append("call")
-        return Done()
-
-    @handler
-    def note(self, request: Note, caller: Caller) -> None:
-        assert self.is_set_up
-        self.seen.append(request.text)
-
-
-async def test_no_handler_is_called_before_the_set_up(memory, monkeypatch):
-    """Calls are repeated until then, whether they may be repeated or not; a cast is lost, as any may be."""
-    monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
-    async with Net(memory=memory) as net:
-        slow = Slow()
-        server = net.serve(slow, "server/0", is_set_up=lambda: slow.is_set_up)
-        counters = server._endpoint.counters
-        peer = net.client("server/0")
-        calls = [peer.call(Count()) for _ in range(3)]
-        while counters["wire/early"] < 12:
-            assert not net.errors
-            await asyncio.sleep(0.01)
-        assert peer.cast(Note(text="early"))
-        late = peer.call(Count(), timeout=0.2)
-        with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
-            await late
-        assert (slow.seen, net.errors) == ([], [])
-        slow.is_set_up = True
-        await asyncio.gather(*calls)
-        assert peer.cast(Note(text="then"))
-        await peer.call(Count())
-        assert slow.seen == ["call"] * 3 + ["then", "call"]
-
-
 async def test_calls_casts_buffers_and_errors(memory):
     async with Net(memory=memory) as net:
         server, endpoint = Server(), net.endpoint("client/0", 5)
@@ -412,6 +370,8 @@ async def test_messages_over_the_limit_are_refused_by_their_sender(memory):
     async with Net(memory=memory) as net:
         net.serve(Server(), "server/0", max_message_bytes=100_000)
         peer, small = net.client("server/0"), net.client("server/0", name="small/0", max_message_bytes=1000)
+        # Known from its WELCOME on.
+        await peer.call(Echo())
         with pytest.raises(ProtocolError, match=r"over the 100000 that server/0 accepts"):
             await peer.call(Add(data=np.zeros(200_000, np.uint8)))
         with pytest.raises(RemoteError, match="too_large"):

@@ -1,8 +1,5 @@
 """Records, incarnations and fencing."""
 
-import contextlib
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -219,22 +216,6 @@ def test_only_the_death_of_a_rank_that_was_not_told_to_end_ends_its_generation()
     assert registry.generations == {"learner": 8}
 
 
-def test_a_registry_that_is_new_keeps_old_ranks_from_new_ones():
-    """It has not seen the death, and is told of it before, between or after the ranks that come back."""
-    events = {
-        "death": lambda registry: registry.ended("learner/1", 7, 9.0),
-        "new": lambda registry: registry.register(record(8, name="learner/1"), 9.0),
-        "old": lambda registry: registry.register(record(7, name="learner/0"), 9.0),
-    }
-    for order in itertools.permutations(events):
-        registry = Registry(gang_of)
-        for event in order:
-            with contextlib.suppress(Refused):
-                events[event](registry)
-        assert killed(registry) == {"learner/0": 7}
-        assert registry.ready() == {"learner/1"}
-
-
 # --- what outlives a registry ---
 
 
@@ -242,21 +223,6 @@ def successor_of(registry):
     found = Registry(gang_of)
     found.recall(registry.newest, registry.generations)
     return found
-
-
-def test_who_was_replaced_is_refused_by_the_next_registry_too():
-    registry = Registry(gang_of)
-    for incarnation in (4, 5):
-        registry.register(record(incarnation), 0.0)
-    found = successor_of(registry)
-    found.started("rollouter/0", 4, 1.0)
-    with pytest.raises(Refused, match="incarnation 4.*theirs 5"):
-        found.register(record(4), 1.0)
-    assert not found.ended("rollouter/0", 4, 1.0)
-    assert (found.entries, found.ready()) == ({}, set())
-    # Whether the newest lives, it says itself.
-    found.register(record(5), 2.0)
-    assert found.ready() == {"rollouter/0"}
 
 
 def test_what_was_lost_with_its_host_is_dead_though_only_an_earlier_registry_heard_of_it():
