@@ -183,6 +183,7 @@ SIM_RUN = {
     "data": {"source": "synthetic", "size": 2000},
     "rollout": {
         "engine": "sim",
+        "replicas": 2,
         "samples_per_prompt": 2,
         "concurrency": 8,
         "max_tokens": 64,

@@ -49,6 +49,7 @@ def where_found(secrets, run, shown):
 def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
     # It is stopped when all have knocked.
     tree = SIM_RUN | {"security": {"curve": curve}, "learner": SIM_RUN["learner"] | {"steps": 2000}}
+    tree["rollout"] = SIM_RUN["rollout"] | {"replicas": 1}
     run = LiveRun(tree, tmp_path, env={"CANARY": "in the environment"})
     try:
         shown = Shown(run)

@@ -112,7 +112,7 @@ def test_a_host_of_the_start_leaves_and_is_dead_for_good(name):
     assert (departure.agent, departure.actors) == ("agent/1", ["rollouter/1"])
     assert leave(membership, "far") is leave(membership, "agent/1") is departure
     assert [(told.name, told.within_s) for told in membership.leaving] == [("agent/1", 5.0), ("rollouter/1", 5.0)]
-    assert not membership.has_left("rollouter/1")
+    assert membership.gone == {}
     assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 8})
     assert not membership.left("agent/1", {})
     assert membership.members.gone == [Dead("agent/1", 7), Dead("rollouter/1", 8)]

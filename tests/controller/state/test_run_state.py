@@ -126,12 +126,17 @@ def test_a_drain_waits_for_nobody_who_is_dead_or_on_a_lost_host():
     assert set(run.draining) == RANKS[1]
 
 
-@pytest.mark.parametrize(("exit_code", "expected"), [(78, 78), (2, 2), (1, 1), (-9, 1), (0, 1)])
-def test_the_first_failure_is_kept(exit_code, expected):
+@pytest.mark.parametrize(
+    ("name", "exit_code", "expected"),
+    [(name, code, code) for name in ("learner/0", "rollouter/0") for code in (78, 2)]
+    + [("learner/0", code, 1) for code in (1, -9, 0)],
+)
+def test_the_first_failure_is_kept(name, exit_code, expected):
+    """Replicas are set aside, but for errors that a restart would meet again."""
     run = machine()
-    assert run.ended("learner/0", exit_code, True, "", "/logs/l.log", 5.0)
+    assert run.ended(name, exit_code, True, "", "/logs/l.log", 5.0)
     outcome = run.outcome
-    assert (outcome.actor, outcome.log, outcome.exit_code) == ("learner/0", "/logs/l.log", expected)
+    assert (outcome.actor, outcome.log, outcome.exit_code) == (name, "/logs/l.log", expected)
     assert outcome.reason
     assert not any([run.fail("learner/1", "lost a peer", "", 1, 5.1), run.stop("Ctrl-C", 5.2), run.finish(5.3)])
     assert run.outcome is outcome
@@ -144,6 +149,9 @@ def test_who_is_not_ready_in_time_fails_the_run_at_the_start_and_after_a_restart
     assert run.tick(START_S)
     assert run.outcome.actor == "dataloader/0"
     assert "60 s" in run.outcome.reason and "parameter_server/0" in run.outcome.reason
+    run = machine(running=False)
+    run.ready(SINGLE, 5.0)
+    assert run.tick(START_S) and run.outcome.actor == "rollouter/0"
     run = machine()
     end(run, "reward/0", 100.0, -9)
     assert (run.next_deadline(), run.tick(159.0), run.tick(160.0)) == (160.0, False, True)
@@ -274,16 +282,6 @@ def test_one_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later():
     end(run, "rollouter/1", 70.0, -9)
     assert run.tick(70.0 + START_S)
     assert (run.phase, aside(run)) == ("running", ["rollouter/1"])
-
-
-def test_a_start_fails_without_replicas_and_by_errors_that_a_restart_would_meet_again():
-    run = machine(running=False)
-    run.ready(SINGLE, 5.0)
-    assert run.tick(START_S)
-    assert run.phase == "draining" and "not ready 60 s" in run.outcome.reason
-    run = machine()
-    end(run, "rollouter/0", code=78, fatal=True)
-    assert (run.outcome.actor, run.outcome.exit_code) == ("rollouter/0", 78)
 
 
 @pytest.mark.parametrize("name", ["rollouter/1", "episodes/1"])
