@@ -5,6 +5,7 @@ import json
 
 import pytest
 from disks import fill, small_disk
+from harness import until
 from played import played
 from virtual import run_virtual
 
@@ -85,7 +86,8 @@ class Cluster:
             peer.close()
         await self.die()
 
-    def caller(self, name="agent/0", incarnation=1):
+    def caller(self, name="agent/0", incarnation=1, *, whom=None):
+        """A caller of the controller, or of ``whom``."""
         endpoint = Endpoint(
             name=name,
             incarnation=incarnation,
@@ -96,7 +98,8 @@ class Cluster:
             resolve=None,
             spawn=asyncio.create_task,
         )
-        peer = Peer(endpoint, CONTROLLER, ActorRecord(name=CONTROLLER, incarnation=0, address=self.controller.address))
+        record = whom or ActorRecord(name=CONTROLLER, incarnation=0, address=self.controller.address)
+        peer = Peer(endpoint, record.name, record)
         self.peers.append(peer)
         return peer
 
@@ -123,11 +126,6 @@ on_cluster = played(run)
 async def is_parked(call):
     await asyncio.sleep(0.03)
     return not call.done()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 import zmq
 import zmq.asyncio
+from harness import until
 
 from asyncrl.config import Config
 from asyncrl.errors import RewardFailed
@@ -105,8 +106,7 @@ async def conversation():
     )
     async with asyncio.timeout(20):
         life = asyncio.create_task(speaker.main())
-        while not speaker.ready:
-            await asyncio.sleep(0.01)
+        await until(lambda: speaker.ready)
         context = zmq.asyncio.Context()
         try:
             yield Alien(context, speaker.address), speaker

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import zmq
 from every_message import EVERY_MESSAGE
-from harness import RUN_ID, SECRET, Net
+from harness import RUN_ID, SECRET, Net, until
 from wire.knocking import SENT, Guise, Knocker, Mutator, guise_of, knock, sample, strangers
 
 from asyncrl.errors import DeadlineExceeded
@@ -114,21 +114,10 @@ def door(request, tmp_path):
     return lambda name: load_credentials(private, name, 0), lambda name: guise_of(private, name, "server/0", 1)
 
 
-async def until(condition, what):
-    deadline = asyncio.get_running_loop().time() + 20
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, what
-        await asyncio.sleep(0.01)
-
-
 async def heard(knocker, count=1):
     """Its next answers, however long they take."""
     found = []
-    deadline = asyncio.get_running_loop().time() + 20
-    while len(found) < count:
-        assert asyncio.get_running_loop().time() < deadline, f"{len(found)} of {count} answers: {found}"
-        found += knocker.listen()
-        await asyncio.sleep(0.005)
+    await until(lambda: found.extend(knocker.listen()) or len(found) >= count, f"{count} answers")
     return found
 
 

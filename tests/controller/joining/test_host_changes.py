@@ -6,7 +6,8 @@ import json
 import threading
 
 import pytest
-from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked, until
+from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
+from harness import until
 from played import played
 
 from asyncrl.config.load import validate_config

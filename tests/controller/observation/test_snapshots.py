@@ -8,6 +8,7 @@ import threading
 import msgspec
 import pytest
 from controller.test_controller_actor import CONFIG, is_parked, on_cluster, run
+from harness import until
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ async def look(viewer, seen=-1):
     return taken.number, decode_snapshot(taken.snapshot)
 
 
-async def until(viewer, condition):
+async def seen_by(viewer, condition):
     number = -1
     while True:
         number, snapshot = await look(viewer, number)
@@ -49,8 +50,7 @@ def beat(number=1, **facts):
 
 
 async def cast(peer, message):
-    while not peer.cast(message):
-        await asyncio.sleep(0.005)
+    await until(lambda: peer.cast(message))
 
 
 @on_cluster()
@@ -65,7 +65,7 @@ async def test_every_actor_of_the_run_is_there_whatever_became_of_it(cluster):
     await cluster.register("rollouter/0")
     ended = ActorEnded(name="rollouter/0", incarnation=1, exit_code=-9, fatal=False, reason="killed by SIGKILL")
     await cluster.caller().call(ended)
-    seen = await until(viewer, lambda s: of(s, "rollouter/0").condition == "dead")
+    seen = await seen_by(viewer, lambda s: of(s, "rollouter/0").condition == "dead")
     assert of(seen, "reward/0").condition == "starting"
     assert (of(seen, "dataloader/0").condition, of(seen, "dataloader/0").restarts) == ("ready", 2)
     assert ("warning", "rollouter/0", "ended: killed by SIGKILL") in [
@@ -93,10 +93,10 @@ async def test_whatever_the_learner_says_the_controller_goes_on(cluster):
     for number, said in enumerate(NONSENSE, 2):
         await cast(learner, replace(said, beat=number) if isinstance(said, Heartbeat) else said)
     # Of the first one two numbers are left out.
-    while counters.get("lines/refused", 0) + counters.get("heartbeats/left_out", 0) != len(NONSENSE) + 1:
-        await asyncio.sleep(0.005)
+    kinds = ("lines/refused", "heartbeats/left_out")
+    await until(lambda: sum(counters.get(kind, 0) for kind in kinds) == len(NONSENSE) + 1)
     await cast(learner, MetricsLine(line={"kind": "train", "step": 4}))
-    seen = await until(viewer, lambda s: s.train)
+    seen = await seen_by(viewer, lambda s: s.train)
     assert (seen.run.step, [line["step"] for line in seen.train]) == (4, [4])
     assert not cluster.main.done()
 
@@ -112,11 +112,10 @@ async def test_a_picture_that_cannot_be_made_ends_nothing(cluster, monkeypatch):
     viewer = cluster.caller(VIEWER)
     monkeypatch.setattr(watching_module, "take_picture", fail)
     await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)
-    while len(asked) < 4:
-        await asyncio.sleep(0.005)
+    await until(lambda: len(asked) >= 4)
     assert cluster.controller.counters["snapshots/failed"] >= 3
     monkeypatch.undo()
-    assert (await until(viewer, lambda s: True)).run.phase == "starting"
+    assert (await seen_by(viewer, lambda s: True)).run.phase == "starting"
     assert not cluster.main.done()
 
 
@@ -136,7 +135,7 @@ async def test_an_event_that_is_told_twice_is_one_and_at_no_time_happened_when_i
     first, second = EventRecord(1, 5.0, "error", "event 1"), EventRecord(2, wall, "warning", "event 2")
     await cast(actor, beat(1, events=[first]))
     await cast(actor, beat(2, events=[first, second]))
-    seen = await until(viewer, lambda s: any(event.text == "event 2" for event in s.events))
+    seen = await seen_by(viewer, lambda s: any(event.text == "event 2" for event in s.events))
     told = [event for event in seen.events if event.actor == "reward/0"]
     assert [(event.text, event.level) for event in told] == [("event 1", "error"), ("event 2", "warning")]
     assert told[0].wall == 5.0 and seen.wall - 60 < told[1].wall <= seen.wall
@@ -207,7 +206,7 @@ async def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_s
         await cast(learner, MetricsLine(line={"kind": "eval", "eval/held/mean": mean}))
     await cast(learner, MetricsLine(line={"kind": "eval", "eval/other/mean": 0.5}))
     await cast(learner, MetricsLine(line={"kind": "train", "step": 3}))
-    seen = await until(viewer, lambda s: s.train)
+    seen = await seen_by(viewer, lambda s: s.train)
     assert len(seen.updates) == UPDATE_LINES and seen.updates[-1]["replica"] == f"rollouter/{UPDATE_LINES + 4}"
     assert [line.get("eval/held/mean", line.get("eval/other/mean")) for line in seen.evals] == [0.2, 0.5]
     assert seen.run.step == 3
@@ -222,7 +221,7 @@ async def test_the_end_is_seen_and_recorded_though_it_takes_longer_than_from_one
     await cluster.all_ready()
     viewer = cluster.caller(VIEWER)
     await cluster.caller().call(StopRun(reason="enough"))
-    seen = await until(viewer, lambda s: s.run.phase == "done")
+    seen = await seen_by(viewer, lambda s: s.run.phase == "done")
     assert seen.run.reason == "enough"
     phases = [event.text for event in seen.events if event.text.startswith("the run is")]
     assert phases == ["the run is running", "the run is draining: enough", "the run is stopped: enough"]
@@ -242,7 +241,7 @@ async def test_for_nobody_no_snapshot_is_made(cluster):
     number, _ = await look(viewer)
     await look(viewer, number)
     await cluster.caller().call(StopRun(reason="enough"))
-    assert (await until(viewer, lambda s: s.run.phase == "done")).run.reason == "enough"
+    assert (await seen_by(viewer, lambda s: s.run.phase == "done")).run.reason == "enough"
 
 
 def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatch):
@@ -259,8 +258,7 @@ def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatc
 
     async def scenario(cluster):
         await cluster.all_ready()
-        while not asked.is_set():
-            await asyncio.sleep(0.005)
+        await until(asked.is_set)
         await cluster.caller().call(StopRun(reason="enough"))
         await asyncio.shield(cluster.main)
 
@@ -290,8 +288,7 @@ RECORDED = {"record_s": 0.02}
 
 async def recorded(run_dir, condition):
     """Until there are a few of such snapshots, so that the newest may be lost."""
-    while sum(bool(condition(snapshot)) for snapshot in read_recording(run_dir)) < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(bool(condition(snapshot)) for snapshot in read_recording(run_dir)) >= 3)
 
 
 def texts(snapshot):
@@ -323,7 +320,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cl
     again, new = EventRecord(2, 6.0, "error", "last"), EventRecord(3, 7.0, "error", "new")
     await cast(actor, beat(2, events=[again, new]))
     await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
-    seen = await until(viewer, lambda s: ("reward/0", "new") in texts(s) and any(x["step"] == 3 for x in s.train))
+    seen = await seen_by(viewer, lambda s: ("reward/0", "new") in texts(s) and any(x["step"] == 3 for x in s.train))
     own = ("controller/0", "was started again: the one before it has died")
     assert of(seen, "controller/0").restarts == 1 and of(seen, "reward/0").restarts == 2
     if damage == "unreadable":
@@ -338,7 +335,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cl
     await recorded(tmp_path, lambda s: own in texts(s) and ("reward/0", "first") in texts(s))
     await cluster.die()
     await cluster.start(11)
-    seen = await until(cluster.caller(VIEWER), lambda s: texts(s).count(own) == 2)
+    seen = await seen_by(cluster.caller(VIEWER), lambda s: texts(s).count(own) == 2)
     assert of(seen, "controller/0").restarts == 2 and ("reward/0", "first") in texts(seen)
 
 

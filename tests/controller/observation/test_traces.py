@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from disks import fill, room_for, small_disk
+from harness import until
 from played import played
 from trace_files import WALL, load, make_trace
 
@@ -98,8 +99,7 @@ with_tasks = played(run)
 async def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers_get_the_same(tasks, tmp_path):
     scene = Scene(tmp_path)
     writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
-    while not scene.asked:
-        await asyncio.sleep(0.001)
+    await until(lambda: scene.asked)
     await scene.hand_in("learner/0", 8, "train")
     await scene.hand_in("rollouter/0", 3, "of another trace")
     assert not any(task.done() for task in writing)
@@ -119,8 +119,7 @@ async def test_who_has_joined_the_run_is_in_its_traces_and_who_does_not_answer_i
     scene = Scene(tmp_path)
     scene.living |= {"rollouter/7", "agent/3"}
     writing = tasks.create_task(scene.traces.write(tasks, 1.0))
-    while not scene.asked:
-        await asyncio.sleep(0.001)
+    await until(lambda: scene.asked)
     await scene.hand_in("learner/0", 8, "x")
     await scene.hand_in("rollouter/7", 8, "generating")
     written = await writing

@@ -5,7 +5,7 @@ import contextlib
 import socket
 
 import pytest
-from harness import RUN_ID, SECRET, Net
+from harness import RUN_ID, SECRET, Net, until
 from inprocess import sim_config
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
@@ -78,8 +78,7 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
         first = taker(10)
         first.may_be_set_up.set()
         life = asyncio.create_task(first.main())
-        while not first.ready:
-            await asyncio.sleep(0.01)
+        await until(lambda: first.ready)
         assert f":{port}#" in f"{first.address}#", "the lowest is the controller's, whether it lives or not"
         net.register(ActorRecord(name="learner/0", incarnation=10, address=first.address))
         peer = net.client("learner/0")
@@ -98,10 +97,10 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
             assert not life.done()
             await asyncio.sleep(0.01)
         assert (second.address, call.done()) == (first.address, False)
-        with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
-            await peer.call(Take(), timeout=0.2)
         # A cast is lost, as any may be.
         assert peer.cast(Note())
+        with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
+            await peer.call(Take(), timeout=0.2)
         second.may_be_set_up.set()
         await call
         assert call.answered_by == 20

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import zmq
-from harness import Net
+from harness import Net, until
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
@@ -273,8 +273,7 @@ async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(
         await peer.call(Echo())
         lose_replies(bound, 1000)
         echo, count = peer.call(Echo()), peer.call(Count())
-        while not old.counted:
-            await asyncio.sleep(0.01)
+        await until(lambda: old.counted)
         bound.close()
         new = Server()
         net.serve(new, "server/0", 2)
@@ -327,8 +326,7 @@ async def test_what_an_older_incarnation_still_says_after_an_adoption_is_dropped
         replies, transmit = [], bound._transmit
         bound._transmit = lambda routing_id, message: replies.append(message)
         echo = peer.call(Echo())
-        while not replies:
-            await asyncio.sleep(0.01)
+        await until(lambda: replies)
         peer.adopt(2)
         peer._receive(replies[0])
         assert not echo.done()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import zmq
-from harness import Net
+from harness import Net, until
 from virtual import run_virtual
 
 from asyncrl.errors import DeadlineExceeded
@@ -69,11 +69,6 @@ class Seen:
                 receive(routing_id, frames, owner)
 
         server._bound._on_message = count
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def ones(size):
