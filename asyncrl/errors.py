@@ -3,39 +3,6 @@
 One root, so that a caller can catch all of ours and nothing else. Each subclass also inherits the standard
 library type whose contract it keeps, carries its facts as fields, pickles, and says in its message what went
 wrong, where, and what to do. Wrong input is a ValueError; our own broken invariants are plain ``assert``.
-
-    AsyncRLError
-    ├── ConfigError (ValueError)          the configuration, exit code 78
-    ├── DataError (ValueError)            a dataset or one of its rows, exit code 78
-    ├── UsageError (ValueError)           the command line, exit code 2
-    ├── ActorFailed (RuntimeError)        an actor ended the run
-    ├── HostFailed (ConnectionError)      a host cannot take part in the run
-    ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
-    ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not as it was published
-    ├── VersionGone (LookupError)         a version of the weights is no longer held
-    ├── NotHere (LookupError)             a chunk of the weights has not come so far
-    ├── VersionReused (ValueError)        a version of the weights is older than the newest there
-    ├── InvalidRequest (ValueError)       a call asks for something that does not exist
-    ├── NotKept (OSError)                 a request is begun, and not on disk so far
-    ├── RestoreNeeded (RuntimeError)      the dataloader has to hear from the learner where the run stands
-    ├── RunChanged (ValueError)           a run is resumed with other data, seed or batches, exit code 78
-    ├── CheckpointError (OSError)         a checkpoint cannot be written or read
-    ├── BroadcastFailed (ConnectionError) a broadcast of weights broke off
-    ├── NonFiniteStep (ArithmeticError)   the loss or the gradient of a step is not finite
-    ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
-    │   └── RewardPoolEnded               the pool that runs it has ended; no trajectory is to blame
-    ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
-    ├── TooManyFailures (RuntimeError)    too many trajectories of a script's groups failed
-    ├── EpisodeWorkersEnded (RuntimeError) no process can be had that plays episodes
-    ├── EpisodeHostFull (RuntimeError)    an episode host plays as many episodes as it may
-    ├── EpisodeOver (RuntimeError)        a call to the policy after the episode that it belongs to has ended
-    ├── ChatRefused (ValueError)          a call to the policy that it cannot be asked
-    └── WireError (ConnectionError)
-        ├── ProtocolError (ValueError)    a frame that is not ours
-        ├── Refused                       HELLO answered by REFUSE
-        ├── PeerRestarted                 a call that may not be repeated met a new incarnation
-        ├── DeadlineExceeded (TimeoutError)
-        └── RemoteError                   the handler on the other side failed
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -113,3 +114,11 @@ class Net:
 
 def replace(struct: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(struct, **changes)
+
+
+async def until(condition: Callable[[], Any], what: str = "that it is so", within_s: float = 20.0) -> None:
+    """Wait for a condition, asked again and again. Raises AssertionError."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}"
+        await asyncio.sleep(0.005)

@@ -31,22 +31,14 @@ def make_group(uid="0-1", samples=2, tokens=3):
         temperature=1.0,
         max_tokens=8,
     )
-    trajectories = [
-        Trajectory(
-            sample=sample,
-            sequences=[
-                Sequence(
-                    tokens=np.arange(tokens, dtype=np.int32),
-                    logprobs=np.full(tokens, -0.5, np.float32),
-                    spans=[VersionSpan(4, 0, 1), VersionSpan(5, 1, tokens, True)],
-                )
-            ],
-            finish_reason="stop",
-            text="2",
-            reward=1.0,
+    trajectories = []
+    for sample in range(samples):
+        path = Sequence(
+            tokens=np.arange(tokens, dtype=np.int32),
+            logprobs=np.full(tokens, -0.5, np.float32),
+            spans=[VersionSpan(4, 0, 1), VersionSpan(5, 1, tokens, True)],
         )
-        for sample in range(samples)
-    ]
+        trajectories.append(Trajectory(sample=sample, sequences=[path], finish_reason="stop", text="2", reward=1.0))
     return Group(ticket=ticket, trajectories=trajectories)
 
 

@@ -75,7 +75,7 @@ def run_actor(
             is_optional=is_optional,
             bind_host=host,
             address=address,
-            born=_spawned(),
+            born=time.monotonic() - age_s(),
         )
         actor = actor_class(context)
         listen(actor.events.add)
@@ -98,11 +98,6 @@ def run_actor(
         write_text(f"{name}: {error}\n")
         return error.exit_code
     return 0
-
-
-def _spawned() -> float:
-    """Time at which this process was spawned, on the monotonic clock (s)."""
-    return time.monotonic() - age_s()
 
 
 def tune_memory() -> None:

@@ -109,7 +109,7 @@ class ZmqTransport:
             socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
         try:
             client = ZmqClient(
-                socket, self._open.discard, receive, lost, _endpoint(address), in_pieces=self._credentials.curve
+                socket, self._open.discard, receive, lost, address.partition("#")[0], in_pieces=self._credentials.curve
             )
         except zmq.ZMQError as error:
             socket.close(0)
@@ -426,10 +426,6 @@ def _bind(socket: RawSocket, address: str) -> None:
                 raise
         else:
             return
-
-
-def _endpoint(address: str) -> str:
-    return address.partition("#")[0]
 
 
 def _attempt(address: str) -> int:

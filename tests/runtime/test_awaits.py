@@ -6,10 +6,9 @@ import threading
 import pytest
 from harness import Net
 
-from asyncrl.messages import Request
+from asyncrl.messages import Done, Request
 from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.messages.senders import ANYBODY
-from asyncrl.messages.weights import KeepPublished
 from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, most_telling
 from asyncrl.runtime.calls.handlers import Caller, handler
 
@@ -27,27 +26,22 @@ def after(seconds):
     Time.now += seconds
 
 
-def test_a_wait_is_known_from_its_beginning_to_its_end_however_it_ends(awaits):
+def test_a_wait_is_known_from_its_beginning_to_its_end_and_of_many_for_the_same_the_oldest_counts(awaits):
+    first, second = awaits.on("reward/0", "Score"), awaits.on("reward/0", "Score")
+
     def fails():
-        with awaits.on("learner/0", "Deliver"):
-            after(3.0)
-            assert awaits.records() == [AwaitRecord("learner/0", "Deliver", 3.0, False)]
+        with second:
+            with first:
+                after(5.0)
+                second.renew()
+                after(1.0)
+                assert awaits.records() == [AwaitRecord("reward/0", "Score", 6.0, False)]
+            assert awaits.records() == [AwaitRecord("reward/0", "Score", 1.0)]
             raise ValueError("gone")
 
     with pytest.raises(ValueError, match="gone"):
         fails()
     assert awaits.records() == []
-
-
-def test_of_many_for_the_same_the_oldest_counts(awaits):
-    first, second = awaits.on("reward/0", "Score"), awaits.on("reward/0", "Score")
-    with second:
-        with first:
-            after(5.0)
-            second.renew()
-            after(1.0)
-            assert awaits.records() == [AwaitRecord("reward/0", "Score", 6.0)]
-        assert awaits.records() == [AwaitRecord("reward/0", "Score", 1.0)]
 
 
 def test_who_waits_anew_comes_after_those_that_wait_still(awaits):
@@ -97,26 +91,25 @@ def test_it_is_read_from_other_threads_while_it_changes():
 
 
 class Ask(Request, frozen=True, kw_only=True):
-    reply = KeepPublished
+    reply = Done
     senders = ANYBODY
 
 
 class Park(Request, frozen=True, kw_only=True):
-    reply = KeepPublished
+    reply = Done
     senders = ANYBODY
     idle = True
 
 
 class Deaf:
     @handler
-    async def ask(self, request: Ask, caller: Caller) -> KeepPublished:
+    async def ask(self, request: Ask, caller: Caller) -> Done:
         await asyncio.sleep(caller.remaining_s)
-        return KeepPublished(version=0)
+        return Done()
 
     @handler
-    async def park(self, request: Park, caller: Caller) -> KeepPublished:
-        await asyncio.sleep(caller.remaining_s)
-        return KeepPublished(version=0)
+    async def park(self, request: Park, caller: Caller) -> Done:
+        return await self.ask(request, caller)
 
 
 async def test_calls_in_flight_are_waits_too_and_say_which_of_them_are_idleness():

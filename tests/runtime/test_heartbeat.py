@@ -3,7 +3,6 @@
 import asyncio
 
 import msgspec
-import pytest
 import zmq
 from inprocess import CREDENTIALS, sim_config
 
@@ -26,63 +25,38 @@ class Racing(Actor):
         return super().figures() | {"rollout/in_flight": float(self.asked)}
 
 
-@pytest.fixture
-def server():
-    context = zmq.Context()
-    yield context.socket(zmq.ROUTER)
-    context.destroy(linger=0)
+def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None):
+    """So many heartbeats of an actor, the last of which may be that at its end."""
 
-
-def beating(actor_class, run_dir, server, heartbeat_s):
-    """The thread of an actor that beats towards the server."""
-    actor = actor_class(
-        ActorContext(
-            config=sim_config(supervision={"heartbeat_s": heartbeat_s}),
-            name="rollouter/0",
-            incarnation=1,
-            run_dir=run_dir,
-            transport=MemoryNetwork().transport(),
-            credentials=CREDENTIALS,
-            controller="tcp://nowhere:1",
-        )
-    )
-    port = server.bind_to_random_port("tcp://127.0.0.1")
-    thread = HeartbeatThread(actor, f"tcp://127.0.0.1:{port}", asyncio.get_running_loop())
-    thread.start()
-    return actor, thread
-
-
-def test_what_cannot_be_gathered_costs_no_beat(tmp_path, server):
     async def main():
-        _, thread = beating(Racing, tmp_path, server, 0.05)
-        try:
-            return await asyncio.to_thread(receive, server, 6)
-        finally:
-            await asyncio.to_thread(thread.stop)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+            server.linger = 0
+            actor = Racing(
+                ActorContext(
+                    config=sim_config(supervision={"heartbeat_s": heartbeat_s}),
+                    name="rollouter/0",
+                    incarnation=1,
+                    run_dir=tmp_path,
+                    transport=MemoryNetwork().transport(),
+                    credentials=CREDENTIALS,
+                    controller="tcp://nowhere:1",
+                )
+            )
+            address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+            thread = HeartbeatThread(actor, address, asyncio.get_running_loop())
+            thread.start()
+            then(actor)
+            if count == 1:
+                await asyncio.to_thread(thread.stop, 20.0)
+            try:
+                return await asyncio.to_thread(receive, server, count)
+            finally:
+                await asyncio.to_thread(thread.stop)
 
-    beats = asyncio.run(main())
-    assert [beat["beat"] for beat in beats] == [1, 2, 3, 4, 5, 6]
-    assert [beat["counters"].get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
-
-
-class Counting(Actor):
-    role = "learner"
-
-
-def test_a_last_beat_tells_what_was_counted_since_the_one_before(tmp_path, server):
-    async def main():
-        # No other beat than the last comes in the time of this test.
-        actor, thread = beating(Counting, tmp_path, server, 5.0)
-        actor.counters["ledger/trained"] = 40
-        await asyncio.to_thread(thread.stop, 20.0)
-        return await asyncio.to_thread(receive, server, 1)
-
-    (beat,) = asyncio.run(main())
-    assert beat["counters"]["ledger/trained"] == 40
+    return asyncio.run(main())
 
 
 def receive(server, count):
-    """So many heartbeats."""
     beats = []
     while len(beats) < count:
         assert server.poll(20_000), f"{len(beats)} heartbeats and no more"
@@ -90,3 +64,15 @@ def receive(server, count):
         if decode_header(header).type == "Heartbeat":
             beats.append(msgspec.msgpack.decode(body))
     return beats
+
+
+def test_what_cannot_be_gathered_costs_no_beat(tmp_path):
+    beats = beaten(tmp_path, 6, 0.05)
+    assert [beat["beat"] for beat in beats] == [1, 2, 3, 4, 5, 6]
+    assert [beat["counters"].get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
+
+
+def test_a_last_beat_tells_what_was_counted_since_the_one_before(tmp_path):
+    """No other beat than the last comes in the time of this test."""
+    (beat,) = beaten(tmp_path, 1, 5.0, lambda actor: actor.counters.add("ledger/trained", 40))
+    assert beat["counters"]["ledger/trained"] == 40

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,10 +51,6 @@ asyncio.run(main())
 """
 
 
-NET_S = 60.0
-"""For what must end by itself."""
-
-
 def child(pid, log):
     return Child("reward/0", 1, pid, log, 0, -1)
 
@@ -71,9 +68,18 @@ class Process:
             time.sleep(0.01)
         self.pid = self.process.pid
 
+    def stop(self):
+        os.kill(self.pid, signal.SIGSTOP)
+        wait_for_state(self.pid, "T")
+        return self
+
+    def go_on(self):
+        os.kill(self.pid, signal.SIGCONT)
+        wait_for_state(self.pid, "SR")
+
     def take(self, timeout_s=10.0, log=None):
         async def within_reason():
-            async with asyncio.timeout(NET_S):
+            async with asyncio.timeout(60.0):
                 return await take_stacks(child(self.pid, log or self.log), timeout_s)
 
         return asyncio.run(within_reason())
@@ -93,50 +99,29 @@ def process(tmp_path):
         one.process.wait()
 
 
-@pytest.fixture
-def no_py_spy(monkeypatch):
+def test_threads_and_tasks_are_told_also_while_the_loop_is_blocked(process, tmp_path, monkeypatch):
     monkeypatch.setattr(taking, "_find_py_spy", lambda: None)
-
-
-def test_threads_and_tasks_are_told_also_while_the_loop_is_blocked(process, no_py_spy):
     one = process("block")
     taken = one.take()
     assert "most recent call first" in taken
     assert TASKS_BEGIN in taken and taken.endswith(TASKS_END)
     assert "5 x lease-0, lease-1, lease-2, ..." in taken
-    assert "in parked_for_ever" in taken
-    assert "in block_the_loop" in taken
+    assert "in parked_for_ever" in taken and "in block_the_loop" in taken
     assert taken.count(TASKS_END) == one.take().count(TASKS_END) == 1
     assert one.process.poll() is None, "it goes on as before"
-
-
-def test_a_stopped_process_gets_no_signal_and_is_reported_as_stopped(process, no_py_spy):
-    one = process()
-    os.kill(one.pid, signal.SIGSTOP)
-    wait_for_state(one.pid, "T")
-    before = one.log.read_text()
-    taken = one.take()
-    assert "T (stopped)" in taken and "SIGSTOP" in taken
-    os.kill(one.pid, signal.SIGCONT)
-    time.sleep(0.3)
-    assert one.log.read_text() == before
-
-
-def test_what_does_not_answer_is_said_to_hang_within_the_deadline(process, no_py_spy, tmp_path):
-    one = process()
+    # What does not answer is said to hang within the deadline.
     empty = tmp_path / "other.log"
     empty.write_text("")
-    taken = one.take(0.6, empty)
-    # It has given up though nothing has come, nor would.
-    assert "not told: not within 0.3 s" in taken
-    assert empty.read_text() == ""
-
-
-def test_a_process_that_is_gone_is_said_to_be(tmp_path, no_py_spy):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    (tmp_path / "x.log").write_text("")
-    taken = asyncio.run(take_stacks(child(gone.pid, tmp_path / "x.log"), 2.0))
+    assert "not told: not within 0.3 s" in one.take(0.6, empty)
+    # A stopped process gets no signal.
+    before = one.stop().log.read_text()
+    taken = one.take()
+    assert "T (stopped)" in taken and "SIGSTOP" in taken
+    one.go_on()
+    assert one.log.read_text() == before
+    one.process.kill()
+    one.process.wait()
+    taken = one.take(2.0)
     assert "gone" in taken and "could not be asked" in taken
 
 
@@ -150,49 +135,34 @@ def test_py_spy_is_asked_first_under_a_deadline_and_leaves_no_process(process, t
     taken = one.take()
     assert taken.endswith("Thread 1: in a dream")
     assert one.log.read_text() == before
-    os.kill(one.pid, signal.SIGSTOP)
-    wait_for_state(one.pid, "T")
+    one.stop()
     assert "in a dream" in one.take()
     calls = [line.split(" ", 1) for line in (tmp_path / "calls").read_text().splitlines()]
     asked = f"dump --subprocesses --pid {one.pid}"
     assert [call for _, call in calls] == [asked, f"{asked} --nonblocking"]
     # One that hangs is killed, and the process asked instead.
     spy.write_text('#!/bin/sh\necho "$$" >> "$(dirname "$0")/hung"\nexec sleep 600\n')
-    os.kill(one.pid, signal.SIGCONT)
-    wait_for_state(one.pid, "SR")
-    taken = one.take(timeout_s=4.0)
-    assert TASKS_END in taken
+    one.go_on()
+    assert TASKS_END in one.take(timeout_s=4.0)
     hung = int((tmp_path / "hung").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(hung, 0)
 
 
-def test_a_task_that_waits_for_a_call_says_whom_it_asks():
-    class Peer:
-        name = "reward/0"
+async def test_a_task_that_waits_for_a_call_says_whom_it_asks():
+    class Score(asyncio.Future):
+        peer, kind = SimpleNamespace(name="reward/0"), SimpleNamespace(__name__="Score")
 
-    class Score:
-        pass
+    async def asks():
+        await call
 
-    class Call(asyncio.Future):
-        peer, kind = Peer(), Score
-
-    async def main():
-        call = Call()
-
-        async def asks():
-            await call
-
-        task = asyncio.create_task(asks(), name="0-17")
-        await asyncio.sleep(0)
-        text = describe_tasks(asyncio.get_running_loop())
-        call.set_result(None)
-        await task
-        return text
-
-    text = asyncio.run(main())
-    assert "awaits reward/0 for Score" in text
-    assert "0-17" in text
+    call = Score()
+    task = asyncio.create_task(asks(), name="0-17")
+    await asyncio.sleep(0)
+    text = describe_tasks(asyncio.get_running_loop())
+    call.set_result(None)
+    await task
+    assert "awaits reward/0 for Score" in text and "0-17" in text
 
 
 def wait_for_state(pid, states):

@@ -49,16 +49,17 @@ def where_found(secrets, run, shown):
 def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
     # It is stopped when all have knocked.
     tree = SIM_RUN | {"security": {"curve": curve}, "learner": SIM_RUN["learner"] | {"steps": 2000}}
+    tree["rollout"] = SIM_RUN["rollout"] | {"replicas": 1}
     run = LiveRun(tree, tmp_path, env={"CANARY": "in the environment"})
     try:
         shown = Shown(run)
         run.until(lambda: shown.look() or run.step >= 2, "a few steps", 120)
-        run.until(lambda: len(listening(list(actors_of(run).values()))) >= 8, "all to listen", 60)
+        run.until(lambda: len(listening(list(actors_of(run).values()))) >= 7, "all to listen", 60)
         private = run.run_dir / "private"
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in private.iterdir()} == {0o600}
         actors, secrets = actors_of(run), secrets_of(private)
-        assert len(actors) == 8
+        assert len(actors) == 7
         # One for each start of each actor; who lets hosts join and leave, and who watches, have them, too.
         assert len(set(secrets.values())) == len(secrets) == (4 * (len(actors) + 2) if curve == "required" else 1)
         assert where_found(secrets, run, shown) == []

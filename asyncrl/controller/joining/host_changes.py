@@ -156,7 +156,7 @@ class ComingAndGoing:
 
     def is_gone(self, name: str) -> bool:
         """Whether an actor or agent has left for good."""
-        return self._membership.has_left(name)
+        return name in self._membership.gone
 
     def ready(self, names: set[str]) -> None:
         """These are all that are ready."""

@@ -100,7 +100,7 @@ class Membership:
     serving: list[str] = field(default_factory=list)
     """Actors of guests that have been ready once."""
     gone: dict[str, int] = field(default_factory=dict)
-    """Newest incarnation of each name that has left."""
+    """Newest incarnation of each name that has left: nothing more may come from one of it."""
 
     # --- joining ---
 
@@ -241,10 +241,6 @@ class Membership:
         """Whether nobody waits any more for a host that was asked to leave: it has left, or was lost."""
         departure = self.departures.get(agent)
         return departure is not None and (departure.left or set(departure.actors) <= self.gone.keys())
-
-    def has_left(self, name: str) -> bool:
-        """Whether nothing more may come from an actor or agent of this name."""
-        return name in self.gone
 
     @property
     def leaving(self) -> list[Leaving]:

@@ -120,17 +120,13 @@ class Peer:
     def cast(self, message: Message) -> bool:
         """Send a one-way message; False if it could not go, which is final."""
         if not self.ready:
-            self._connect()
+            self.connect()
             return False
         assert self._client is not None
         frames = self._endpoint.codec.encode(message)
         if size_of(frames) > self._limit:
             raise self._too_large(type(message).__name__, frames)
         return self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
-
-    def connect(self) -> None:
-        """Say HELLO now instead of with the first call."""
-        self._connect()
 
     def adopt(self, incarnation: int) -> None:
         """Take ``incarnation`` for the living one: what older ones say is not believed from here on.
@@ -201,7 +197,8 @@ class Peer:
         self._absence.miss(self._loop.time(), was_ready=self.ready)
         self.ready = False
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Say HELLO, unless that is done already. Raises OSError where no connection can be opened."""
         if self._client is not None or self._closed:
             return
         self._miss()
@@ -219,7 +216,7 @@ class Peer:
     def _connect_for(self, future: CallFuture) -> None:
         """Connect; where that cannot be done the call ends with the reason."""
         try:
-            self._connect()
+            self.connect()
         except OSError as error:
             self._finish(future).set_exception(error)
 
@@ -280,7 +277,7 @@ class Peer:
                 if record is not None and record.incarnation >= self._adopted and not self.ready:
                     self._record = record
                     self._disconnect()
-                    self._connect()
+                    self.connect()
                     return
         finally:
             self._resolving = None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.health.blame import SeenActor, find_culprit, silence_in_words
+from asyncrl.controller.health.blame import SeenActor, find_culprit
 from asyncrl.messages.monitor import AwaitRecord
 
 SILENT_S = 150.0
@@ -13,7 +13,7 @@ VERSION = 7
 
 def actor(name, state="ready", *waits, **facts):
     facts = {"incarnation": 1, "version": VERSION, "progress_s": 300.0} | facts
-    return SeenActor(name=name, state=state, waits=[AwaitRecord(*wait) for wait in waits], **facts)
+    return SeenActor(name=name, state=state, **{"waits": [AwaitRecord(*wait) for wait in waits]} | facts)
 
 
 GROUPS = ("rollouter", "groups", 312.0)
@@ -46,12 +46,6 @@ TABLE = {
         "rollouter/1",
         "learner/0 waits 312 s for groups; rollouter/1 has not been heard of for 290 s (it was generating)",
     ),
-    "stuck reward": (
-        [actor("rollouter/1", "waiting", SCORE, LEASE)],
-        "reward/0",
-        "learner/0 waits 312 s for groups; rollouter/1 waits 310 s on reward/0 for Score; "
-        "reward/0 is ready, waits on nobody and has made no progress for 305 s",
-    ),
     "stuck reward function": (
         [
             actor("rollouter/1", "waiting", SCORE, LEASE),
@@ -67,21 +61,10 @@ TABLE = {
         "learner/0 waits 312 s for groups; rollouter/0 waits 305 s on dataloader/0 for Lease; "
         "dataloader/0 is ready, waits on nobody and has made no progress for 300 s",
     ),
-    "frozen dataloader": (
-        [actor("dataloader/0", "ready", silent_s=300.0)],
-        "dataloader/0",
-        "learner/0 waits 312 s for groups; rollouter/0 waits 305 s on dataloader/0 for Lease; "
-        "dataloader/0 has not been heard of for 300 s (it was ready)",
-    ),
     "stuck learner": (
         [actor("learner/0", "training", WATCH, state_s=301.0)],
         "learner/0",
         "learner/0 is training for 301 s",
-    ),
-    "frozen learner": (
-        [actor("learner/0", "training", WATCH, state_s=301.0, silent_s=300.0)],
-        "learner/0",
-        "learner/0 has not been heard of for 300 s (it was training)",
     ),
     "frozen rank": (
         [
@@ -104,11 +87,6 @@ TABLE = {
         [actor("rollouter/1", "generating", ("engine", "tokens", 303.0), LEASE, state_s=400.0)],
         "rollouter/1",
         "learner/0 waits 312 s for groups; rollouter/1 waits 303 s on its engine for tokens (generating)",
-    ),
-    "engine that does not come back": (
-        [actor("rollouter/1", "restarting", LEASE, state_s=303.0)],
-        "rollouter/1",
-        "learner/0 waits 312 s for groups; rollouter/1 is restarting for 303 s",
     ),
     "learner that takes nothing": (
         [
@@ -141,28 +119,19 @@ def test_each_kind_of_culprit(kind):
     assert (found.name, found.chain) == (name, chain)
 
 
-def test_a_real_wait_counts_before_idleness_and_the_longest_of_several():
-    engine = actor("rollouter/0", "generating", ("engine", "tokens", 200.0))
-    reward = actor("rollouter/1", "waiting", SCORE)
-    assert blamed(reward).name == "reward/0"
-    assert blamed(engine).name == "rollouter/0"
-    assert blamed(engine, reward).name == "reward/0"
-
-
-def test_of_several_silent_ones_one_is_named_and_the_others_told():
-    found = blamed(
-        actor("rollouter/1", "generating", silent_s=290.0),
-        actor("reward/0", "ready", silent_s=295.0),
+def test_a_real_wait_counts_before_idleness_then_the_longest_and_of_several_silent_ones_one_is_named():
+    engine, reward = (
+        actor("rollouter/0", "generating", ("engine", "tokens", 200.0)),
+        actor("rollouter/1", "waiting", SCORE),
     )
+    assert [blamed(*changed).name for changed in ([reward], [engine], [engine, reward])] == [
+        "reward/0",
+        "rollouter/0",
+        "reward/0",
+    ]
+    found = blamed(actor("rollouter/1", "generating", silent_s=290.0), actor("reward/0", "ready", silent_s=295.0))
     assert (found.name, found.incarnation) == ("rollouter/1", 1)
     assert found.chain.endswith("; not heard of either: reward/0")
-
-
-def test_silence_is_told_in_the_same_words():
-    frozen = actor("rollouter/1", "generating", ("engine", "tokens", 2.0), LEASE, silent_s=61.0)
-    assert silence_in_words(frozen) == (
-        "rollouter/1 has not been heard of for 61 s (it was generating and waited on engine for tokens)"
-    )
 
 
 NAMES = ("learner/0", "learner/1", "rollouter/0", "rollouter/1", "reward/0", "dataloader/0", "parameter_server/0")
@@ -172,31 +141,17 @@ waits = st.lists(st.builds(AwaitRecord, st.sampled_from(WHOM), st.just("X"), sec
 states = st.sampled_from(["ready", "waiting", "training", "generating", "done"])
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(NAMES),
-        st.tuples(states, waits, seconds, seconds, st.booleans(), st.integers(-1, 3)),
-        min_size=1,
-    )
-)
+facts = st.tuples(states, waits, seconds, seconds, st.booleans(), st.integers(-1, 3))
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), facts, min_size=1))
 def test_whatever_is_seen_one_living_suspect_is_named(world):
     actors = {
-        name: SeenActor(
-            name=name,
-            incarnation=5,
-            state=state,
-            state_s=progress_s,
-            waits=found,
-            progress_s=progress_s,
-            silent_s=silent_s,
-            ended=ended,
-            version=version,
-        )
+        name: actor(name, state, progress_s=progress_s, silent_s=silent_s, ended=ended, version=version, waits=found)
         for name, (state, found, progress_s, silent_s, ended, version) in world.items()
     }
     blame = find_culprit(actors, SILENT_S)
     assert blame.name in actors
-    assert blame.incarnation == 5
     assert blame.name in blame.chain
     living_and_silent = [name for name, one in actors.items() if one.silent_s >= SILENT_S and not one.ended]
     if living_and_silent:

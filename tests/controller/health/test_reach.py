@@ -20,7 +20,6 @@ class Paths:
         self.lives = dict.fromkeys((*alone, *(f"rollouter/{i}" for i in range(rollouters))), 1)
         self.away = set()
         self.broken = {}
-        self.found = []
         self.look()
 
     def breaks(self, *pairs):
@@ -43,19 +42,16 @@ class Paths:
                 yield ReadyActor(name=name, incarnation=incarnation, unreached=told)
 
     def look(self):
-        cuts = self.reach.look(self.standings(), self.now)
-        self.found += [(self.now, cut) for cut in cuts]
-        return cuts
+        return self.reach.look(self.standings(), self.now)
 
-    def passes(self, seconds, *, restart=True):
-        """Who is found meanwhile."""
+    def passes(self, seconds):
+        """Who is found meanwhile, and starts again."""
         found, until = [], self.now + seconds
         while self.now + LOOK_S <= until:
             self.now += LOOK_S
             for cut in self.look():
                 found.append(cut)
-                if restart:
-                    self.restarts(cut.name)
+                self.restarts(cut.name)
         return found
 
 
@@ -83,74 +79,44 @@ def test_a_rollouter_that_alone_does_not_reach_the_learner_is_named_when_the_tim
 
 @pytest.mark.parametrize("other", ["learner/0", "dataloader/0", "parameter_server/0", "reward/0"])
 def test_whom_no_rollouter_reaches_is_at_fault_itself(other):
+    """Broken connections are noticed at different times: those whose time is not over count as well."""
     paths = Paths()
-    paths.breaks(*((f"rollouter/{i}", other) for i in range(4)))
-    (cut,) = paths.passes(UNREACHABLE_S + LOOK_S)
+    paths.breaks(("rollouter/0", other))
+    paths.passes(20.0)
+    paths.breaks(*((f"rollouter/{i}", other) for i in (1, 2, 3)))
+    (cut,) = paths.passes(UNREACHABLE_S - 20.0 + LOOK_S)
     assert cut.name == other
     assert cut.reason.startswith("it was not reached by rollouter/0, rollouter/1, rollouter/2, rollouter/3 for 60 s")
 
 
-def test_of_whom_most_do_not_reach_it_is_tried_first_and_then_those_that_do_not():
-    paths = Paths()
-    paths.breaks(*((f"rollouter/{i}", "learner/0") for i in range(3)))
-    assert names(paths.passes(UNREACHABLE_S + LOOK_S)) == ["learner/0"]
-    # The new learner is not reached either, but by one: so it is not the learner.
-    assert sorted(names(paths.passes(UNREACHABLE_S + 2 * LOOK_S))) == ["rollouter/0", "rollouter/1", "rollouter/2"]
-
-
-def test_half_of_them_are_no_majority():
-    paths = Paths()
-    paths.breaks(("rollouter/0", "learner/0"), ("rollouter/1", "learner/0"))
-    assert sorted(names(paths.passes(UNREACHABLE_S + LOOK_S))) == ["rollouter/0", "rollouter/1"]
-
-
-def test_those_whose_time_is_not_over_count_where_they_are_many():
-    """Broken connections are noticed at different times."""
-    paths = Paths()
-    paths.breaks(("rollouter/0", "learner/0"))
-    paths.passes(20.0)
-    paths.breaks(*((f"rollouter/{i}", "learner/0") for i in (1, 2, 3)))
-    assert names(paths.passes(UNREACHABLE_S - 20.0 + LOOK_S)) == ["learner/0"]
-
-
-def test_of_two_alone_the_cheaper_one_is_tried_first():
-    paths = Paths(rollouters=1)
-    paths.breaks(("rollouter/0", "learner/0"))
-    assert names(paths.passes(UNREACHABLE_S + LOOK_S)) == ["rollouter/0"]
-    (cut,) = paths.passes(UNREACHABLE_S + 2 * LOOK_S)
-    assert (cut.name, cut.reason) == (
-        "learner/0",
-        "it was not reached by rollouter/0 for 60 s (supervision.unreachable_s)",
-    )
-    assert names(paths.passes(UNREACHABLE_S + 2 * LOOK_S)) == ["rollouter/0"]
+def between(rollouters, other):
+    return [(f"rollouter/{i}", other) for i in rollouters]
 
 
 @pytest.mark.parametrize(
-    ("by", "of", "first"),
+    ("rollouters", "broken", "named"),
     [
-        ("learner/0", "dataloader/0", "dataloader/0"),
-        ("learner/0", "parameter_server/0", "parameter_server/0"),
-        ("dataloader/0", "learner/0", "dataloader/0"),
+        # The one that most do not reach first; its successor is not reached either, but by one: so it was not at fault.
+        (4, between(range(3), "learner/0"), [["learner/0"], ["rollouter/0", "rollouter/1", "rollouter/2"]]),
+        # Half of them are no majority.
+        (4, between(range(2), "learner/0"), [["rollouter/0", "rollouter/1"]]),
+        # Of two alone the cheaper one first, and the learner last.
+        (1, between(range(1), "learner/0"), [["rollouter/0"], ["learner/0"], ["rollouter/0"]]),
+        (4, [("learner/0", "dataloader/0")], [["dataloader/0"]]),
+        (4, [("learner/0", "parameter_server/0")], [["parameter_server/0"]]),
+        (4, [("dataloader/0", "learner/0")], [["dataloader/0"]]),
+        # One that reaches the other rollouters, and ones that reach hardly any: a heartbeat names only so many.
+        (4, [("dataloader/0", "rollouter/3")], [["rollouter/3"]]),
+        (4, [("dataloader/0", f"rollouter/{i}") for i in range(3)], [["dataloader/0"]]),
+        (50, [("dataloader/0", f"rollouter/{i}") for i in range(MOST_UNREACHED)], [["dataloader/0"]]),
+        # Paths between others are not judged: whom a rollouter gives no weights asks the parameter server for them.
+        (2, [("rollouter/0", "episodes/0"), ("agent/0", "learner/0"), ("rollouter/0", "rollouter/1")], [[], []]),
     ],
 )
-def test_the_learner_is_the_last_to_be_blamed(by, of, first):
-    paths = Paths()
-    paths.breaks((by, of))
-    assert names(paths.passes(UNREACHABLE_S + LOOK_S)) == [first]
-
-
-def test_who_reaches_the_other_rollouters_names_the_one_that_it_does_not():
-    paths = Paths()
-    paths.breaks(("dataloader/0", "rollouter/3"))
-    assert names(paths.passes(UNREACHABLE_S + LOOK_S)) == ["rollouter/3"]
-
-
-@pytest.mark.parametrize(("rollouters", "missed"), [(4, 4), (4, 3), (50, MOST_UNREACHED)])
-def test_who_reaches_hardly_any_rollouter_is_at_fault_itself(rollouters, missed):
-    """However many there are, a heartbeat names no more than so many."""
-    paths = Paths(rollouters=rollouters)
-    paths.breaks(*(("dataloader/0", f"rollouter/{i}") for i in range(missed)))
-    assert names(paths.passes(UNREACHABLE_S + LOOK_S)) == ["dataloader/0"]
+def test_who_is_tried_after_whom(rollouters, broken, named):
+    paths = Paths(rollouters=rollouters, alone=(*SINGLE, "episodes/0", "agent/0"))
+    paths.breaks(*broken)
+    assert [sorted(names(paths.passes(UNREACHABLE_S + 2 * LOOK_S))) for _ in named] == named
 
 
 def test_a_path_to_who_is_not_ready_is_nobodys_fault():
@@ -165,41 +131,31 @@ def test_a_path_to_who_is_not_ready_is_nobodys_fault():
     assert paths.passes(5 * UNREACHABLE_S) == []
 
 
-@pytest.mark.parametrize("whom", ["learner/0", "rollouter/2"])
-def test_a_new_process_at_either_end_is_a_new_path(whom):
-    paths = Paths()
-    paths.breaks(("rollouter/2", "learner/0"))
-    paths.passes(UNREACHABLE_S - 5.0)
-    paths.restarts(whom)
-    assert paths.passes(UNREACHABLE_S - 5.0) == []
+def starts_again(whom):
+    return lambda paths: paths.restarts(whom)
 
 
-def test_who_was_not_heard_of_meanwhile_has_told_nothing():
+def is_not_heard_of(paths):
     """As one that was stopped, and whose clock has gone on."""
-    paths = Paths()
-    paths.breaks(("rollouter/2", "learner/0"))
-    paths.passes(5.0)
     paths.away.add("rollouter/2")
     paths.passes(2 * UNREACHABLE_S)
     paths.away.clear()
-    assert paths.passes(UNREACHABLE_S - 5.0) == []
 
 
-def test_time_in_which_nobody_looked_counts_as_nothing():
-    paths = Paths()
-    paths.breaks(("rollouter/2", "learner/0"))
-    paths.passes(5.0)
+def nobody_looks(paths):
     paths.now += 10 * UNREACHABLE_S
     assert paths.look() == []
+
+
+@pytest.mark.parametrize(
+    "event", [starts_again("learner/0"), starts_again("rollouter/2"), is_not_heard_of, nobody_looks]
+)
+def test_a_path_counts_anew_between_new_processes_and_after_a_time_without_word_or_look(event):
+    paths = Paths()
+    paths.breaks(("rollouter/2", "learner/0"))
+    paths.passes(UNREACHABLE_S - 5.0)
+    event(paths)
     assert paths.passes(UNREACHABLE_S - 5.0) == []
-
-
-def test_paths_between_others_are_not_judged():
-    paths = Paths(alone=(*SINGLE, "episodes/0", "agent/0"))
-    paths.breaks(("rollouter/0", "episodes/0"), ("agent/0", "learner/0"), ("rollouter/0", "nobody/7"))
-    # Who does not get weights of another rollouter asks the parameter server for them.
-    paths.breaks(("rollouter/0", "rollouter/1"))
-    assert paths.passes(5 * UNREACHABLE_S) == []
 
 
 every = (*SINGLE, "rollouter/0", "rollouter/1", "rollouter/2")
@@ -239,10 +195,3 @@ def test_invariants(history):
                         ]
                         assert mine, "it is one end of a path that was broken for long enough"
                         paths.restarts(cut.name)
-                    # Nothing that stands for long is left without a verdict.
-                    for (by, of), since in paths.broken.items():
-                        between_rollouters = by.startswith("rollouter/") and of.startswith("rollouter/")
-                        if by != of and {by, of} <= ready.keys() and not between_rollouters:
-                            known = paths.reach._since.get((by, ready[by].incarnation, of, ready[of].incarnation))
-                            assert known is not None
-                            assert min(paths.now - since, paths.now - known) < UNREACHABLE_S or {by, of} & set(found)

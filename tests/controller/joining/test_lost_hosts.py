@@ -4,16 +4,16 @@ import asyncio
 import json
 
 import pytest
-from controller.test_controller_actor import CONFIG, OTHERS, Cluster, beats
+from controller.test_controller_actor import CONFIG, Cluster, beats
+from harness import until
 from played import played
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, Register, WatchRun
+from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
 from asyncrl.messages.hosts import Leave
 from asyncrl.runtime.actor import CONTROLLER, Actor, Caller, handler
-from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 
 FAST = validate_config(
@@ -40,21 +40,20 @@ def run(tmp_path, scenario, config=FAST):
 on_cluster = played(run, given=3)
 
 
-async def start(cluster, tasks, over, far=FAR):
+async def start(cluster, tasks, over):
     """Two hosts, everybody ready and beating; what ends the beats of the far one."""
     cut = asyncio.Event()
-    near = [name for name in FAST.actors if name not in (CONTROLLER, *far)]
-    hosts = {"agent/0": ("a", [CONTROLLER, *near], over), "agent/1": ("b", far, cut)}
-    for agent, (host, names, until) in hosts.items():
+    hosts = {"agent/0": ("a", [CONTROLLER, *NEAR], over), "agent/1": ("b", FAR, cut)}
+    for agent, (host, names, end) in hosts.items():
         await cluster.register(agent, host=host, address="", facts={"actors": names})
         for name in (agent, *(name for name in names if name != CONTROLLER)):
             if name != agent:
                 await cluster.register(name, address=f"memory://{name}")
-            tasks.create_task(beats(cluster.caller(name), until=until))
+            tasks.create_task(beats(cluster.caller(name), until=end))
     return cut
 
 
-async def until(watcher, condition):
+async def told(watcher, condition):
     state = await watcher.call(WatchRun())
     while not condition(state):
         state = await watcher.call(WatchRun(seen=state.number))
@@ -65,10 +64,10 @@ async def until(watcher, condition):
 async def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(cluster, tasks, over):
     cut = await start(cluster, tasks, over)
     watcher = cluster.caller("learner/0")
-    await until(watcher, lambda state: state.phase == "running")
+    await told(watcher, lambda state: state.phase == "running")
     cut.set()
     # Nobody is taken for frozen meanwhile, though silence_s is shorter.
-    state = await until(watcher, lambda state: state.condemned)
+    state = await told(watcher, lambda state: state.condemned)
     assert state.lost_hosts == {"b (agent/1)": FAR}
     assert state.dead == [Dead("rollouter/1", 1)]
     reason = "its host b (agent/1) was silent for 0.6 s"
@@ -80,7 +79,7 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(cluster, tas
     # It comes back; its agent hears what it is to do, and does it.
     tasks.create_task(beats(cluster.caller("agent/1", 1), until=over))
     await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-    state = await until(watcher, lambda state: not state.lost_hosts)
+    state = await told(watcher, lambda state: not state.lost_hosts)
     assert [actor.name for actor in state.condemned] == FAR and state.dead == [Dead("rollouter/1", 1)]
     ended = ActorEnded(name="rollouter/1", incarnation=1, exit_code=-9, fatal=False, reason="killed")
     await cluster.caller("agent/1", 1).call(ended)
@@ -90,26 +89,12 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(cluster, tas
 
 
 @on_cluster()
-async def test_a_lost_host_that_is_let_go_is_lost_no_more(cluster, tasks, over):
-    """And is said to leave in the same breath, so that nobody takes it to be back."""
-
-    cut = await start(cluster, tasks, over)
-    watcher = cluster.caller("learner/0")
-    await until(watcher, lambda state: state.phase == "running")
-    cut.set()
-    await until(watcher, lambda state: state.lost_hosts)
-    await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
-    state = await until(watcher, lambda state: not state.lost_hosts)
-    assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
-
-
-@on_cluster()
 async def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_lost_before(
     cluster, tasks, over, tmp_path
 ):
     cut = await start(cluster, tasks, over)
     cut.set()
-    await until(cluster.caller("learner/0"), lambda state: state.lost_hosts)
+    await told(cluster.caller("learner/0"), lambda state: state.lost_hosts)
     kept = json.loads((tmp_path / "private" / "controller.json").read_text())
     assert kept["hosts"]["agent/1"] == ["b", FAR]
     await cluster.die()
@@ -117,8 +102,13 @@ async def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_los
     for name in NEAR:
         await cluster.register(name)
         tasks.create_task(beats(cluster.caller(name), until=over))
-    state = await until(cluster.caller(), lambda state: state.phase != "starting")
+    watcher = cluster.caller()
+    state = await told(watcher, lambda state: state.phase != "starting")
     assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
+    # Let go, it is said to leave in the same breath, so that nobody takes it to be back.
+    await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
+    state = await told(watcher, lambda state: not state.lost_hosts)
+    assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
 
 
 @on_cluster()
@@ -132,9 +122,8 @@ async def test_a_successor_of_the_controller_refuses_whom_it_would_have(cluster,
     ended = ActorEnded(name="learner/0", incarnation=4, exit_code=-9, fatal=False, reason="killed")
     await cluster.caller().call(ended)
     path, expected = tmp_path / "private" / "controller.json", {"rollouter/0": 2, "learner/0": 4, "rollouter/1": 4}
-    while (kept := json.loads(path.read_text()))["generations"] != {"learner": 5}:
-        await asyncio.sleep(0.01)
-    assert kept["newest"] == expected
+    await until(lambda: json.loads(path.read_text())["generations"] == {"learner": 5})
+    assert json.loads(path.read_text())["newest"] == expected
     await cluster.die()
     await cluster.start(8)
     state = await cluster.caller().call(WatchRun())
@@ -151,14 +140,13 @@ async def test_a_successor_of_the_controller_refuses_whom_it_would_have(cluster,
 
 
 class Listener(Actor):
-    """Writes down whose death it hears of."""
+    """Writes down whose death it hears of, and who speaks to it."""
 
     role = "dataloader"
 
     def __init__(self, context):
         super().__init__(context)
-        self.heard = []
-        self.asked = []
+        self.heard, self.asked = [], []
 
     def peer_died(self, name, incarnation):
         self.heard.append((name, incarnation))
@@ -175,46 +163,27 @@ async def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(cluster
 
     actor = Listener(cluster.context("dataloader/0", 5, cluster.controller.address))
     life = asyncio.create_task(actor.main())
-    while not actor.ready:
-        await asyncio.sleep(0.01)
+    await until(lambda: actor.ready)
+    lives = [("rollouter/0", incarnation) for incarnation in (1, 2, 3)]
+    whom, word = ActorRecord(name="dataloader/0", incarnation=5, address=actor.address), Notice(key="x", text="x")
 
-    def caller(incarnation):
-        peer = cluster.caller("rollouter/0", incarnation)
-        found = Peer(peer._endpoint, "dataloader/0", None)
-        found._record = ActorRecord(name="dataloader/0", incarnation=5, address=actor.address)
-        cluster.peers.append(found)
-        return found
-
-    async def ends(incarnation):
-        ended = ActorEnded(name="rollouter/0", incarnation=incarnation, exit_code=-9, fatal=False, reason="killed")
+    async def ends(name, incarnation):
+        ended = ActorEnded(name=name, incarnation=incarnation, exit_code=-9, fatal=False, reason="killed")
         await cluster.caller().call(ended)
 
-    await cluster.register("rollouter/0", incarnation=1)
-    first = caller(1)
-    await first.call(Notice(key="x", text="x"))
-    await ends(1)
-    while not actor.heard:
-        await asyncio.sleep(0.01)
-    for stale in (first, caller(1)):
+    await cluster.register(*lives[0])
+    first = cluster.caller(*lives[0], whom=whom)
+    await first.call(word)
+    await ends(*lives[0])
+    await until(lambda: actor.heard)
+    for stale in (first, cluster.caller(*lives[0], whom=whom)):
         with pytest.raises(Refused, match="incarnation"):
-            await stale.call(Notice(key="x", text="x"))
-    await cluster.register("rollouter/0", incarnation=2)
-    await caller(2).call(Notice(key="x", text="x"))
-    await caller(3).call(Notice(key="x", text="x"))
-    await ends(3)
-    while len(actor.heard) < 3:
-        await asyncio.sleep(0.01)
-    assert actor.heard == [("rollouter/0", 1), ("rollouter/0", 2), ("rollouter/0", 3)]
-    assert actor.asked == [("rollouter/0", 1), ("rollouter/0", 2), ("rollouter/0", 3)]
+            await stale.call(word)
+    await cluster.register(*lives[1])
+    for life_of_it in lives[1:]:
+        await cluster.caller(*life_of_it, whom=whom).call(word)
+    await ends(*lives[2])
+    await until(lambda: len(actor.heard) >= 3)
+    assert actor.heard == actor.asked == lives
     life.cancel()
     await asyncio.gather(life, return_exceptions=True)
-
-
-@on_cluster(CONFIG)
-async def test_an_agent_that_tells_nothing_of_its_host_makes_none(cluster, tasks, over):
-    for name in OTHERS:
-        await cluster.register(name)
-    for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
-        record = ActorRecord(name="agent/1", incarnation=1, address="", facts=facts)
-        await cluster.caller("agent/1").call(Register(record=record))
-    assert cluster.controller._hosts.known == {}

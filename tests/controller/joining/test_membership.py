@@ -37,62 +37,35 @@ def leave(membership, host, within_s=5.0, ask="", known=KNOWN, serving=SERVING, 
     return membership.leave(Leave(host=host, within_s=within_s, ask=ask), known, serving, awaited)
 
 
-def known_with(guest):
-    return [*KNOWN, KnownHost(guest.agent, guest.host, guest.actors)]
-
-
 def test_new_hosts_get_the_next_names_and_a_repeat_the_same():
     membership = Membership(curve=True)
-    found = join(membership, new("c", 2), new("d", first=500))
-    assert [(guest.agent, guest.actors) for guest in found] == [
-        ("agent/2", ["rollouter/2", "rollouter/3"]),
-        ("agent/3", ["rollouter/4"]),
-    ]
-    assert membership.members.keys["rollouter/3"] == [key(20), key(21)]
-    assert membership.members.serving == []
-    number = membership.number
-    assert join(membership, new("c", 2), new("d", first=500)) == found
-    assert membership.number == number
-
-
-def test_a_host_of_a_run_with_episodes_has_a_host_for_them_beside_each_rollouter():
-    membership = Membership(curve=True)
     keys = [[key(10 * actor), key(10 * actor + 1)] for actor in range(1, 5)]
-    (guest,) = join(membership, new("c", 2, episodes=True, keys=keys))
-    assert guest.actors == ["rollouter/2", "rollouter/3", "episodes/2", "episodes/3"]
-    assert (guest.joined.rollouters, guest.joined.episodes) == (guest.actors[:2], guest.actors[2:])
+    asked = new("c", 2, episodes=True, keys=keys), new("d", first=500)
+    guest, other = found = join(membership, *asked)
+    # An episode host beside each rollouter.
+    assert (guest.agent, guest.joined.rollouters) == ("agent/2", ["rollouter/2", "rollouter/3"])
+    assert guest.joined.episodes == ["episodes/2", "episodes/3"]
+    assert (other.agent, other.actors) == ("agent/3", ["rollouter/4"])
     assert membership.members.keys["episodes/2"] == keys[2]
-    with pytest.raises(InvalidRequest, match="keys are missing"):
-        join(Membership(curve=True), new("c", 2, episodes=True))
-
-
-def test_a_rollouter_that_joins_has_no_number_of_an_episode_host_that_is_there():
-    """One on a host with CPUs alone goes on counting after those beside rollouters."""
-    membership = Membership(curve=False)
-    (guest,) = membership.join(
-        Join(ask="x" * 16, hosts=[new("c", 1, episodes=True)]),
-        [],
-        ["rollouter/0", "rollouter/1", "episodes/0", "episodes/1", "episodes/2", "episodes/3"],
-        0.0,
-    )
+    number = membership.number
+    assert (join(membership, *asked), membership.number, membership.members.serving) == (found, number, [])
+    # One on a host with CPUs alone goes on counting after those beside rollouters.
+    taken = ["rollouter/0", "episodes/0", "episodes/1", "episodes/3"]
+    alone = new("c", episodes=True)
+    (guest,) = Membership(curve=False).join(Join(ask=ASK, hosts=[alone]), [], taken, 0.0)
     assert guest.actors == ["rollouter/4", "episodes/4"]
-
-
-def test_an_episode_host_that_serves_lets_no_rollouter_go():
-    with pytest.raises(NobodyServes):
-        leave(Membership(curve=True), "far", serving=["rollouter/1", "episodes/0", "episodes/1"])
 
 
 @pytest.mark.parametrize(
     ("hosts", "said"),
     [
-        ([new("far")], r"far takes part in this run already, as far \(agent/1\)$"),
-        ([new("FAR")], "FAR takes part in this run already"),
+        ([new("FAR")], r"FAR takes part in this run already, as far \(agent/1\)$"),
         ([new("box-17")], r"box-17 takes part in this run already, as far \(agent/1\)"),
         ([new("alias", address="10.0.0.2")], r"alias takes part in this run already, as far \(agent/1\), at 10.0.0.2"),
         ([new("c"), new("c", first=500)], "c is named twice"),
         ([new("c", keys=[])], "c: keys are missing, and this run admits nobody without"),
         ([new("c", agent_keys=[])], "c: keys are missing"),
+        ([new("c", 2, episodes=True)], "c: keys are missing"),
         ([new("c"), new("d")], "a public key is there twice"),
     ],
 )
@@ -104,25 +77,31 @@ def test_who_may_not_join(hosts, said):
 
 
 @pytest.mark.parametrize(
-    ("host", "serving", "said"),
+    ("host", "serving", "awaited", "said"),
     [
-        ("nowhere", SERVING, r"no host nowhere takes part in this run; there are head \(agent/0\), far \(agent/1\)"),
-        ("head", SERVING, "head cannot leave: it has controller/0, dataloader/0, learner/0, without which no run"),
-        ("far", ["rollouter/1", "dataloader/0"], "far cannot leave: no other host has a rollouter that serves$"),
+        (
+            "nowhere",
+            SERVING,
+            [],
+            r"no host nowhere takes part in this run; there are head \(agent/0\), far \(agent/1\)",
+        ),
+        ("head", SERVING, [], "head cannot leave: it has controller/0, dataloader/0, learner/0, without which no run"),
+        ("far", ["rollouter/1", "dataloader/0", "episodes/0"], [], "no other host has a rollouter that serves$"),
+        # Told apart, for whoever asks may wait.
+        (
+            "far",
+            ["rollouter/1"],
+            ["rollouter/4", "rollouter/1", "rollouter/0", "x/0"],
+            "ready so far: rollouter/0, roll",
+        ),
     ],
 )
-def test_who_may_not_leave(host, serving, said):
+def test_who_may_not_leave(host, serving, awaited, said):
     membership = Membership(curve=False)
-    with pytest.raises(InvalidRequest, match=said):
-        leave(membership, host, serving=serving)
-    assert membership.leaving == []
-
-
-def test_who_may_leave_once_another_serves_is_told_apart():
-    membership = Membership(curve=False)
-    with pytest.raises(NobodyServes, match="expected to, and not ready so far: rollouter/0, rollouter/4$") as caught:
-        leave(membership, "far", serving=["rollouter/1"], awaited=["rollouter/4", "rollouter/1", "rollouter/0", "x/0"])
-    assert caught.value.awaited == ["rollouter/0", "rollouter/4"]
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        leave(membership, host, serving=serving, awaited=awaited)
+    assert getattr(caught.value, "awaited", []) == sorted(set(awaited) - {"rollouter/1", "x/0"})
+    assert isinstance(caught.value, NobodyServes) == (host == "far")
     assert membership.leaving == []
 
 
@@ -131,16 +110,15 @@ def test_a_host_of_the_start_leaves_and_is_dead_for_good(name):
     membership = Membership(curve=True)
     departure = leave(membership, name)
     assert (departure.agent, departure.actors) == ("agent/1", ["rollouter/1"])
-    assert leave(membership, name if name in ("far", "agent/1") else "far") is departure
+    assert leave(membership, "far") is leave(membership, "agent/1") is departure
     assert [(told.name, told.within_s) for told in membership.leaving] == [("agent/1", 5.0), ("rollouter/1", 5.0)]
-    assert not membership.has_left("rollouter/1")
+    assert membership.gone == {}
     assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 8})
     assert not membership.left("agent/1", {})
     assert membership.members.gone == [Dead("agent/1", 7), Dead("rollouter/1", 8)]
-    assert membership.leaving == []
-    assert membership.members.hosts[0].stage == "left"
-    # The same machine may come back, under names of its own.
-    (guest,) = membership.join(Join(ask="b" * 16, hosts=[new("far")]), [HEAD], TAKEN, 0.0)
+    assert (membership.leaving, membership.members.hosts[0].stage) == ([], "left")
+    # The same machine may come back, under names of its own, though a new controller knows only who has left.
+    (guest,) = membership.join(Join(ask=ASK, hosts=[new("far")]), [HEAD], ["agent/0", "rollouter/0"], 0.0)
     assert (guest.agent, guest.actors) == ("agent/2", ["rollouter/2"])
 
 
@@ -148,13 +126,14 @@ def test_a_guest_counts_from_when_it_is_ready_and_is_let_go_if_it_is_not():
     membership = Membership(curve=False)
     (guest,) = join(membership, new(replicas=2), now=10.0)
     assert membership.host_on_trial("rollouter/2") == guest.agent
-    assert membership.next_deadline(39.9, 30.0) == 40.0
-    assert membership.next_deadline(40.0, 30.0) is None
+    assert (membership.next_deadline(39.9, 30.0), membership.next_deadline(40.0, 30.0)) == (40.0, None)
     assert membership.ready({"rollouter/0", "rollouter/2"}) == ["rollouter/2"]
     assert membership.ready({"rollouter/0", "rollouter/2"}) == []
     assert membership.host_on_trial("rollouter/2") == ""
-    assert membership.overdue(39.9, 30.0) == []
-    assert membership.overdue(40.0, 30.0) == [guest]
+    assert (membership.overdue(39.9, 30.0), membership.overdue(40.0, 30.0)) == ([], [guest])
+    # As long as nobody else serves it stays, though others were asked to leave after it had joined.
+    for serving in (["rollouter/2"], [], ["rollouter/2", "dataloader/0"]):
+        assert membership.dismiss(guest.agent, "late", serving) is None
     departure = membership.dismiss(guest.agent, "late", ["rollouter/0", "rollouter/2"])
     assert (departure.within_s, membership.on_trial, membership.next_deadline(39.0, 30.0)) == (0.0, [], None)
     # Who withdraws what it has brought itself brings nobody else down.
@@ -162,60 +141,30 @@ def test_a_guest_counts_from_when_it_is_ready_and_is_let_go_if_it_is_not():
         leave(membership, "far", ask=ASK)
 
 
-def test_a_guest_that_serves_in_part_stays_while_nobody_else_serves():
-    """Though all other hosts were asked to leave after it had joined."""
-    membership = Membership(curve=False)
-    (guest,) = join(membership, new(replicas=2))
-    membership.ready({"rollouter/2"})
-    for serving in (["rollouter/2"], [], ["rollouter/2", "dataloader/0"]):
-        assert membership.dismiss(guest.agent, "late", serving) is None
-    assert membership.overdue(40.0, 30.0) == [guest]
-    assert membership.dismiss(guest.agent, "late", ["rollouter/1"]).actors == guest.actors
-
-
-def test_a_guest_that_never_served_may_go_though_nobody_else_serves():
-    membership = Membership(curve=False)
-    (guest,) = join(membership, new())
-    assert leave(membership, "c", ask=ASK, known=known_with(guest), serving=[]).agent == guest.agent
-
-
-def test_a_host_lost_while_it_leaves_is_dead_and_hears_of_it_when_it_is_back():
-    membership = Membership(curve=True)
-    leave(membership, "far")
-    assert membership.lost("agent/1", {"rollouter/1": 9})
-    assert not membership.lost("agent/1", {"rollouter/1": 9})
-    assert membership.members.gone == [Dead("rollouter/1", 9)]
-    assert membership.members.hosts[0].stage == "left"
-    assert [told.name for told in membership.leaving] == ["agent/1", "rollouter/1"]
-    assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 9})
-
-
-def test_a_repeat_does_not_bring_back_who_was_let_go_meanwhile():
-    """Not even if another host of the same request still joins."""
+def test_a_guest_that_never_served_may_go_and_a_repeat_does_not_bring_it_back():
     membership = Membership(curve=False)
     guest, other = join(membership, new("c"), new("d", first=500))
-    departure = membership.dismiss(guest.agent, "late", SERVING)
+    known = [*KNOWN, KnownHost(guest.agent, guest.host, guest.actors)]
+    departure = leave(membership, "c", ask=ASK, known=known, serving=[])
     membership.left(departure.agent, {})
-    with pytest.raises(InvalidRequest, match="let go before it could begin: c: late"):
+    # Not even if another host of the same request still joins.
+    with pytest.raises(InvalidRequest, match="let go before it could begin: c: "):
         join(membership, new("c"), new("d", first=500))
     assert list(membership.guests) == [other.agent]
     assert join(membership, new("c"), ask="b" * 16)[0].agent == "agent/4"
 
 
-def test_who_was_never_heard_of_is_dead_under_any_incarnation():
-    """A controller that was started again may not have heard of one that died before."""
-    membership = Membership(curve=False)
+@pytest.mark.parametrize(("known", "dead"), [({"rollouter/1": 9}, 9), ({}, ABOVE_ALL)])
+def test_a_host_lost_while_it_leaves_is_dead_and_hears_of_it_when_it_is_back(known, dead):
+    """Under any incarnation if it was never heard of, as of a controller that was started again."""
+    membership = Membership(curve=True)
     leave(membership, "far")
-    membership.lost("agent/1", {})
-    assert membership.members.gone == [Dead("rollouter/1", ABOVE_ALL)]
-
-
-def test_names_of_hosts_that_are_leaving_are_not_given_again():
-    """A controller that was started again knows them by nothing but their leaving."""
-    membership = Membership(curve=False)
-    leave(membership, "far")
-    (guest,) = membership.join(Join(ask=ASK, hosts=[new("c")]), [HEAD], ["agent/0", "rollouter/0"], 0.0)
-    assert (guest.agent, guest.actors) == ("agent/2", ["rollouter/2"])
+    assert membership.lost("agent/1", known)
+    assert not membership.lost("agent/1", known)
+    assert membership.members.gone == [Dead("rollouter/1", dead)]
+    assert membership.members.hosts[0].stage == "left"
+    assert [told.name for told in membership.leaving] == ["agent/1", "rollouter/1"]
+    assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 9})
 
 
 @given(st.lists(st.sampled_from(["join", "ready", "leave", "left", "dismiss", "lost"]), max_size=12))
@@ -230,7 +179,7 @@ def test_a_successor_of_the_controller_forgets_nothing(steps):
         elif step == "ready" and guest is not None:
             membership.ready(set(guest.actors))
         elif step == "leave" and guest is not None:
-            leave(membership, guest.host, known=known_with(guest))
+            leave(membership, guest.host, known=[*KNOWN, KnownHost(guest.agent, guest.host, guest.actors)])
         elif step == "dismiss" and guest is not None:
             membership.dismiss(guest.agent, "late", SERVING)
         elif step in ("left", "lost") and departing is not None:

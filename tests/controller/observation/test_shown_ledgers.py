@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asyncrl.controller.observation.snapshot_builder import SILENT_BEATS, Constants, view_actors
 from asyncrl.messages.actors import ActorRecord
@@ -50,7 +51,7 @@ def exported(snapshot):
     return family.values if family is not None else {}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 6), st.integers(2, 9), st.randoms(use_true_random=False))
 def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chance):
     """However states change between heartbeats, and however many resources have to wait for the next one."""
@@ -72,7 +73,7 @@ def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chan
             before = values
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_between_two_heartbeats_a_resource_has_spent_the_time_between_them(chance: random.Random):
     """I.e. as much as it lived, in the states in which it was: never 1.99 times that."""
@@ -101,43 +102,46 @@ def test_between_two_heartbeats_a_resource_has_spent_the_time_between_them(chanc
         older, at_beat, truth = newer, beaten, now_truth
 
 
-def shown(said, now, *, then=None):
-    """The engine of an actor that said this at 10 s, and whether it stayed there at 14 s."""
+BEAT = Heartbeat(beat=1, progress=1, state="ready", state_s=1.0)
+ENGINE = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0, "waiting": 5.0})
+
+
+def shown(now, then=None, lost=False):
+    """A rollouter that told of its engine at 10 s, and ``then`` something at 14 s, as it is seen at ``now``."""
     registry = Registry()
     registry.register(ActorRecord(name="rollouter/0", incarnation=1, address="x"), 0.0)
-    registry.heartbeat("rollouter/0", 1, said, 10.0)
+    registry.heartbeat("rollouter/0", 1, replace(BEAT, resources=[ENGINE]), 10.0)
     if then is not None:
         registry.heartbeat("rollouter/0", 1, then, 14.0)
+    if lost:
+        registry.lose(["rollouter/0"], "its host was silent", 11.0)
     (view,) = view_actors(CONSTANTS, registry, ["rollouter/0"], "controller/0", now)
     return view
 
 
-def beat(number, **facts):
-    return Heartbeat(beat=number, progress=1, state="ready", state_s=1.0, **facts)
-
-
-ENGINE = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0, "waiting": 5.0})
-
-
 def test_a_resource_that_is_left_out_has_stayed_unless_others_had_to_wait():
-    said = beat(1, resources=[ENGINE])
-    (stayed,) = shown(said, 15.0, then=beat(2)).resources
+    (stayed,) = shown(15.0, replace(BEAT, beat=2)).resources
     assert (stayed.seconds, stayed.since_s, stayed.state_s) == (ENGINE.seconds, 4.0, 7.0)
     assert stayed.spent == {"generating": 6.0, "waiting": 5.0}
-    (unknown,) = shown(said, 15.0, then=beat(2, held_back=True)).resources
+    (unknown,) = shown(15.0, replace(BEAT, beat=2, held_back=True)).resources
     assert unknown.spent == ENGINE.seconds
 
 
-def test_an_actor_that_stands_still_does_not_go_on_in_its_last_state():
-    now = 10.0 + SILENT_BEATS * BEAT_S
-    heard, silent = shown(beat(1, resources=[ENGINE]), now), shown(beat(1, resources=[ENGINE]), now + 0.1)
-    assert (heard.condition, silent.condition) == ("ready", "silent")
-    assert (heard.state_s, heard.resources[0].state_s) == (9.0, 10.0)
-    assert (silent.state_s, silent.resources[0].state_s) == (1.0, 2.0)
-    assert heard.resources[0].spent == silent.resources[0].spent == ENGINE.seconds
+@pytest.mark.parametrize(
+    ("now", "lost", "condition", "seconds"),
+    [
+        (10.0 + SILENT_BEATS * BEAT_S, False, "ready", (9.0, 10.0)),
+        (10.1 + SILENT_BEATS * BEAT_S, False, "silent", (1.0, 2.0)),
+        (12.0, True, "lost", (1.0, 2.0)),
+    ],
+)
+def test_an_actor_that_stands_still_or_is_lost_does_not_go_on_in_its_last_state(now, lost, condition, seconds):
+    view = shown(now, lost=lost)
+    (engine,) = view.resources
+    assert (view.condition, (view.state_s, engine.state_s)) == (condition, seconds)
+    assert engine.spent == ENGINE.seconds
 
 
 def test_a_recorded_snapshot_of_before_is_read_as_it_was_meant():
     old = {"name": "engine", "state": "generating", "state_s": 2.0, "seconds": {"generating": 2.0}}
-    resource = msgspec.convert(old, type(shown(beat(1, resources=[ENGINE]), 10.0).resources[0]))
-    assert resource.spent == {"generating": 2.0}
+    assert msgspec.convert(old, type(shown(10.0).resources[0])).spent == {"generating": 2.0}

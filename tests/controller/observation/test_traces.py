@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from disks import fill, room_for, small_disk
-from hypothesis import given
-from hypothesis import strategies as st
+from harness import until
 from played import played
 from trace_files import WALL, load, make_trace
 
@@ -100,8 +99,7 @@ with_tasks = played(run)
 async def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers_get_the_same(tasks, tmp_path):
     scene = Scene(tmp_path)
     writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
-    while not scene.asked:
-        await asyncio.sleep(0.001)
+    await until(lambda: scene.asked)
     await scene.hand_in("learner/0", 8, "train")
     await scene.hand_in("rollouter/0", 3, "of another trace")
     assert not any(task.done() for task in writing)
@@ -117,31 +115,21 @@ async def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_v
 
 
 @with_tasks()
-async def test_who_has_joined_the_run_is_in_its_traces(tasks, tmp_path):
+async def test_who_has_joined_the_run_is_in_its_traces_and_who_does_not_answer_is_missing(tasks, tmp_path):
     scene = Scene(tmp_path)
     scene.living |= {"rollouter/7", "agent/3"}
-    writing = tasks.create_task(scene.traces.write(tasks, 10.0))
-    while not scene.asked:
-        await asyncio.sleep(0.001)
-    for actor in ("learner/0", "rollouter/0"):
-        await scene.hand_in(actor, 8, "x")
-    assert not writing.done()
+    writing = tasks.create_task(scene.traces.write(tasks, 1.0))
+    await until(lambda: scene.asked)
+    await scene.hand_in("learner/0", 8, "x")
     await scene.hand_in("rollouter/7", 8, "generating")
-    assert (await writing).actors == ["controller/0", "learner/0", "rollouter/0", "rollouter/7"]
+    written = await writing
+    assert (written.actors, written.missing) == (["controller/0", "learner/0", "rollouter/7"], ["rollouter/0"])
+    await scene.hand_in("rollouter/0", 8, "too late")
     await scene.hand_in("rollouter/7", 0, "its end")
     await scene.traces.finish()
     for number, name in enumerate(["generating", "its end"], 1):
         trace = load(tmp_path / "trace" / f"trace-00{number}.json")
-        assert [s.name for s in trace["rollouter/7"]["state"]] == [name]
-
-
-@with_tasks()
-async def test_what_comes_after_the_end_begins_no_file(tasks, tmp_path):
-    scene = Scene(tmp_path)
-    await scene.hand_in("learner/0", 0, "train")
-    await scene.traces.finish()
-    await scene.hand_in("rollouter/0", 0, "late")
-    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
+        assert [s.name for s in trace["rollouter/7"]["state"]] == [name] and "rollouter/0" not in trace
 
 
 def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_path):
@@ -161,25 +149,14 @@ async def test_a_trace_that_finds_no_room_is_told_to_the_user(tasks, tmp_path):
 
 
 @with_tasks()
-async def test_who_does_not_answer_is_missing_and_the_others_are_written(tasks, tmp_path):
-    scene = Scene(tmp_path)
-    writing = tasks.create_task(scene.traces.write(tasks, 1.0))
-    while not scene.asked:
-        await asyncio.sleep(0.001)
-    await scene.hand_in("learner/0", 8, "train")
-    written = await writing
-    assert written.missing == ["rollouter/0"] and written.path
-    await scene.hand_in("rollouter/0", 8, "too late")
-    assert "rollouter/0" not in load(tmp_path / "trace" / "trace-001.json")
-
-
-@with_tasks()
 async def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over(tasks, tmp_path):
     scene = Scene(tmp_path)
     await scene.hand_in("rollouter/0", 0, "the first life")
     await scene.traces.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
     await scene.hand_in("learner/0", 0, "train")
     await scene.traces.finish()
+    # What comes after the end begins no file.
+    await scene.hand_in("rollouter/0", 0, "late")
     trace = load(tmp_path / "trace" / "trace-001.json")
     assert [s.name for s in trace["rollouter/0"]["state"]] == ["the first life", "the second"]
     assert [p.name for p in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
@@ -198,14 +175,6 @@ async def test_strangers_and_floods_are_refused(tasks, tmp_path):
         await scene.traces.take("learner/0", many)
 
 
-@with_tasks()
-async def test_without_a_window_there_is_an_answer_that_says_so(tasks, tmp_path):
-    scene = Scene(tmp_path)
-    scene.traces._trace.on = False
-    written = await scene.traces.write(tasks, 1.0)
-    assert "trace.window_s" in written.error and not written.path
-
-
 def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
     TraceFile(tmp_path / "trace", "demo")
     whole = TraceFile(tmp_path / "trace", "demo").finish()
@@ -219,20 +188,9 @@ def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
 WRITTEN, FAILED = TraceWritten(path="/run/trace/trace-001.json"), TraceWritten(path="", error="No space left on device")
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.sampled_from([WRITTEN, FAILED])), max_size=30))
-def test_two_are_never_closer_than_the_pause_whatever_became_of_the_first(asked):
-    pace, now, ended = TracePace(), 0.0, None
-    for pause_s, outcome in asked:
-        now += pause_s
-        refusal = pace.refusal(now)
-        assert bool(refusal) == (ended is not None and now - ended < PAUSE_S)
-        if not refusal:
-            pace.ended(outcome, now)
-            ended = now
-
-
 def test_who_is_refused_is_told_what_was_done_and_when_to_ask_again():
     pace = TracePace()
+    assert pace.refusal(0.0) == ""
     pace.ended(WRITTEN, 100.0)
     assert pace.refusal(103.0) == "3 s ago one was written: /run/trace/trace-001.json; ask again in 7 s"
     assert pace.refusal(100.0 + PAUSE_S) == ""

@@ -1,35 +1,62 @@
-"""The run's state machine."""
+"""The run's state machine, with replicas that are set aside and hosts that are lost."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.controller.state.reserve import LONGEST_REST, Reserve
 from asyncrl.controller.state.run_state import LAST_RANK, RunStateMachine
-from asyncrl.messages.actors import Condemned
+from asyncrl.messages.actors import Condemned, Dead
 from asyncrl.roles import drain_rank
 
-ACTORS = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1", "rollouter/0", "rollouter/1")
+SINGLE = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1")
+ROLLOUTERS = ("rollouter/0", "rollouter/1", "rollouter/2")
+ACTORS = (*SINGLE, *ROLLOUTERS)
+EPISODES = ("episodes/0", "episodes/1", "episodes/2", "episodes/3")
+SINKS = "sinks/0"
 RANKS = [
     {"rollouter", "reward"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner", "sinks", "controller"},
 ]
-SINKS = "sinks/0"
+START_S, HOST_S, REST_S = 60.0, 20.0, 100.0
+WHY = "exit code 1, after 3 restarts within 600 s"
 
 
-def machine(*also, running=True):
-    actors = (*ACTORS, *also)
+def machine(*also, running=True, min_replicas=1):
     run = RunStateMachine(
-        frozenset(actors), now=0.0, start_timeout_s=60.0, drain_s=10.0, grace_s=30.0, host_grace_s=20.0
+        frozenset((*ACTORS, *also)),
+        now=0.0,
+        start_timeout_s=START_S,
+        drain_s=10.0,
+        grace_s=30.0,
+        host_grace_s=HOST_S,
+        min_replicas=min_replicas,
+        rest_s=REST_S,
     )
     if running:
-        assert run.ready(actors, 1.0)
+        assert run.ready(run.expected, 1.0)
     return run
 
 
-def end(run, name, now):
-    return run.ended(name, 0, False, "", "", now)
+def end(run, name, now=5.0, code=0, *, fatal=False):
+    return run.ended(name, code, fatal, "", "", now)
+
+
+def gives_up(run, name, now=10.0, incarnation=1):
+    return run.ended(name, 1, True, WHY, f"/logs/{name}", now, incarnation=incarnation)
+
+
+def lose(run, names, now=10.0, host="b (agent/1)"):
+    run.host_lost(host, names, now)
+
+
+def aside(run):
+    return [actor.name for actor in run.aside]
+
+
+# --- its end ---
 
 
 def test_a_rank_whose_time_is_over_makes_way():
@@ -45,142 +72,124 @@ def test_a_rank_whose_time_is_over_makes_way():
     assert (run.phase, run.outcome.reason, run.outcome.exit_code) == ("done", "Ctrl-C", 143)
 
 
-def test_the_sinks_end_after_the_learner_and_before_the_controller():
-    run = machine(SINKS)
-    run.finish(10.0)
-    for name in ACTORS:
-        assert "sinks" not in run.draining
-        end(run, name, 10.1)
-    assert set(run.draining) == RANKS[3] - {"controller"} and not run.final
-    assert run.next_deadline() == 15.1
-    assert end(run, SINKS, 10.2)
-    assert set(run.draining) == RANKS[3] and run.phase == "done"
+@given(st.permutations(ACTORS))
+def test_in_whatever_order_actors_end_a_rank_waits_for_the_lower_ones(order):
+    run = machine()
+    run.finish(5.0)
+    gone = set()
+    for name in order:
+        end(run, name)
+        gone.add(name)
+        if run.drain < LAST_RANK:
+            assert any(drain_rank(other) == run.drain for other in set(ACTORS) - gone)
+        assert all(drain_rank(other) >= run.drain for other in set(ACTORS) - gone)
+    assert run.phase == "done"
 
 
-def test_sinks_that_do_not_end_have_only_the_time_that_others_have_left():
-    for others_end, until in ((12.0, 17.0), (18.0, 19.5)):
+def test_sinks_end_after_the_learner_in_the_time_that_others_have_left():
+    for others_end, until in ((10.1, 15.1), (12.0, 17.0), (18.0, 19.5)):
         run = machine(SINKS)
         run.finish(10.0)
         for now in (15.0, 17.0, others_end):
-            run.tick(now)
-        for name in ACTORS:
+            run.tick(min(now, others_end))
+        for name in (*ROLLOUTERS, *SINGLE):
+            assert "sinks" not in run.draining
             end(run, name, others_end)
-        assert run.next_deadline() == until
+        assert (set(run.draining), run.next_deadline()) == (RANKS[3] - {"controller"}, until)
         assert run.tick(until) and run.phase == "done"
 
 
-@pytest.mark.parametrize("exit_code", [2, 78, 1, -9])
-def test_no_end_of_the_sinks_ends_the_run(exit_code):
-    run = machine(SINKS)
-    assert run.ended(SINKS, exit_code, True, "why", "", 5.0, incarnation=1)
-    assert (run.phase, run.outcome, [actor.name for actor in run.aside]) == ("running", None, [SINKS])
-
-
-def test_a_run_starts_and_goes_on_without_sinks():
+def test_no_end_of_the_sinks_ends_the_run_which_starts_and_goes_on_without():
+    for exit_code in (2, 78, 1, -9):
+        run = machine(SINKS)
+        assert end(run, SINKS, code=exit_code, fatal=True)
+        assert (run.phase, run.outcome, aside(run)) == ("running", None, [SINKS])
     run = machine(SINKS, running=False)
     run.ready(ACTORS, 1.0)
     assert (run.phase, run.waiting_for) == ("starting", [SINKS])
-    assert run.tick(60.0)
-    assert (run.phase, run.outcome, [actor.name for actor in run.aside]) == ("running", None, [SINKS])
+    assert run.tick(START_S)
+    assert (run.phase, run.outcome, aside(run)) == ("running", None, [SINKS])
     run = machine(SINKS)
-    run.host_lost("head", [SINKS], 5.0)
+    lose(run, [SINKS])
     assert (run.phase, run.next_deadline()) == ("running", None)
 
 
-def test_an_actor_that_is_dead_already_is_not_waited_for():
+def test_a_drain_waits_for_nobody_who_is_dead_or_on_a_lost_host():
     run = machine()
     for name in ("rollouter/0", "rollouter/1", "reward/0"):
-        run.ended(name, -9, False, "", "", 5.0)
-    run.stop("Ctrl-C", 6.0)
-    assert set(run.draining) == RANKS[1]
-    run = machine()
-    run.ended("rollouter/0", -9, False, "", "", 5.0)
-    run.started("rollouter/0")
-    run.stop("Ctrl-C", 6.0)
-    end(run, "rollouter/1", 6.1)
-    end(run, "reward/0", 6.1)
+        end(run, name, code=-9)
+    run.started("rollouter/1")
+    lose(run, ["rollouter/2"])
+    run.stop("Ctrl-C", 16.0)
     assert set(run.draining) == RANKS[0]
+    lose(run, ["rollouter/1"], 16.2, "c (agent/2)")
+    assert set(run.draining) == RANKS[1]
 
 
-def test_the_first_failure_is_kept():
+@pytest.mark.parametrize(
+    ("name", "exit_code", "expected"),
+    [(name, code, code) for name in ("learner/0", "rollouter/0") for code in (78, 2)]
+    + [("learner/0", code, 1) for code in (1, -9, 0)],
+)
+def test_the_first_failure_is_kept(name, exit_code, expected):
+    """Replicas are set aside, but for errors that a restart would meet again."""
     run = machine()
-    assert run.ended("reward/0", -11, True, "killed by SIGSEGV, after 3 restarts", "/logs/r.log", 5.0)
+    assert run.ended(name, exit_code, True, "", "/logs/l.log", 5.0)
     outcome = run.outcome
-    assert (outcome.actor, outcome.log, outcome.exit_code) == ("reward/0", "/logs/r.log", 1)
-    assert not run.fail("learner/0", "lost a peer", "", 1, 5.1)
-    assert not run.stop("Ctrl-C", 5.2)
-    assert not run.finish(5.3)
+    assert (outcome.actor, outcome.log, outcome.exit_code) == (name, "/logs/l.log", expected)
+    assert outcome.reason
+    assert not any([run.fail("learner/1", "lost a peer", "", 1, 5.1), run.stop("Ctrl-C", 5.2), run.finish(5.3)])
     assert run.outcome is outcome
-    while (deadline := run.next_deadline()) is not None:
-        run.tick(deadline)
-    assert run.phase == "failed"
 
 
-@pytest.mark.parametrize(("exit_code", "expected"), [(78, 78), (2, 2), (1, 1), (-9, 1), (0, 1)])
-def test_the_exit_code_of_a_failed_run(exit_code, expected):
-    run = machine()
-    run.ended("learner/0", exit_code, True, "", "", 5.0)
-    assert run.outcome.exit_code == expected
-    assert run.outcome.reason
-
-
-def test_who_is_not_ready_in_time_fails_the_run():
+def test_who_is_not_ready_in_time_fails_the_run_at_the_start_and_after_a_restart():
     run = machine(running=False)
-    run.ready(ACTORS[:-2], 5.0)
-    assert run.next_deadline() == 60.0
-    assert not run.tick(59.9)
-    assert run.tick(60.0)
-    assert run.outcome.actor == "rollouter/0"
-    assert "60 s" in run.outcome.reason
-    assert "rollouter/1" in run.outcome.reason
-
-
-def test_a_restart_has_its_own_time_to_get_ready():
+    run.ready(ACTORS[4:], 5.0)
+    assert (run.next_deadline(), run.tick(START_S - 0.1)) == (START_S, False)
+    assert run.tick(START_S)
+    assert run.outcome.actor == "dataloader/0"
+    assert "60 s" in run.outcome.reason and "parameter_server/0" in run.outcome.reason
+    run = machine(running=False)
+    run.ready(SINGLE, 5.0)
+    assert run.tick(START_S) and run.outcome.actor == "rollouter/0"
     run = machine()
-    run.ended("reward/0", -9, False, "", "", 100.0)
-    assert run.next_deadline() == 160.0
-    assert not run.tick(159.0)
-    assert run.tick(160.0)
+    end(run, "reward/0", 100.0, -9)
+    assert (run.next_deadline(), run.tick(159.0), run.tick(160.0)) == (160.0, False, True)
     assert run.outcome.actor == "reward/0"
 
 
-FROZEN = Condemned("rollouter/0", 7, "it did not beat for 61 s")
-
-
 @pytest.mark.parametrize("running", [True, False])
-def test_the_condemned_are_shown_until_they_are_so_no_more(running):
+def test_the_condemned_and_the_dead_are_told_once_for_each_change_and_not_in_a_drain(running):
     run = machine(running=running)
+    frozen, other = Condemned("rollouter/0", 7, "it did not beat for 61 s"), Condemned("learner/0", 3, "learner/1 died")
     phase, number = run.phase, run.number
-    assert run.condemn([FROZEN])
-    assert (run.condemned, run.number, run.phase, run.drain) == ([FROZEN], number + 1, phase, 0)
-    assert not run.condemn([FROZEN])
-    other = Condemned("learner/0", 3, "learner/1 died")
-    assert run.condemn([FROZEN, other])
-    assert run.condemned == [other, FROZEN]
-    assert run.condemn([])
-    assert run.condemned == []
-
-
-def test_draining_has_deadlines_of_its_own():
-    run = machine()
-    run.condemn([FROZEN])
+    assert run.condemn([frozen]) and not run.condemn([frozen])
+    assert (run.condemned, run.number, run.phase, run.drain) == ([frozen], number + 1, phase, 0)
+    assert run.condemn([frozen, other]) and run.condemned == [other, frozen]
+    assert run.bury([Dead("rollouter/1", 1), Dead("agent/1", 1)]) and not run.bury([Dead("rollouter/1", 1)])
+    assert run.dead == [Dead("rollouter/1", 1)]
     run.finish(101.0)
-    assert run.condemned == []
     number = run.number
-    assert not run.condemn([FROZEN, Condemned("learner/0", 6, "")])
-    assert (run.condemned, run.number, run.outcome.exit_code) == ([], number, 0)
+    assert not run.condemn([frozen]) and not run.bury([])
+    assert (run.condemned, run.dead, run.number) == ([], [], number)
+
+
+# --- making way ---
 
 
 def test_a_run_makes_way_until_a_checkpoint_is_written():
     run = machine()
+    end(run, "rollouter/0", code=-9)
     number = run.number
-    assert run.preempt("SIGTERM", 10.0)
+    assert run.preempt("SIGTERM", 10.0) and not run.preempt("Ctrl-C", 11.0)
     assert (run.phase, run.number, run.draining, run.next_deadline()) == ("preempting", number + 1, [], 40.0)
-    assert not run.preempt("Ctrl-C", 11.0)
-    assert run.next_deadline() == 40.0
-    assert run.checkpoint_written(12)
-    assert not run.checkpoint_written(12)
-    assert run.finish(12.0, preempted=True)
+    # Nobody is too late, and no replica is missed, in a run that is about to end.
+    for name in ROLLOUTERS:
+        gives_up(run, name, 12.0)
+    run.ready(ACTORS[:2], 13.0)
+    assert not run.bring_back("rollouter/0", 14.0) and run.phase == "preempting"
+    assert run.checkpoint_written(12) and not run.checkpoint_written(12)
+    assert run.finish(15.0, preempted=True)
     assert (run.phase, run.outcome.exit_code, run.outcome.actor) == ("draining", 75, "")
     assert run.outcome.reason == "preempted by SIGTERM with a checkpoint of version 12"
 
@@ -196,122 +205,265 @@ def test_past_the_grace_only_a_complete_checkpoint_counts(checkpoint, exit_code)
     assert (run.phase, run.outcome.exit_code, run.outcome.actor) == ("draining", exit_code, "")
 
 
-@pytest.mark.parametrize("preempted", [False, True])
-def test_a_run_whose_last_writes_failed_ends_as_failed(preempted):
-    run = machine()
-    run.checkpoint_written(4)
-    if preempted:
-        run.preempt("SIGTERM", 10.0)
-    assert run.finish(12.0, preempted=preempted, by="learner/0", failure="the disk is full")
-    assert (run.phase, run.outcome.actor, run.outcome.reason) == ("draining", "learner/0", "the disk is full")
-    assert run.outcome.exit_code == 1
-    run.tick(1000.0)
-    run.tick(2000.0)
-    run.tick(3000.0)
-    assert run.phase == "failed"
-
-
-def test_who_makes_way_may_just_finish_fail_or_be_stopped():
-    for event, exit_code in (
+@pytest.mark.parametrize(
+    ("event", "exit_code"),
+    [
         (lambda run: run.finish(12.0), 0),
+        (lambda run: run.finish(12.0, preempted=True, by="learner/0", failure="the disk is full"), 1),
         (lambda run: run.fail("learner/0", "no signal", "", 1, 12.0), 1),
         (lambda run: run.stop("Ctrl-C", 12.0), 143),
-        (lambda run: run.ended("learner/0", 78, True, "", "", 12.0), 78),
-    ):
-        run = machine()
-        run.checkpoint_written(3)
-        run.preempt("SIGTERM", 10.0)
-        assert event(run)
-        assert (run.phase, run.outcome.exit_code) == ("draining", exit_code)
-        assert not run.preempt("SIGTERM", 13.0)
-
-
-def test_deaths_and_late_starts_do_not_keep_a_run_from_making_way():
+        (lambda run: end(run, "learner/0", code=78, fatal=True), 78),
+    ],
+)
+def test_who_makes_way_may_just_finish_fail_or_be_stopped(event, exit_code):
     run = machine()
-    run.ended("rollouter/0", -9, False, "", "", 5.0)
-    run.preempt("SIGTERM", 60.0)
-    run.ended("learner/1", -9, False, "", "", 61.0)
-    assert not run.tick(70.0)
-    assert (run.phase, run.next_deadline()) == ("preempting", 90.0)
-    run.started("learner/1")
-    run.ready(ACTORS, 80.0)
-    assert run.phase == "preempting"
+    run.checkpoint_written(3)
+    run.preempt("SIGTERM", 10.0)
+    assert event(run)
+    assert (run.phase, run.outcome.exit_code) == ("draining", exit_code)
+    assert not run.preempt("SIGTERM", 13.0)
+    while (deadline := run.next_deadline()) is not None:
+        run.tick(deadline)
+    assert run.phase == ("failed" if run.outcome.actor else "done")
 
 
+# --- replicas that are set aside ---
+
+
+def test_a_replica_that_is_given_up_is_set_aside_and_tried_again_after_its_rest_or_by_hand():
+    run = machine()
+    number = run.number
+    assert gives_up(run, "rollouter/1", incarnation=4) and run.number > number
+    assert [(actor.name, actor.reason, actor.rest_s) for actor in run.aside] == [("rollouter/1", WHY, REST_S)]
+    assert (run.phase, run.next_deadline(), run.tick(109.0), run.tick(110.0)) == ("running", 110.0, False, True)
+    # It is awaited like any that was started; and the end by which it was set aside does so once, however late.
+    assert (aside(run), run.next_deadline()) == ([], 110.0 + START_S)
+    assert not gives_up(run, "rollouter/1", 111.0, incarnation=4)
+    run.ready(run.expected, 120.0)
+    assert (run.phase, run.next_deadline()) == ("running", None)
+    assert gives_up(run, "rollouter/1", 130.0, incarnation=5)
+    assert not run.bring_back("rollouter/0", 131.0)
+    assert run.bring_back("rollouter/1", 131.0)
+    assert (aside(run), run.next_deadline()) == ([], 131.0 + START_S)
+
+
+@pytest.mark.parametrize(("least", "deaths"), [(1, 3), (2, 2), (3, 1)])
+def test_with_too_few_left_the_run_fails_and_says_who_was_set_aside(least, deaths):
+    run = machine(min_replicas=least)
+    for at, name in enumerate(ROLLOUTERS[:deaths]):
+        assert run.phase == "running"
+        assert run.can_spare(name) == (at + 1 < deaths)
+        gives_up(run, name, 10.0 + at)
+    *before, last = ROLLOUTERS[:deaths]
+    assert (run.phase, run.outcome.actor, run.outcome.exit_code) == ("draining", last, 1)
+    words = f"{WHY}; {3 - deaths} of 3 rollouters are left, and rollout.min_replicas is {least}"
+    assert run.outcome.reason.startswith(words) and all(f"{name} ({WHY})" in run.outcome.reason for name in before)
+    assert (run.outcome.log, run.aside) == (f"/logs/{last}", [])
+
+
+def test_of_reward_pools_the_last_one_ends_the_run():
+    run = machine("reward/1")
+    assert [name for name in sorted(run.expected) if run.can_spare(name)] == ["reward/0", "reward/1", *ROLLOUTERS]
+    gives_up(run, "reward/0")
+    assert (run.phase, aside(run)) == ("running", ["reward/0"])
+    gives_up(run, "reward/1")
+    assert run.outcome.reason == f"{WHY}; 0 of 2 reward pools are left; set aside before: reward/0 ({WHY})"
+
+
+def test_one_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later():
+    run = machine(running=False)
+    gives_up(run, "rollouter/0", 5.0)
+    run.ready(run.expected - {"rollouter/0", "rollouter/2"}, 5.0)
+    assert (run.phase, run.waiting_for) == ("starting", ["rollouter/2"])
+    assert run.tick(START_S)
+    assert (run.phase, aside(run), run.waiting_for) == ("running", ["rollouter/0", "rollouter/2"], [])
+    assert "not ready 60 s after its start" in run.aside[1].reason
+    run = machine()
+    end(run, "rollouter/1", 70.0, -9)
+    assert run.tick(70.0 + START_S)
+    assert (run.phase, aside(run)) == ("running", ["rollouter/1"])
+
+
+@pytest.mark.parametrize("name", ["rollouter/1", "episodes/1"])
+def test_a_rollouter_goes_and_comes_with_the_episode_host_beside_it_and_no_other(name):
+    run = machine(*EPISODES, "reward/1")
+    gives_up(run, "episodes/1")
+    assert aside(run) == ["episodes/1", "rollouter/1"]
+    assert "episodes/1, which plays its episodes, is set aside" in run.aside[1].reason
+    # One that plays for all, and one that is no half of a pair.
+    gives_up(run, "episodes/3")
+    gives_up(run, "reward/0")
+    assert run.bring_back(name, 11.0)
+    assert aside(run) == ["episodes/3", "reward/0"]
+    assert run.bring_back("reward/0", 11.0)
+    for episodes in EPISODES[:3]:
+        gives_up(run, episodes, 12.0, incarnation=2)
+    assert (run.phase, run.outcome.actor) == ("draining", "episodes/2")
+
+
+def test_rests_double_up_to_a_bound_and_begin_anew_after_a_good_time():
+    reserve, now, rests = Reserve(REST_S), 0.0, []
+    for life in range(1, 8):
+        assert reserve.put("r", life, "why", now)
+        rests.append(reserve.resting["r"].rest_s)
+        now = reserve.resting["r"].until
+        assert reserve.due(now) == ["r"] and reserve.next_deadline() == now
+        reserve.take("r", now)
+        now += 1.0
+    assert rests == [100.0, 200.0, 400.0, 800.0, 800.0, 800.0, 800.0]
+    assert reserve.put("r", 9, "why", now + 800.0)
+    assert reserve.resting["r"].rest_s == REST_S
+
+
+# --- lost hosts ---
+
+
+def test_a_run_starts_and_goes_on_without_a_replica_whose_host_is_lost():
+    run = machine(running=False)
+    run.ready(ACTORS[:-1], 1.0)
+    assert run.phase == "starting"
+    lose(run, ["rollouter/2"])
+    assert (run.phase, run.waiting_for, run.lost_hosts) == ("running", [], {"b (agent/1)": ["rollouter/2"]})
+    assert run.next_deadline() is None and not run.tick(1e6)
+    # Back, it has the time of any start.
+    assert run.host_back("b (agent/1)", 1e6)
+    assert run.next_deadline() == 1e6 + START_S
+    run.ready(ACTORS, 1e6 + 1.0)
+    assert run.next_deadline() is None and run.lost_hosts == {}
+
+
+@pytest.mark.parametrize("lost", [["learner/1"], ["dataloader/0"], ["reward/0"], ROLLOUTERS])
+def test_a_run_waits_for_what_it_needs_and_then_names_the_host(lost):
+    run = machine()
+    lose(run, lost)
+    assert (run.next_deadline(), run.tick(29.9), run.tick(30.0)) == (30.0, False, True)
+    assert (run.outcome.actor, run.outcome.exit_code) == (lost[0], 1)
+    assert run.outcome.reason == "its host b (agent/1) has been lost for 20 s (supervision.host_grace_s)"
+
+
+def test_ranks_that_wait_for_one_on_a_lost_host_are_not_late():
+    run = machine()
+    lose(run, ["learner/1"])
+    end(run, "learner/0", 10.5, -9)
+    run.started("learner/0")
+    run.ready(set(ACTORS) - {"learner/0", "learner/1"}, 11.0)
+    assert not run.tick(29.0)
+    assert run.host_back("b (agent/1)", 29.0)
+    assert run.next_deadline() == 29.0 + START_S
+
+
+def test_a_run_without_any_replica_waits_from_the_loss_of_the_last_one_of_its_role():
+    run = machine("reward/1")
+    lose(run, ["reward/0", "rollouter/2"])
+    lose(run, ["rollouter/0"], 50.0, "c (agent/2)")
+    assert run.next_deadline() is None
+    lose(run, ["rollouter/1"], 100.0, "d (agent/3)")
+    # What else is lost later is another matter.
+    lose(run, ["reward/1"], 110.0, "e (agent/4)")
+    assert run.next_deadline() == 120.0
+    run.host_back("c (agent/2)", 115.0)
+    run.host_back("e (agent/4)", 115.0)
+    run.ready(run.expected - {"reward/0", "rollouter/1", "rollouter/2"}, 116.0)
+    assert run.next_deadline() is None
+
+
+def test_the_lost_and_those_that_are_set_aside_are_counted_together():
+    run = machine(min_replicas=2)
+    lose(run, ["rollouter/0"])
+    assert (run.phase, run.next_deadline()) == ("running", None)
+    gives_up(run, "rollouter/1", 15.0)
+    # The lost one may come back, for as long as a host has.
+    assert (run.phase, run.next_deadline(), run.tick(30.0)) == ("running", 30.0, True)
+    assert run.outcome.actor == "rollouter/0"
+
+
+def test_who_is_set_aside_on_a_lost_host_is_not_waited_for_nor_who_has_left():
+    run = machine()
+    gives_up(run, "rollouter/0")
+    lose(run, ["rollouter/0"])
+    run.host_back("b (agent/1)", 20.0)
+    assert (run.next_deadline(), aside(run)) == (10.0 + REST_S, ["rollouter/0"])
+    run.left(["rollouter/0"], 21.0)
+    assert (run.next_deadline(), aside(run)) == (None, [])
+
+
+# --- whatever happens ---
+
+someone = st.sampled_from((*ACTORS, *EPISODES))
+everybody = frozenset((*ACTORS, *EPISODES))
 events = st.one_of(
-    st.tuples(st.just("ready"), st.sets(st.sampled_from(ACTORS))),
-    st.tuples(st.just("ended"), st.sampled_from(ACTORS), st.booleans()),
-    st.tuples(st.just("started"), st.sampled_from(ACTORS)),
-    st.tuples(st.just("condemn"), st.sets(st.tuples(st.sampled_from(ACTORS), st.integers(1, 3)), max_size=3)),
+    st.tuples(st.sampled_from(["given up", "dies", "back", "started"]), someone),
+    st.tuples(st.just("ready"), st.one_of(st.just(everybody), st.sets(someone))),
+    st.tuples(st.sampled_from(["lost", "found"]), st.sampled_from(ROLLOUTERS)),
+    st.tuples(st.just("condemn"), st.sets(st.tuples(someone, st.integers(1, 3)), max_size=3)),
     st.tuples(st.just("checkpoint"), st.integers(0, 3)),
-    st.tuples(st.sampled_from(["stop", "finish", "fail", "tick", "preempt", "made way"])),
+    st.sampled_from([("tick",), ("preempt",), ("stop",), ("finish",), ("made way",), ("fail",)]),
 )
 
 
-@given(st.lists(st.tuples(st.floats(0, 20), events), max_size=60))
-def test_invariants(history):
-    run = machine(running=False)
-    now, drain_began, outcome = 0.0, None, None
-    for gap, (kind, *arguments) in history:
+def happens(run, now, life, kind, what=None):
+    match kind:
+        case "given up":
+            return gives_up(run, what, now, life)
+        case "dies":
+            return end(run, what, now, 1)
+        case "back":
+            return run.bring_back(what, now)
+        case "started":
+            return run.started(what) or False
+        case "ready":
+            return run.ready(what - set(aside(run)), now)
+        case "lost":
+            return run.host_lost(f"host of {what}", [what], now)
+        case "found":
+            return run.host_back(f"host of {what}", now)
+        case "condemn":
+            return run.condemn([Condemned(*actor, "why") for actor in what])
+        case "checkpoint":
+            return run.checkpoint_written(what)
+        case "preempt" | "stop":
+            return getattr(run, kind)("why", now)
+        case "finish" | "made way":
+            return run.finish(now, preempted=kind == "made way")
+        case "fail":
+            return run.fail("learner/0", "why", "", 1, now)
+    return run.tick(now)
+
+
+def seen(run):
+    return run.phase, run.drain, run.waiting_for, run.outcome, run.condemned, run.checkpoint, run.aside
+
+
+@given(st.integers(1, 3), st.lists(st.tuples(st.floats(0, 50), events), max_size=60))
+def test_invariants(least, history):
+    run, now = machine(*EPISODES, running=False, min_replicas=least), 0.0
+    for life, (gap, event) in enumerate(history, 1):
         now += gap
-        before = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.condemned, run.checkpoint)
-        match kind:
-            case "ready":
-                changed = run.ready(arguments[0], now)
-            case "ended":
-                changed = run.ended(arguments[0], 1, arguments[1], "why", "", now)
-            case "started":
-                changed = run.started(arguments[0]) or False
-            case "condemn":
-                changed = run.condemn([Condemned(*actor, "why") for actor in arguments[0]])
-            case "checkpoint":
-                changed = run.checkpoint_written(arguments[0])
-            case "preempt":
-                changed = run.preempt("SIGTERM", now)
-            case "made way":
-                changed = run.finish(now, preempted=True)
-            case "stop":
-                changed = run.stop("why", now)
-            case "finish":
-                changed = run.finish(now)
-            case "fail":
-                changed = run.fail("learner/0", "why", "", 1, now)
-            case _:
-                changed = run.tick(now)
-        after = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.condemned, run.checkpoint)
-        assert changed == (after[0] > before[0])
-        if not changed:
-            assert after == before
-        assert run.drain >= before[2]
+        number, before, outcome = run.number, seen(run), run.outcome
+        changed = happens(run, now, life, *event)
+        assert changed == (run.number > number)
+        assert changed or seen(run) == before
+        assert run.drain >= before[1]
         assert (run.phase in ("starting", "running", "preempting")) == (run.drain == 0) == (run.outcome is None)
+        assert outcome is None or run.outcome is outcome
         # A run that makes way has something to go on from.
         assert outcome is not None or run.outcome is None or run.outcome.exit_code != 75 or run.checkpoint >= 0
         assert run.final == (run.drain == LAST_RANK)
-        outcome = outcome or run.outcome
-        assert run.outcome is outcome
-        if run.drain and drain_began is None:
-            drain_began = now
-        if run.final:
-            assert run.phase == ("failed" if outcome.actor else "done")
-            assert run.next_deadline() is None
-    if not run.final:
-        run.stop("enough", now)
-        drain_began = now if drain_began is None else drain_began
+        assert not run.final or run.phase == ("failed" if run.outcome.actor else "done")
+        names = set(aside(run))
+        assert not names & (run.awaited | set(run.waiting_for))
+        assert run.phase not in ("starting", "running") or len(set(ROLLOUTERS) - names) >= least
+        assert all(REST_S <= actor.rest_s <= LONGEST_REST * REST_S for actor in run.aside)
+    # Left alone, each is tried again within the longest rest.
+    resting, tried, until = set(aside(run)), set(), now + LONGEST_REST * REST_S
+    while run.phase == "running" and (deadline := run.next_deadline()) is not None and deadline <= until:
+        held = set(aside(run))
+        run.tick(now := max(now, deadline))
+        tried |= held - set(aside(run))
+        run.ready(run.expected - set(aside(run)), now)
+    assert run.phase != "running" or resting <= tried
+    run.stop("enough", now)
     while (deadline := run.next_deadline()) is not None:
         now = max(now, deadline)
         assert run.tick(now)
     assert run.final
-
-
-@given(st.permutations(ACTORS))
-def test_in_whatever_order_actors_end_a_rank_waits_for_the_lower_ones(order):
-    run = machine()
-    run.finish(5.0)
-    gone = set()
-    for name in order:
-        end(run, name, 5.0)
-        gone.add(name)
-        if run.drain < LAST_RANK:
-            assert any(drain_rank(other) == run.drain for other in set(ACTORS) - gone)
-        assert all(drain_rank(other) >= run.drain for other in set(ACTORS) - gone)
-    assert run.phase == "done"

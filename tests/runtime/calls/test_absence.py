@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from cuts import way_to
-from harness import Net, replace
+from harness import Net, replace, until
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
@@ -30,11 +30,6 @@ class Server:
 
 
 SMALL, LARGE = Store(data=np.zeros(1)), Store(data=np.zeros(1 << 16))
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

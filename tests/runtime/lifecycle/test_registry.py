@@ -1,8 +1,5 @@
 """Records, incarnations and fencing."""
 
-import contextlib
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,45 +19,34 @@ def beat(number, progress=0):
     return Heartbeat(beat=number, progress=progress, state="ready")
 
 
-def test_an_actor_is_ready_once_it_has_an_address():
+def test_an_actor_is_ready_from_when_it_has_an_address_to_its_end():
     registry = Registry(gang_of)
     registry.register(record(5, address=""), 0.0)
-    assert registry.resolve("rollouter/0") is None
-    assert registry.resolve("rollouter/0", unready=True) is None
-    assert registry.ready() == set()
+    assert registry.resolve("rollouter/0") is registry.resolve("rollouter/0", unready=True) is None
     # Its facts can be asked for before that.
     registry.register(record(5, address="", facts={"port": 7}), 0.0)
     assert registry.resolve("rollouter/0", unready=True).facts == {"port": 7}
-    assert registry.resolve("rollouter/0") is None
+    assert (registry.resolve("rollouter/0"), registry.ready()) == (None, set())
     registry.register(record(5), 1.0)
-    assert registry.resolve("rollouter/0") == record(5)
-    assert registry.ready() == {"rollouter/0"}
+    assert (registry.resolve("rollouter/0"), registry.ready()) == (record(5), {"rollouter/0"})
     assert registry.resolve("rollouter/0", above=5) is None
-
-
-def test_after_its_end_it_resolves_to_its_successor_only():
-    registry = Registry(gang_of)
-    registry.register(record(9), 0.0)
-    assert registry.ended("rollouter/0", 9, 1.0)
+    assert registry.ended("rollouter/0", 5, 1.0)
     assert registry.resolve("rollouter/0") is None
     with pytest.raises(Refused, match="has ended"):
-        registry.register(record(9), 2.0)
-    assert not registry.heartbeat("rollouter/0", 9, beat(1), 2.0)
-    registry.register(record(10), 3.0)
-    assert registry.resolve("rollouter/0") == record(10)
+        registry.register(record(5), 2.0)
+    registry.register(record(6), 3.0)
+    assert registry.resolve("rollouter/0") == record(6)
 
 
 def test_heartbeats_tell_progress_from_life():
     registry = Registry(gang_of)
     assert not registry.heartbeat("rollouter/0", 9, beat(1), 0.0)
     registry.register(record(9), 0.0)
-    entry = registry.entries["rollouter/0"]
-    assert registry.heartbeat("rollouter/0", 9, beat(1, progress=3), 1.0)
-    assert registry.heartbeat("rollouter/0", 9, beat(2, progress=3), 2.0)
-    assert (entry.heard, entry.progressed) == (2.0, 1.0)
-    assert not registry.heartbeat("rollouter/0", 9, beat(2, progress=9), 3.0)
-    assert registry.heartbeat("rollouter/0", 9, beat(3, progress=4), 4.0)
-    assert (entry.heard, entry.progressed) == (4.0, 4.0)
+    entry, seen = registry.entries["rollouter/0"], []
+    for now, (number, progress) in enumerate([(1, 3), (2, 3), (2, 9), (3, 4)], 1):
+        taken = registry.heartbeat("rollouter/0", 9, beat(number, progress), float(now))
+        seen.append((taken, entry.heard, entry.progressed))
+    assert seen == [(True, 1.0, 1.0), (True, 2.0, 1.0), (False, 2.0, 1.0), (True, 4.0, 4.0)]
 
 
 STALL_S = 40.0
@@ -75,29 +61,6 @@ def beaten(*, at):
     return registry
 
 
-def test_who_is_known_to_live_and_says_nothing_is_silent():
-    registry = Registry(gang_of)
-    registry.started("rollouter/0", 7, 100.0)
-    assert registry.resolve("rollouter/0") is None
-    assert look(registry, start=100.0, until=139.0) == []
-    silent = look(registry, start=139.0, until=141.0)
-    assert [(actor.name, actor.incarnation) for actor in silent] == [("rollouter/0", 7)]
-    registry.register(record(7, facts={"port": 1}), 142.0)
-    registry.started("rollouter/0", 7, 143.0)
-    assert registry.resolve("rollouter/0").facts == {"port": 1}
-    assert registry.heartbeat("rollouter/0", 7, beat(1), 144.0)
-
-
-def test_who_has_never_said_a_word_has_the_time_to_load_its_code():
-    registry = Registry(gang_of)
-    registry.started("rollouter/0", 7, 0.0)
-    registry.register(record(7, name="rollouter/1"), 0.0)
-    for now in range(1, 30):
-        registry.listen(now, 3.0)
-    assert [actor.name for actor in registry.silent(29.9, 3.0)] == ["rollouter/1"]
-    assert [actor.name for actor in registry.silent(30.1, 3.0)] == ["rollouter/0", "rollouter/1"]
-
-
 def look(registry, *, start=0.0, until):
     """Ask as often as one has to; what the last answer says."""
     now = start
@@ -107,7 +70,7 @@ def look(registry, *, start=0.0, until):
     return registry.silent(until, STALL_S)
 
 
-def test_who_does_not_beat_any_more_is_silent():
+def test_who_does_not_beat_any_more_is_silent_and_its_successor_has_its_own_time():
     assert look(beaten(at=5.0), until=44.9) == []
     assert look(beaten(at=5.0), until=45.0) == [Condemned("rollouter/0", 9, "it did not beat for 40 s")]
     # Any word of it ends the silence.
@@ -115,24 +78,27 @@ def test_who_does_not_beat_any_more_is_silent():
     heard.heartbeat("rollouter/0", 9, beat(2), 44.0)
     moved.register(record(9, address="tcp://127.0.0.1:2"), 44.0)
     assert look(heard, until=60.0) == look(moved, until=60.0) == []
+    # Nor is one silent that has ended.
+    heard.ended("rollouter/0", 9, 60.0)
+    assert look(heard, start=60.0, until=120.0) == []
+    heard.register(record(10), 120.0)
+    assert look(heard, start=120.0, until=159.9) == []
+    assert look(heard, start=159.9, until=160.0) == [Condemned("rollouter/0", 10, "it did not beat for 40 s")]
 
 
-def test_the_shortest_silence_that_may_be_configured_is_noticed():
+def test_who_has_never_said_a_word_has_the_time_to_load_its_code():
+    """Others are noticed at the shortest silence that may be configured: three heartbeats, asked once in each."""
     registry = Registry(gang_of)
-    registry.register(record(9), 0.0)
-    # Three heartbeats long, asked once in a heartbeat.
-    found = [registry.silent(float(now), 3.0) for now in range(8)]
-    assert [actor.name for actor in found[-1]] == ["rollouter/0"]
-
-
-def test_who_has_ended_is_not_silent_and_its_successor_has_its_own_time():
-    registry = beaten(at=5.0)
-    registry.ended("rollouter/0", 9, 6.0)
-    assert look(registry, until=100.0) == []
-    registry.register(record(10), 100.0)
-    assert look(registry, start=100.0, until=139.9) == []
-    # It has never beaten at all.
-    assert look(registry, start=139.9, until=140.0) == [Condemned("rollouter/0", 10, "it did not beat for 40 s")]
+    registry.started("rollouter/0", 7, 0.0)
+    registry.register(record(7, name="rollouter/1"), 0.0)
+    found = [[actor.name for actor in registry.silent(float(now), 3.0)] for now in range(31)]
+    assert found[8] == found[29] == ["rollouter/1"]
+    assert found[30] == ["rollouter/0", "rollouter/1"]
+    assert registry.resolve("rollouter/0") is None
+    registry.register(record(7, facts={"port": 1}), 32.0)
+    registry.started("rollouter/0", 7, 33.0)
+    assert registry.resolve("rollouter/0").facts == {"port": 1}
+    assert registry.heartbeat("rollouter/0", 7, beat(1), 34.0)
 
 
 def test_silence_counts_only_while_somebody_listens():
@@ -175,7 +141,6 @@ def test_only_the_newest_incarnation_is_ever_heard(events):
 
 # --- condemned actors and gangs ---
 
-RANKS = ("learner/0", "learner/1", "learner/2")
 FROZEN = "it did not beat for 61 s"
 
 
@@ -214,7 +179,7 @@ def test_the_condemned_are_dead_to_the_others_at_once():
 
 @pytest.mark.parametrize("first", ["report", "registration"])
 def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
-    """Whether the agent's word of it comes first or its own successor."""
+    """Whether the agent's word of it comes first or its own successor; and another death begins the cycle anew."""
     registry = gang(r0=7, r1=7, r2=7)
     events = [
         lambda: registry.ended("learner/1", 7, 1.0),
@@ -227,11 +192,16 @@ def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
     assert registry.generations == {"learner": 8}
     assert registry.resolve("learner/0", unready=True) is None
     assert registry.ready() == {"rollouter/0", "learner/1"}
-    for now, name in ((2.0, "learner/0"), (2.1, "learner/2")):
-        assert registry.ended(name, 7, now)
-        registry.register(record(8, name=name), now)
-    assert killed(registry) == {}
-    assert registry.ready() == {"rollouter/0", *RANKS}
+    for name in ("learner/0", "learner/2"):
+        assert registry.ended(name, 7, 2.0)
+    registry.register(record(8, name="learner/0"), 2.0)
+    assert (killed(registry), registry.ready()) == ({}, {"rollouter/0", "learner/0", "learner/1"})
+    registry.ended("learner/1", 8, 3.0)
+    registry.ended("learner/0", 8, 3.1)
+    # One of the generation that is over comes too late.
+    with pytest.raises(Refused, match="to be killed"):
+        registry.register(record(8, name="learner/2"), 3.2)
+    assert killed(registry) == {"learner/2": 8}
 
 
 def test_only_the_death_of_a_rank_that_was_not_told_to_end_ends_its_generation():
@@ -246,37 +216,6 @@ def test_only_the_death_of_a_rank_that_was_not_told_to_end_ends_its_generation()
     assert registry.generations == {"learner": 8}
 
 
-def test_a_rank_that_dies_again_during_the_restart_begins_the_cycle_anew():
-    registry = gang(r0=7, r1=7)
-    registry.ended("learner/1", 7, 1.0)
-    registry.ended("learner/0", 7, 1.1)
-    registry.register(record(8, name="learner/0", address=""), 2.0)
-    registry.register(record(8, name="learner/1", address=""), 2.0)
-    registry.ended("learner/1", 8, 3.0)
-    assert killed(registry) == {"learner/0": 8}
-    registry.ended("learner/0", 8, 3.1)
-    # One of the generation that is over comes too late.
-    with pytest.raises(Refused, match="to be killed"):
-        registry.register(record(8, name="learner/2"), 3.2)
-    assert killed(registry) == {"learner/2": 8}
-
-
-def test_a_registry_that_is_new_keeps_old_ranks_from_new_ones():
-    """It has not seen the death, and is told of it before, between or after the ranks that come back."""
-    events = {
-        "death": lambda registry: registry.ended("learner/1", 7, 9.0),
-        "new": lambda registry: registry.register(record(8, name="learner/1"), 9.0),
-        "old": lambda registry: registry.register(record(7, name="learner/0"), 9.0),
-    }
-    for order in itertools.permutations(events):
-        registry = Registry(gang_of)
-        for event in order:
-            with contextlib.suppress(Refused):
-                events[event](registry)
-        assert killed(registry) == {"learner/0": 7}
-        assert registry.ready() == {"learner/1"}
-
-
 # --- what outlives a registry ---
 
 
@@ -284,21 +223,6 @@ def successor_of(registry):
     found = Registry(gang_of)
     found.recall(registry.newest, registry.generations)
     return found
-
-
-def test_who_was_replaced_is_refused_by_the_next_registry_too():
-    registry = Registry(gang_of)
-    for incarnation in (4, 5):
-        registry.register(record(incarnation), 0.0)
-    found = successor_of(registry)
-    found.started("rollouter/0", 4, 1.0)
-    with pytest.raises(Refused, match="incarnation 4.*theirs 5"):
-        found.register(record(4), 1.0)
-    assert not found.ended("rollouter/0", 4, 1.0)
-    assert (found.entries, found.ready()) == ({}, set())
-    # Whether the newest lives, it says itself.
-    found.register(record(5), 2.0)
-    assert found.ready() == {"rollouter/0"}
 
 
 def test_what_was_lost_with_its_host_is_dead_though_only_an_earlier_registry_heard_of_it():

@@ -78,11 +78,8 @@ def test_only_a_newer_word_counts():
     assert roster.actors == ("dataloader/0",)
     assert transport.told == [set(KEYS), {"dataloader/0"}]
     assert roster.peers == {"dataloader/0": KEYS["dataloader/0"]}
-
-
-def test_without_keys_there_are_names_alone():
+    # Without keys there are names alone.
     transport = Admitted()
     roster = Roster(NAMES, Credentials("run-1", "s3cret"), transport)
     roster.take_in(Members(number=1, serving=["rollouter/1"]))
-    assert roster.actors == (*NAMES, "rollouter/1")
-    assert (transport.told, roster.peers) == ([], {})
+    assert (roster.actors, transport.told, roster.peers) == ((*NAMES, "rollouter/1"), [], {})
