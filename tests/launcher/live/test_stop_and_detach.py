@@ -1,4 +1,4 @@
-"""Runs whose terminal is closed, whose start fails unseen, and that are ended by --stop, with a launcher and without."""
+"""Runs whose terminal is closed, whose start fails unseen, and that are ended by --stop, with a launcher or without."""
 
 import os
 import pty
