@@ -212,8 +212,8 @@ def test_a_terminal_has_one_live_line_which_makes_way_for_what_stays():
     *shown, end = both.getvalue().split(CLEAR_LINE)
     live = shown[2]
     assert describe_step(LINE, 10, "elapsed 0:00").startswith(live)
-    stays = ["something that stays", "watchdog: the run moves again"]
-    assert (shown, end) == (["", "running", live, *(f"{line}\n{live}" for line in stays)], "")
+    stays = [f"something that stays\n{live}", "watchdog: the run moves again\n", live]
+    assert (shown, end) == (["", "running", live, *stays], "")
 
 
 @pytest.mark.parametrize("by", ["a later notice", "the end of its actor", "the end of the run"])
