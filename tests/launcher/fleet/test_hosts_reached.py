@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -156,26 +157,25 @@ def test_a_host_has_the_secrets_of_its_own_actors_alone(tmp_path):
     assert theirs.secret_key.decode() not in repr(keyring)
 
 
-def send(shipper, room, *, last=False):
-    """The texts that are sent."""
-    found = shipper.look(room, last=last)
-    for event, end in found:
-        shipper.sent(event.file, end)
-    return [event.text for event, _ in found]
-
-
 def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
-    shipper, log = LogShipper(tmp_path), tmp_path / "rollouter-0.log"
-    log.write_text("one\ntw")
-    assert [event.file for event, _ in shipper.look(100)] == ["rollouter-0.log"]
-    # Somebody looked and then did not come to send it.
-    assert send(shipper, 100) == ["one\n"]
-    assert send(shipper, 100) == []
-    with log.open("a") as file:
-        file.write("o\nthree")
-    assert send(shipper, 0) == []
-    assert send(shipper, 100) == ["two\n"]
-    assert send(shipper, 100, last=True) == ["three"]
-    log.write_text("one\ntwo\nthree" + "x" * (CHUNK_BYTES + 10))
-    assert [len(text) for text in send(shipper, 10 * CHUNK_BYTES)] == [CHUNK_BYTES]
-    assert send(shipper, 100, last=True) == ["x" * 10]
+    room, sent = [100], []
+    shipper, log = LogShipper(tmp_path, lambda: room[0], sent.append), tmp_path / "rollouter-0.log"
+
+    def send(text, free=100, *, last=False):
+        """What is sent of the log when it has this text."""
+        log.write_text(text)
+        room[0] = free
+        sent.clear()
+        more = asyncio.run(shipper.send(last=last))
+        assert more == (bool(sent) or not free) and all(event.file == log.name for event in sent)
+        return [event.text for event in sent]
+
+    assert send("one\ntw") == ["one\n"] and send("one\ntw") == []
+    assert send("one\ntwo\nthree", free=0) == []
+    assert send("one\ntwo\nthree") == ["two\n"]
+    assert send("one\ntwo\nthree", last=True) == ["three"]
+    longer = "one\ntwo\nthree" + "x" * (CHUNK_BYTES + 10)
+    assert [len(text) for text in send(longer, free=10 * CHUNK_BYTES)] == [CHUNK_BYTES]
+    room[0] = 100
+    asyncio.run(shipper.send_the_rest(20.0))
+    assert sent[-1].text == "x" * 10

@@ -9,7 +9,7 @@ from launcher.launched import end_marked, marked
 from run_settings import simulated_run
 
 from asyncrl.errors import ActorFailed
-from asyncrl.launcher.node.agent import FAREWELL_S, Agent
+from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
 from asyncrl.launcher.run_folder.folders import PART
 from asyncrl.launcher.terms.spec import ARRIVED, AgentSpec
 from asyncrl.messages.actors import RunState

@@ -490,7 +490,7 @@ events = st.one_of(
     st.tuples(st.just("exited"), st.sampled_from(HEAD), st.sampled_from([0, 1, 78, -9])),
     st.tuples(st.just("state"), st.sampled_from(["starting", "running", "preempting", "draining", "done", "failed"])),
     st.tuples(st.just("aside"), st.sets(st.sampled_from(["rollouter/0", "rollouter/1"]))),
-    st.sampled_from([("stop",), ("preempt",), ("kill",), ("unreachable",), ("launcher_gone",), ("silent",), ("tick",)]),
+    st.sampled_from([("stop",), ("preempt",), ("kill",), ("launcher_gone",), ("silent",), ("tick",)]),
 )
 
 
@@ -521,8 +521,8 @@ def test_invariants(history):
             instructions = getattr(found, kind)("why", now)
         elif kind == "silent" and was_found:
             instructions = found.controller_silent(now)
-        elif kind in ("unreachable", "tick") and (kind == "tick" or found.ending):
-            instructions = getattr(found, kind)(now)
+        elif kind == "tick":
+            instructions = found.tick(now)
         for instruction in instructions:
             if isinstance(instruction, Spawn):
                 assert instruction.name not in processes and not found.ending
