@@ -57,8 +57,8 @@ def check(limit_s=120.0, **learner):
         (
             {"loss": "users_algorithm:wrong", "advantage": "users_algorithm:short"},
             [
-                "learner.loss: users_algorithm:wrong returned losses of shape (1,) for 5",
                 "learner.advantage: users_algorithm:short failed on made-up groups",
+                "learner.loss: users_algorithm:wrong returned losses of shape (1,) for 5",
             ],
         ),
     ],

@@ -81,7 +81,7 @@ def test_bytes():
 
 
 def test_a_checkpoint_is_twelve_bytes_a_parameter_and_so_many_are_kept():
-    size = ModelSize(parameters=1000, bytes=2000, adapters=500)
+    size = ModelSize(parameters=1000, bytes=2000)
     need = checkpoints_need(config(checkpoint={"keep": 2}), size)
     assert (need.least, need.wanted) == (12_000, 36_000)
     need = checkpoints_need(config(checkpoint={"keep": 2, "keep_every_steps": 25}, learner={"steps": 100}), size)
@@ -91,7 +91,8 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_so_many_are_kept():
     assert (need.least, need.wanted) == (0, 12_000)
     assert checkpoints_need(config(), None).wanted == 0
     # Adapters need room for themselves alone.
-    assert checkpoints_need(config(lora={"rank": 8}, checkpoint={"keep": 2}), size).wanted == 18_000
+    adapters = ModelSize(parameters=1000, bytes=2000, adapters=500)
+    assert checkpoints_need(config(lora={"rank": 8}, checkpoint={"keep": 2}), adapters).wanted == 18_000
 
 
 def test_the_export_is_in_the_run_folder():

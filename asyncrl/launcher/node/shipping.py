@@ -23,7 +23,7 @@ READ_S = 0.02
 
 
 class LogShipper:
-    """The shipper of the ``*.log`` files in a folder: by ``emit``, while there is ``room`` (bytes, -1 for no reader)."""
+    """The shipper of the ``*.log`` files in a folder: by ``emit``, while there is ``room`` (bytes; -1: no reader)."""
 
     def __init__(self, folder: Path, room: Callable[[], int], emit: Callable[[Event], None]) -> None:
         self._folder, self._room, self._emit = folder, room, emit
