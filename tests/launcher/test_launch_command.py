@@ -58,21 +58,6 @@ def test_help_loads_nothing_heavy():
     assert all(words in done.stdout for words in ("--learner.lr 1e-6", "--help-config", "--join RUN --hosts FILE"))
 
 
-def test_the_run_needs_every_actor_but_the_sinks():
-    code = (
-        "import sys\n"
-        "from asyncrl.cli.actor import main\n"
-        "from asyncrl.roles import ROLES\n"
-        "from asyncrl.runtime import process\n"
-        "process.run_actor = lambda *_, name, is_optional, **__: print(name) if is_optional else None\n"
-        "for role in ('dataloader', 'rollouter', 'sinks'):\n"
-        "    assert role in ROLES\n"
-        "    sys.argv = ['', f'{role}/0', '--run', 'r', '--incarnation', '1', '--attempt', '0']\n"
-        "    main()\n"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "sinks/0\n"
-
-
 def test_every_key_is_listed(capsys):
     assert launch.main(["--help-config"]) == 0
     shown = capsys.readouterr().out

@@ -19,7 +19,7 @@ from asyncrl.launcher.fleet.start import SshStart
 from asyncrl.launcher.node.shipping import CHUNK_BYTES, LogShipper
 from asyncrl.launcher.terms.spec import EndOrder, HostOffer, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
 from asyncrl.preflight.room import descriptor_limit
-from asyncrl.wire.keys import load_credentials, make_keyring, write_credentials
+from asyncrl.wire.keys import make_keyring
 
 
 def facts(client="", **held):
@@ -144,17 +144,6 @@ def test_the_entry_point_tells_what_is_there_refuses_what_is_not_ours_and_leaves
     said, code = ask(spec(tmp_path))
     assert "is there already and is not part of this run" in said[1]["reason"]
     assert not list((tmp_path / "runs" / "trial").iterdir())
-
-
-def test_a_host_has_the_secrets_of_its_own_actors_alone(tmp_path):
-    keyring = make_keyring("r1", ["rollouter/0", "rollouter/1", "agent/1"], attempts=2, curve=True)
-    write_credentials(tmp_path / "private", keyring.files_of(["rollouter/1", "agent/1"]))
-    theirs = load_credentials(tmp_path / "private", "rollouter/1", 1)
-    assert set(theirs.peers) == {"rollouter/0", "rollouter/1", "agent/1"}
-    with pytest.raises(OSError, match="rollouter-0"):
-        load_credentials(tmp_path / "private", "rollouter/0", 0)
-    assert "secret_key" not in repr(theirs)
-    assert theirs.secret_key.decode() not in repr(keyring)
 
 
 def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 
 import pytest
@@ -103,25 +102,3 @@ def test_i1_what_a_lost_host_played_is_played_elsewhere_and_nothing_is_lost(play
     assert began == {"episodes/0", "episodes/1", EXTRA}
     # Its successor plays as well.
     assert lines(run, EXTRA)[-1]["counters"]["episodes/played"] > 0
-
-
-def test_i1_what_a_host_that_stands_still_was_given_is_late_and_played_elsewhere(playing):
-    """By the deadlines of its stages, where nobody has found it frozen."""
-    run = playing(24, supervision={"silence_s": 600.0}, turn_timeout_s=2.0, timeout_s=4.0)
-    run.wait_to_show("step 3/")
-    pid = run.actor(EXTRA)
-    os.kill(pid, signal.SIGSTOP)
-
-    def late():
-        return [sample for sample in samples(run) if EXTRA in dict(failures(sample))]
-
-    wait_until(late, "what is late")
-    os.kill(pid, signal.SIGCONT)
-    assert_exact(run, 24)
-    assert EXTRA + " died" not in run.shown
-    for sample in late():
-        played = [event[2] for event in sample if event[0] == "episode"]
-        assert played[played.index(EXTRA) + 1] in ("episodes/0", "episodes/1"), sample
-        assert sample[-1][0] in ("ended", "scored"), sample
-        why = dict(failures(sample))[EXTRA]
-        assert re.match(r"(episode|generation): (host|start|turn): ", why), why

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from launcher.launched import marked, wait_until
@@ -153,6 +155,28 @@ def test_a_death_is_told_with_last_words_and_that_of_a_guard_ends_the_run(stub):
         "agent/0: its guard was killed, without which no agent goes on (preempted by the death of a guard with a "
         f"checkpoint of version 7) (log: {log})"
     )
+
+
+def test_a_replica_that_cannot_be_kept_alive_is_set_aside_until_somebody_brings_it_back(stub):
+    behaviour = {"learner/0": {"finish": 3, "finish_on": "enough"}, "rollouter/1": {"die": [0, 3, 2]}}
+    run = stub(behaviour, {"rollout": {"engine": "sim", "replicas": 2}}, max_restarts=1)
+
+    def bring_back(name):
+        argv = [sys.executable, "-m", "asyncrl.cli.launch", "--bring-back", name, str(run.run_dir)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60)
+
+    why = "exit code 3, after 1 restarts within 600 s: these are my last words"
+    run.wait_to_show(f"controller/0: rollouter/1 is set aside: {why}")
+    assert "The run goes on without it; it is tried again after 600 s" in run.shown
+    refused = bring_back("rollouter/0")
+    assert refused.returncode == 2, refused
+    assert "rollouter/0 cannot be brought back: set aside is rollouter/1" in refused.stderr
+    done = bring_back("rollouter/1")
+    assert (done.returncode, done.stdout) == (0, "rollouter/1 is started again\n"), done
+    run.actor("rollouter/1")
+    (run.run_dir / "enough").touch()
+    code, _ = run.end()
+    assert code == 0 and f"rollouter/1 was set aside ({why}" in run.shown.rpartition("run folder")[2], run.shown
 
 
 def test_i7_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(stub):
