@@ -107,7 +107,6 @@ def test_every_problem_is_reported_at_once():
 SIM = {"engine": "sim"}
 WRONG = [
     ({"rollout": SIM | {"concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
-    ({"rollout": SIM | {"concurrency": "many"}}, "rollout.concurrency: input should be"),
     ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto goes by the engine's"),
     ({"rollout": SIM | {"replicas": 2, "min_replicas": 3}}, "rollout.min_replicas: is more than"),
     ({"rollout": SIM | {"episodes": 64}}, "rollout.episodes: is for episodes"),
@@ -121,12 +120,10 @@ WRONG = [
     ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
     ({"staleness": {"late": "wait", "max_requeues": 3}}, 'staleness.max_requeues: is for staleness.late = "requeue"'),
     ({"staleness": {"late": "requeue", "max_requeues": 0}}, "staleness.max_requeues: "),
-    ({"staleness": {"max": -1}}, "staleness.max: input should be greater than or equal to 0"),
     ({"supervision": {"unreachable_s": 2.0}}, "supervision.unreachable_s: must be at least 3 * supervision.hea"),
     ({"watchdog": {"stall_s": 2.0}}, "watchdog.stall_s: must be at least 3 * supervision.heartbeat_s = 3"),
     ({"reward": {"per": "group", "on_timeout": -1.0}}, "reward.on_timeout"),
     ({"reward": {"on_timeout": float("nan")}}, "reward.on_timeout"),
-    ({"reward": {"on_timeout": -1e300}}, "reward.on_timeout"),
     ({"reward": {"truncated": "penalty", "overlong": {"margin_tokens": 9999}}}, "overlong.margin_tokens"),
     ({"data": {"source": "reasoning_gym"}}, "data.task: is required"),
     (
@@ -143,7 +140,6 @@ WRONG = [
         {"sinks": {"prometheus": True}},
         "sinks.prometheus: is a table (got True); its keys are sinks.prometheus.enabled,",
     ),
-    ({"eval": {"held": 3}}, "eval.held: is a table (got 3); its keys are eval.held.data,"),
     # Of a table that is left out by default.
     (
         {"learner": {"correction": {"reject": {"limt": 1.0}}}},

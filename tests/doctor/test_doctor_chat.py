@@ -32,12 +32,8 @@ def test_a_configuration_says_what_to_look_at_and_json_is_what_a_run_keeps(model
     file.write_text(f'[model]\npath = "{model}"\n[data]\nsource = "synthetic"\n[chat]\nhistory = "template"\n')
     assert doctor.main([str(file), "--chat", "--json", "--chat.date", "2026-11-23"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["history"], report["date"], report["end"], report["seam"]) == (
-        "template",
-        "2026-11-23",
-        "</s>",
-        "\n",
-    )
+    found = [report[key] for key in ("history", "date", "end", "seam")]
+    assert found == ["template", "2026-11-23", "</s>", "\n"]
     assert {case["verdict"] for case in report["cases"]} == {"extend"}
 
 

@@ -267,19 +267,16 @@ def data(tmp_path, lines, **settings):
     ("lines", "settings", "result", "said"),
     [
         (["\ufeff" + HELLO], {}, "ok", "1 row can be read; the longest prompt has 5 tokens"),
-        ([HELLO] * 56 + ["{"], {}, "fail", "data.jsonl:57: is not valid JSON"),
         ([HELLO] * 56 + ["{", HELLO, "[]"], {}, "fail", "1 more bad rows"),
         ([HELLO] * 56 + ["{"], SKIP, "warn", "): 1; the first: {folder}/data.jsonl:57: is not valid"),
         (["{"], SKIP, "fail", "holds no usable row ({folder}/data.jsonl:1: is not valid JSON"),
         ([HELLO] * 56 + ['{"prompt": " "}'], {}, "fail", "data.jsonl:57: prompt is empty"),
-        (['{"prompt": 7}'], {}, "fail", "data.jsonl:1: prompt must be text or a list"),
         (['{"question": "hello"}'], {}, "fail", "has no column 'prompt'"),
         ([HELLO, '{"prompt": "a long one"}'], {"max_prompt_tokens": 5}, "warn", "1 of 2 prompts have more than"),
         ([HELLO], {"max_prompt_tokens": 3}, "fail", "every prompt is over data.max_prompt_tokens = 3"),
         (['{"prompt": [{"role": "user", "content": "x"}]}'], {}, "fail", 'need template = "chat"'),
         ([""], {}, "fail", "holds no row"),
         ([""], {"path": "/nowhere/x.jsonl"}, "fail", "no such file"),
-        ([""], {"source": "hf", "path": "/nowhere"}, "fail", "no such folder"),
     ],
 )
 def test_all_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, result, said):

@@ -30,40 +30,41 @@ def spoil_tokenizer(folder, change):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def without_tokenizer(size):
-    def spoil(folder):
-        (folder / "tokenizer.json").unlink()
-        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+def spoilt(**changes):
+    """The vocabulary with these ids, None for a token that is not there."""
 
-    return spoil
-
-
-def with_rows(size):
-    return lambda folder: (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
-
-
-def added(id, content):
-    def change(_, tokenizer):
-        flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
-        tokenizer["added_tokens"] = [{"id": id, "content": content, **flags}]
+    def change(vocab, _):
+        ids = vocab | changes
+        vocab.clear()
+        vocab.update({token: id for token, id in ids.items() if id is not None})
 
     return lambda folder: spoil_tokenizer(folder, change)
 
 
+def added(_, tokenizer):
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+    tokenizer["added_tokens"] = [{"id": 0, "content": "b", **flags}]
+
+
+def sized(size, *, tokenizer=True):
+    def spoil(folder):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+        if not tokenizer:
+            (folder / "tokenizer.json").unlink()
+
+    return spoil
+
+
 SPOILT = [
-    (lambda f: None, ""),
-    (lambda f: spoil_tokenizer(f, lambda v, _: v.update({"b": 3})), ""),
-    (with_rows(8), ""),
-    (with_rows(2), "has 2 tokens in its vocab_size, and ids of the policy go up to 2"),
-    (
-        lambda f: spoil_tokenizer(f, lambda v, _: v.update({"a": 1, "</s>": 0})),
-        "has another tokenizer than model.path: id 0 is 'a' here and '</s>' there",
-    ),
-    (lambda f: spoil_tokenizer(f, lambda v, _: v.pop("</s>")), "id 1 is '</s>' here and none there"),
-    (added(0, "b"), "id 0 is 'a' here and 'b' there"),
-    (lambda f: (f / "config.json").unlink(), "holds no config.json"),
-    (without_tokenizer(3), ""),
-    (without_tokenizer(4), "holds no tokenizer, and 4 tokens in its vocab_size"),
+    (spoilt(b=3), ""),
+    (sized(8), ""),
+    (sized(2), "has 2 tokens in its vocab_size, and ids of the policy go up to 2"),
+    (spoilt(**{"a": 1, "</s>": 0}), "has another tokenizer than model.path: id 0 is 'a' here and '</s>' there"),
+    (spoilt(**{"</s>": None}), "id 1 is '</s>' here and none there"),
+    (lambda folder: spoil_tokenizer(folder, added), "id 0 is 'a' here and 'b' there"),
+    (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    (sized(3, tokenizer=False), ""),
+    (sized(4, tokenizer=False), "holds no tokenizer, and 4 tokens in its vocab_size"),
 ]
 
 
@@ -118,12 +119,7 @@ def served_finding(policy, *script, **settings):
     [
         (scored, {"decode": lambda ids: "other words"}, "fail", "has another tokenizer than model.path"),
         (scored, {}, "warn", "but does not tell its tokens"),
-        (
-            scored,
-            {"longest": 1124},
-            "fail",
-            "takes sequences of up to 1124 tokens, and the longest of the run needs 1125",
-        ),
+        (scored, {"longest": 1124}, "fail", "takes sequences of up to 1124 tokens, and the longest of the run needs"),
         (500, {}, "fail", "/completions answers with status 500"),
         (scored, {"models": ("x", "y")}, "fail", "serves several models (x, y)"),
         (scored, {"teacher_server": {"model": "z"}}, "fail", "serves no model 'z'; it serves teacher"),

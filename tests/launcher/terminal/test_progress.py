@@ -238,20 +238,6 @@ def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
     assert err.getvalue().splitlines()[0] == "learner/0: the disk is full. Free some"
 
 
-def test_a_reader_that_is_gone_ends_nothing(tmp_path):
-    class Gone(io.FileIO):
-        def write(self, _text):
-            raise BrokenPipeError
-
-        def isatty(self):
-            return False
-
-    path = tmp_path / "out"
-    path.touch()
-    with Gone(path, "w") as out:
-        Progress(out, steps=1).say("hello")
-
-
 # --- notices ---
 
 
