@@ -358,6 +358,7 @@ def test_the_summary_tells_what_was_not_trained_where_that_stands_and_who_was_st
     progress = Progress(io.StringIO(), steps=4)
     for name in ("rollouter/1", "learner/0", "rollouter/1"):
         progress.show(RestartEvent(name=name, reason="killed by SIGKILL"))
+    assert progress.step == 0
     figures = dict(zip(names, (28.0, 13.0, 40.0, 0.0), strict=True))
     rows = list(summary([], figures=figures, restarts=progress.restarts).values())
     told = "groups filtered 28, groups quarantined 13, failed attempts 40"

@@ -143,28 +143,15 @@ def test_i7_an_agent_that_is_killed_takes_everything_along_in_the_middle_of_a_st
     assert code == 1 and shown[-1].startswith("agent/0: killed by SIGKILL (log: ")
 
 
-def test_a_death_is_told_with_last_words_and_that_of_a_guard_ends_the_run(stub):
-    run = stub({"learner/0": {"preempted": 7}, "rollouter/0": {"children": True, "die": [0, 3, 1]}})
-    run.wait_to_show("rollouter/0 died (exit code 3: these are my last words) and is started again")
-    run.wait_to_show("rollouter/0 is ready again")
-    os.kill(run.node("guard"), signal.SIGKILL)
-    code, shown = run.end()
-    assert code == 1 and "draining: ending the actors in order" in shown
-    log = run.run_dir / "logs" / "attempt_1" / "agent-0.log"
-    assert shown[-1] == (
-        "agent/0: its guard was killed, without which no agent goes on (preempted by the death of a guard with a "
-        f"checkpoint of version 7) (log: {log})"
-    )
-
-
-def test_a_replica_that_cannot_be_kept_alive_is_set_aside_until_somebody_brings_it_back(stub):
-    behaviour = {"learner/0": {"finish": 3, "finish_on": "enough"}, "rollouter/1": {"die": [0, 3, 2]}}
+def test_a_replica_that_keeps_dying_is_set_aside_until_somebody_brings_it_back_and_a_guard_ends_the_run(stub):
+    behaviour = {"learner/0": {"preempted": 7}, "rollouter/1": {"children": True, "die": [0, 3, 2]}}
     run = stub(behaviour, {"rollout": {"engine": "sim", "replicas": 2}}, max_restarts=1)
 
     def bring_back(name):
         argv = [sys.executable, "-m", "asyncrl.cli.launch", "--bring-back", name, str(run.run_dir)]
         return subprocess.run(argv, capture_output=True, text=True, timeout=60)
 
+    run.wait_to_show("rollouter/1 died (exit code 3: these are my last words) and is started again")
     why = "exit code 3, after 1 restarts within 600 s: these are my last words"
     run.wait_to_show(f"controller/0: rollouter/1 is set aside: {why}")
     assert "The run goes on without it; it is tried again after 600 s" in run.shown
@@ -174,9 +161,16 @@ def test_a_replica_that_cannot_be_kept_alive_is_set_aside_until_somebody_brings_
     done = bring_back("rollouter/1")
     assert (done.returncode, done.stdout) == (0, "rollouter/1 is started again\n"), done
     run.actor("rollouter/1")
-    (run.run_dir / "enough").touch()
-    code, _ = run.end()
-    assert code == 0 and f"rollouter/1 was set aside ({why}" in run.shown.rpartition("run folder")[2], run.shown
+    run.wait_to_show("running")
+    os.kill(run.node("guard"), signal.SIGKILL)
+    code, shown = run.end()
+    assert code == 1 and "draining: ending the actors in order" in shown
+    log = run.run_dir / "logs" / "attempt_1" / "agent-0.log"
+    assert shown[-1] == (
+        "agent/0: its guard was killed, without which no agent goes on (preempted by the death of a guard with a "
+        f"checkpoint of version 7) (log: {log})"
+    )
+    assert f"rollouter/1 was set aside ({why}" in run.shown.rpartition("run folder")[2], run.shown
 
 
 def test_i7_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(stub):
