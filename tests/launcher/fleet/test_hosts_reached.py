@@ -26,37 +26,30 @@ def facts(client="", **held):
     return HostOffer(version="1", hostname="x", cpus=2, gpus=[], interfaces={"lo": "127.0.0.1"} | held, client=client)
 
 
-def routes(*named, **via):
-    return Routes(named=list(named), via={key.replace("_", "."): source for key, source in via.items()})
-
-
 HEAD = facts(eth0="10.0.0.1", ib0="10.1.0.1", docker0="172.17.0.1")
+BOTH = {"10.0.0.1": "10.0.0.2", "10.1.0.1": "10.1.0.2"}
+ETH = {"10.0.0.1": "10.0.0.2"}
 
 
 @pytest.mark.parametrize(
-    ("others", "ways", "chosen"),
+    ("others", "chosen"),
     [
         # From where the launcher came.
-        ({"b": facts("10.1.0.1")}, {"b": routes(**{"10_0_0_1": "10.0.0.2", "10_1_0_1": "10.1.0.2"})}, "10.1.0.1"),
+        ({"b": ("10.1.0.1", [], BOTH)}, "10.1.0.1"),
         # What the head's name stands for there, if the launcher is elsewhere or behind a jump host.
-        ({"b": facts("10.9.9.9")}, {"b": routes("10.0.0.1", **{"10_0_0_1": "10.0.0.2"})}, "10.0.0.1"),
+        ({"b": ("10.9.9.9", ["10.0.0.1"], ETH)}, "10.0.0.1"),
         # The one that all reach.
-        (
-            {"b": facts("10.1.0.1"), "c": facts("10.0.0.1")},
-            {
-                "b": routes(**{"10_0_0_1": "10.0.0.2", "10_1_0_1": "10.1.0.2"}),
-                "c": routes(**{"10_0_0_1": "10.0.0.3"}),
-            },
-            "10.0.0.1",
-        ),
+        ({"b": ("10.1.0.1", [], BOTH), "c": ("10.0.0.1", [], {"10.0.0.1": "10.0.0.3"})}, "10.0.0.1"),
         # Not a host's own.
-        ({"b": facts("10.0.0.1")}, {"b": routes("172.17.0.1", **{"172_17_0_1": "172.17.0.1"})}, None),
+        ({"b": ("10.0.0.1", ["172.17.0.1"], {"172.17.0.1": "172.17.0.1"})}, None),
         # Not the name's loopback.
-        ({"b": facts()}, {"b": routes("127.0.1.1", **{"10_0_0_1": "10.0.0.2"})}, None),
+        ({"b": ("", ["127.0.1.1"], ETH)}, None),
     ],
 )
-def test_the_head_is_reached_at_an_address_that_all_have_a_way_to(others, ways, chosen):
-    hosts = {"a": HEAD} | others
+def test_the_head_is_reached_at_an_address_that_all_have_a_way_to(others, chosen):
+    """``others``: where the launcher came from, what the head's name stands for, and the ways to its addresses."""
+    hosts = {"a": HEAD} | {name: facts(client) for name, (client, *_) in others.items()}
+    ways = {name: Routes(named=named, via=via) for name, (_, named, via) in others.items()}
     if chosen is None:
         with pytest.raises(UsageError, match="network.interface"):
             by_route("a", hosts, ways)
