@@ -41,14 +41,6 @@ def test_the_quickstart_shows_that_it_learns():
     assert all(e.at_start and e.at_end for e in config.eval.values())
 
 
-@pytest.mark.parametrize("name", ["quickstart.toml", "qwen2.5-1.5b-gsm8k.toml"])
-@pytest.mark.parametrize("publish", ["auto", "merged"])
-def test_a_recipe_takes_adapters_by_flags(name, publish):
-    paths = user_paths(tomllib.loads((CONFIGS / name).read_text()))
-    config = load_config([CONFIGS / name], paths | {"lora.rank": "8", "lora.publish": publish, "learner.lr": "1e-3"})
-    assert (config.lora.rank, config.publishes_adapter) == (8, publish == "auto")
-
-
 def test_the_rehearsed_agent_takes_its_options():
     episode = load_config([CONFIGS / "sim-agents-64.toml"]).episode
     resolve(episode.kind, [episode.function], episode.options, lambda *_: None)

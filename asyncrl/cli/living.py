@@ -30,35 +30,30 @@ def is_meant(given: argparse.Namespace) -> bool:
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Ends the program on wrong usage."""
-    flags = ("--stop", "--join", "--leave", "--bring-back")
-    chosen = (given.stop, given.join, given.leave, given.bring_back)
-    which = next((flag for flag, value in zip(flags, chosen, strict=True) if value is not None), "--leave")
+    chosen = {"--bring-back": given.bring_back, "--stop": given.stop, "--join": given.join, "--leave": given.leave}
+    named = [flag for flag, value in chosen.items() if value is not None]
+    which = named[0] if named else "--leave"
     if given.resume or given.slurm or given.inside_slurm or given.detach:
         parser.error(f"{which} speaks to a run that lives; --resume, --detach, --slurm and --inside-slurm start one")
     if overrides:
         parser.error(f"{which}: the configuration is that of the run, so --{next(iter(overrides))} has no place here")
-    if given.bring_back is not None:
-        alone = len(given.configs) == 1 and not given.dry_run and not _has_choice(given)
-        beside = (given.stop, given.join, given.leave, given.within, given.hosts)
-        if not alone or any(value is not None for value in beside):
-            parser.error("--bring-back NAME RUN: name one run folder after the replica, and nothing else")
-    elif given.stop is not None:
-        others = (given.join, given.leave, given.within, given.hosts)
-        if given.configs or given.dry_run or _has_choice(given) or any(value is not None for value in others):
-            parser.error("--stop RUN: name one run folder, and nothing else")
-    elif given.join is not None:
-        if given.leave is not None or given.within is not None or given.configs:
+    if not named:
+        parser.error("--within SECONDS belongs to --leave HOST")
+    has_choice = bool(given.hosts or given.include or given.exclude or given.ssh_args)
+    alone = len(named) == 1 and (given.within is None or which == "--leave")
+    if which == "--join":
+        if not alone or given.configs:
             parser.error("--join RUN --hosts FILE: only --include, --exclude, --ssh-args and --dry-run go with it")
         if given.hosts is None:
             parser.error("--join RUN: name the hosts by --hosts FILE")
-    elif given.leave is None:
-        parser.error("--within SECONDS belongs to --leave HOST")
-    elif len(given.configs) != 1 or given.hosts is not None or given.dry_run or _has_choice(given):
-        parser.error("--leave HOST RUN: name one run folder after the host; only --within SECONDS goes with it")
-
-
-def _has_choice(given: argparse.Namespace) -> bool:
-    return bool(given.include or given.exclude or given.ssh_args)
+    elif not alone or given.dry_run or has_choice or len(given.configs) != (which != "--stop"):
+        parser.error(
+            {
+                "--stop": "--stop RUN: name one run folder, and nothing else",
+                "--leave": "--leave HOST RUN: name one run folder after the host; only --within SECONDS goes with it",
+                "--bring-back": "--bring-back NAME RUN: name one run folder after the replica, and nothing else",
+            }[which]
+        )
 
 
 def run(given: argparse.Namespace) -> int:
@@ -71,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
 
         return stop_run(find_living(named(given.stop)))
     if given.bring_back is not None:
-        from asyncrl.launcher.live.bring_back import bring_back
+        from asyncrl.launcher.live.leave import bring_back
 
         return bring_back(find_living(named(given.configs[0])), given.bring_back)
     if given.join is None:

@@ -46,7 +46,6 @@ from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
 from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.run_folder.begun import leave_name
-from asyncrl.launcher.run_folder.date import with_date
 from asyncrl.launcher.run_folder.folders import (
     RUN_ID,
     RunFolder,
@@ -54,6 +53,7 @@ from asyncrl.launcher.run_folder.folders import (
     make_run_keyring,
     private_folder,
     remove_abandoned,
+    with_date,
 )
 from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
 from asyncrl.launcher.terminal.detach import Detached

@@ -32,23 +32,16 @@ def test_a_configuration_says_what_to_look_at_and_json_is_what_a_run_keeps(model
     file.write_text(f'[model]\npath = "{model}"\n[data]\nsource = "synthetic"\n[chat]\nhistory = "template"\n')
     assert doctor.main([str(file), "--chat", "--json", "--chat.date", "2026-11-23"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["history"], report["date"], report["end"], report["seam"]) == (
-        "template",
-        "2026-11-23",
-        "</s>",
-        "\n",
-    )
+    found = [report[key] for key in ("history", "date", "end", "seam")]
+    assert found == ["template", "2026-11-23", "</s>", "\n"]
     assert {case["verdict"] for case in report["cases"]} == {"extend"}
 
 
-def test_a_template_that_refuses_all_is_a_failure(model, capsys):
-    write_chat_template(model, "{{ raise_exception('not today') }}")
-    assert doctor.main(["--chat", "--model.path", str(model)]) == 1
-    assert "refused  user" in (shown := capsys.readouterr().out) and "not today" in shown
-
-
-def test_a_model_without_a_template_is_a_wrong_configuration(model, capsys):
+def test_a_template_that_refuses_all_is_a_failure_and_none_a_wrong_configuration(model, capsys):
     assert doctor.main(["--chat", "--model.path", str(model)]) == 78
     told = capsys.readouterr().err
     assert "has no chat template, and episodes are chats; take a model that has one" in told
     assert "the configuration is wrong: correct what is listed above" in told
+    write_chat_template(model, "{{ raise_exception('not today') }}")
+    assert doctor.main(["--chat", "--model.path", str(model)]) == 1
+    assert "refused  user" in (shown := capsys.readouterr().out) and "not today" in shown

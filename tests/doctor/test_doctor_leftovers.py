@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import psutil
 import pytest
+from launcher.launched import wait_until
 
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.doctor import leftovers
@@ -136,12 +136,7 @@ def test_what_may_be_in_use_is_only_named(tmp_path, nobody):
 
 @pytest.mark.parametrize(
     ("options", "tell"),
-    [
-        ("rw,vers=4.2,local_lock=none", True),
-        ("rw,vers=3,local_lock=flock", False),
-        ("rw,vers=3,local_lock=all", False),
-        ("rw,localflock", False),
-    ],
+    [("rw,vers=4.2,local_lock=none", True), ("rw,vers=3,local_lock=all", False), ("rw,localflock", False)],
 )
 def test_locks_that_other_hosts_do_not_see_prove_nothing(tmp_path, nobody, monkeypatch, options, tell):
     mounts = f"20 1 8:1 / / rw,relatime - ext4 /dev/sda rw\n21 20 0:40 / {tmp_path} rw - nfs4 server:/x {options}\n"
@@ -164,41 +159,35 @@ def test_scratch_of_engines_goes_with_their_process(tmp_path, nobody):
     assert mine.exists() and not dead.exists()
 
 
-def family(*rows):
-    return {pid: Process(pid, parent, 0.0, title, name) for pid, parent, title, name in rows}
-
-
 ACTOR, WORKER, ENGINE = "asyncrl rollouter/0 trial", "asyncrl reward worker", "VLLM::EngineCore"
-INIT = (1, 0, "/sbin/init", "systemd")
+GUARD, AGENT = "python -m asyncrl.launcher.node.guard p 3", "python -m asyncrl.launcher.node.agent 4 3"
+KEEPER = "/bin/python -u -m asyncrl.runtime.workers.keeper 7"
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([INIT, (9, 1, ACTOR, "asyncrl")], [(9, True)]),
-        ([INIT, (9, 1, ACTOR, "asyncrl"), (10, 9, WORKER, "asyncrl")], [(9, True), (10, True)]),
-        ([INIT, (9, 1, "asyncrl episodes worker", "asyncrl")], [(9, True)]),
-        ([INIT, (9, 1, "/bin/python -u -m asyncrl.runtime.workers.keeper 7", "python")], [(9, True)]),
-        ([INIT, (9, 1, ENGINE, "VLLM")], [(9, False)]),
-        ([INIT, (5, 1, "systemd --user", "systemd"), (9, 5, ACTOR, "asyncrl")], [(9, True)]),
-        ([INIT, (5, 1, "python -m asyncrl.launcher.node.guard p 3", "python"), (9, 5, ACTOR, "asyncrl")], []),
-        (
-            [
-                INIT,
-                (5, 1, "python -m asyncrl.launcher.node.agent 4 3", "python"),
-                (9, 5, ACTOR, ""),
-                (10, 9, WORKER, ""),
-            ],
-            [],
-        ),
-        ([INIT, (5, 1, "python -m pytest", "python"), (9, 5, WORKER, "asyncrl")], []),
-        ([INIT, (9, 1, "asyncrl is what I read about", "less")], []),
+        ([(9, 1, ACTOR), (10, 9, WORKER)], [(9, True), (10, True)]),
+        ([(9, 1, "asyncrl episodes worker")], [(9, True)]),
+        ([(9, 1, KEEPER)], [(9, True)]),
+        ([(9, 1, ENGINE)], [(9, False)]),
+        ([(5, 1, "systemd --user"), (9, 5, ACTOR)], [(9, True)]),
+        ([(5, 1, GUARD), (9, 5, ACTOR)], []),
+        ([(5, 1, AGENT), (9, 5, ACTOR), (10, 9, WORKER)], []),
+        ([(5, 1, "python -m pytest"), (9, 5, WORKER)], []),
+        ([(9, 1, "asyncrl is what I read about")], []),
         # Its parent is in another container.
-        ([(9, 0, ACTOR, "asyncrl")], []),
+        ([(9, 0, ACTOR)], []),
     ],
 )
 def test_orphans_are_those_with_no_guard_and_nobody_above(rows, expected):
-    assert [(process.pid, certain) for process, certain in orphans(family(*rows))] == expected
+    names = {"systemd --user": "systemd", "asyncrl is what I read about": "less"}
+    there = [(1, 0, "/sbin/init"), *rows] if rows[0][1] else rows
+    family = {
+        pid: Process(pid, parent, 0.0, title, "systemd" if pid == 1 else names.get(title, "asyncrl"))
+        for pid, parent, title in there
+    }
+    assert [(process.pid, certain) for process, certain in orphans(family)] == expected
 
 
 def test_i7_an_orphan_is_killed_and_nothing_else():
@@ -216,10 +205,7 @@ def test_i7_an_orphan_is_killed_and_nothing_else():
         assert not leftovers._kill(other)
         assert process.is_running()
         assert remove(mine[0])
-        until = time.monotonic() + 30
-        while pid_lives(pid):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: not pid_lives(pid), "its end")
     finally:
         starter.stdout.close()
         if psutil.pid_exists(pid) and pid in read_processes():

@@ -3,10 +3,10 @@
 BEHAVIOUR_JSON maps an actor's name to what it does beside living on the real runtime until it is drained:
 
     {"die": [SECONDS, EXIT_CODE, TIMES]}   ends unasked; a negative code is a signal
-    {"raise": "text"}                      fails in setup with a DataError
     {"finish": STEPS}                      writes STEPS lines of metrics, then says that the run is finished
     {"finish_on": NAME}                    waits for this file in the run folder before it says so
     {"preempted": VERSION}                 when the run makes way, says that this checkpoint is complete and all is done
+    {"preempted_on": NAME}                 waits for this file in the run folder before it says so
     {"deaf": true}                         does not end when drained
     {"children": true}                     leaves processes behind: in its group, in another, and daemonised
     {"storm": true}                        once it runs, forks and forks
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.actor import LEFT_TO_OTHERS
-from asyncrl.errors import DataError
 from asyncrl.messages.actors import CheckpointWritten, RunFinished
 from asyncrl.messages.monitor import MetricsLine
 from asyncrl.runtime.actor import CONTROLLER, Actor
@@ -34,7 +33,7 @@ DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork()
 
 STORM = """
 import os, time
-for i in range(200):
+for i in range(60):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -53,8 +52,6 @@ class Stub(Actor):
     async def setup(self) -> None:
         if "slow" in self.does:
             await asyncio.sleep(self.does["slow"])
-        if "raise" in self.does:
-            raise DataError(self.does["raise"], path="prompts.jsonl", line=3)
         if self.does.get("children"):
             await asyncio.to_thread(leave_children, str(self.context.run_dir))
 
@@ -70,8 +67,7 @@ class Stub(Actor):
                     file.write(json.dumps(line) + "\n")
                 self.peer(CONTROLLER).cast(MetricsLine(line=line))
                 await asyncio.sleep(0.01)
-            while "finish_on" in self.does and not (self.context.run_dir / self.does["finish_on"]).exists():
-                await asyncio.sleep(0.05)
+            await self._awaited("finish_on")
             await self.peer(CONTROLLER).call(RunFinished())
         await self.drained()
         if self.does.get("deaf"):
@@ -81,7 +77,12 @@ class Stub(Actor):
         if "preempted" in self.does:
             self.tasks.create_task(self._leave_checkpoint(self.does["preempted"]))
 
+    async def _awaited(self, key: str) -> None:
+        while key in self.does and not (self.context.run_dir / self.does[key]).exists():
+            await asyncio.sleep(0.05)
+
     async def _leave_checkpoint(self, version: int) -> None:
+        await self._awaited("preempted_on")
         await self.peer(CONTROLLER).call(CheckpointWritten(version=version, step=version, path="somewhere"))
         await self.peer(CONTROLLER).call(RunFinished(preempted=True))
 

@@ -1,4 +1,4 @@
-"""asyncrl-launch as a command: help, wrong usage, wrong configuration, dry run."""
+"""asyncrl-launch as a command: help, wrong usage, wrong configuration, dry run, resume."""
 
 import json
 import signal
@@ -44,39 +44,18 @@ def config(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("flag", "told"),
-    [
-        ("--help", ["--learner.lr 1e-6", "--help-config", "--join RUN --hosts FILE", "--leave HOST RUN"]),
-        ("--version", ["0."]),
-    ],
-)
-def test_what_only_tells_loads_nothing_heavy(flag, told):
+def test_help_loads_nothing_heavy():
     code = (
         "import sys, asyncrl.cli.actor\n"
         "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'zmq', 'pydantic'}\n"
         "assert not heavy & set(sys.modules), 'an actor handles signals before it imports'\n"
         "from asyncrl.cli.launch import main\n"
-        f"try: main(['{flag}'])\nexcept SystemExit as end: assert not end.code\n"
+        "try: main(['--help'])\nexcept SystemExit as end: assert not end.code\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(words in done.stdout for words in told)
-
-
-def test_the_run_needs_every_actor_but_the_sinks():
-    code = (
-        "import sys\n"
-        "from asyncrl.cli.actor import main\n"
-        "from asyncrl.roles import ROLES\n"
-        "from asyncrl.runtime import process\n"
-        "process.run_actor = lambda *_, name, is_optional, **__: print(name) if is_optional else None\n"
-        "for role in ROLES:\n"
-        "    sys.argv = ['', f'{role}/0', '--run', 'r', '--incarnation', '1', '--attempt', '0']\n"
-        "    main()\n"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "sinks/0\n"
+    assert all(words in done.stdout for words in ("--learner.lr 1e-6", "--help-config", "--join RUN --hosts FILE"))
 
 
 def test_every_key_is_listed(capsys):
@@ -96,39 +75,28 @@ STOP = ["--stop", "runs/x"]
     ("argv", "said"),
     [
         ([], "no CONFIG file"),
-        (["c.toml", "--nonsense"], "--nonsense"),
         (["c.toml", "--resume"], "--resume: expected one argument"),
         (["c.toml", "--include", "a,b"], "--include, --exclude and --ssh-args belong to --hosts FILE"),
         (["c.toml", "--detach", "--dry-run"], "--detach starts a run from here"),
-        (["c.toml", "--detach", "--slurm", "--nodes", "2"], "--detach starts a run from here"),
         (["c.toml", "--detach", "--inside-slurm"], "--detach starts a run from here"),
         (["c.toml", "--learner.lr", "--dry-run"], "--learner.lr: a value is missing"),
         (["c.toml", "--learner.=3"], "not a key"),
         (["c.toml", "--slurm"], "--nodes"),
         (["c.toml", "--nodes", "2"], "--slurm"),
-        (["c.toml", "--sbatch-args", "-p gpu"], "--slurm"),
         (["c.toml", "--container", "x"], "--slurm"),
         (["c.toml", "--slurm", "--nodes", "2", "--inside-slurm"], "--inside-slurm"),
         (["c.toml", "--inside-slurm", "--hosts", "hosts"], "--inside-slurm"),
         (["--join", "runs/x"], "--join RUN: name the hosts by --hosts FILE"),
         ([*JOIN, "c.toml"], "--join RUN --hosts FILE: only"),
-        ([*JOIN, "--leave", "a"], "--join RUN --hosts FILE: only"),
         ([*JOIN, "--learner.lr", "1"], "so --learner.lr has no place here"),
         ([*JOIN, "--resume", "auto"], "--join speaks to a run that lives"),
         (["--leave", "a"], "--leave HOST RUN: name one run folder after the host"),
-        ([*LEAVE, "--hosts", "f"], "--leave HOST RUN: name one run folder"),
         ([*LEAVE, "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
-        ([*LEAVE, "--slurm"], "--leave speaks to a run that lives"),
         ([*LEAVE, "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),
         ([*LEAVE, "--within", "nan"], "--within: nan: must be 0 to 86400 seconds"),
         (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
         (["--bring-back", "rollouter/1"], "--bring-back NAME RUN: name one run folder after the replica"),
-        (["--bring-back", "rollouter/1", "x", "--leave", "a"], "--bring-back NAME RUN: name one run folder"),
-        (["--bring-back", "rollouter/1", "x", "--detach"], "--bring-back speaks to a run that lives"),
         ([*STOP, "--leave", "a"], "--stop RUN: name one run folder, and nothing else"),
-        ([*STOP, "--dry-run"], "--stop RUN: name one run folder, and nothing else"),
-        ([*STOP, "--learner.lr", "1"], "so --learner.lr has no place here"),
-        ([*STOP, "--resume", "auto"], "--stop speaks to a run that lives"),
     ],
 )
 def test_wrong_usage(argv, said, capsys):
@@ -138,27 +106,17 @@ def test_wrong_usage(argv, said, capsys):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_every_problem_is_listed_and_the_last_line_says_what_to_do(config, capsys):
-    argv = [config, "--learner.lrr", "1", "--rollout.replicas=-1", "--model.path", "/nowhere"]
-    assert launch.main(argv) == 78
+def test_every_problem_is_listed_what_is_cheap_first_and_the_last_line_says_what_to_do(config, tmp_path, capsys):
+    assert launch.main([config, "--learner.lrr", "1", "--rollout.replicas=-1", "--model.path", "/nowhere"]) == 78
     *problems, last = capsys.readouterr().err.splitlines()
     assert any("learner.lrr: unknown key; did you mean lr?" in line for line in problems)
     assert any("rollout.replicas" in line for line in problems)
-    assert last.startswith("asyncrl-launch: 2 problems in the configuration")
-    assert "--help-config" in last
-
-
-def test_what_is_cheap_and_certain_is_checked_first(config, tmp_path, capsys):
+    assert last.startswith("asyncrl-launch: 2 problems in the configuration") and "--help-config" in last
     argv = [config, "--model.path", "/nowhere", "--learner.backend", "fsdp2", "--rollout.engine", "vllm"]
     assert launch.main([*argv, "--rollout.gpus_per_replica", "1000"]) == 78
     shown = capsys.readouterr().err
-    assert "model.path: /nowhere is not a folder" in shown
-    assert "GPUs: " in shown
-    assert "2 problems in the configuration" in shown
-    assert launch.main(argv) == 78
-    shown = capsys.readouterr().err
-    assert "model.path: /nowhere is not a folder" in shown and "--help-config" not in shown
-    assert not (tmp_path / "runs").exists()
+    assert "model.path: /nowhere is not a folder" in shown and "GPUs: " in shown
+    assert "2 problems in the configuration" in shown and not (tmp_path / "runs").exists()
 
 
 def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys):
@@ -166,33 +124,23 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
     assert launch.main([*argv, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert (tree["learner"]["lr"], tree["rollout"]["gpus_per_replica"]) == (0.001, 0)
+    (tmp_path / "runs" / "run").mkdir(parents=True)
     assert launch.main(argv) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1] == f"run folder: {tmp_path}/runs/run"
+    assert shown.splitlines()[-1] == f"run folder: {tmp_path}/runs/run-2"
+    assert f"{tmp_path}/runs/run has" not in shown and f"{tmp_path}/runs/run-2 has" in shown
     assert '"lr"' not in shown and "rollouter/1" in shown
     assert "8 = learner.groups_per_step 4 x learner.steps_per_version 2" in shown
     assert "16 = (staleness.max 1 + 1) x G" in shown
     assert "16 = rollout.concurrency 8 x rollout.replicas 2" in shown
     checks = [row.split()[:2] for row in shown[shown.index("checks:") :].splitlines()[1:]]
     assert ["ok", "reward"] in checks and ["ok", "data"] in checks and ["ok", "ports"] in checks
-    assert not (tmp_path / "runs").exists()
-    (tmp_path / "runs" / "run").mkdir(parents=True)
-    assert launch.main(argv) == 0
-    shown = capsys.readouterr().out
-    assert shown.splitlines()[-1] == f"run folder: {tmp_path}/runs/run-2"
-    assert f"{tmp_path}/runs/run has" not in shown and f"{tmp_path}/runs/run-2 has" in shown
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
-
-
-REWARD = """
-def reward(*, completion, row):
-    return row["anwser"]
-"""
 
 
 def test_a_broken_reward_never_reaches_a_run(config, tmp_path, monkeypatch, capsys):
     """Not even the launcher: what the function does happens in a process of its own."""
-    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "mine.py").write_text('\ndef reward(*, completion, row):\n    return row["anwser"]\n')
     monkeypatch.chdir(tmp_path)
     assert launch.main([config, "--reward.function", "mine:reward"]) == 78
     assert f"raised KeyError: 'anwser' ({tmp_path}/mine.py:3), on synthetic:1" in capsys.readouterr().err
@@ -214,8 +162,11 @@ def test_a_signal_ends_the_checks_and_what_they_have_started(config, tmp_path):
     assert launching.returncode == 130 and not Path("/proc", str(worker)).exists()
 
 
+# --- resume ---
+
+
 @pytest.fixture
-def left(config, tmp_path):
+def left(config):
     """A run that was left with a checkpoint of version 3, step 3."""
     settings = load_config([config], {})
     run = create_run_folder(settings).path
@@ -225,12 +176,6 @@ def left(config, tmp_path):
     return run
 
 
-def test_a_dry_run_shows_what_it_would_resume_from(config, left, capsys):
-    assert launch.main([config, "--dry-run", "--resume", "auto"]) == 0
-    assert f"resuming {left} from version 3, step 3: {left}/checkpoints/v00000003" in capsys.readouterr().out
-    assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]
-
-
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"], ["--resume=runs/my run"]])
 def test_the_command_that_goes_on_is_without_its_resume(resume):
     argv = ["my run.toml", *resume, "--learner.steps", "9"]
@@ -238,60 +183,50 @@ def test_the_command_that_goes_on_is_without_its_resume(resume):
 
 
 def test_what_cannot_be_resumed_says_why(config, left, capsys):
-    assert launch.main([config, "--resume", "auto", "--run.name", "other"]) == 2
-    assert "runs/other holds no run" in capsys.readouterr().err
-    assert launch.main([config, "--resume", "/nowhere"]) == 2
-    assert "--resume /nowhere: there is no such folder" in capsys.readouterr().err
-    assert launch.main([config, "--resume", "auto", "--run.seed", "7"]) == 78
-    assert "run.seed: was 0 when the run was left, is 7 now" in capsys.readouterr().err
+    resume, fewer = ["--resume", "auto"], "3 rows now; it had 1,024 rows when the run was left"
+    before = {path: path.stat().st_mtime_ns for path in left.rglob("*")}
+    for flags, code, said in (
+        ([*resume, "--run.name", "other"], 2, "runs/other holds no run"),
+        (["--resume", "/nowhere"], 2, "--resume /nowhere: there is no such folder"),
+        ([*resume, "--run.seed", "7"], 78, "run.seed: was 0 when the run was left, is 7 now"),
+        ([*resume, "--data.size", "3"], 78, fewer),
+        ([*resume, "--data.size", "3", "--dry-run"], 78, "--allow-changed-data"),
+    ):
+        assert launch.main([config, *flags]) == code
+        shown = capsys.readouterr().err
+        assert said in shown and "--help-config" not in shown, shown
+    assert {path: path.stat().st_mtime_ns for path in left.rglob("*")} == before
+    write_checkpoint(load_config([config], {}), left, 4, fingerprint="f", prompts=1024)
+    assert launch.main([config, *resume]) == 78
+    assert "as many when the run was left" in capsys.readouterr().err
     (left / "checkpoints" / "v00000003" / "state.json").write_text("{")
-    assert launch.main([config, "--resume", "auto"]) == 1
+    (left / "checkpoints" / "v00000004" / "state.json").write_text("{")
+    assert launch.main([config, *resume]) == 1
     assert "state.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        ("3", "synthetic has 3 rows now; it had {count:,} rows when the run was left"),
-        ("", "as many when the run was left"),
-    ],
-)
-def test_other_prompts_are_refused_before_anything_starts(config, left, capsys, size, said):
-    settings = load_config([config], {})
-    flags = ["--data.size", size] if size else []
-    if not size:
-        write_checkpoint(settings, left, 4, fingerprint="f", prompts=settings.data.size)
-    before = {path: path.stat().st_mtime_ns for path in left.rglob("*")}
-    for more in ([], ["--dry-run"]):
-        assert launch.main([config, "--resume", "auto", *flags, *more]) == 78
-        shown = capsys.readouterr().err
-        assert said.format(count=settings.data.size) in shown and "--allow-changed-data" in shown, shown
-        assert "--help-config" not in shown
-    assert {path: path.stat().st_mtime_ns for path in left.rglob("*")} == before
-    assert launch.main([config, "--resume", "auto", *flags, "--dry-run", "--allow-changed-data"]) == 0
-
-
 def test_what_may_have_changed_is_part_of_the_configuration(config, left, capsys):
-    flags = ["--allow-changed-seed", "--allow-changed-batch", "--allow-changed-data"]
-    argv = [config, "--dry-run", "--json", "--resume", "auto", "--run.seed", "7", "--rollout.samples_per_prompt", "2"]
-    assert launch.main([*argv, "--allow-changed-seed"]) == 78
-    assert launch.main([*argv, *flags]) == 0
-    shown = capsys.readouterr().out
-    assert json.loads(shown)["resume"]["allow"] == ["data", "seed", "batch"]
+    changed = ["--run.seed", "7", "--rollout.samples_per_prompt", "2"]
+    argv = [config, "--dry-run", "--resume", "auto", *changed, "--allow-changed-seed", "--allow-changed-batch"]
+    assert launch.main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["resume"]["allow"] == ["seed", "batch"]
+    assert launch.main([*argv, "--data.size", "3", "--allow-changed-data"]) == 0
+    assert f"resuming {left} from version 3, step 3: {left}/checkpoints/v00000003" in capsys.readouterr().out
+    assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]
 
 
-@pytest.mark.parametrize("over_hosts", [False, True])
-def test_a_finished_run_with_nothing_left_to_do_says_so(config, left, tmp_path, capsys, over_hosts):
-    """It needs nothing any more, so nothing is checked."""
+def test_a_finished_run_with_nothing_left_to_do_says_so(config, left, tmp_path, capsys):
+    """It needs nothing any more, so nothing is checked, here or on other hosts."""
     (tmp_path / "hosts.txt").write_text("localhost\n")
     argv = [config, "--resume", "auto", "--learner.steps", "2", "--data.source=jsonl", "--data.path=/nowhere.jsonl"]
-    argv += ["--hosts", str(tmp_path / "hosts.txt")] if over_hosts else []
     said = f"{left} is finished: step 3 of 2; raise learner.steps to go on\n"
-    assert launch.main(argv) == 0
-    assert capsys.readouterr() == (said, "")
-    assert launch.main([*argv, "--dry-run"]) == 0
-    plan = capsys.readouterr().out
-    assert plan.endswith(said) and "placement:" in plan and "checks:" not in plan and ("hosts:" in plan) == over_hosts
+    for more in ([], ["--hosts", str(tmp_path / "hosts.txt")]):
+        assert launch.main([*argv, *more]) == 0
+        assert capsys.readouterr() == (said, "")
+        assert launch.main([*argv, *more, "--dry-run"]) == 0
+        plan = capsys.readouterr().out
+        assert plan.endswith(said) and "placement:" in plan and "checks:" not in plan
+        assert ("hosts:" in plan) == bool(more)
     assert launch.main([*argv, "--dry-run", "--learner.steps", "4"]) == 78
     assert "/nowhere.jsonl: no such file" in capsys.readouterr().err
     assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]

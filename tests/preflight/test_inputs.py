@@ -1,11 +1,11 @@
-"""Model, tokenizer and prompts, on real files."""
+"""Model, tokenizer, chat template and prompts, on real files."""
 
 import asyncio
 import json
 import sys
 
 import pytest
-from model_files import write_model, write_weights
+from model_files import write_chat_template, write_model, write_weights
 from run_settings import simulated_run
 
 from asyncrl.config.load import validate_config
@@ -21,53 +21,46 @@ def model(tmp_path):
     return write_model(tmp_path / "model")
 
 
-def test_a_whole_model_is_measured(model):
+def write_index(folder, places):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+# --- weights ---
+
+
+def test_a_whole_model_is_measured_all_its_files_together(model):
     finding, size = check_model(str(model))
-    assert finding.result == "ok", finding
-    assert size is not None and size.parameters == 20
+    assert finding.result == "ok" and size is not None and size.parameters == 20
     assert size.bytes == (model / "model.safetensors").stat().st_size
     assert check_model(None)[0].result == "ok"
-
-
-def test_several_files_are_counted_together(model):
+    before = digest(model)
+    (model / "README.md").write_text("of no account")
+    assert digest(model) == before
     (model / "model.safetensors").rename(model / "one.safetensors")
     write_weights(model / "two.safetensors", (3, 3), name="v")
-    index = {"weight_map": {"w": "one.safetensors", "v": "two.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert measure(model).parameters == 29
-    (model / "two.safetensors").unlink()
-    finding, _ = check_model(str(model))
-    assert finding.result == "fail" and "two.safetensors" in finding.detail
+    write_index(model, {"w": "one.safetensors", "v": "two.safetensors"})
+    assert measure(model).parameters == 29 and digest(model) != before
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    # Files of torch are counted by their size.
+    (model / "pytorch_model.bin").write_bytes(bytes(1000))
+    (model / "config.json").write_text('{"eos_token_id": 1, "torch_dtype": "bfloat16"}')
+    assert measure(model) == ModelSize(parameters=500, bytes=1000)
 
 
 def test_adapters_are_counted_where_layers_are_numbered(model):
-    shapes = {
-        "model.layers.0.q_proj.weight": (6, 4),
-        "model.layers.1.mlp.up_proj.weight": (8, 4),
-        "lm_head.weight": (9, 4),
-    }
+    shapes = {"model.layers.0.q_proj": (6, 4), "model.layers.1.mlp.up_proj": (8, 4), "lm_head": (9, 4)}
     (model / "model.safetensors").unlink()
-    for number, (name, shape) in enumerate((shapes | {"model.layers.0.q_proj.bias": (6, 1)}).items()):
-        write_weights(model / f"{number}.safetensors", shape, name=name)
+    for name, shape in shapes.items():
+        write_weights(model / f"{name}.safetensors", shape, name=f"{name}.weight")
+    write_weights(model / "bias.safetensors", (6, 1), name="model.layers.0.q_proj.bias")
     assert measure(model).adapters == 0
     assert measure(model, LoraConfig(rank=2)).adapters == 2 * (6 + 4) + 2 * (8 + 4)
     _, size = check_model(str(model), LoraConfig(rank=2, targets=["mlp.up_proj", "lm_head"]))
     assert size is not None and (size.adapters, size.trained) == (2 * (8 + 4), 2 * (8 + 4))
 
 
-def test_files_of_torch_are_counted_by_their_size(model):
-    (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(bytes(1000))
-    (model / "config.json").write_text('{"eos_token_id": 1, "torch_dtype": "bfloat16"}')
-    assert measure(model) == ModelSize(parameters=500, bytes=1000)
-
-
-def grow(file):
-    file.write_bytes(file.read_bytes() + b"more")
-
-
-def write_index(folder, places):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -75,71 +68,26 @@ def write_index(folder, places):
     [
         (lambda m: (m / "config.json").unlink(), "there is no config.json"),
         (lambda m: (m / "config.json").write_text("{"), "config.json is not valid JSON"),
-        (lambda m: (m / "model.safetensors").unlink(), "there are no weights"),
-        (lambda m: write_weights(m / "model.safetensors", cut=3), "model.safetensors is cut off: it has "),
-        (lambda m: write_weights(m / "model.safetensors", cut=60), "and its header alone takes "),
-        (lambda m: (m / "model.safetensors").write_bytes(b"123"), "model.safetensors is cut off: it has 3 bytes"),
-        (lambda m: grow(m / "model.safetensors"), "and its header tells of"),
-        (lambda m: (m / "model.safetensors").write_text("version https://git-lfs"), "git-lfs"),
-        (lambda m: (m / "model.safetensors").write_bytes(bytes([3, *[0] * 7]) + b"{}x"), "cannot be read"),
-        (lambda m: write_index(m, {"w": "model.safetensors", "v": "b.safetensors"}), "not there: b.safetensors"),
-        (lambda m: write_index(m, {"w": "model.safetensors", "v": "model.safetensors"}), "holds no v, which its index"),
+        (lambda m: (m / WEIGHTS).unlink(), "there are no weights"),
+        (lambda m: write_weights(m / WEIGHTS, cut=3), "model.safetensors is cut off: it has "),
+        (lambda m: write_weights(m / WEIGHTS, cut=60), "and its header alone takes "),
+        (lambda m: (m / WEIGHTS).write_bytes(b"123"), "model.safetensors is cut off: it has 3 bytes"),
+        (lambda m: (m / WEIGHTS).write_bytes((m / WEIGHTS).read_bytes() + b"more"), "and its header tells of"),
+        (lambda m: (m / WEIGHTS).write_text("version https://git-lfs"), "git-lfs"),
+        (lambda m: (m / WEIGHTS).write_bytes(bytes([3, *[0] * 7]) + b"{}x"), "cannot be read"),
+        (lambda m: write_index(m, {"w": WEIGHTS, "v": "b.safetensors"}), "not there: b.safetensors"),
+        (lambda m: write_index(m, {"w": WEIGHTS, "v": WEIGHTS}), "holds no v, which its index"),
         (lambda m: write_index(m, ["w"]), "weight_map does not tell"),
     ],
 )
 def test_a_model_that_is_not_whole_says_what_is_missing(model, spoil, said):
     spoil(model)
     finding, size = check_model(str(model))
-    assert finding.result == "fail" and said in finding.detail and finding.fix and size is None
-    assert finding.key == "model.path" and str(model) in finding.detail
-    assert check_model("/nowhere")[0].detail == "/nowhere is not a folder here"
+    assert (finding.result, finding.key, size) == ("fail", "model.path", None)
+    assert said in finding.detail and str(model) in finding.detail and finding.fix
 
 
-def test_a_digest_tells_models_apart(model, tmp_path):
-    before = digest(model)
-    (model / "README.md").write_text("of no account")
-    assert digest(model) == before
-    write_weights(model / "model.safetensors", (5, 5))
-    assert digest(model) != before
-
-
-# --- tokenizer ---
-
-
-def config_of(model, **data):
-    return simulated_run(model={"path": str(model)}, data=data)
-
-
-def without_unk(model):
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["model"]["unk_token"] = "[NONE]"
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "result", "said"),
-    [
-        (lambda m: None, "ok", "can be read"),
-        (lambda m: (m / "tokenizer.json").write_text("{"), "fail", "tokenizer.json cannot be read"),
-        (lambda m: (m / "tokenizer.json").unlink(), "fail", "holds no tokenizer: no tokenizer.json"),
-        (lambda m: (m / "config.json").write_text("{}"), "warn", "names no end of a sequence"),
-        # Of no account, unless there is a row with such a word.
-        (without_unk, "ok", "can be read"),
-    ],
-)
-def test_the_tokenizer_is_looked_at(model, spoil, result, said):
-    spoil(model)
-    found, _ = read_inputs(config_of(model), with_rows=True).findings
-    assert (found.check, found.result, found.key) == ("tokenizer", result, "model.path")
-    assert said in found.detail and str(model) in found.detail and bool(found.fix) == (result != "ok")
-
-
-def test_a_stop_token_must_be_one_of_the_model(model):
-    config = config_of(model)
-    stops = config.rollout.model_copy(update={"stop_token_ids": [1, 99_999]})
-    (finding,) = read_inputs(config.model_copy(update={"rollout": stops}), with_rows=False).findings
-    assert (finding.result, finding.key) == ("fail", "rollout.stop_token_ids")
-    assert finding.detail.startswith("99999: no token of the model")
+# --- what the engine takes ---
 
 
 @pytest.mark.parametrize(
@@ -156,11 +104,10 @@ def test_a_stop_token_must_be_one_of_the_model(model):
 def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes, fits):
     """1,024 tokens of prompt and as many of response."""
     (model / "config.json").write_text(json.dumps(changes))
-    for engine in ("vllm", "reference"):
-        rollout = {"gpus_per_replica": 0, "engine": engine}
-        config = validate_config({"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": rollout})
-        found = check_window(config)
-        assert (found is None) == fits
+    rollout = {"gpus_per_replica": 0}
+    config = validate_config({"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": rollout})
+    found = check_window(config)
+    assert (found is None) == fits
     if found is not None:
         assert (found.result, found.key) == ("fail", "data.max_prompt_tokens")
         assert "take 2048 tokens" in found.detail and "rollout.max_tokens = 1024" in found.detail
@@ -185,7 +132,6 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"]}
         ({"model_type": "gemma2", "tie_word_embeddings": False}, {}, "gemma2 with a tied head alone"),
         ({"model_type": "gemma2"}, {}, None),
         ({"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}, {}, "is a mixture of experts"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, {}, "is a mixture of experts"),
         ({"text_config": {"n_routed_experts": 64}}, {}, "is a mixture of experts"),
         ({"model_type": "olmo2", "num_experts": None}, {}, None),
         ({"model_type": "gemma3_text", "tie_word_embeddings": False}, {}, None),
@@ -203,37 +149,112 @@ def test_what_vllm_cannot_serve_or_computes_in_another_way_is_refused_by_name(mo
         assert check_served(validate_config(settings | {"rollout": {"engine": "reference"}})) is None
 
 
+# --- tokenizer and template ---
+
+
+def config_of(model, **tables):
+    return simulated_run(model={"path": str(model)}, **tables)
+
+
+def finding(config, check, *, with_rows=False):
+    found = read_inputs(config, with_rows=with_rows).findings
+    return next((one for one in found if one.check == check), None)
+
+
+def without_unk(model):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["unk_token"] = "[NONE]"
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "result", "said"),
+    [
+        (lambda m: (m / "tokenizer.json").write_text("{"), "fail", "tokenizer.json cannot be read"),
+        (lambda m: (m / "tokenizer.json").unlink(), "fail", "holds no tokenizer: no tokenizer.json"),
+        (lambda m: (m / "config.json").write_text("{}"), "warn", "names no end of a sequence"),
+        # Of no account, unless there is a row with such a word.
+        (without_unk, "ok", "can be read"),
+    ],
+)
+def test_the_tokenizer_is_looked_at(model, spoil, result, said):
+    spoil(model)
+    found = finding(config_of(model), "tokenizer", with_rows=True)
+    assert (found.result, found.key, bool(found.fix)) == (result, "model.path", result != "ok")
+    assert said in found.detail and str(model) in found.detail
+
+
+def test_a_stop_token_must_be_one_of_the_model(model):
+    config = config_of(model)
+    stops = config.rollout.model_copy(update={"stop_token_ids": [1, 99_999]})
+    (found,) = read_inputs(config.model_copy(update={"rollout": stops}), with_rows=False).findings
+    assert (found.result, found.key) == ("fail", "rollout.stop_token_ids")
+    assert found.detail.startswith("99999: no token of the model")
+
+
 def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(model, tmp_path):
     without_unk(model)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a b"}\n')
-    config = config_of(model, source="jsonl", path=str(tmp_path / "p.jsonl"))
-    _, found = read_inputs(config, with_rows=True).findings
+    rows = {"source": "jsonl", "path": str(tmp_path / "p.jsonl")}
+    found = finding(config_of(model, data=rows), "data", with_rows=True)
     assert found.result == "fail" and f"{tmp_path}/p.jsonl:2: {model}/tokenizer.json cannot encode 'b'" in found.detail
     assert "needs an unk_token that is in the vocabulary" in found.detail
     assert found.fix == 'mend it, or leave such rows out with data.on_bad_row = "skip"'
-    config = config_of(model, source="jsonl", path=str(tmp_path / "p.jsonl"), on_bad_row="skip")
-    _, found = read_inputs(config, with_rows=True).findings
-    assert (
-        found.result == "warn"
-        and f'are left out (data.on_bad_row = "skip"): 1; the first: {tmp_path}/p.jsonl:2: ' in (found.detail)
-    )
+    found = finding(config_of(model, data=rows | {"on_bad_row": "skip"}), "data", with_rows=True)
+    said = f'are left out (data.on_bad_row = "skip"): 1; the first: {tmp_path}/p.jsonl:2: '
+    assert found.result == "warn" and said in found.detail
 
 
-def test_a_chat_template_is_looked_for_where_one_is_needed(model):
-    read = read_inputs(config_of(model, template="chat"), with_rows=True)
+LINES = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDED = "{% for m in messages %}{{ m.role + ' ' + m.content + ' </s>' }}{% endfor %}"
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+PLAYING = {"episode": {"function": "m:f"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "result", "said"),
+    [
+        (None, "fail", "has no chat template, and episodes are chats"),
+        ("{% if %}", "fail", "cannot be compiled"),
+        ("{{ raise_exception('never') }}", "fail", "refuses every conversation: the chat template refuses"),
+        (LINES, "warn", "each answer begins a new sequence for turns of the kinds tool, "),
+        (ENDED, "ok", "contexts are extended"),
+    ],
+)
+def test_the_chat_template_of_episodes_is_looked_at(model, template, result, said):
+    if template is not None:
+        write_chat_template(model, template)
+    found = finding(config_of(model, **PLAYING), "chat")
+    assert (found.result, found.key, bool(found.fix)) == (result, "model.path", result != "ok") and said in found.detail
+    assert finding(config_of(model), "chat") is None
+
+
+def test_bytes_are_a_model_too_and_a_template_that_does_not_end_is_told_of_within_its_time(model):
+    found = finding(simulated_run(**PLAYING), "chat")
+    assert found.result == "ok" and "'json'" in found.detail
+    write_chat_template(model, SLOW)
+    config = config_of(model, chat={"check_timeout_s": 0.2}, **PLAYING)
+    found = {one.check: one for one in asyncio.run(check_inputs(config, with_rows=False)).findings}
+    assert found["chat"].result == "fail" and "not checked within 0.2 s" in found["chat"].detail
+    assert found["tokenizer"].result != "fail"
+
+
+def test_a_chat_template_is_looked_for_where_prompts_need_one(model):
+    config = config_of(model, data={"template": "chat"})
+    read = read_inputs(config, with_rows=True)
     _, found = read.findings
     # The trial of the reward function has rows all the same.
     assert len(read.samples) == 3
     assert (found.result, found.key) == ("fail", "data.template") and "has no chat template" in found.detail
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    _, found = read_inputs(config_of(model, template="chat"), with_rows=True).findings
-    assert found.result == "ok", found
+    assert finding(config, "data", with_rows=True).result == "ok"
 
 
 # --- prompts ---
 
 
 HELLO = '{"prompt": "hello"}'
+SKIP = {"on_bad_row": "skip"}
 
 
 def data(tmp_path, lines, **settings):
@@ -245,26 +266,17 @@ def data(tmp_path, lines, **settings):
 @pytest.mark.parametrize(
     ("lines", "settings", "result", "said"),
     [
-        (['{"prompt": "hello"}'], {}, "ok", "1 row can be read; the longest prompt has 5 tokens"),
-        (['\ufeff{"prompt": "hello"}'], {}, "ok", "the longest prompt has 5 tokens"),
-        ([HELLO] * 56 + ["{"], {}, "fail", "data.jsonl:57: is not valid JSON"),
+        (["\ufeff" + HELLO], {}, "ok", "1 row can be read; the longest prompt has 5 tokens"),
         ([HELLO] * 56 + ["{", HELLO, "[]"], {}, "fail", "1 more bad rows"),
-        ([HELLO] * 56 + ["{"], {"on_bad_row": "skip"}, "warn", "): 1; the first: {folder}/data.jsonl:57: is not valid"),
-        (["{"], {"on_bad_row": "skip"}, "fail", "holds no usable row ({folder}/data.jsonl:1: is not valid JSON"),
+        ([HELLO] * 56 + ["{"], SKIP, "warn", "): 1; the first: {folder}/data.jsonl:57: is not valid"),
+        (["{"], SKIP, "fail", "holds no usable row ({folder}/data.jsonl:1: is not valid JSON"),
         ([HELLO] * 56 + ['{"prompt": " "}'], {}, "fail", "data.jsonl:57: prompt is empty"),
-        ([HELLO] * 56 + ['{"prompt": 7}'], {}, "fail", "data.jsonl:57: prompt must be text or a list"),
         (['{"question": "hello"}'], {}, "fail", "has no column 'prompt'"),
         ([HELLO, '{"prompt": "a long one"}'], {"max_prompt_tokens": 5}, "warn", "1 of 2 prompts have more than"),
-        (
-            ['{"prompt": "a long one"}'],
-            {"max_prompt_tokens": 3},
-            "fail",
-            "every prompt is over data.max_prompt_tokens = 3",
-        ),
+        ([HELLO], {"max_prompt_tokens": 3}, "fail", "every prompt is over data.max_prompt_tokens = 3"),
         (['{"prompt": [{"role": "user", "content": "x"}]}'], {}, "fail", 'need template = "chat"'),
         ([""], {}, "fail", "holds no row"),
         ([""], {"path": "/nowhere/x.jsonl"}, "fail", "no such file"),
-        ([""], {"source": "hf", "path": "/nowhere"}, "fail", "no such folder"),
     ],
 )
 def test_all_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, result, said):
@@ -275,23 +287,21 @@ def test_all_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, res
 
 
 @pytest.mark.parametrize(
-    ("lines", "settings", "results", "said"),
+    ("lines", "settings", "result", "said"),
     [
-        (["{x}"] * 3, {}, ["ok"], "read up to {x}:1 and tokenized up to {x}:1 in 0 s, and the run reads the rest"),
-        (["{x}"], {}, ["ok"], "1 row can be read; the longest prompt has 5 tokens"),
+        ([HELLO] * 3, {}, "ok", "read up to {x}:1 and tokenized up to {x}:1 in 0 s, and the run reads the rest"),
+        ([HELLO], {}, "ok", "1 row can be read; the longest prompt has 5 tokens"),
         # What cannot be used of the little that was read may be all right behind it.
-        (["{x}"] * 2, {"max_prompt_tokens": 3}, ["warn"], "the longest has 5 tokens; not read beyond {x}:1"),
-        (["{", "{x}"], {"on_bad_row": "skip"}, ["warn"], "is not valid JSON"),
-        (["{", "{x}"], {}, ["fail"], "{x}:1: is not valid JSON"),
+        ([HELLO] * 2, {"max_prompt_tokens": 3}, "warn", "the longest has 5 tokens; not read beyond {x}:1"),
+        (["{", HELLO], SKIP, "warn", "is not valid JSON"),
+        (["{", HELLO], {}, "fail", "{x}:1: is not valid JSON"),
     ],
 )
-def test_a_large_set_is_read_as_far_as_the_time_goes(tmp_path, monkeypatch, lines, settings, results, said):
+def test_a_large_set_is_read_as_far_as_the_time_goes(tmp_path, monkeypatch, lines, settings, result, said):
     monkeypatch.setattr(inputs, "SETS_S", 0.0)
-    config = data(tmp_path, [line.replace("{x}", HELLO) for line in lines], **settings)
-    findings = read_inputs(config, with_rows=True).findings
-    trained = [found for found in findings if found.check == "data" and found.key.startswith("data")]
-    assert [found.result for found in trained] == results
-    assert said.replace("{x}", f"{tmp_path}/data.jsonl") in trained[-1].detail
+    found = read_inputs(data(tmp_path, lines, **settings), with_rows=True).findings
+    (trained,) = [one for one in found if one.check == "data" and one.key.startswith("data")]
+    assert trained.result == result and said.replace("{x}", f"{tmp_path}/data.jsonl") in trained.detail
 
 
 def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
@@ -302,22 +312,13 @@ def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
     assert (first.prompt, last.place) == ("p0", "synthetic:1")
 
 
-def test_the_same_is_found_in_a_process_of_its_own(model, tmp_path):
-    config = data(tmp_path, ['{"prompt": "hello"}', "{"])
+def test_the_same_is_found_in_a_process_of_its_own_and_one_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch):
+    config = data(tmp_path, [HELLO, "{"])
     assert asyncio.run(check_inputs(config)) == read_inputs(config, with_rows=True)
-    config = config_of(model)
-    alone = asyncio.run(check_inputs(config, with_rows=False))
-    assert alone == read_inputs(config, with_rows=False) and [one.check for one in alone.findings] == ["tokenizer"]
-
-
-@pytest.mark.parametrize(
-    ("code", "result", "said"),
-    [
-        ("import os, sys; print('last words', file=sys.stderr, flush=True); os._exit(3)", "fail", "3: last words"),
-        ("import time; time.sleep(600)", "warn", "not read within 1 s"),
-    ],
-)
-def test_a_process_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch, code, result, said):
-    monkeypatch.setattr(inputs, "ARGV", (sys.executable, "-c", code))
-    (found,) = asyncio.run(check_inputs(data(tmp_path, ["{}"]), limit_s=1.0 if result == "warn" else 60.0)).findings
-    assert found.result == result and said in found.detail and found.key == "data, eval.held.data"
+    for code, limit_s, result, said in (
+        ("import os, sys; print('last', file=sys.stderr, flush=True); os._exit(3)", 60.0, "fail", "3: last"),
+        ("import time; time.sleep(600)", 0.5, "warn", "not read within 0.5 s"),
+    ):
+        monkeypatch.setattr(inputs, "ARGV", (sys.executable, "-c", code))
+        (found,) = asyncio.run(check_inputs(config, limit_s=limit_s)).findings
+        assert found.result == result and said in found.detail and found.key == "data, eval.held.data"

@@ -1,11 +1,17 @@
-"""Needs of memory, disk and descriptors; and whether a host has the descriptors and the ports."""
+"""Findings, and needs of memory, disk, descriptors and ports: whether a host has them."""
 
+import json
 import resource
+from pathlib import Path
 
 import pytest
+from disks import fill, small_disk
 from side_by_side import held_and_free
 
 from asyncrl.config.load import validate_config
+from asyncrl.disk import free_bytes, in_bytes, nearest_folder
+from asyncrl.preflight import part as part_module
+from asyncrl.preflight.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
 from asyncrl.preflight.needs import (
     ModelSize,
     Need,
@@ -14,10 +20,20 @@ from asyncrl.preflight.needs import (
     memory_need,
     run_dir_need,
 )
-from asyncrl.preflight.room import check_ports, descriptor_limit, judge_descriptors, ports_needed, ports_of
+from asyncrl.preflight.part import Part
+from asyncrl.preflight.room import (
+    check_folder,
+    check_ports,
+    descriptor_limit,
+    judge_descriptors,
+    ports_needed,
+    ports_of,
+    same_disk,
+)
 
 GIB = 1 << 30
 HERE = "127.0.0.1"
+SIZE = ModelSize(parameters=GIB, bytes=2 * GIB)
 
 
 def config(**sections):
@@ -25,6 +41,43 @@ def config(**sections):
     for name, section in sections.items():
         tree[name] = tree.get(name, {}) | section
     return validate_config(tree)
+
+
+# --- findings ---
+
+FINE, ODD, BAD = (
+    ok("shm", "enough", "a"),
+    warn("clock", "late", "set it", "b"),
+    fail("placement", "no room", "ask less", key="rollout"),
+)
+
+
+def test_findings_are_objects_of_six_texts_or_lines_that_say_what_to_do():
+    assert json.loads(as_json([FINE, ODD, BAD])) == [
+        {"host": "a", "check": "shm", "result": "ok", "detail": "enough", "fix": "", "key": ""},
+        {"host": "b", "check": "clock", "result": "warn", "detail": "late", "fix": "set it", "key": ""},
+        {"host": "", "check": "placement", "result": "fail", "detail": "no room", "fix": "ask less", "key": "rollout"},
+    ]
+    assert [exit_code(found) for found in ([], [FINE, ODD], [BAD, ODD])] == [0, 0, 1]
+    rows = as_lines([FINE, ODD, fail("model", "two\nlines", "mend\nit", key="model.path")])
+    assert rows[0].split() == ["ok", "a", "shm", "enough"] and rows[1].endswith("late; fix: set it")
+    assert rows[2].startswith("fail  all hosts  model") and rows[2].endswith("model.path: two lines; fix: mend it")
+    assert rows[3:] == ["1 ok, 1 warn, 1 fail"]
+
+
+def test_order_is_by_host_and_then_by_check():
+    found = [*on_host("b", [ok(check, "") for check in reversed(CHECKS)]), FINE, BAD]
+    placed = in_order(found, ["b", "a"])
+    assert [one.check for one in placed] == ["placement", *CHECKS, "shm"]
+    assert [one.host for one in placed] == ["", *["b"] * len(CHECKS), "a"]
+
+
+def test_bytes():
+    words = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 30: "5.0 GiB", 3 << 40: "3.0 TiB"}
+    assert {count: in_bytes(count) for count in words} == words
+
+
+# --- disks ---
 
 
 def test_a_checkpoint_is_twelve_bytes_a_parameter_and_so_many_are_kept():
@@ -37,38 +90,73 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_so_many_are_kept():
     need = checkpoints_need(config(checkpoint={"every_versions": 0}), size)
     assert (need.least, need.wanted) == (0, 12_000)
     assert checkpoints_need(config(), None).wanted == 0
-
-
-def test_memory_is_two_versions_of_the_weights_and_what_computes_on_the_cpu():
-    size = ModelSize(parameters=GIB, bytes=2 * GIB)
-    on_gpu = memory_need(config(), ["learner/0", "rollouter/0"], size, on_gpu=True)
-    assert 4 * GIB <= on_gpu < 5 * GIB
-    assert memory_need(config(), ["reward/0"], size, on_gpu=True) < GIB
-    with_delta = memory_need(config(weights={"delta": True}), ["rollouter/0"], size, on_gpu=True)
-    assert 6 * GIB <= with_delta < 7 * GIB
-    on_cpu = memory_need(config(learner={"ranks": 2}), ["learner/0"], size, on_gpu=False)
-    assert 12 * GIB <= on_cpu < 13 * GIB
-    engine = memory_need(config(rollout={"gpus_per_replica": 0}), ["rollouter/0", "rollouter/1"], size, on_gpu=False)
-    assert 8 * GIB + (512 << 20) <= engine < 9 * GIB
-
-
-def test_adapters_need_room_for_themselves_alone():
-    size, none = ModelSize(parameters=GIB, bytes=2 * GIB, adapters=1000), ModelSize(parameters=GIB, bytes=2 * GIB)
-    actors = ["learner/0"]
-    lora = config(lora={"rank": 8})
-    assert checkpoints_need(config(lora={"rank": 8}, checkpoint={"keep": 2}), size).wanted == 36_000
-    alone = memory_need(lora, actors, size, on_gpu=False)
-    assert 4 * GIB <= alone < 5 * GIB
-    merged = memory_need(config(lora={"rank": 8, "publish": "merged"}), actors, size, on_gpu=False)
-    assert merged == alone + 4 * GIB - 2 * 4 * 1000
-    assert memory_need(config(), actors, none, on_gpu=False) == merged + 12 * (GIB - 1000)
+    # Adapters need room for themselves alone.
+    adapters = ModelSize(parameters=1000, bytes=2000, adapters=500)
+    assert checkpoints_need(config(lora={"rank": 8}, checkpoint={"keep": 2}), adapters).wanted == 18_000
 
 
 def test_the_export_is_in_the_run_folder():
-    size = ModelSize(parameters=GIB, bytes=2 * GIB)
-    plain = run_dir_need(config(), size, is_head=False).wanted
-    assert run_dir_need(config(), size, is_head=True).wanted == plain + 2 * GIB
-    assert run_dir_need(config(checkpoint={"export_at_end": False}), size, is_head=True).wanted == plain
+    plain = run_dir_need(config(), SIZE, is_head=False).wanted
+    assert run_dir_need(config(), SIZE, is_head=True).wanted == plain + 2 * GIB
+    assert run_dir_need(config(checkpoint={"export_at_end": False}), SIZE, is_head=True).wanted == plain
+
+
+def test_room_and_rights(tmp_path):
+    here = tmp_path / "not" / "there" / "yet"
+    assert nearest_folder(here) == tmp_path and same_disk(here, tmp_path)
+    free = free_bytes(here)
+    for least, wanted, result in ((1, 1, "ok"), (1, free * 2, "warn"), (free * 2, free * 2, "fail")):
+        assert check_folder("run_dir", "run.dir", here, Need(least=least, wanted=wanted)).result == result
+    (tmp_path / "file").write_text("")
+    for path, said in ((tmp_path / "file" / "x", "is not a folder"), ("/proc/1/x", "cannot be written to")):
+        found = check_folder("run_dir", "run.dir", Path(path), Need(least=0, wanted=0))
+        assert found.result == "fail" and said in found.detail and "run.dir" in found.fix
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_disk_that_is_short_of_room_is_told_once_with_what_takes_it_and_a_full_one_as_such(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        part = Part(config=config(), actors=["learner/0"], address=HERE, run=disk / "runs" / "mine")
+        (found,) = part_module._check_folders(part, ModelSize(parameters=1000, bytes=4000))
+        fill(disk)
+        full = check_folder("run_dir", "run.dir", disk / "runs", Need(least=0, wanted=0))
+    assert (found.check, found.result) == ("checkpoint_dir", "warn")
+    taken = "11.7 KiB for each of 3 checkpoints, 1.0 GiB for logs, metrics and samples of a long run, 3.9 KiB for the"
+    assert taken in found.detail, found.detail
+    assert full.result == "fail" and f"no space left on {disk}" in full.detail and "make room" in full.fix
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "actors", "on_gpu", "gib"),
+    [
+        # Two versions of the weights, and one more for the newest of a delta.
+        ({}, ["learner/0", "rollouter/0"], True, 4),
+        ({"weights": {"delta": True}}, ["rollouter/0"], True, 6),
+        ({}, ["reward/0"], True, 0),
+        # And all that computes on the CPU.
+        ({"learner": {"ranks": 2}}, ["learner/0"], False, 12),
+        ({"rollout": {"gpus_per_replica": 0}}, ["rollouter/0", "rollouter/1"], False, 8.5),
+    ],
+)
+def test_memory_is_two_versions_of_the_weights_and_what_computes_on_the_cpu(settings, actors, on_gpu, gib):
+    assert gib * GIB <= memory_need(config(**settings), actors, SIZE, on_gpu=on_gpu) < (int(gib) + 1) * GIB
+
+
+def test_adapters_need_memory_for_themselves_alone():
+    size = ModelSize(parameters=GIB, bytes=2 * GIB, adapters=1000)
+
+    def need(size, **lora):
+        return memory_need(config(lora=lora), ["learner/0"], size, on_gpu=False)
+
+    alone, merged = need(size, rank=8), need(size, rank=8, publish="merged")
+    assert 4 * GIB <= alone < 5 * GIB and merged == alone + 4 * GIB - 2 * 4 * 1000
+    assert need(SIZE) == merged + 12 * (GIB - 1000)
+
+
+# --- descriptors and ports ---
 
 
 @pytest.mark.parametrize(("hard", "result"), [(99, "fail"), (100, "warn"), (999, "warn"), (1000, "ok")])
@@ -89,33 +177,37 @@ def test_descriptors_grow_with_the_run():
     assert 197 <= descriptors_need(config(rollout={"replicas": 32}), None).least < 1024
 
 
-def test_each_actor_needs_a_port_and_the_ranks_one_where_they_meet():
-    trained, simulated = config(), config(rollout={"engine": "sim"}, learner={"backend": "sim"})
-    assert ports_needed(trained, ["controller/0", "learner/0", "rollouter/0"]) == 4
-    assert ports_needed(trained, ["learner/1", "rollouter/0"]) == 2
-    assert ports_needed(simulated, ["controller/0", "learner/0", "rollouter/0"]) == 3
-    elsewhere = config(network={"ports": "5000-5010", "controller_port": 6000})
-    assert ports_needed(elsewhere, ["controller/0", "rollouter/0"]) == 1
-    among = config(network={"ports": "5000-5010", "controller_port": 5003})
-    assert ports_needed(among, ["controller/0", "rollouter/0"]) == 2
+SIM = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
 
 
-@pytest.fixture
-def pair():
-    with held_and_free(HERE) as port:
-        yield port
+@pytest.mark.parametrize(
+    ("settings", "actors", "count"),
+    [
+        # And the ranks one where they meet.
+        ({}, ["controller/0", "learner/0", "rollouter/0"], 4),
+        ({}, ["learner/1", "rollouter/0"], 2),
+        (SIM, ["controller/0", "learner/0", "rollouter/0"], 3),
+        ({"network": {"ports": "5000-5010", "controller_port": 6000}}, ["controller/0", "rollouter/0"], 1),
+        ({"network": {"ports": "5000-5010", "controller_port": 5003}}, ["controller/0", "rollouter/0"], 2),
+    ],
+)
+def test_each_actor_needs_a_port(settings, actors, count):
+    assert ports_needed(config(**settings), actors) == count
 
 
-def test_ports_are_counted(pair):
-    ports = f"{pair}-{pair + 1}"
-    assert list(ports_of(ports)) == [pair, pair + 1] and list(ports_of("0")) == [0]
-    assert check_ports(HERE, "0", 0, 5).result == "ok"
-    assert check_ports(HERE, ports, 0, 0).result == "ok"
-    short = check_ports(HERE, ports, 0, 1)
-    assert short.result == "warn" and "1 of 2 ports" in short.detail and "Address already in use" in short.detail
-    small = check_ports(HERE, ports, 0, 2)
-    assert small.result == "fail" and small.key == "network.ports" and "4 ports or more" in small.fix
-    held = check_ports(HERE, "0", pair, 1)
-    assert held.result == "fail" and held.key == "network.controller_port" and str(pair) in held.detail
-    elsewhere = check_ports("203.0.113.9", "0", 0, 1)
-    assert elsewhere.result == "fail" and elsewhere.key == "network.host" and "cannot be bound" in elsewhere.detail
+def test_ports_are_counted():
+    with held_and_free(HERE) as pair:
+        ports = f"{pair}-{pair + 1}"
+        assert list(ports_of(ports)) == [pair, pair + 1] and list(ports_of("0")) == [0]
+        for asked, needed, result, key, said in (
+            ((HERE, "0", 0), 5, "ok", "", ""),
+            ((HERE, ports, 0), 0, "ok", "", ""),
+            ((HERE, ports, 0), 1, "warn", "network.ports", "1 of 2 ports"),
+            ((HERE, ports, 0), 2, "fail", "network.ports", "Address already in use"),
+            ((HERE, "0", pair), 1, "fail", "network.controller_port", str(pair)),
+            (("203.0.113.9", "0", 0), 1, "fail", "network.host", "cannot be bound"),
+        ):
+            found = check_ports(*asked, needed)
+            assert (found.result, result == "ok" or found.key) == (result, result == "ok" or key), found
+            assert said in found.detail
+        assert "4 ports or more" in check_ports(HERE, ports, 0, 2).fix

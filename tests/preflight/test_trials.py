@@ -1,15 +1,20 @@
-"""The user's reward function, found and called on samples; whatever it does costs a worker process and no more."""
+"""The user's reward function, and the code that plays episodes, found and called before a run begins.
+
+Whatever it does costs a worker process and no more.
+"""
 
 import asyncio
+import sys
 
 import pytest
 from run_settings import simulated_run
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.trials import RewardTrial, Trial, judge
+from asyncrl.preflight.trials import RewardTrial, Trial, check_command, check_episode, judge
 
-REWARDS = """
+MODULES = {
+    "mine": """
 import os, sys, time
 print("noise on standard output", flush=True)
 def good(*, completion, row): return 1.0 if completion == row["answer"] else 0.0
@@ -28,25 +33,27 @@ def prints(*, completion, row):
 def eats(*, completion, row): return len(bytearray(10 << 30))
 def short(*, completions, row): return [1.0]
 def whole(*, completions, row): return [float(len(completions))] * len(completions)
-"""
+async def play(task, client): raise AssertionError("nothing is played")
+def odd(task, client, size): return 1
+""",
+    "ends": "import os\nos._exit(3)",
+    "hangs": "import time\nprint('here', flush=True)\ntime.sleep(600)",
+    "raises": "raise KeyError('x')",
+}
 
 
 @pytest.fixture(autouse=True)
-def rewards(tmp_path, monkeypatch):
+def modules(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "ends.py").write_text("import os\nos._exit(3)")
-    (tmp_path / "hangs.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
-    (tmp_path / "raises.py").write_text("raise KeyError('x')")
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
 
 
-def config(function, **reward):
-    return simulated_run(rollout={"samples_per_prompt": 3}, reward={"function": function} | reward)
+def tried(function, samples=(), bounds=None, **reward):
+    asked = simulated_run(rollout={"samples_per_prompt": 3}, reward={"function": function} | reward)
 
-
-def tried(asked, samples=(), **bounds):
     async def main():
-        async with RewardTrial(asked, **bounds) as trial:
+        async with RewardTrial(asked, **bounds or {}) as trial:
             return await trial.start() or await trial.call(samples)
 
     return asyncio.run(main())
@@ -58,70 +65,50 @@ SAMPLES = [Sample("data", f"p.jsonl:{line}", f"p{line}", {"answer": str(line)}) 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("rewards:good", ""),
-        ("rewards:greedy", "reward.options.more: is required"),
-        ("rewards:goood", "did you mean good?"),
-        ("rewardz:good", "did you mean rewards?"),
+        ("mine:greedy", "reward.options.more: is required"),
+        ("mine:goood", "did you mean good?"),
         ("ends:reward", "importing ends:reward: it ended its worker process (exit code 3)"),
         ("raises:reward", "raises.py:1"),
         ("exakt", "did you mean exact?"),
-        ("hangs:reward", "takes more than 1 s"),
+        ("hangs:reward", "takes more than 0.5 s"),
     ],
 )
-def test_the_reward_function_is_found_as_the_pool_does(function, said):
+def test_a_reward_function_that_is_not_found_says_why(function, said):
     hangs = function.startswith("hangs")
-    found = tried(config(function), import_s=1.0 if hangs else 45.0)
-    assert found.result == ("warn" if hangs else "fail" if said else "ok"), found
-    assert said in found.detail and bool(found.fix) == bool(said)
+    found = tried(function, bounds={"import_s": 0.5 if hangs else 45.0})
+    assert found.result == ("warn" if hangs else "fail"), found
+    assert said in found.detail and found.fix
 
 
 @pytest.mark.parametrize(
     ("function", "settings", "result", "said"),
     [
-        ("rewards:good", {}, "ok", "gives on samples: 1, 0, 1, 0"),
-        ("rewards:typo", {}, "fail", "raised KeyError: 'anwser' ({folder}/rewards.py:6), on p.jsonl:1"),
-        ("rewards:nothing", {}, "fail", "returned None; a finite number is expected, on p.jsonl:1"),
-        ("rewards:picky", {}, "warn", "fails on 2 of 4 samples: raised ValueError: not what I like"),
-        ("rewards:leaves", {}, "fail", "ended its worker process (exit code 3), on p.jsonl:1"),
-        (
-            "rewards:sleeps",
-            {"timeout_s": 0.2},
-            "fail",
-            "fails on each of the samples that it was called on: ran longer",
-        ),
-        ("rewards:sleeps", {"timeout_s": 0.2, "on_timeout": -1.0}, "warn", "gets the reward -1 (reward.on_timeout)"),
-        ("rewards:prints", {"timeout_s": 0.2}, "fail", "ran longer than 0.2 s (reward.timeout_s)"),
-        ("rewards:eats", {"max_memory_bytes": 64 << 20}, "fail", "reward.max_memory_bytes"),
-        ("rewards:short", {"per": "group"}, "fail", "returned 1 rewards for a group of 3"),
-        ("rewards:whole", {"per": "group"}, "ok", "gives on samples: 3, 3, 3, 3, 3, 3"),
+        ("mine:good", {}, "ok", "gives on samples: 1, 0, 1, 0"),
+        ("mine:typo", {}, "fail", "raised KeyError: 'anwser' ({folder}/mine.py:6), on p.jsonl:1"),
+        ("mine:nothing", {}, "fail", "returned None; a finite number is expected, on p.jsonl:1"),
+        ("mine:picky", {}, "warn", "fails on 2 of 4 samples: raised ValueError: not what I like"),
+        ("mine:leaves", {}, "fail", "ended its worker process (exit code 3), on p.jsonl:1"),
+        ("mine:sleeps", {"timeout_s": 0.2, "on_timeout": -1.0}, "warn", "gets the reward -1 (reward.on_timeout)"),
+        ("mine:prints", {"timeout_s": 0.2}, "fail", "each of the samples that it was called on: ran longer than 0.2 s"),
+        ("mine:eats", {"max_memory_bytes": 64 << 20}, "fail", "reward.max_memory_bytes"),
+        ("mine:short", {"per": "group"}, "fail", "returned 1 rewards for a group of 3"),
+        ("mine:whole", {"per": "group"}, "ok", "gives on samples: 3, 3, 3, 3, 3, 3"),
         ("exact", {"options": {"answer_key": "solution"}}, "fail", "the row has no column 'solution'"),
+        # The time for all calls is bounded, whatever the function may take.
+        ("mine:sleeps", {"timeout_s": 0.5, "bounds": {"calls_s": 0.9}}, "fail", "; there was time for 1 of 4 calls"),
+        ("mine:sleeps", {"timeout_s": 900.0, "bounds": {"calls_s": 0.5}}, "warn", "had not answered after 0.5 s"),
     ],
 )
-def test_it_is_called_on_samples(tmp_path, function, settings, result, said):
-    found = tried(config(function, **settings), SAMPLES)
-    assert found.result == result, found
+def test_a_reward_function_is_called_on_samples(tmp_path, function, settings, result, said):
+    found = tried(function, SAMPLES, **settings)
+    assert (found.key, found.result, bool(found.fix)) == ("reward.function", result, result != "ok"), found
     assert said.format(folder=tmp_path) in found.detail
-    assert (found.key, bool(found.fix)) == ("reward.function", result != "ok")
-
-
-@pytest.mark.parametrize(
-    ("timeout_s", "calls_s", "result", "said"),
-    [
-        (0.5, 0.9, "fail", "; there was time for 1 of 4 calls"),
-        # Whatever the function may take.
-        (900.0, 0.5, "warn", "had not answered after 0.5 s"),
-    ],
-)
-def test_the_time_for_all_calls_is_bounded(timeout_s, calls_s, result, said):
-    found = tried(config("rewards:sleeps", timeout_s=timeout_s), SAMPLES, calls_s=calls_s)
-    assert found.result == result and said in found.detail and bool(found.fix), found
 
 
 @pytest.mark.parametrize(
     ("trials", "timed_out", "result"),
     [
         ({}, False, "ok"),
-        ({"data": Trial([1.0], [])}, False, "ok"),
         ({"data": Trial([1.0], ["bad"])}, False, "warn"),
         ({"data": Trial([], ["bad", "bad"])}, False, "fail"),
         ({"data": Trial([], ["late"])}, True, "fail"),
@@ -132,3 +119,34 @@ def test_the_time_for_all_calls_is_bounded(timeout_s, calls_s, result, said):
 )
 def test_what_fails_on_all_samples_of_a_set_is_an_error(trials, timed_out, result):
     assert judge(RewardConfig(function="m:f"), trials, calls=4, timed_out=timed_out).result == result
+
+
+@pytest.mark.parametrize(
+    ("episode", "result", "detail"),
+    [
+        ({"function": "mine:play"}, "ok", "mine:play can be played"),
+        ({"function": "hangs:play"}, "warn", ""),
+        ({"function": "mine:pay"}, "fail", "episode.function: module mine"),
+        ({"function": "mine:odd"}, "fail", "episode.options.size: is required by mine:odd"),
+        ({"env": "mine:play"}, "fail", "episode.options.task: is required by mine:play"),
+        ({"function": "ends:play"}, "fail", "importing ends:play: it ended its worker process (exit code 3)"),
+    ],
+)
+def test_what_cannot_be_played_is_told_with_its_key_and_a_mend(episode, result, detail):
+    import_s = 0.5 if result == "warn" else 45.0
+    found = asyncio.run(check_episode(simulated_run(episode=episode), import_s=import_s))
+    assert (found.check, found.result, bool(found.fix)) == ("episode", result, result != "ok"), found
+    assert found.detail.startswith(detail) and (result != "warn" or found.key == "episode.function")
+
+
+def test_a_command_is_looked_for(tmp_path):
+    (tmp_path / "agent.py").write_text("")
+    assert check_command([sys.executable, "agent.py"]).result == "ok"
+    assert check_command([sys.executable, "-m", "agent"]).result == "ok"
+    for command, said in (
+        ([sys.executable, "agnt.py"], "agnt.py is not there"),
+        (["no-such-program"], "no-such-program is not there"),
+        (["./agent.py"], "./agent.py is no program that can be run"),
+    ):
+        found = check_command(command)
+        assert (found.result, found.detail, found.key) == ("fail", said, "episode.command")

@@ -314,10 +314,6 @@ class AgentState:
         self.deadline = now + within_s + self.policy.drain_s
         return []
 
-    def unreachable(self, now: float) -> list[Instruction]:
-        """The controller could not be told to stop."""
-        return self._kill(now)
-
     def launcher_gone(self) -> None:
         """Nobody watches this host any more; the run goes on as long as its controller does."""
         self._launcher_gone = True

@@ -1,4 +1,4 @@
-"""The instructions of host.py to a node agent, which the agent carries out in their order."""
+"""The instructions of ``AgentState`` to a node agent, which the agent carries out in their order."""
 
 from __future__ import annotations
 

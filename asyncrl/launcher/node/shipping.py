@@ -6,28 +6,59 @@ queue, so nothing is lost and nothing grows while the launcher reads slowly. The
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.launcher.terms.spec import LogEvent
+from asyncrl.launcher.terms.spec import Event, LogEvent
+from asyncrl.telemetry.logging import get_logger
 
 CHUNK_BYTES = 128 << 10
 """Longest piece of a file; a longer line is cut."""
+SHIP_S = 0.25
+"""Pause between two looks at logs that are to be sent."""
+READ_S = 0.02
+"""Pause for the launcher to read, before the end."""
 
 
 class LogShipper:
-    """The shipper of the ``*.log`` files in a folder."""
+    """The shipper of the ``*.log`` files in a folder: by ``emit``, while there is ``room`` (bytes; -1: no reader)."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, room: Callable[[], int], emit: Callable[[Event], None]) -> None:
+        self._folder, self._room, self._emit = folder, room, emit
         self._sent: dict[str, int] = {}
         """Bytes sent of each file."""
 
-    def look(self, room: int, *, last: bool = False) -> list[tuple[LogEvent, int]]:
-        """Pieces to be sent next, of at most ``room`` bytes and a piece, each with its end in its file (bytes).
+    async def send_all(self) -> None:
+        """Send new lines as they come, until cancelled."""
+        while True:
+            await self.send()
+            await asyncio.sleep(SHIP_S)
 
-        With ``last``, lines that have no end too. Changes nothing, so a look that comes to nothing loses nothing.
-        Raises OSError.
-        """
+    async def send_the_rest(self, timeout_s: float) -> None:
+        """Send all that is left, lines without an end too, as long as the launcher reads."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while await self.send(last=True):  # noqa: ASYNC110
+                    await asyncio.sleep(READ_S)
+
+    async def send(self, *, last: bool = False) -> bool:
+        """Send new lines that there is room for; whether there may be more."""
+        room = self._room()
+        try:
+            found = await asyncio.to_thread(self._look, room, last=last)
+        except OSError as error:
+            get_logger("agent").warning("logs cannot be sent", error=str(error))
+            return False
+        # A task that is cancelled before this has sent nothing, and the next one finds the same.
+        for event, end in found:
+            self._emit(event)
+            self._sent[event.file] = end
+        return bool(found) or room == 0
+
+    def _look(self, room: int, *, last: bool) -> list[tuple[LogEvent, int]]:
+        """Pieces to be sent next, of at most ``room`` bytes and a piece, each with its end in its file (bytes)."""
         found: list[tuple[LogEvent, int]] = []
         for path in sorted(self._folder.glob("*.log")):
             end = self._sent.get(path.name, 0)
@@ -35,10 +66,6 @@ class LogShipper:
                 room, end = room - len(piece), end + len(piece)
                 found.append((LogEvent(file=path.name, text=piece.decode(errors="replace")), end))
         return found
-
-    def sent(self, file: str, end: int) -> None:
-        """A file is sent up to here."""
-        self._sent[file] = end
 
     @staticmethod
     def _next(path: Path, start: int, *, last: bool) -> bytes:

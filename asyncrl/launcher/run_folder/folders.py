@@ -11,6 +11,7 @@ was left behind by one that was killed as a whole is known for certain, and remo
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import os
@@ -24,7 +25,7 @@ from typing import Any
 
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.config.load import config_to_json
+from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.errors import UsageError
 from asyncrl.files import replace_file
 from asyncrl.launcher.run_folder.begun import CONFIG as CONFIG
@@ -79,6 +80,23 @@ class RunFolder:
             f"run folder: {self.path}, attempt {self.attempt}: the one before ended before its first step, and its "
             f"logs stay in {self.logs.with_name(f'attempt_{self.attempt - 1}')}"
         )
+
+
+def with_date(config: Config, resumed: Path | None) -> Config:
+    """The configuration with chat.date: the user's, else that of the run folder that is resumed, else today's.
+
+    Templates are told it, so prompts are the same ever after.
+    """
+    if config.chat.date is not None:
+        return config
+    date = None
+    if resumed is not None:
+        # Runs of earlier releases have none.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            date = read_tree(resumed / CONFIG)["chat"]["date"]
+    tree = config.model_dump(mode="json")
+    tree["chat"]["date"] = date or datetime.date.today().isoformat()
+    return validate_config(tree)
 
 
 def create_run_folder(config: Config) -> RunFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -11,53 +12,44 @@ from importlib.metadata import version
 import msgspec
 import pytest
 from model_files import write_model, write_weights
-from run_settings import simulated_run
 
 from asyncrl.errors import UsageError
 from asyncrl.launcher.fleet.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.fleet.start import SshStart
 from asyncrl.launcher.node.shipping import CHUNK_BYTES, LogShipper
-from asyncrl.launcher.terms.placement import PlacementHost, place
 from asyncrl.launcher.terms.spec import EndOrder, HostOffer, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
 from asyncrl.preflight.room import descriptor_limit
-from asyncrl.wire.keys import load_credentials, make_keyring, write_credentials
+from asyncrl.wire.keys import make_keyring
 
 
 def facts(client="", **held):
     return HostOffer(version="1", hostname="x", cpus=2, gpus=[], interfaces={"lo": "127.0.0.1"} | held, client=client)
 
 
-def routes(*named, **via):
-    return Routes(named=list(named), via={key.replace("_", "."): source for key, source in via.items()})
-
-
 HEAD = facts(eth0="10.0.0.1", ib0="10.1.0.1", docker0="172.17.0.1")
+BOTH = {"10.0.0.1": "10.0.0.2", "10.1.0.1": "10.1.0.2"}
+ETH = {"10.0.0.1": "10.0.0.2"}
 
 
 @pytest.mark.parametrize(
-    ("others", "ways", "chosen"),
+    ("others", "chosen"),
     [
         # From where the launcher came.
-        ({"b": facts("10.1.0.1")}, {"b": routes(**{"10_0_0_1": "10.0.0.2", "10_1_0_1": "10.1.0.2"})}, "10.1.0.1"),
+        ({"b": ("10.1.0.1", [], BOTH)}, "10.1.0.1"),
         # What the head's name stands for there, if the launcher is elsewhere or behind a jump host.
-        ({"b": facts("10.9.9.9")}, {"b": routes("10.0.0.1", **{"10_0_0_1": "10.0.0.2"})}, "10.0.0.1"),
+        ({"b": ("10.9.9.9", ["10.0.0.1"], ETH)}, "10.0.0.1"),
         # The one that all reach.
-        (
-            {"b": facts("10.1.0.1"), "c": facts("10.0.0.1")},
-            {
-                "b": routes(**{"10_0_0_1": "10.0.0.2", "10_1_0_1": "10.1.0.2"}),
-                "c": routes(**{"10_0_0_1": "10.0.0.3"}),
-            },
-            "10.0.0.1",
-        ),
+        ({"b": ("10.1.0.1", [], BOTH), "c": ("10.0.0.1", [], {"10.0.0.1": "10.0.0.3"})}, "10.0.0.1"),
         # Not a host's own.
-        ({"b": facts("10.0.0.1")}, {"b": routes("172.17.0.1", **{"172_17_0_1": "172.17.0.1"})}, None),
+        ({"b": ("10.0.0.1", ["172.17.0.1"], {"172.17.0.1": "172.17.0.1"})}, None),
         # Not the name's loopback.
-        ({"b": facts()}, {"b": routes("127.0.1.1", **{"10_0_0_1": "10.0.0.2"})}, None),
+        ({"b": ("", ["127.0.1.1"], ETH)}, None),
     ],
 )
-def test_the_head_is_reached_at_an_address_that_all_have_a_way_to(others, ways, chosen):
-    hosts = {"a": HEAD} | others
+def test_the_head_is_reached_at_an_address_that_all_have_a_way_to(others, chosen):
+    """``others``: where the launcher came from, what the head's name stands for, and the ways to its addresses."""
+    hosts = {"a": HEAD} | {name: facts(client) for name, (client, *_) in others.items()}
+    ways = {name: Routes(named=named, via=via) for name, (_, named, via) in others.items()}
     if chosen is None:
         with pytest.raises(UsageError, match="network.interface"):
             by_route("a", hosts, ways)
@@ -65,67 +57,37 @@ def test_the_head_is_reached_at_an_address_that_all_have_a_way_to(others, ways, 
     assert by_route("a", hosts, ways) == {"a": chosen} | {name: way.via[chosen] for name, way in ways.items()}
 
 
-def test_the_addresses_of_an_interface():
+def test_this_host_knows_itself_and_an_interface_has_an_address_on_each_host():
+    assert interfaces()["lo"] == route_to("127.0.0.1") == "127.0.0.1"
+    assert is_this_host(socket.gethostname()) and is_this_host("127.0.0.1") and not is_this_host("192.0.2.200")
     hosts = {"a": HEAD, "b": facts(ib0="10.1.0.2"), "c": facts(eth0="10.0.0.3")}
     assert by_interface({"a": HEAD, "b": hosts["b"]}, "ib0") == {"a": "10.1.0.1", "b": "10.1.0.2"}
     with pytest.raises(UsageError, match=r"^c: there is no interface ib0 .*; lo \(127.0.0.1\), eth0 \(10.0.0.3\)$"):
         by_interface(hosts, "ib0")
 
 
-def test_collectives_go_over_the_interface_that_holds_the_address():
-    config = simulated_run(rollout={"replicas": 2}, learner={"ranks": 2})
-    hosts = [
-        PlacementHost(name=name, cpus=2, address=at, interface=f"ib{name}")
-        for name, at in (("0", "10.0.0.1"), ("1", "10.0.0.2"))
-    ]
-    for actor in place(config, hosts):
-        if actor.name.startswith(("learner", "rollouter")):
-            assert actor.env["GLOO_SOCKET_IFNAME"] == actor.env["NCCL_SOCKET_IFNAME"] == f"ib{actor.host}"
-        if actor.name.startswith("learner"):
-            assert actor.env["MASTER_ADDR"] == "10.0.0.1"
+REFUSED = "ssh: connect to host b port 22: Connection refused"
 
 
-def test_this_host_knows_itself():
-    assert interfaces()["lo"] == "127.0.0.1"
-    assert route_to("127.0.0.1") == "127.0.0.1"
-    assert is_this_host(socket.gethostname())
-    assert is_this_host("127.0.0.1")
-    assert not is_this_host("192.0.2.200")
-
-
-@pytest.mark.parametrize(
-    ("code", "errors", "said"),
-    [
-        (
-            255,
-            "ssh: connect to host b port 22: Connection refused\n",
-            "ssh: connect to host b port 22: Connection refused",
-        ),
+def test_ssh_asks_nothing_the_users_arguments_come_first_and_why_a_start_failed_is_said_in_words():
+    start = SshStart(4.2, ("-o", "ConnectTimeout=1"), python="/x y/python")
+    argv = start.argv("b")
+    assert argv[:4] == ["ssh", "-T", "-o", "ConnectTimeout=1"] and {"BatchMode=yes", "ConnectTimeout=5"} <= set(argv)
+    assert argv[-3:] == ["--", "b", "'/x y/python' -m asyncrl.launcher.fleet.remote"]
+    # Only the end of the connection leaves a host unknown.
+    assert [start.is_lost(code) for code in (255, -9, 0, 1, 137)] == [True, True, False, False, False]
+    start = SshStart(5.0, python="/x/python")
+    for code, errors, said in (
+        (255, f"{REFUSED}\n", REFUSED),
         (255, "", "ssh failed without a word"),
         (255, "u@b: Permission denied (publickey).\n", "`ssh b` has to work without a password"),
         (255, "Host key verification failed.\n", "see that its key is the right one"),
         (127, "bash: line 1: /x/python: No such file or directory\n", "no Python can run there at /x/python"),
         (1, "/x/python: No module named asyncrl\n", "no asyncrl of this version is installed for /x/python (No module"),
         (3, "boom\n", "asyncrl did not start there, exit code 3: boom"),
-    ],
-)
-def test_why_a_start_failed_is_said_in_words(code, errors, said):
-    told = SshStart(5.0, python="/x/python").explain("b", code, errors)
-    assert said in told
-    assert "\n" not in told
-
-
-def test_ssh_asks_nothing_and_the_users_arguments_come_first():
-    argv = SshStart(4.2, ("-o", "ConnectTimeout=1"), python="/x y/python").argv("b")
-    assert argv[:4] == ["ssh", "-T", "-o", "ConnectTimeout=1"]
-    assert "BatchMode=yes" in argv
-    assert "ConnectTimeout=5" in argv
-    assert argv[-3:] == ["--", "b", "'/x y/python' -m asyncrl.launcher.fleet.remote"]
-
-
-def test_only_the_end_of_the_connection_leaves_a_host_unknown():
-    start = SshStart(5.0)
-    assert [start.is_lost(code) for code in (255, -9, 0, 1, 137)] == [True, True, False, False, False]
+    ):
+        told = start.explain("b", code, errors)
+        assert said in told and "\n" not in told
 
 
 def ask(*orders):
@@ -154,70 +116,48 @@ def spec(folder, **changed):
     return HostSpec(**fields | changed)
 
 
-def test_the_entry_point_tells_what_is_there_and_leaves_when_nobody_wants_anything(tmp_path):
+def test_the_entry_point_tells_what_is_there_refuses_what_is_not_ours_and_leaves_nothing(tmp_path):
+    """I7: nor does a part whose launcher is gone before the agent lives."""
     write_weights(write_model(tmp_path / "m") / "model.safetensors", cut=3)
     there, none = ModelQuery(path="m", folder=str(tmp_path)), ModelQuery(path="/nowhere/m", folder="/nowhere")
     gone = EndOrder(run_dir=str(tmp_path / "trial"), index=1, patience_s=0.0)
-    said, code = ask(RouteQuery(head="localhost", addresses=["127.0.0.1"]), there, none, gone)
-    assert code == 0
+    said, code = ask(RouteQuery(head="localhost", addresses=["127.0.0.1"]), there, none, gone, spec(tmp_path))
     assert (said[0]["version"], said[0]["descriptors"]) == (version("asyncrl"), descriptor_limit())
-    assert said[0]["interfaces"]["lo"] == "127.0.0.1"
     assert said[1] == {"type": "routes", "named": ["127.0.0.1"], "via": {"127.0.0.1": "127.0.0.1"}}
     cut, missing = (msgspec.convert(one, ModelFound).finding for one in said[2:4])
     assert cut.result == missing.result == "fail" and cut.key == missing.key == "model.path"
     assert f"{tmp_path}/m: model.safetensors is cut off" in cut.detail
     assert missing.detail == "/nowhere/m is not a folder here"
     assert said[4] == {"type": "gone", "living": False, "killed": False}
-
-
-def test_a_part_whose_launcher_is_gone_before_the_agent_lives_leaves_nothing(tmp_path):
-    """I7."""
-    said, code = ask(spec(tmp_path))
-    assert (said[1], code) == ({"type": "prepared", "shared": False}, 1)
+    assert (said[5], code) == ({"type": "prepared", "shared": False}, 1)
     assert not list((tmp_path / "runs").iterdir())
-
-
-def test_another_version_and_a_folder_that_is_not_ours_are_refused(tmp_path):
     said, code = ask(spec(tmp_path, version="9.9"))
-    assert (said[1]["type"], code) == ("refusal", 2)
-    assert "the launcher is 9.9" in said[1]["reason"]
+    assert (said[1]["type"], code) == ("refusal", 2) and "the launcher is 9.9" in said[1]["reason"]
     (tmp_path / "runs" / "trial").mkdir(parents=True)
     said, code = ask(spec(tmp_path))
     assert "is there already and is not part of this run" in said[1]["reason"]
     assert not list((tmp_path / "runs" / "trial").iterdir())
 
 
-def test_a_host_has_the_secrets_of_its_own_actors_alone(tmp_path):
-    keyring = make_keyring("r1", ["rollouter/0", "rollouter/1", "agent/1"], attempts=2, curve=True)
-    write_credentials(tmp_path / "private", keyring.files_of(["rollouter/1", "agent/1"]))
-    theirs = load_credentials(tmp_path / "private", "rollouter/1", 1)
-    assert set(theirs.peers) == {"rollouter/0", "rollouter/1", "agent/1"}
-    with pytest.raises(OSError, match="rollouter-0"):
-        load_credentials(tmp_path / "private", "rollouter/0", 0)
-    assert "secret_key" not in repr(theirs)
-    assert theirs.secret_key.decode() not in repr(keyring)
-
-
-def send(shipper, room, *, last=False):
-    """The texts that are sent."""
-    found = shipper.look(room, last=last)
-    for event, end in found:
-        shipper.sent(event.file, end)
-    return [event.text for event, _ in found]
-
-
 def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
-    shipper, log = LogShipper(tmp_path), tmp_path / "rollouter-0.log"
-    log.write_text("one\ntw")
-    assert [event.file for event, _ in shipper.look(100)] == ["rollouter-0.log"]
-    # Somebody looked and then did not come to send it.
-    assert send(shipper, 100) == ["one\n"]
-    assert send(shipper, 100) == []
-    with log.open("a") as file:
-        file.write("o\nthree")
-    assert send(shipper, 0) == []
-    assert send(shipper, 100) == ["two\n"]
-    assert send(shipper, 100, last=True) == ["three"]
-    log.write_text("one\ntwo\nthree" + "x" * (CHUNK_BYTES + 10))
-    assert [len(text) for text in send(shipper, 10 * CHUNK_BYTES)] == [CHUNK_BYTES]
-    assert send(shipper, 100, last=True) == ["x" * 10]
+    room, sent = [100], []
+    shipper, log = LogShipper(tmp_path, lambda: room[0], sent.append), tmp_path / "rollouter-0.log"
+
+    def send(text, free=100, *, last=False):
+        """What is sent of the log when it has this text."""
+        log.write_text(text)
+        room[0] = free
+        sent.clear()
+        more = asyncio.run(shipper.send(last=last))
+        assert more == (bool(sent) or not free) and all(event.file == log.name for event in sent)
+        return [event.text for event in sent]
+
+    assert send("one\ntw") == ["one\n"] and send("one\ntw") == []
+    assert send("one\ntwo\nthree", free=0) == []
+    assert send("one\ntwo\nthree") == ["two\n"]
+    assert send("one\ntwo\nthree", last=True) == ["three"]
+    longer = "one\ntwo\nthree" + "x" * (CHUNK_BYTES + 10)
+    assert [len(text) for text in send(longer, free=10 * CHUNK_BYTES)] == [CHUNK_BYTES]
+    room[0] = 100
+    asyncio.run(shipper.send_the_rest(20.0))
+    assert sent[-1].text == "x" * 10

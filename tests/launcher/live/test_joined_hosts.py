@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, UsageError
-from asyncrl.launcher import agent_handle as member_module
+from asyncrl.launcher import agent_handle
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.live import joined_hosts as guests_module
+from asyncrl.launcher.live import joined_hosts
 from asyncrl.launcher.live.joined_hosts import Guests
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.spec import KILL, STOP
@@ -24,49 +24,74 @@ RUN = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    for module in (guests_module, member_module):
+    for module in (joined_hosts, agent_handle):
         monkeypatch.setattr(module, "SLACK_S", SOON_S)
 
 
-def interrupt(answer, scenario):
-    """``scenario`` gets what follows after one Ctrl-C, with what each host was sent."""
-    members = [SimpleNamespace(index=at, over=False, contact=None, sent=[]) for at in (2, 3)]
-    for member in members:
-        member.send = member.sent.append
+def member(index):
+    made = SimpleNamespace(index=index, over=False, contact=SimpleNamespace(), sent=[])
+    made.send, made.contact.kill = made.sent.append, lambda: made.sent.append("killed")
+    return made
 
-    class Controller:
-        async def ask(self, request, timeout=None):
-            await answer()
 
+def guests(members, controller):
+    return Guests(RUN, members, controller, Progress(io.StringIO(), 1, io.StringIO()))
+
+
+def bounded(work):
     async def main():
         async with asyncio.timeout(20):
-            followed = Guests(RUN, members, Controller(), Progress(io.StringIO(), 1, io.StringIO()))
-            ending = asyncio.create_task(followed._end_when_asked())
-            followed.interrupts.note(signal.SIGINT)
-            await scenario(followed, ending, members)
-            await ending
-        assert [member.sent for member in members] == [[KILL], [KILL]]
+            await work()
 
     asyncio.run(main())
 
 
+AWAY = DeadlineExceeded("launcher/0", "controller/0", "Leave", 10.0)
+LAST = UsageError("c cannot leave: no other host has a rollouter that serves")
+
+
+@pytest.mark.parametrize(
+    ("answer", "second"),
+    [("never", True), (LAST, True), (AWAY, False), (None, False)],
+    ids=["mute", "last", "away", "ok"],
+)
+def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_end_in_time(answer, second):
+    """I5: the first signal asks the controller, be it away or not; a host may be the last that the run has."""
+    members = [member(2), member(3)]
+
+    class Controller:
+        async def ask(self, request, timeout=None):
+            if answer == "never":
+                await asyncio.Event().wait()
+            if answer:
+                raise answer
+
+    async def work():
+        followed = guests(members, Controller())
+        ending = asyncio.create_task(followed._end_when_asked())
+        followed.interrupts.note(signal.SIGINT)
+        if second:
+            # The controller that does not answer is waited for no longer than the second one takes.
+            await asyncio.wait({ending}, timeout=10 * SOON_S if answer is LAST else 0.01)
+            assert not ending.done() and [one.sent for one in members] == [[], []]
+            followed.interrupts.note(signal.SIGINT)
+        await ending
+
+    bounded(work)
+    assert [one.sent for one in members] == [[KILL, "killed"], [KILL, "killed"]]
+
+
 def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
     """I5: as when everything on its head was killed."""
-    member = SimpleNamespace(index=2, over=False, contact=SimpleNamespace(), sent=[])
-    member.send = member.sent.append
-    member.contact.kill = lambda: member.sent.append("killed")
+    deaf = member(2)
 
     class Controller:
         async def members(self):
             for number in (1, 2):
                 yield Members(number=number)
 
-    async def main():
-        async with asyncio.timeout(20):
-            await Guests(RUN, [member], Controller(), Progress(io.StringIO(), 1, io.StringIO()))._watch_members()
-
-    asyncio.run(main())
-    assert member.sent == [STOP, KILL, "killed"]
+    bounded(guests([deaf], Controller())._watch_members)
+    assert deaf.sent == [STOP, KILL, "killed"]
 
 
 def test_what_fails_while_the_run_is_watched_is_not_passed_over():
@@ -79,52 +104,5 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
         await asyncio.Event().wait()
 
     process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
-    member = AgentHandle(2, "c", process, SimpleNamespace())
-
-    async def main():
-        async with asyncio.timeout(20):
-            await Guests(RUN, [member], Controller(), Progress(io.StringIO(), 1, io.StringIO())).main()
-
     with pytest.raises(OSError, match="cannot be read"):
-        asyncio.run(main())
-
-
-def test_a_second_one_ends_them_at_once_though_the_controller_does_not_answer():
-    async def never():
-        await asyncio.Event().wait()
-
-    async def scenario(followed, ending, members):
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        followed.interrupts.note(signal.SIGINT)
-
-    interrupt(never, scenario)
-
-
-def test_a_host_that_cannot_leave_goes_on_until_the_second_one():
-    """It may be the last that the run has."""
-
-    async def refuse():
-        raise UsageError("c cannot leave: no other host has a rollouter that serves")
-
-    async def scenario(followed, ending, members):
-        await asyncio.sleep(10 * SOON_S)
-        assert [member.sent for member in members] == [[], []]
-        assert not ending.done()
-        followed.interrupts.note(signal.SIGINT)
-
-    interrupt(refuse, scenario)
-
-
-@pytest.mark.parametrize("away", [True, False])
-def test_who_does_not_end_in_time_is_ended(away):
-    """I5: be the controller away or not."""
-
-    async def answer():
-        if away:
-            raise DeadlineExceeded("launcher/0", "controller/0", "Leave", 10.0)
-
-    async def scenario(followed, ending, members):
-        pass
-
-    interrupt(answer, scenario)
+        bounded(guests([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).main)

@@ -1,4 +1,4 @@
-"""--stop, --join and --leave: which runs are found, and where engines go on a new host."""
+"""--stop, --join and --leave: which runs are found, and what is asked of them."""
 
 import asyncio
 import json
@@ -7,14 +7,13 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.cli import launch
-from asyncrl.config.load import validate_config
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, UsageError
 from asyncrl.launcher.fleet import addresses
 from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.join import _Joining
 from asyncrl.launcher.live.live_run import find_living
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
-from asyncrl.launcher.terms.placement import PlacementHost, place_replicas, replicas_of
+from asyncrl.launcher.terms.placement import PlacementHost
 from asyncrl.launcher.terms.spec import Routes
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, WatchMembers
 from asyncrl.runtime.calls.server import CROWDED
@@ -32,15 +31,14 @@ def hosts(tmp_path):
     return str(path)
 
 
-def config(tmp_path, **rollout):
-    run = {"name": "trial", "dir": str(tmp_path / "runs")}
-    return simulated_run(run=run, model={"path": str(tmp_path)}, rollout=rollout)
+@pytest.fixture
+def made(tmp_path):
+    return simulated_run(run={"name": "trial", "dir": str(tmp_path / "runs")})
 
 
 @pytest.fixture
-def lived(tmp_path):
+def lived(made):
     """The folder of a run whose private folder is held, and its controller's address to be written."""
-    made = config(tmp_path)
     folder = create_run_folder(made)
     with private_folder(folder, made):
         yield folder
@@ -48,15 +46,6 @@ def lived(tmp_path):
 
 def speak(folder, address="tcp://127.0.0.1:7000"):
     (folder.private / "controller.json").write_text(json.dumps({"address": address}))
-
-
-def test_a_run_that_lives_is_found_with_what_its_launcher_proves_itself_with(lived):
-    speak(lived)
-    found = find_living(str(lived.path))
-    assert (found.folder, found.address) == (lived, "tcp://127.0.0.1:7000")
-    assert found.credentials.run_id == lived.run_id
-    assert found.lives
-    assert found.credentials.secret not in repr(found)
 
 
 def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controllers_words(lived, monkeypatch):
@@ -76,7 +65,10 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
             pass
 
     async def main():
-        async with live_run.LiveController(find_living(str(lived.path))) as controller:
+        found = find_living(str(lived.path))
+        assert (found.folder, found.address, found.lives) == (lived, "tcp://127.0.0.1:7000", True)
+        assert found.credentials.run_id == lived.run_id
+        async with live_run.LiveController(found) as controller:
             controller._peer = Peer()
             assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
             for said in ("^c cannot leave$", "at most 64 at once, .*wait until one has ended$"):
@@ -88,67 +80,31 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
     asyncio.run(main())
 
 
-def test_what_cannot_be_spoken_to_says_why(tmp_path, hosts, capsys):
-    assert launch.main(["--join", str(tmp_path), "--hosts", hosts]) == 2
-    assert "holds no run: name a run folder" in capsys.readouterr().err
-    made = config(tmp_path)
+def test_what_cannot_be_spoken_to_says_why(tmp_path, made, hosts, monkeypatch, capsys):
+    """I6: only who reads the private folder may speak to a run."""
     folder = create_run_folder(made)
     place = str(folder.path)
     commands = (["--join", place, "--hosts", hosts], ["--leave", "a", place], ["--stop", place])
-    for argv in commands:
+
+    def refused(argv):
         assert launch.main(argv) == 2
-        assert "the run in it has ended, or its head is another machine" in capsys.readouterr().err
+        return capsys.readouterr().err
+
+    assert "holds no run: name a run folder" in refused(["--join", str(tmp_path), "--hosts", hosts])
+    for argv in commands:
+        assert "the run in it has ended, or its head is another machine" in refused(argv)
     with private_folder(folder, made):
         for argv in commands:
-            assert launch.main(argv) == 2
-            assert "only just starting" in capsys.readouterr().err
+            assert "only just starting" in refused(argv)
         speak(folder)
-        assert launch.main(commands[0]) == 2
-        assert "listens on 127.0.0.1 alone, where no other host reaches it" in capsys.readouterr().err
+        assert "listens on 127.0.0.1 alone, where no other host reaches it" in refused(commands[0])
 
+        def closed(path, *_: object):
+            raise PermissionError(13, "Permission denied", str(path))
 
-def test_only_who_reads_the_private_folder(lived, monkeypatch, hosts, capsys):
-    """I6."""
-    speak(lived)
-
-    def closed(path, *_: object):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(live_run, "load_credentials", closed)
-    assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
-    assert f"only who can read {lived.private} may stop this run, or change who serves it" in capsys.readouterr().err
-
-
-def test_the_launcher_s_key_lies_where_nobody_else_reads_it(tmp_path):
-    made = validate_config(config(tmp_path).model_dump() | {"security": {"curve": "required"}})
-    folder = create_run_folder(made)
-    with private_folder(folder, made):
-        key = folder.private / "launcher-0.0.json"
-        assert (key.stat().st_mode & 0o777, folder.private.stat().st_mode & 0o777) == (0o600, 0o700)
-        assert (
-            json.loads(key.read_text())["public"]
-            in json.loads((folder.private / "peers.json").read_text())["launcher/0"]
-        )
-    assert not folder.private.exists()
-    assert "launcher/0" not in (folder.path / "config.json").read_text()
-
-
-@pytest.mark.parametrize(("gpus", "count"), [(0, 0), (1, 0), (2, 1), (5, 2)])
-def test_a_new_host_has_as_many_engines_as_its_gpus_have_room_for(tmp_path, gpus, count):
-    made = config(tmp_path, engine="vllm", gpus_per_replica=2)
-    host = PlacementHost(name="c", cpus=8, gpus=tuple(map(str, range(gpus))), address="10.0.0.3", interface="eth0")
-    assert replicas_of(made, host) == count
-    placed = place_replicas(made, host, [f"rollouter/{number}" for number in range(4, 4 + count)])
-    assert [actor.gpus for actor in placed] == [("0", "1"), ("2", "3")][:count]
-    for actor in placed:
-        assert actor.env["CUDA_VISIBLE_DEVICES"] == ",".join(actor.gpus)
-        assert (actor.env["OMP_NUM_THREADS"], actor.env["GLOO_SOCKET_IFNAME"]) == (str(8 // count), "eth0")
-
-
-def test_a_new_host_without_gpus_has_one_engine(tmp_path):
-    host = PlacementHost(name="c", cpus=8)
-    for rollout in ({}, {"engine": "vllm", "gpus_per_replica": 0}):
-        assert replicas_of(config(tmp_path, **rollout), host) == 1
+        monkeypatch.setattr(live_run, "load_credentials", closed)
+        said = f"only who can read {folder.private} may stop this run, or change who serves it"
+        assert said in refused(commands[0])
 
 
 class Told:

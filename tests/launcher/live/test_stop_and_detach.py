@@ -1,4 +1,4 @@
-"""Runs whose terminal is closed, that outlive it, and that are ended by --stop, with a launcher and without."""
+"""Runs whose terminal is closed, whose start fails unseen, and that are ended by --stop, with a launcher or without."""
 
 import os
 import pty
@@ -13,18 +13,9 @@ from asyncrl.launcher.live import stop as stopping
 from asyncrl.launcher.live.live_run import find_living
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.telemetry.snapshots.recording import last_recorded
 
 LAUNCH = (sys.executable, "-m", "asyncrl.cli.launch")
-
-
-def stop(run_dir, cwd=None):
-    return subprocess.run([*LAUNCH, "--stop", str(run_dir)], capture_output=True, text=True, timeout=120, cwd=cwd)
-
-
-def assert_nothing_is_lost(run_dir, steps):
-    left = CheckpointFolder(run_dir / "checkpoints").newest()
-    assert steps and steps == list(range(1, left.step + 1))
-    return left
 
 
 def test_a_closed_terminal_makes_way_though_no_checkpoints_are_wanted(launch):
@@ -40,45 +31,13 @@ def test_a_closed_terminal_makes_way_though_no_checkpoints_are_wanted(launch):
     # The shell of the terminal has been told, too, and tells its jobs.
     run.process.send_signal(signal.SIGHUP)
     assert run.process.wait(120) == 75
-    left = assert_nothing_is_lost(run.run_dir, run.steps())
+    left = CheckpointFolder(run.run_dir / "checkpoints").newest()
+    assert run.steps() == list(range(1, left.step + 1)), "nothing is lost"
     ended = read_ended(RunFolder(path=run.run_dir, run_id=""))
     assert ended.reason == f"preempted by a closed terminal with a checkpoint of version {left.version}"
 
 
-def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(launch):
-    run = launch("--detach", "--learner.steps", "4000")
-    code, shown = run.end()
-    assert code == 0, shown
-    log = run.run_dir / "logs" / "attempt_1" / "launcher.log"
-    assert shown[-4:] == [
-        f"run folder  {run.run_dir}",
-        f"output      {log}",
-        f"watch       asyncrl-top {run.run_dir}",
-        f"end         asyncrl-launch --stop {run.run_dir}",
-    ]
-    assert f"run folder: {run.run_dir}" in shown and "running" in shown
-    launcher = int(shown[-5].split()[-1])
-    assert os.getsid(launcher) == launcher
-    wait_until(lambda: "step 3/" in log.read_text(), "steps")
-    done = stop(run.run_dir)
-    assert (done.returncode, done.stderr) == (0, "")
-    left = assert_nothing_is_lost(run.run_dir, run.steps())
-    how = f"preempted by asyncrl-launch --stop with a checkpoint of version {left.version}"
-    first, kept, last = done.stdout.splitlines()
-    assert first.startswith(f"{run.run_dir} is asked to make way: ")
-    assert kept == (
-        f"left: the checkpoint of version {left.version}, step {left.step}: {left.path}; no trained step is lost"
-    )
-    began = f"asyncrl-launch {run.folder}/sim.toml --detach --learner.steps 4000"
-    assert last == f"{how}; {began} --resume {run.run_dir} goes on"
-    wait_until(lambda: not marked(run.folder), "the end of all")
-    assert log.read_text().splitlines()[0] == f"run folder: {run.run_dir}"
-    assert log.read_text().splitlines()[-2:] == [kept, last]
-    again = stop(run.run_dir)
-    assert again.returncode == 2 and "the run in it has ended" in again.stderr
-
-
-def test_a_detached_start_that_fails_says_why(tmp_path):
+def test_a_detached_start_that_fails_says_who_why_and_where(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "?"}\n')
     config = tmp_path / "wrong.toml"
     sections = f'[run]\ndir = "{tmp_path}/runs"\n[data]\npath = "{tmp_path}/rows.jsonl"\n'
@@ -89,23 +48,24 @@ def test_a_detached_start_that_fails_says_why(tmp_path):
     wait_until(lambda: not marked(tmp_path), "the end of all")
 
 
-def test_a_run_whose_launcher_was_killed_is_stopped(stub):
-    run = stub({"learner/0": {"preempted": 7}})
-    run.wait_to_show("running")
+def test_a_run_goes_on_without_its_launcher_until_it_is_stopped(stub):
+    run = stub({"learner/0": {"slow": 3, "preempted": 7}, "reward/0": {"slow": 3}})
+    run.wait_to_show("starting: waiting for learner/0")
     run.process.kill()
     run.process.wait()
+    wait_until(lambda: (last := last_recorded(run.run_dir, 1)) and last.run.phase == "running", "the run")
     # By its name, as asyncrl-top takes it, beside a folder of that name which is none of a run.
     (run.folder / run.run_dir.name).mkdir()
-    done = stop(run.run_dir.name, cwd=run.folder)
+    argv = [*LAUNCH, "--stop", run.run_dir.name]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=run.folder)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(
-        "preempted by asyncrl-launch --stop with a checkpoint of version 7; "
-    )
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("preempted by asyncrl-launch --stop with a checkpoint of version 7; "), last
     wait_until(lambda: not marked(run.folder), "the end of all")
     assert not (run.run_dir / "private").exists()
 
 
-def test_who_does_not_end_a_run_is_named(stub, monkeypatch, capsys):
+def test_an_agent_that_hangs_is_named_by_stop_and_ended_by_the_second_ctrl_c(stub, monkeypatch, capsys):
     monkeypatch.setattr(stopping, "END_S", 0.5)
     run = stub({}, {"preempt": {"grace_s": 0.5}}, drain_s=0.5)
     run.wait_to_show("running")
@@ -119,6 +79,9 @@ def test_who_does_not_end_a_run_is_named(stub, monkeypatch, capsys):
             f"(logs: {run.run_dir / 'logs' / 'attempt_1'})\n"
         )
         os.kill(controller, signal.SIGCONT)
-    os.kill(agent, signal.SIGKILL)
-    assert run.end()[0] == 1
+    run.process.send_signal(signal.SIGINT)
+    run.wait_to_show("making way")
+    run.process.send_signal(signal.SIGINT)
+    code, shown = run.end()
+    assert code == 1 and shown[-1].startswith("agent/0: it did not end its actors, and was killed (log: "), shown
     assert read_ended(RunFolder(path=run.run_dir, run_id="")) is None

@@ -1,7 +1,5 @@
 """How a run ended, and what is left of it."""
 
-import io
-import json
 import os
 
 import msgspec
@@ -9,8 +7,6 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.checkpoint.retention import Found
-from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.run_folder.ended import (
     RunProgress,
     describe_end,
@@ -20,8 +16,7 @@ from asyncrl.launcher.run_folder.ended import (
     write_ended,
 )
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import EndedEvent, StateEvent
+from asyncrl.launcher.terms.spec import EndedEvent
 
 CONFIG = simulated_run()
 STOPPED = EndedEvent(result="stopped", reason="Ctrl-C", exit_code=130)
@@ -34,13 +29,6 @@ def test_the_record_is_that_of_the_attempt_by_whatever_name_the_folder_is_reache
     write_ended(run, str(RunFolder(path=run, run_id="").logs), STOPPED)
     assert read_ended(RunFolder(path=tmp_path / "link" / "mine", run_id="")) == STOPPED
     assert read_ended(RunFolder(path=run, run_id="", attempt=2)) is None
-
-
-def test_steps_that_were_heard_of_count_though_their_lines_are_lost(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 30}) + "\n")
-    folder = RunFolder(path=tmp_path, run_id="")
-    assert find_left(CONFIG, folder).trained == 30
-    assert find_left(CONFIG, folder, heard=50).trained == 50
 
 
 def test_steps_that_the_exported_model_holds_are_not_called_lost(tmp_path):
@@ -71,15 +59,3 @@ def test_it_goes_on_by_the_path_of_the_run(tmp_path, result):
     assert any(row.endswith(f"{goes_on} once that is put right") for row in refused)
     assert any("lost: 2 steps trained since" in row for row in rows)
     assert "why" in rows[-1]
-
-
-def test_a_run_begins_once_whatever_a_new_controller_says(tmp_path):
-    """One that is started again begins with a run that starts."""
-    began = []
-    member = AgentHandle(0, "", process=None)
-    follower = Follower(CONFIG, RunFolder(path=tmp_path, run_id=""), [member], Progress(io.StringIO(), 3))
-    follower.on_running = lambda: began.append(follower.phase)
-    for phase in ("starting", "running", "starting", "running", "preempting"):
-        follower._take(member, StateEvent(phase=phase))
-        assert follower.has_run == (phase != "starting" or bool(began))
-    assert began == ["running"]

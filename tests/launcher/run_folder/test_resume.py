@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -69,44 +70,57 @@ def left(tmp_path):
     return folder.path
 
 
-def test_auto_is_the_newest_checkpoint_of_the_run_that_is_named(tmp_path, left):
+def begun(settings, resumption):
+    """Names of what a start of this resumption sets aside."""
+    with private_folder(resumption.folder, settings):
+        return [path.name for path in resumption.begin(settings)]
+
+
+# --- which run and checkpoint ---
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_by_its_name_its_folder_or_a_checkpoint(tmp_path, left, monkeypatch):
     found, resumption = find_resumption(config(tmp_path), "auto")
     assert (resumption.folder.path, resumption.folder.attempt) == (left, 2)
     assert (resumption.checkpoint.version, resumption.is_finished) == (4, False)
     assert resumption.describe() == f"resuming {left} from version 4, step 4: {left / 'checkpoints' / 'v00000004'}"
     assert found == config(tmp_path)
+    # Whatever the configuration names.
+    other = config(tmp_path, run={"name": "another", "dir": str(tmp_path / "elsewhere")})
+    monkeypatch.chdir(left.parent)
+    for place in (str(left), "trial", str(left / "checkpoints" / "v00000004")):
+        settings, resumption = find_resumption(other, place)
+        assert (resumption.folder.path, resumption.checkpoint.version) == (left, 4)
+        assert (settings.run.name, settings.run.dir, settings.run.seed) == ("trial", str(left.parent), 3)
+    for place in ("nowhere", "runs", "runs/trial/checkpoints", "runs/trial/logs/attempt_1"):
+        with pytest.raises((UsageError, CheckpointError)):
+            find_resumption(config(tmp_path), str(tmp_path / place))
 
 
-def test_auto_needs_a_run(tmp_path):
-    with pytest.raises(UsageError, match=r"runs/trial holds no run; .*without --resume"):
-        find_resumption(config(tmp_path), "auto")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_without_a_checkpoint_it_begins_from_the_initial_weights(tmp_path):
+def test_auto_needs_a_run_but_no_checkpoint(tmp_path):
     settings = config(tmp_path)
+    with pytest.raises(UsageError, match=r"runs/trial holds no run; .*without --resume"):
+        find_resumption(settings, "auto")
+    assert not (tmp_path / "runs").exists()
     path = create_run_folder(settings).path
+    # An empty folder of that name is nothing that was trained.
+    (path / "checkpoints" / "v00000009").mkdir(parents=True)
     _, resumption = find_resumption(settings, "auto")
     assert resumption.checkpoint is None
     assert "there is no complete checkpoint, so it begins from the initial weights" in resumption.describe()
     assert resumption.warnings == [f"{path} has no checkpoint: training begins from the initial weights, at step 1"]
-    # An empty folder of that name is nothing that was trained.
-    (path / "checkpoints" / "v00000009").mkdir(parents=True)
-    assert find_resumption(settings, "auto")[1].checkpoint is None
 
 
 def test_what_an_attempt_changes_in_the_folder(tmp_path, left):
     before = (left / "config.json").read_text()
     changed = config(tmp_path, learner={"steps": 20})
     settings, resumption = find_resumption(changed, "auto")
-    with private_folder(resumption.folder, settings):
-        assert resumption.begin(settings) == []
+    assert begun(settings, resumption) == []
     assert config_from_json((left / "config.json").read_text()) == changed
     assert (left / "config_attempt_1.json").read_text() == before
     assert resumption.folder.logs == left / "logs" / "attempt_2"
     assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "config_attempt_1.json", "logs"]
-    _, third = find_resumption(changed, "auto")
-    assert third.folder.attempt == 3
+    assert find_resumption(changed, "auto")[1].folder.attempt == 3
 
 
 @pytest.mark.parametrize("written", [(1 << 32) + 3, 1_770_000_000_000_000_000])
@@ -125,19 +139,8 @@ def test_from_an_older_checkpoint_newer_ones_are_set_aside(tmp_path, left):
     assert (resumption.folder.path, resumption.checkpoint.version) == (left, 2)
     # Nothing is changed by looking.
     assert CheckpointFolder(left / "checkpoints").newest().version == 4
-    with private_folder(resumption.folder, settings):
-        assert [path.name for path in resumption.begin(settings)] == ["abandoned-v00000004"]
+    assert begun(settings, resumption) == ["abandoned-v00000004"]
     assert CheckpointFolder(left / "checkpoints").newest().version == 2
-
-
-def test_a_run_folder_may_be_given_whatever_the_configuration_names(tmp_path, left, monkeypatch):
-    other = config(tmp_path, run={"name": "another", "dir": str(tmp_path / "elsewhere")})
-    monkeypatch.chdir(left.parent)
-    for place in (str(left), "trial", str(left / "checkpoints" / "v00000004")):
-        settings, resumption = find_resumption(other, place)
-        assert resumption.folder.path == left
-        assert (settings.run.name, settings.run.dir, settings.run.seed) == ("trial", str(left.parent), 3)
-        assert resumption.checkpoint.version == 4
 
 
 def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
@@ -149,23 +152,61 @@ def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
         found, resumption = find_resumption(settings, place)
         assert (resumption.folder.path, resumption.checkpoint.path, found.run.name) == (run, path, "trial")
     # A new run does not come upon them by its name.
-    for entry in sorted(run.rglob("*"), reverse=True):
-        entry.unlink() if entry.is_file() else entry.rmdir()
-    run.rmdir()
+    shutil.rmtree(run)
     assert create_run_folder(settings).path.name == "trial-2"
 
 
-@pytest.mark.parametrize("place", ["nowhere", "runs", "runs/trial/checkpoints", "runs/trial/logs/attempt_1"])
-def test_what_is_no_run_is_refused(tmp_path, left, place):
-    with pytest.raises((UsageError, CheckpointError)):
-        find_resumption(config(tmp_path), str(tmp_path / place))
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):
+    def is_finished(**sections):
+        return find_resumption(config(tmp_path, **sections), "auto")[1].is_finished
+
+    write_checkpoint(config(tmp_path), left, 10)
+    # The last step is trained, but the weights are not yet written for the user.
+    assert not is_finished() and is_finished(checkpoint={"export_at_end": False})
+    (left / "export").mkdir()
+    assert is_finished() and not is_finished(learner={"steps": 12})
+
+
+def test_a_run_that_lives_is_refused(tmp_path, left):
+    settings, resumption = find_resumption(config(tmp_path), "auto")
+    with private_folder(resumption.folder, settings):
+        with pytest.raises(UsageError, match="in use"):
+            find_resumption(settings, "auto")
+        # Two at the same moment: one of them gets the folder.
+        with pytest.raises(UsageError, match="in use"), private_folder(resumption.folder, settings):
+            pass
+        assert (left / "private" / "run.json").exists()
+    assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_auto_takes_the_run_that_has_a_checkpoint_and_tells_of_later_ones(tmp_path, elsewhere):
+    settings = config(tmp_path, **({"checkpoint": {"dir": str(tmp_path / "big")}} if elsewhere else {}))
+    runs = [create_run_folder(settings).path for _ in range(4)]
+    for at, path in enumerate(runs):
+        os.utime(path / "config.json", (1000 + at, 1000 + at))
+    good = write_checkpoint(settings, runs[2], 6)
+    # A run that its user called so is not one of the name.
+    write_checkpoint(config(tmp_path), create_run_folder(config(tmp_path, run={"name": "trial-9"})).path, 6)
+    found, resumption = find_resumption(settings, "auto")
+    assert (resumption.checkpoint.path, resumption.folder.path, found.run.name) == (good, runs[2], "trial-3")
+    assert "of 4 runs of that name its newest checkpoint was written last, at 2" in resumption.describe()
+    (warning,) = resumption.warnings
+    assert warning.startswith(f"{runs[3]} began later")
+    # Resumed once, it is still one of that name.
+    begun(found, resumption)
+    assert find_resumption(settings, "auto")[1].folder.path == runs[2]
+    with private_folder(create_run_folder(settings), settings), pytest.raises(UsageError, match="trial-5 is in use"):
+        find_resumption(settings, "auto")
+
+
+# --- what must be the same ---
 
 
 @pytest.mark.parametrize(
     ("sections", "what", "said"),
     [
         ({"run": {"seed": 4}}, "seed", "run.seed: was 3 when the run was left, is 4 now"),
-        ({"learner": {"groups_per_step": 8}}, "batch", "learner.groups_per_step: was 4 .* is 8 now"),
         (
             {"learner": {"steps_per_version": 2}, "rollout": {"samples_per_prompt": 4}},
             "batch",
@@ -173,8 +214,8 @@ def test_what_is_no_run_is_refused(tmp_path, left, place):
         ),
     ],
 )
-def test_what_the_ledger_depends_on_must_be_the_same(tmp_path, left, sections, what, said):
-    """I1: another order of the data would train some prompts twice and others never."""
+def test_i1_what_the_ledger_depends_on_must_be_the_same(tmp_path, left, sections, what, said):
+    """Another order of the data would train some prompts twice and others never."""
     with pytest.raises(RunChanged, match=said + f".*--allow-changed-{what}") as refused:
         find_resumption(config(tmp_path, **sections), "auto")
     assert refused.value.exit_code == 78
@@ -188,16 +229,12 @@ def test_what_the_ledger_depends_on_must_be_the_same(tmp_path, left, sections, w
 @pytest.mark.parametrize(
     ("was", "now", "said"),
     [
-        ({"rank": 8}, {"rank": 16}, ["lora.rank: was 8 when the run was left, is 16 now"]),
         ({}, {"rank": 8}, ["lora.rank: was 0 when the run was left, is 8 now"]),
         ({"rank": 8}, {}, ["lora.rank: was 8 when the run was left, is 0 now"]),
         (
             {"rank": 8, "alpha": 16.0},
             {"rank": 8, "alpha": 32.0, "targets": ["q_proj"]},
-            [
-                "lora.alpha: was 16.0 when",
-                "lora.targets: was ('all-linear',) when the run was left, is ('q_proj',) now",
-            ],
+            ["lora.alpha: was 16.0", "lora.targets: was ('all-linear',) when the run was left, is ('q_proj',) now"],
         ),
         ({"rank": 8, "targets": ["a", "b"]}, {"rank": 8, "targets": ["b", "a"], "publish": "merged"}, []),
     ],
@@ -214,62 +251,8 @@ def test_adapters_must_be_of_the_same_form(tmp_path, was, now, said):
         return
     with pytest.raises(ConfigError) as refused:
         find_resumption(settings(now), "auto")
-    assert refused.value.exit_code == 78
-    assert len(refused.value.problems) == len(said)
+    assert refused.value.exit_code == 78 and len(refused.value.problems) == len(said)
     assert all(text in problem for text, problem in zip(said, refused.value.problems, strict=True))
-
-
-def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):
-    write_checkpoint(config(tmp_path), left, 10)
-    # The last step is trained, but the weights are not yet written for the user.
-    assert not find_resumption(config(tmp_path), "auto")[1].is_finished
-    assert find_resumption(config(tmp_path, checkpoint={"export_at_end": False}), "auto")[1].is_finished
-    (left / "export").mkdir()
-    assert find_resumption(config(tmp_path), "auto")[1].is_finished
-    assert not find_resumption(config(tmp_path, learner={"steps": 12}), "auto")[1].is_finished
-
-
-def test_a_run_that_lives_is_refused(tmp_path, left):
-    settings, resumption = find_resumption(config(tmp_path), "auto")
-    with private_folder(resumption.folder, settings):
-        with pytest.raises(UsageError, match="in use"):
-            find_resumption(settings, "auto")
-        # Two at the same moment: one of them gets the folder.
-        with pytest.raises(UsageError, match="in use"), private_folder(resumption.folder, settings):
-            pass
-        assert (left / "private" / "run.json").exists()
-    assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]
-
-
-# --- several runs of a name ---
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_auto_takes_the_run_that_has_a_checkpoint_and_tells_of_later_ones(tmp_path, elsewhere):
-    sections = {"checkpoint": {"dir": str(tmp_path / "big")}} if elsewhere else {}
-    settings = config(tmp_path, **sections)
-    runs = [create_run_folder(settings).path for _ in range(4)]
-    for at, path in enumerate(runs):
-        os.utime(path / "config.json", (1000 + at, 1000 + at))
-    good = write_checkpoint(settings, runs[2], 6)
-    found, resumption = find_resumption(settings, "auto")
-    assert (resumption.checkpoint.path, resumption.folder.path, found.run.name) == (good, runs[2], "trial-3")
-    assert "of 4 runs of that name its newest checkpoint was written last, at 2" in resumption.describe()
-    (warning,) = resumption.warnings
-    assert warning.startswith(f"{runs[3]} began later")
-    # Resumed once, it is still one of that name.
-    with private_folder(resumption.folder, found):
-        resumption.begin(found)
-    assert find_resumption(settings, "auto")[1].folder.path == runs[2]
-    with private_folder(create_run_folder(settings), settings), pytest.raises(UsageError, match="trial-5 is in use"):
-        find_resumption(settings, "auto")
-
-
-def test_a_run_that_its_user_called_so_is_not_one_of_the_name(tmp_path, left):
-    other = config(tmp_path, run={"name": "trial-2"})
-    write_checkpoint(other, create_run_folder(other).path, 6)
-    assert find_resumption(config(tmp_path), "auto")[1].folder.path == left
-    assert find_resumption(other, "auto")[1].folder.path.name == "trial-2"
 
 
 # --- damaged checkpoints ---
@@ -293,7 +276,6 @@ DAMAGES = [
     ("COMPLETE", os.unlink, "is not complete"),
     ("COMPLETE", _shorten, "cannot be read"),
     ("COMPLETE", _another_step, "tells of step 5, state.json of 4"),
-    ("state.json", _shorten, "bytes instead of"),
     ("state.json", _flip, "its checksum differs"),
     ("groups.msgpack", os.unlink, "cannot be read: No such file"),
     ("trainer/contents.json", _flip, "its checksum differs"),
@@ -326,9 +308,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_else_stepped_back_from_and_
         assert warning.endswith(from_where)
     # Nothing is changed by looking.
     assert sorted(path.name for path in newest.parent.glob("*v0*")) == ["v00000002", "v00000004"]
-    with private_folder(resumption.folder, settings):
-        (aside,) = resumption.begin(settings)
-    assert aside == left / "checkpoints" / "damaged-v00000004" and aside.is_dir()
+    assert begun(settings, resumption) == ["damaged-v00000004"]
     _, after = find_resumption(config(tmp_path), "auto")
     assert (after.checkpoint.version, after.warnings) == (2, [])
 
@@ -352,5 +332,4 @@ def test_several_damaged_ones_are_all_told_and_where_none_is_whole_the_run_does_
     said = "no checkpoint here is whole; of the newest, .*v00000006/state.json: has"
     with pytest.raises(CheckpointError, match=said):
         find_resumption(config(tmp_path), "auto")
-    with private_folder(resumption.folder, settings):
-        assert [path.name for path in resumption.begin(settings)] == ["damaged-v00000006", "damaged-v00000004"]
+    assert begun(settings, resumption) == ["damaged-v00000006", "damaged-v00000004"]

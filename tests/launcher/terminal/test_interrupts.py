@@ -28,11 +28,9 @@ def keep_signal_handlers():
 @pytest.mark.parametrize(
     ("numbers", "named", "hurries"),
     [
-        ([SIGINT], SIGINT, False),
         ([SIGINT, SIGINT], SIGINT, True),
         ([SIGUSR2, SIGTERM], SIGUSR2, True),
         # A terminal that closes says so more than once: its shell, and the kernel.
-        ([SIGHUP], SIGHUP, False),
         ([SIGHUP, SIGHUP], SIGHUP, False),
         ([SIGINT, SIGHUP, SIGHUP], SIGINT, False),
         # As systemd ends the processes of a user who has left.
@@ -56,16 +54,13 @@ def test_a_second_signal_hurries_unless_a_terminal_closes(numbers, named, hurrie
     assert asyncio.run(main()) == (named, hurries)
 
 
-def test_what_nohup_protects_from_is_not_taken():
-    signal.signal(SIGHUP, signal.SIG_IGN)
+def test_what_nohup_protects_from_is_not_taken_and_causes_are_named_as_users_know_them():
     # A shell without job control has what it starts in the background ignore Ctrl-C.
-    signal.signal(SIGINT, signal.SIG_IGN)
+    for number in (SIGHUP, SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     assert heeded() == (SIGINT, SIGTERM, SIGUSR2)
     signal.signal(SIGHUP, signal.SIG_DFL)
     assert heeded() == STOPPING
-
-
-def test_causes_are_named_as_users_know_them():
     assert [cause_of(number) for number in STOPPING] == ["Ctrl-C", "a closed terminal", "SIGTERM", "SIGUSR2"]
 
 

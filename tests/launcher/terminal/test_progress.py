@@ -1,10 +1,15 @@
-"""Lines that the launcher shows."""
+"""What the launcher shows: lines, one live line, notices, the pace, the summary."""
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from asyncrl.launcher.terminal.notices import PACE_S, ShownNotices
+from asyncrl.launcher.terminal.pace import STEPS, RunPace, clock_words
 from asyncrl.launcher.terminal.progress import CLEAR_LINE, Progress, describe_eval, describe_step
 from asyncrl.launcher.terminal.summary import summarise
 from asyncrl.launcher.terms.spec import (
@@ -34,39 +39,77 @@ LINE = {
     "rollout/tokens_per_s": 1234.5,
     "time/step_s": 1.0,
 }
-
-KINDS = ("train", "update", "eval")
 TRAIN = {"kind": "train"}
 
 
-def test_a_step_in_a_few_words():
+@pytest.fixture
+def show():
+    """Shows events at its ``now``, and has what was shown as ``out`` and ``err``."""
+    made = SimpleNamespace(now=0.0, text=io.StringIO(), errors=io.StringIO())
+    made.progress = Progress(made.text, 10, made.errors, now=lambda: made.now)
+    made.show, made.step = made.progress.show, lambda **line: made.show(MetricsEvent(line=TRAIN | line))
+    made.dies = lambda name: made.show(RestartEvent(name=name, reason="killed by SIGKILL", after_s=0.5))
+    made.out = lambda having="": [line for line in made.text.getvalue().splitlines() if having in line]
+    made.err = lambda: made.errors.getvalue().splitlines()
+    return made
+
+
+# --- lines ---
+
+
+def test_steps_and_evaluations_in_a_few_words():
     assert describe_step(LINE, 10) == "step 3/10  version 2  reward 0.500  staleness 0.75  1.2k tokens/s  1.0 s"
     assert describe_step({"step": 3, "reward/mean": None}, 10) == "step 3/10"
-
-
-def test_warm_steps_are_told_as_they_go():
-    progress = Progress(out := io.StringIO(), 10)
-    line = {"kind": "warm", "step": 0, "sft/warm_steps": 3, "sft/warm_steps_of": 20, "loss/sft": 1.5}
-    progress.show(StateEvent(phase="running"))
-    progress.show(MetricsEvent(line=line | {"sft/tokens": 1200, "sft/epochs": 0.25, "time/train_s": 1.0}))
-    progress.show(StateEvent(phase="running"))
-    progress.show(MetricsEvent(line={"kind": "warm", "step": 0}))
-    warm = "warm step 3/20  loss 1.500  1.2k tokens  epoch 0.25  1.0 s"
-    assert out.getvalue().splitlines() == ["running", warm, "warm step ?"]
-    assert progress.step == 0
-
-
-@pytest.mark.parametrize(
-    ("versions", "said"),
-    [
+    for versions, said in (
         ({"weights/version": 3, "eval/gsm/version_min": 2}, "versions 2 to 3  eval/gsm 0.250"),
         ({"weights/version": 3, "eval/gsm/version_min": 3}, "version 3  eval/gsm 0.250"),
         ({}, "step 4  eval/gsm 0.250"),
-    ],
-)
-def test_an_evaluation_is_told_by_the_versions_that_it_sampled(versions, said):
-    line = {"kind": "eval", "step": 4, "eval/gsm/mean": 0.25, "eval/gsm/prompts": 8} | versions
-    assert describe_eval(line) == said
+    ):
+        line = {"kind": "eval", "step": 4, "eval/gsm/mean": 0.25, "eval/gsm/prompts": 8} | versions
+        assert describe_eval(line) == said
+
+
+def test_plain_lines(show):
+    names = [f"rollouter/{i}" for i in range(8)]
+    for left in range(8, -1, -1):
+        show.show(StateEvent(phase="starting", waiting_for=names[:left]))
+    warm = {"kind": "warm", "step": 0, "sft/warm_steps": 3, "sft/warm_steps_of": 20, "loss/sft": 1.5}
+    for event in (
+        StateEvent(phase="running"),
+        MetricsEvent(line=warm | {"sft/tokens": 1200, "sft/epochs": 0.25, "time/train_s": 1.0}),
+        StateEvent(phase="running"),
+        MetricsEvent(line=LINE),
+        RestartEvent(name="rollouter/1", reason="killed by SIGKILL"),
+        MetricsEvent(line={"kind": "eval", "step": 3, "eval/math/mean": 0.25}),
+        StateEvent(phase="draining"),
+    ):
+        show.show(event)
+    show.progress.end()
+    assert show.out() == [
+        "starting: waiting for rollouter/0, rollouter/1, rollouter/2, rollouter/3 and 4 more",
+        "starting: waiting for rollouter/0, rollouter/1, rollouter/2, rollouter/3",
+        "starting: waiting for rollouter/0, rollouter/1",
+        "starting: waiting for rollouter/0",
+        "starting",
+        "running",
+        "warm step 3/20  loss 1.500  1.2k tokens  epoch 0.25  1.0 s",
+        describe_step(LINE, 10, "elapsed 0:00"),
+        "step 3  eval/math 0.250",
+        "draining: ending the actors in order",
+    ]
+    assert show.err() == ["rollouter/1 died (killed by SIGKILL) and is started again"]
+
+
+def test_a_step_line_tells_what_was_not_trained_when_that_moves(show):
+    for step, counts in enumerate([(0, 0, 3), (3, 0, 3), (3, 1, 3), (3, 1, 9)], 1):
+        names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts")
+        show.step(step=step, **dict(zip(names, counts, strict=True)))
+    assert [line.rpartition(":00  ")[2] for line in show.out()] == [
+        "failed attempts 3 (+3)",
+        "filtered 3 (+3)",
+        "quarantined 1 (+1)",
+        "failed attempts 9 (+6)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,122 +121,38 @@ def test_an_evaluation_is_told_by_the_versions_that_it_sampled(versions, said):
         (3, 1, "from the initial weights; steps 1 to 3 are trained again"),
     ],
 )
-def test_a_learners_next_step_tells_how_long_it_took_and_what_it_goes_on_from(heard, first, told):
-    out, now = io.StringIO(), [100.0]
-    progress = Progress(out, steps=10, now=lambda: now[0])
-    progress.show(MetricsEvent(line=LINE | {"start": 1, "step": heard}))
-    progress.show(RestartEvent(name="learner/1", reason="killed by SIGKILL", after_s=0.5))
-    now[0] = 103.0
-    progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL", after_s=0.5))
-    progress.show(MetricsEvent(line=LINE | {"start": 1, "step": heard}))
-    assert "goes on" not in out.getvalue()
-    now[0] = 106.0
+def test_a_learners_next_step_tells_how_long_it_took_and_what_it_goes_on_from(show, heard, first, told):
+    show.now = 100.0
+    show.step(start=1, step=heard)
+    show.dies("learner/1")
+    show.now = 103.0
+    show.dies("learner/0")
+    show.step(start=1, step=heard)
+    assert show.out("goes on") == []
+    show.now = 106.0
     for step in (first, first + 1):
-        progress.show(MetricsEvent(line=LINE | {"start": 2, "step": step}))
-    said = [line for line in out.getvalue().splitlines() if "goes on" in line]
-    assert said == [f"training goes on: step {first} 6.5 s after learner/1 died, {told}"]
+        show.step(start=2, step=step)
+    assert show.out("goes on") == [f"training goes on: step {first} 6.5 s after learner/1 died, {told}"]
 
 
-def test_the_return_of_an_actor_is_told_once():
-    out, now = io.StringIO(), [0.0]
-    progress = Progress(out, steps=10, now=lambda: now[0])
-    progress.show(StateEvent(phase="running", controller=7))
+def test_the_return_of_an_actor_is_told_once(show):
+    show.show(StateEvent(phase="running", controller=7))
     # As of everybody that has ever been started again, when a controller is new.
-    progress.show(ReadyEvent(name="rollouter/0"))
+    show.show(ReadyEvent(name="rollouter/0"))
     for name in ("rollouter/1", "controller/0"):
-        progress.show(RestartEvent(name=name, reason="killed by SIGKILL", after_s=0.5))
-    now[0] = 2.0
-    progress.show(StateEvent(phase="running", controller=7))
-    progress.show(StateEvent(phase="running", controller=9))
+        show.dies(name)
+    show.now = 2.0
+    for controller in (7, 9):
+        show.show(StateEvent(phase="running", controller=controller))
     for _ in range(2):
-        progress.show(ReadyEvent(name="rollouter/1"))
-    assert [line for line in out.getvalue().splitlines() if "ready" in line] == [
-        "controller/0 is ready again, 2.5 s after it died",
-        "rollouter/1 is ready again, 2.5 s after it died",
-    ]
-
-
-@pytest.mark.parametrize("by", ["a later notice", "the end of its actor", "the end of the run"])
-def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
-    out, err = Terminal(), io.StringIO()
-    progress = Progress(out, 10, err, now=lambda: 0.0)
-    progress.show(MetricsEvent(line={"kind": "train", "step": 3}))
-    said = {"actor": "learner/0", "key": "publish", "text": "the disk is full"}
-    progress.show(NoticeEvent(**said, meanwhile="Free some", waits_for="room on /disk"))
-    shown = out.getvalue().split(CLEAR_LINE)
-    assert shown[-1] == "waiting for room on /disk  step 3/10  elapsed 0:00"
-    progress.show(MetricsEvent(line={"kind": "train", "step": 4}))
-    shown = out.getvalue().split(CLEAR_LINE)
-    assert shown[-1] == "waiting for room on /disk  step 4/10  elapsed 0:00  left 0:00"
-    match by:
-        case "a later notice":
-            progress.show(NoticeEvent(**said | {"text": "it has room"}))
-        case "the end of its actor":
-            progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL"))
-        case "the end of the run":
-            progress.show(StateEvent(phase="draining"))
-    assert "waiting" not in out.getvalue().split(CLEAR_LINE)[-1]
-    assert err.getvalue().splitlines()[0] == "learner/0: the disk is full. Free some"
-
-
-def test_plain_lines():
-    out, err = io.StringIO(), io.StringIO()
-    progress = Progress(out, 10, err, now=lambda: 0.0)
-    names = [f"rollouter/{i}" for i in range(8)]
-    for left in range(8, -1, -1):
-        progress.show(StateEvent(phase="starting", waiting_for=names[:left]))
-    progress.show(StateEvent(phase="running"))
-    progress.show(StateEvent(phase="running"))
-    progress.show(MetricsEvent(line=LINE))
-    progress.show(StateEvent(phase="running"))
-    progress.show(RestartEvent(name="rollouter/1", reason="killed by SIGKILL"))
-    progress.show(MetricsEvent(line={"kind": "eval", "step": 3, "eval/math/mean": 0.25}))
-    progress.show(StateEvent(phase="draining"))
-    progress.end()
-    assert out.getvalue().splitlines() == [
-        "starting: waiting for rollouter/0, rollouter/1, rollouter/2, rollouter/3 and 4 more",
-        "starting: waiting for rollouter/0, rollouter/1, rollouter/2, rollouter/3",
-        "starting: waiting for rollouter/0, rollouter/1",
-        "starting: waiting for rollouter/0",
-        "starting",
-        "running",
-        describe_step(LINE, 10, "elapsed 0:00"),
-        "step 3  eval/math 0.250",
-        "draining: ending the actors in order",
-    ]
-    assert err.getvalue() == "rollouter/1 died (killed by SIGKILL) and is started again\n"
-
-
-def test_a_step_line_tells_what_was_not_trained_when_that_moves():
-    out = io.StringIO()
-    progress = Progress(out, steps=10, now=lambda: 0.0)
-    for step, counts in enumerate([(0, 0, 3), (3, 0, 3), (3, 1, 3), (3, 1, 9)], 1):
-        told = zip(("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts"), counts, strict=True)
-        progress.show(MetricsEvent(line={"kind": "train", "step": step} | dict(told)))
-    assert out.getvalue().splitlines() == [
-        "step 1/10  elapsed 0:00  failed attempts 3 (+3)",
-        "step 2/10  elapsed 0:00  left 0:00  filtered 3 (+3)",
-        "step 3/10  elapsed 0:00  left 0:00  quarantined 1 (+1)",
-        "step 4/10  elapsed 0:00  left 0:00  failed attempts 9 (+6)",
-    ]
-
-
-def test_notices_go_to_the_error_output_and_stand_in_the_summary():
-    out, err, now = io.StringIO(), io.StringIO(), [0.0]
-    progress = Progress(out, 10, err, now=lambda: now[0])
-    for at, count in [(0.0, 1), (1.0, 5), (20.0, 9), (21.0, 10), (40.0, 11)]:
-        now[0] = at
-        progress.show(NoticeEvent(actor="reward/0", key="failed", text="KeyError at mine.py:3", count=count))
-    assert out.getvalue() == ""
-    assert err.getvalue().splitlines() == [
-        "reward/0: KeyError at mine.py:3",
-        "reward/0: KeyError at mine.py:3 (9 times)",
-    ]
-    assert progress.notices.summary() == ["reward/0: KeyError at mine.py:3 (11 times)"]
+        show.show(ReadyEvent(name="rollouter/1"))
+    told = [f"{name} is ready again, 2.5 s after it died" for name in ("controller/0", "rollouter/1")]
+    assert show.out("ready") == told
 
 
 AWAY = {"b (agent/2)": ["rollouter/1", "rollouter/2"]}
-MORE = AWAY | {"c (agent/3)": ["reward/0"]}
+ONLY_C = {"c (agent/3)": ["reward/0"]}
+MORE = AWAY | ONLY_C
 LOST_B = "host b (agent/2) is lost: nothing is heard of it; dead with it: rollouter/1, rollouter/2"
 LOST_C = "host c (agent/3) is lost: nothing is heard of it; dead with it: reward/0"
 BACK_B = "host b (agent/2) is back; fenced, and started again there: rollouter/1, rollouter/2"
@@ -203,178 +162,20 @@ LEFT_B = "host b (agent/2) leaves the run, which goes on without: rollouter/1, r
 @pytest.mark.parametrize(
     ("states", "told"),
     [
-        ([(7, {}), (7, AWAY), (7, AWAY), (7, {}), (7, {})], [LOST_B, BACK_B]),
-        ([(7, AWAY), (7, MORE), (7, {"c (agent/3)": ["reward/0"]})], [LOST_B, LOST_C, BACK_B]),
+        ([(7, AWAY), (7, MORE), (7, MORE), (7, ONLY_C)], [LOST_B, LOST_C, BACK_B]),
         # A successor of the controller knows of none at first, which does not say that they are back.
         ([(7, AWAY), (9, {}), (9, {})], [LOST_B]),
         ([(7, AWAY), (9, {}), (9, AWAY), (9, {})], [LOST_B, LOST_B, BACK_B]),
         # One that leaves is not said to be back.
-        ([(7, MORE), (7, {"c (agent/3)": ["reward/0"]}, *AWAY["b (agent/2)"], "agent/2")], [LOST_B, LOST_C, LEFT_B]),
+        ([(7, MORE), (7, ONLY_C, *AWAY["b (agent/2)"], "agent/2")], [LOST_B, LOST_C, LEFT_B]),
     ],
 )
 def test_a_host_that_is_lost_or_back_is_told_once(states, told):
-    out, err, both = io.StringIO(), io.StringIO(), []
-    progress = Progress(out, 10, err)
+    both = io.StringIO()
+    progress = Progress(both, 10, both)
     for controller, lost, *leaving in states:
         progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller, leaving=leaving))
-        for stream in (err, out):
-            both += stream.getvalue().splitlines()
-            stream.seek(0)
-            stream.truncate()
-    assert [line for line in both if line != "running"] == told
-
-
-def test_a_terminal_has_one_live_line():
-    out = Terminal()
-    progress = Progress(out, steps=10, now=lambda: 0.0)
-    progress.show(StateEvent(phase="running"))
-    progress.show(MetricsEvent(line=LINE))
-    progress.say("something that stays")
-    progress.end()
-    shown = out.getvalue().split(CLEAR_LINE)
-    live = shown[2]
-    assert describe_step(LINE, 10, "elapsed 0:00").startswith(live)
-    assert shown == ["", "running", live, f"something that stays\n{live}", ""]
-
-
-def test_a_reader_that_is_gone_ends_nothing(tmp_path):
-    class Gone(io.FileIO):
-        def write(self, _text):
-            raise BrokenPipeError
-
-        def isatty(self):
-            return False
-
-    path = tmp_path / "out"
-    path.touch()
-    with Gone(path, "w") as out:
-        Progress(out, steps=1).say("hello")
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "export").mkdir()
-    (tmp_path / "monitor").mkdir()
-    return tmp_path
-
-
-def test_the_summary(run_dir):
-    lines = [
-        {"kind": "eval", "step": 0, "eval/math/mean": 0.25, "eval/math/length_mean": 9},
-        {"kind": "train", "step": 1, "reward/mean": 0.1},
-        {"kind": "train", "step": 2, "reward/mean": 0.4},
-        {"kind": "eval", "step": 2, "eval/math/mean": 0.75},
-    ]
-    assert summarise(lines, run_dir, run_dir / "logs", steps=4) == [
-        "steps       2 of 4",
-        "reward      0.100 → 0.400 (mean of step 1 and of step 2)",
-        "eval/math   0.250 → 0.750",
-        f"run folder  {run_dir}",
-        f"model       {run_dir / 'export'}",
-        f"logs        {run_dir / 'logs'}",
-        f"replay      asyncrl-top {run_dir} --replay, or --report FILE.html",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "row"),
-    [
-        ([0.5], "0.500 (mean of step 1)"),
-        ([None, 0.25, 0.5, 0.75], "0.250 → 0.750 (mean of step 2 and of step 4)"),
-        ([0.0, 1.0, *[9.0] * 16, 1.0, 2.0], "0.500 → 1.500 (mean of steps 1 to 2 and of steps 19 to 20)"),
-    ],
-)
-def test_the_reward_at_both_ends_of_a_run(run_dir, rewards, row):
-    lines = [{"kind": "train", "step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
-    rows = summarise(lines, run_dir, run_dir / "logs", steps=20)
-    assert rows[1] == f"reward      {row}"
-
-
-def test_the_summary_tells_what_was_not_trained_and_where_that_stands(run_dir):
-    (run_dir / "quarantine.jsonl").touch()
-    quarantined = {"ledger/filtered": 0, "ledger/quarantined": 2}
-    lines = [
-        {"kind": "train", "step": step, "start": start, "rollout/dropped_trajectories": dropped} | quarantined
-        for step, start, dropped in [(1, 1, 3), (2, 1, 5), (3, 2, 1), (4, 2, 2)]
-    ]
-    rows = summarise(lines, run_dir, run_dir / "logs", steps=4)
-    assert rows[1] == "not trained  groups quarantined 2, trajectories dropped 7"
-    told = f"quarantine   {run_dir / 'quarantine.jsonl'}; asyncrl-top {run_dir} --explain UID"
-    assert [row for row in rows if row.startswith(told)]
-
-
-def test_the_summary_of_a_run_without_a_step_tells_what_was_not_trained_and_who_was_started_again(run_dir):
-    figures = {
-        "ledger/filtered": 28.0,
-        "ledger/quarantined": 13.0,
-        "rollout/failed_attempts": 40.0,
-        "learner/step": 0.0,
-    }
-    progress = Progress(io.StringIO(), steps=4)
-    for name in ("rollouter/1", "learner/0", "rollouter/1"):
-        progress.show(RestartEvent(name=name, reason="killed by SIGKILL"))
-    rows = summarise([], run_dir, run_dir / "logs", steps=4, figures=figures, restarts=progress.restarts)
-    assert [row.split(maxsplit=row.startswith("not ") + 1)[-1] for row in rows[:3]] == [
-        "0 of 4",
-        "groups filtered 28, groups quarantined 13, failed attempts 40",
-        "learner/0 1, rollouter/1 2",
-    ]
-
-
-def test_the_summary_tells_what_was_trained_and_what_is_complete(run_dir):
-    """Lines of metrics may be lost, and a folder of checkpoints may hold none that is whole."""
-    (run_dir / "checkpoints").mkdir()
-    rows = summarise([{"kind": "train", "step": 2}], run_dir, run_dir / "logs", steps=4, trained=3)
-    assert rows[0].split(maxsplit=1) == ["steps", "3 of 4"]
-    assert not [row for row in rows if row.startswith("checkpoint")]
-    newest = run_dir / "checkpoints" / "v00000003"
-    newest.mkdir()
-    rows = summarise([], run_dir, run_dir / "logs", steps=4, checkpoint=newest)
-    assert [row.split(maxsplit=1)[1] for row in rows if row.startswith("checkpoint")] == [str(newest)]
-
-
-def test_a_torn_line_is_left_out(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == []
-    path.write_text(json.dumps({"step": 1}) + "\n" + '{"step": 2, "rew')
-    assert read_metrics(path) == [{"step": 1}]
-
-
-def test_what_a_restored_learner_does_again_counts_once(tmp_path):
-    """Its first line voids what was written of that step and later ones, evaluations included."""
-    lines = [{"kind": "train", "step": step, "start": 1, "reward/mean": 0.1} for step in range(1, 6)]
-    lines.insert(3, {"kind": "eval", "step": 4, "start": 1, "eval/x/mean": 0.2})
-    # The evaluation at the step that is being written may come first.
-    lines += [{"kind": "eval", "step": 4, "start": 2, "eval/x/mean": 0.9}]
-    lines += [{"kind": "train", "step": step, "start": 2, "reward/mean": 0.5} for step in (4, 5)]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    seen = [(line["kind"], line["step"], line["start"]) for line in read_metrics(path)]
-    assert seen == [
-        *(("train", step, 1) for step in (1, 2, 3)),
-        ("eval", 4, 2),
-        ("train", 4, 2),
-        ("train", 5, 2),
-    ]
-    assert [line["step"] for line in read_metrics(path, ("eval",))] == [4]
-
-
-@pytest.mark.parametrize(
-    ("line", "by", "voided"),
-    [
-        *(({"kind": kind, "step": 5, "start": 1}, TRAIN | {"step": 5, "start": 2}, True) for kind in KINDS),
-        *(({"kind": kind, "step": 6, "start": 1}, TRAIN | {"step": 5, "start": 3}, True) for kind in KINDS),
-        *(({"kind": kind, "step": 4, "start": 1}, TRAIN | {"step": 5, "start": 2}, False) for kind in KINDS),
-        *(({"kind": kind, "step": 6, "start": 2}, TRAIN | {"step": 5, "start": 2}, False) for kind in KINDS),
-        *(({"kind": kind, "step": 6, "start": 2}, TRAIN | {"step": 5, "start": 1}, False) for kind in KINDS),
-        # The evaluation at a step may be told before its line.
-        *((TRAIN | {"step": 5, "start": 1}, {"kind": kind, "step": 5, "start": 2}, False) for kind in KINDS[1:]),
-        ({"step": 1}, TRAIN | {"step": 1}, False),
-    ],
-)
-def test_what_a_step_voids(line, by, voided):
-    assert is_voided(line, by) == voided
+    assert [line for line in both.getvalue().splitlines() if line != "running"] == told
 
 
 STUCK = [
@@ -391,15 +192,214 @@ watchdog: the run moves again
 """
 
 
-def test_who_holds_up_the_run_is_told_on_the_error_output_and_the_live_line_makes_way():
-    out, err = io.StringIO(), io.StringIO()
-    progress = Progress(out, 10, err)
+def test_who_holds_up_the_run_is_told_on_the_error_output(show):
     for event in STUCK:
-        progress.show(event)
-    assert (out.getvalue(), err.getvalue()) == ("", TOLD)
+        show.show(event)
+    assert (show.out(), show.errors.getvalue()) == ([], TOLD)
+
+
+# --- the live line ---
+
+
+def test_a_terminal_has_one_live_line_which_makes_way_for_what_stays():
     both = Terminal()
-    progress = Progress(both, 10, both)
+    progress = Progress(both, 10, both, now=lambda: 0.0)
+    progress.show(StateEvent(phase="running"))
     progress.show(MetricsEvent(line=LINE))
-    live = both.getvalue()
-    progress.show(STUCK[2])
-    assert both.getvalue()[len(live) :] == f"{CLEAR_LINE}watchdog: the run moves again\n{live}"
+    progress.say("something that stays")
+    progress.show(MovingEvent())
+    progress.end()
+    *shown, end = both.getvalue().split(CLEAR_LINE)
+    live = shown[2]
+    assert describe_step(LINE, 10, "elapsed 0:00").startswith(live)
+    stays = [f"something that stays\n{live}", "watchdog: the run moves again\n", live]
+    assert (shown, end) == (["", "running", live, *stays], "")
+
+
+@pytest.mark.parametrize("by", ["a later notice", "the end of its actor", "the end of the run"])
+def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
+    out, err = Terminal(), io.StringIO()
+    progress = Progress(out, 10, err, now=lambda: 0.0)
+    progress.show(MetricsEvent(line=TRAIN | {"step": 3}))
+    said = {"actor": "learner/0", "key": "publish", "text": "the disk is full"}
+    progress.show(NoticeEvent(**said, meanwhile="Free some", waits_for="room on /disk"))
+    for step, rest in ((3, ""), (4, "  left 0:00")):
+        progress.show(MetricsEvent(line=TRAIN | {"step": step}))
+        shown = out.getvalue().split(CLEAR_LINE)
+        assert shown[-1] == f"waiting for room on /disk  step {step}/10  elapsed 0:00{rest}"
+    match by:
+        case "a later notice":
+            progress.show(NoticeEvent(**said | {"text": "it has room"}))
+        case "the end of its actor":
+            progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL"))
+        case "the end of the run":
+            progress.show(StateEvent(phase="draining"))
+    assert "waiting" not in out.getvalue().split(CLEAR_LINE)[-1]
+    assert err.getvalue().splitlines()[0] == "learner/0: the disk is full. Free some"
+
+
+# --- notices ---
+
+
+def test_another_text_is_news_another_actor_another_notice_and_a_count_comes_without_what_to_do(show):
+    for at, notice in (
+        (0.0, {"text": "f raised", "meanwhile": "Mend it", "of": "3 calls"}),
+        (0.0, {"actor": "reward/1", "text": "f raised"}),
+        (PACE_S / 2, {"text": "worse"}),
+        (PACE_S, {"text": "worst"}),
+        (2 * PACE_S, {"text": "worst", "count": 177, "of": "279 calls"}),
+    ):
+        show.now = at
+        show.show(NoticeEvent(**{"actor": "reward/0", "key": "k", "count": 1} | notice))
+    last = "reward/0: worst (177 of 279 calls)"
+    assert show.err() == ["reward/0: f raised. Mend it", "reward/1: f raised", "reward/0: worst", last]
+    assert show.out() == [] and show.progress.notices.summary() == [last, "reward/1: f raised"]
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1))
+def test_counts_come_at_a_decent_pace_and_the_summary_has_the_last(events):
+    notices, now, count, shown_at = ShownNotices(), 0.0, 0, []
+    for wait, more in events:
+        now, count = now + wait, count + more
+        if notices.take(NoticeEvent(actor="reward/0", key="k", text="bad", count=count), now):
+            shown_at.append(now)
+    assert all(b - a >= PACE_S for a, b in zip(shown_at, shown_at[1:], strict=False))
+    assert shown_at[0] == events[0][0]
+    assert notices.summary() == [f"reward/0: bad ({count} times)" if count > 1 else "reward/0: bad"]
+
+
+# --- the pace ---
+
+
+@pytest.mark.parametrize(
+    ("heard", "now", "told"),
+    [
+        # The start took a minute, which counts in no step.
+        ([(1, 60.0)], 65.0, "elapsed 1:05"),
+        ([(1, 60.0), (3, 64.0)], 64.0, "elapsed 1:04  left 3:14"),
+        # Back to a checkpoint: the mean begins anew.
+        ([(1, 0.0), (2, 50.0), (1, 60.0), (2, 61.0)], 61.0, "elapsed 1:01  left 1:38"),
+        ([(99, 60.0), (100, 62.0)], 62.0, "elapsed 1:02"),
+        # Only the last steps count.
+        ([(1, 0.0), *((2 + step, 500.0 + step) for step in range(STEPS + 1))], 520.0, "elapsed 8:40  left 1:18"),
+    ],
+)
+def test_elapsed_and_left(heard, now, told):
+    pace = RunPace(100, 0.0)
+    for step, at in heard:
+        pace.heard(step, at)
+    assert pace.describe(now) == told
+
+
+def test_a_time_in_words():
+    words = {59.6: "1:00", 3599: "59:59", 3600: "1:00:00", 86399: "23:59:59", 90000: "1 d 01:00"}
+    assert {seconds: clock_words(seconds) for seconds in words} == words
+
+
+# --- the summary ---
+
+
+@pytest.fixture
+def summary(tmp_path):
+    """Rows by their first words, in order, of a run folder with an export."""
+    for name in ("logs", "export", "monitor"):
+        (tmp_path / name).mkdir()
+
+    def summarised(lines, **options):
+        rows = summarise(lines, tmp_path, tmp_path / "logs", **{"steps": 4} | options)
+        return dict(map(str.strip, row.split("  ", 1)) for row in rows)
+
+    return summarised
+
+
+def test_the_summary(summary, tmp_path):
+    lines = [
+        {"kind": "eval", "step": 0, "eval/math/mean": 0.25, "eval/math/length_mean": 9},
+        {"kind": "train", "step": 1, "reward/mean": 0.1},
+        {"kind": "train", "step": 2, "reward/mean": 0.4},
+        {"kind": "eval", "step": 2, "eval/math/mean": 0.75},
+    ]
+    assert list(summary(lines).items()) == [
+        ("steps", "2 of 4"),
+        ("reward", "0.100 → 0.400 (mean of step 1 and of step 2)"),
+        ("eval/math", "0.250 → 0.750"),
+        ("run folder", str(tmp_path)),
+        ("model", str(tmp_path / "export")),
+        ("logs", str(tmp_path / "logs")),
+        ("replay", f"asyncrl-top {tmp_path} --replay, or --report FILE.html"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "row"),
+    [
+        ([0.5], "0.500 (mean of step 1)"),
+        ([None, 0.25, 0.5, 0.75], "0.250 → 0.750 (mean of step 2 and of step 4)"),
+        ([0.0, 1.0, *[9.0] * 16, 1.0, 2.0], "0.500 → 1.500 (mean of steps 1 to 2 and of steps 19 to 20)"),
+    ],
+)
+def test_the_reward_at_both_ends_of_a_run(summary, rewards, row):
+    lines = [{"kind": "train", "step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    assert summary(lines, steps=20)["reward"] == row
+
+
+def test_the_summary_tells_what_was_not_trained_where_that_stands_and_who_was_started_again(summary, tmp_path):
+    (tmp_path / "quarantine.jsonl").touch()
+    quarantined = {"ledger/filtered": 0, "ledger/quarantined": 2}
+    lines = [
+        {"kind": "train", "step": step, "start": start, "rollout/dropped_trajectories": dropped} | quarantined
+        for step, start, dropped in [(1, 1, 3), (2, 1, 5), (3, 2, 1), (4, 2, 2)]
+    ]
+    rows = summary(lines)
+    assert rows["not trained"] == "groups quarantined 2, trajectories dropped 7"
+    assert rows["quarantine"].startswith(f"{tmp_path / 'quarantine.jsonl'}; asyncrl-top {tmp_path} --explain UID")
+    # Without a step to tell of it.
+    names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts", "learner/step")
+    progress = Progress(io.StringIO(), steps=4)
+    for name in ("rollouter/1", "learner/0", "rollouter/1"):
+        progress.show(RestartEvent(name=name, reason="killed by SIGKILL"))
+    assert progress.step == 0
+    figures = dict(zip(names, (28.0, 13.0, 40.0, 0.0), strict=True))
+    rows = list(summary([], figures=figures, restarts=progress.restarts).values())
+    told = "groups filtered 28, groups quarantined 13, failed attempts 40"
+    assert rows[:3] == ["0 of 4", told, "learner/0 1, rollouter/1 2"]
+
+
+def test_the_summary_tells_what_was_trained_and_what_is_complete(summary, tmp_path):
+    """Lines of metrics may be lost, and a folder of checkpoints may hold none that is whole."""
+    newest = tmp_path / "checkpoints" / "v00000003"
+    newest.mkdir(parents=True)
+    rows = summary([{"kind": "train", "step": 2}], trained=3)
+    assert rows["steps"] == "3 of 4" and "checkpoint" not in rows
+    assert summary([], checkpoint=newest)["checkpoint"] == str(newest)
+
+
+# --- lines of metrics ---
+
+
+def test_what_a_restored_learner_does_again_counts_once_and_a_torn_line_is_left_out(tmp_path):
+    """Its first line voids what was written of that step and later ones, evaluations included."""
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    lines = [{"kind": "train", "step": step, "start": 1, "reward/mean": 0.1} for step in range(1, 6)]
+    lines.insert(3, {"kind": "eval", "step": 4, "start": 1, "eval/x/mean": 0.2})
+    # The evaluation at the step that is being written may come first.
+    lines += [{"kind": "eval", "step": 4, "start": 2, "eval/x/mean": 0.9}]
+    lines += [{"kind": "train", "step": step, "start": 2, "reward/mean": 0.5} for step in (4, 5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "rew')
+    seen = [(line["kind"], line["step"], line["start"]) for line in read_metrics(path)]
+    assert seen == [*(("train", step, 1) for step in (1, 2, 3)), ("eval", 4, 2), ("train", 4, 2), ("train", 5, 2)]
+    assert [line["step"] for line in read_metrics(path, ("eval",))] == [4]
+
+
+@pytest.mark.parametrize("kind", ["train", "update", "eval"])
+@pytest.mark.parametrize(
+    ("step", "start", "by", "voided"),
+    [(5, 1, 2, True), (6, 1, 3, True), (4, 1, 2, False), (6, 2, 2, False), (6, 2, 1, False)],
+)
+def test_what_a_step_voids(kind, step, start, by, voided):
+    assert is_voided({"kind": kind, "step": step, "start": start}, TRAIN | {"step": 5, "start": by}) == voided
+    # The evaluation at a step may be told before its line.
+    if kind != "train":
+        assert not is_voided(TRAIN | {"step": 5, "start": 1}, {"kind": kind, "step": 5, "start": 2})
+    assert not is_voided({"step": 1}, TRAIN | {"step": 1})

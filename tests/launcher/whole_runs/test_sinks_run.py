@@ -1,4 +1,4 @@
-"""Whole runs with sinks to which everything happens: the run goes on."""
+"""Whole runs of the command with sinks: preempted and resumed, and whatever befalls the sinks the run goes on."""
 
 import json
 import os
@@ -13,16 +13,40 @@ from disks import small_disk
 from launcher.launched import STEPS, command_line, wait_until
 from tensorboard_files import steps
 
+from asyncrl.checkpoint.folder import CheckpointFolder
+
+pytestmark = pytest.mark.slow
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
 SLOW = ("--learner.sim.step_s", "0.3")
 """Sinks that start while the run trains are up before its end, on a busy machine too."""
 
 
+def logged(run, attempt, actor="*"):
+    """Lines of the logs of an attempt, by the actor whose log it is."""
+    for path in sorted((run.run_dir / "logs" / f"attempt_{attempt}").glob(f"{actor}.log")):
+        for line in path.read_text().splitlines():
+            if line.startswith("{"):
+                yield path.stem, json.loads(line)
+
+
 def counters(run):
     """Those of the controller at its end."""
-    text = (run.run_dir / "logs" / "attempt_1" / "controller-0.log").read_text()
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return next(line["counters"] for line in lines if line["event"] == "ended")
+    return next(line["counters"] for _, line in logged(run, 1, "controller-0") if line["event"] == "ended")
+
+
+def troubles(run, attempt):
+    """Warnings and errors that any actor but the sinks logged."""
+    return [line for who, line in logged(run, attempt) if line["level"] in ("warning", "error") and who != "sinks-0"]
+
+
+def trained_once(run):
+    """I1: of the steps as they stand no group is trained twice."""
+    uids = []
+    for step in run.steps():
+        lines = (run.run_dir / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        uids += [line["uid"] for line in found if line["start"] == found[-1]["start"]]
+    return 0 < len(uids) == len(set(uids))
 
 
 def exposed(where):
@@ -31,13 +55,14 @@ def exposed(where):
 
 
 def ended_well(run, known, deaths=()):
-    """All steps trained, nobody died but these, and no process is left of those that were seen."""
+    """All steps trained, nobody died but these, and no process is left of those that were seen; the lines shown."""
     code, shown = run.end()
     assert code == 0, shown
     assert run.steps() == list(range(1, STEPS + 1))
     died = [line.partition(" died ")[0].split()[-1] for line in shown if " died " in line]
     assert died == list(deaths), shown
     wait_until(lambda: not any(title and command_line(pid) == title for pid, title in known.items()), "the end of all")
+    return shown
 
 
 def test_a_run_goes_on_and_ends_in_time_whatever_befalls_its_sinks(launch):
@@ -64,7 +89,6 @@ def test_a_run_goes_on_and_ends_in_time_whatever_befalls_its_sinks(launch):
     assert counters(run)["sinks/restarts"] == 1
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_when_the_disk_of_wandb_is_full(launch):
     run = launch(*ALL)
     folder = run.run_dir / "wandb"
@@ -72,28 +96,31 @@ def test_a_run_goes_on_when_the_disk_of_wandb_is_full(launch):
     with small_disk(folder, "16k"):
         run.wait_to_show("step 3/")
         run.actor("sinks/0")
-        known = run.processes()
-        ended_well(run, known)
+        ended_well(run, run.processes())
         assert shutil.disk_usage(folder).free == 0
     assert steps(run.run_dir) == list(range(1, STEPS + 1))
     assert not (run.run_dir / "monitor" / "prometheus.json").exists()
     assert (counters(run)["sinks/restarts"], counters(run)["sinks/dropped"]) == (0, 0)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_in_its_sinks(launch):
+def test_i1_a_preempted_run_is_resumed_where_it_stopped_and_goes_on_in_its_sinks(launch):
     run = launch(*ALL)
     run.wait_to_show("step 8/")
     run.process.send_signal(signal.SIGTERM)
     code, shown = run.end()
     assert code == 75, shown
+    left = CheckpointFolder(run.run_dir / "checkpoints").newest()
+    assert run.steps() == list(range(1, left.step + 1))
+    assert troubles(run, 1) == [], "it waited for nothing in vain"
     kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
     again = launch(*ALL, *SLOW, "--resume", "auto")
     again.wait_to_show(f"/{STEPS}  elapsed ")
     again.actor("sinks/0")
     again.below("wandb-core")
-    ended_well(again, again.processes())
-    assert steps(again.run_dir) == list(range(1, STEPS + 1))
+    shown = ended_well(again, again.processes())
+    assert f"resuming {run.run_dir} from version {left.version}, step {left.step}: {left.path}" in shown
+    assert troubles(again, 2) == [], "whoever ends before others is no trouble to them"
+    assert trained_once(again) and steps(again.run_dir) == list(range(1, STEPS + 1))
     assert (run.run_dir / "monitor" / "wandb.json").read_bytes() == kept
     # One file of each attempt, both of the same W&B run.
     written = [path.name for path in run.run_dir.glob("wandb/offline-run-*/*.wandb")]

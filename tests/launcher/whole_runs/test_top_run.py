@@ -14,6 +14,7 @@ from terminals import Terminal
 
 from asyncrl.top.figures.document import json_schema
 
+pytestmark = pytest.mark.slow
 TOP = (sys.executable, "-m", "asyncrl.cli.top")
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 
@@ -24,7 +25,6 @@ def document(run):
 
 
 @needs_tmux
-@pytest.mark.slow
 def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
     """By its folder's place, and by its address from another folder, with a copy of its keys."""
     run = launch("--learner.steps", "4000", "--data.size", "16000")
@@ -67,14 +67,11 @@ def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
 
 
 SLOW = {
-    "learner": ("--learner.sim.step_s", "2.0"),
-    "rollouters": ("--rollout.sim.decode_step_s", "0.05"),
     "reward": ("--reward.function", "slow_reward:score", "--reward.options", "{}"),
     "gate": ("--staleness.max", "0", "--learner.sim.step_s", "0.7", "--rollout.sim.decode_step_s", "0.03"),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", SLOW)
 def test_a_stage_that_was_made_slow_is_the_one_that_is_marked(launch, tmp_path, monkeypatch, stage):
     (tmp_path / "slow_reward.py").write_text(

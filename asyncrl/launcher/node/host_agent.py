@@ -1,0 +1,391 @@
+"""The life of a node agent: it follows the controller and its launcher, and carries out what ``AgentState`` decides.
+
+This shell spawns from the main thread, turns exits, states, commands, signals and time into events, and carries out the
+answers one event at a time. A signal means the same as ``preempt``, a second one, unless it is SIGHUP, the same as
+``kill``. Only the head's agent has a controller to start, and tells the launcher where it is; the others are told. It
+also leaves the record of how the run ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError
+from asyncrl.launcher.node.agent_state import AgentState
+from asyncrl.launcher.node.child import Child
+from asyncrl.launcher.node.instructions import (
+    AnnounceRestart,
+    AskStop,
+    Instruction,
+    Kill,
+    KillAll,
+    ReportEnd,
+    ReportStart,
+    Spawn,
+)
+from asyncrl.launcher.node.shipping import LogShipper
+from asyncrl.launcher.node.stuck import StuckActors
+from asyncrl.launcher.run_folder.ended import write_ended
+from asyncrl.launcher.run_folder.folders import PART, remove_part
+from asyncrl.launcher.terms.link import ControllerLink, agent_name, make_link
+from asyncrl.launcher.terms.signals import STOPPING, cause_of
+from asyncrl.launcher.terms.spec import (
+    ARRIVED,
+    AT_ONCE,
+    CONTROLLER_AT,
+    KILL,
+    PREEMPT,
+    STOP,
+    ActorSpec,
+    AgentSpec,
+    ControllerEvent,
+    Event,
+    MetricsEvent,
+    NoticeEvent,
+    ReadyEvent,
+    RestartEvent,
+    StateEvent,
+    private_name,
+)
+from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState
+from asyncrl.roles import ROLES, gang_of, role_of
+from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
+from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.lifecycle.incarnations import Incarnations
+from asyncrl.telemetry.logging import get_logger, listen
+
+LOOK_FOR_CONTROLLER_S = 0.02
+UNREAD_BYTES = 1 << 20
+"""Bytes unread by the launcher above which it is told of no more metrics; their file has them all."""
+STACKS_S = 5.0
+"""Time that an actor has to write its stacks, beside that of four heartbeats."""
+FAREWELL_S = 2.0
+
+
+class Agent:
+    """The node agent of one host; the module tells its rules."""
+
+    def __init__(self, spec: AgentSpec, config: Config, output: asyncio.StreamWriter) -> None:
+        self._spec = spec
+        self._config = config
+        self._run_dir = Path(spec.run_dir)
+        self._output = output
+        self._guard = os.getppid()
+        self._actors = {actor.name: actor for actor in spec.actors}
+        logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
+        self._host = AgentState(logs, config.supervision, config.preempt.grace_s)
+        self._incarnations = Incarnations(spec.above, gang_of)
+        self._children: dict[str, Child] = {}
+        self._starts: dict[str, int] = {}
+        self._address = ""
+        self._addressed = asyncio.Event()
+        """The launcher has said where the controller is."""
+        self._is_part = (self._run_dir / PART).exists()
+        """Whether the run folder is only this host's."""
+        self._shipper = LogShipper(Path(spec.log_dir), self._room, self._emit)
+        self._link: ControllerLink | None = None
+        self._news = asyncio.Event()
+        self._signalled = 0
+        """The first signal, or the first after SIGHUP, which hurries nothing."""
+        own = agent_name(spec.index)
+        self._log = get_logger(own)
+        self._tasks: asyncio.TaskGroup
+        log, patience_s = f"{spec.log_dir}/agent-{spec.index}.log", STACKS_S + 4 * config.supervision.heartbeat_s
+        self._stuck = StuckActors(own, log, patience_s, self._emit, lambda work: self._tasks.create_task(work))
+
+    async def main(self, commands: asyncio.StreamReader) -> int:
+        """Run this host's part to its end; the exit code is the run's."""
+        loop = asyncio.get_running_loop()
+        for number in STOPPING:
+            loop.add_signal_handler(number, self._on_signal, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._read_commands(commands))
+                self._tasks.create_task(self._find_controller())
+                if self._is_part:
+                    self._tasks.create_task(self._shipper.send_all())
+                self._do(self._host.begin())
+                while not self._host.finished:
+                    await self._wait_for_news()
+                    self._news.clear()
+                    self._carry_out(self._host.tick(time.monotonic()))
+                # Their processes are gone, so that the stacks known by now are all that will be.
+                await self._stuck.wait(FAREWELL_S)
+                if self._link is not None and not self._host.is_head and self._has_parted():
+                    await self._say_farewell(self._link)
+                raise _Finished
+        except* _Finished:
+            pass
+        if self._is_part:
+            await self._shipper.send_the_rest(FAREWELL_S)
+        return self._say_how_it_ended()
+
+    def _has_parted(self) -> bool:
+        """Whether this host ends though the run may go on."""
+        return self._host.leaving or self._host.failure is not None
+
+    async def _say_farewell(self, link: ControllerLink) -> None:
+        """Say farewell to the controller; where asked to leave, to a successor too, unless the run ends first."""
+        host = self._host
+        if host.failure is not None:
+            await link.say_farewell(FAREWELL_S)
+            return
+        saying = self._tasks.create_task(link.say_farewell(self._config.supervision.host_grace_s))
+        saying.add_done_callback(lambda _: self._news.set())
+        while not saying.done() and not host.ending:
+            await self._news.wait()
+            self._news.clear()
+
+    # --- events ---
+
+    async def _wait_for_news(self) -> None:
+        deadline = self._host.next_deadline()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                await self._news.wait()
+
+    def _do(self, instructions: list[Instruction]) -> None:
+        """Carry out the answer to an event; the next deadline may have changed."""
+        self._carry_out(instructions)
+        self._news.set()
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Spawn(name):
+                    self._spawn(self._actors[name])
+                case ReportStart(name, incarnation):
+                    if self._link is not None:
+                        started = ActorStarted(name=name, incarnation=incarnation)
+                        self._tasks.create_task(self._link.report_start(started))
+                case ReportEnd():
+                    self._report(instruction)
+                case AnnounceRestart(name, reason, after_s):
+                    self._emit(RestartEvent(name=name, reason=reason, after_s=after_s))
+                case Kill(name, reason):
+                    if name == CONTROLLER:
+                        # Nobody else can say so.
+                        self._stuck.show(self._children[name], f"{name} holds up the run: {reason}")
+                    self._stuck.kill(self._children[name], reason)
+                case AskStop(reason, preempt):
+                    self._tasks.create_task(self._ask_stop(reason, preempt))
+                case KillAll():
+                    for child in self._children.values():
+                        child.kill()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        self._log.info("signal", number=number.name)
+        if os.getppid() != self._guard:
+            self._do(self._host.guard_lost(now))
+        elif not self._signalled:
+            self._do(self._host.preempt(cause_of(number), now))
+        elif signal.SIGHUP not in (self._signalled, number):
+            self._do(self._host.kill(f"ended at once by {number.name} to the agent", now))
+        if self._signalled in (0, signal.SIGHUP):
+            self._signalled = number
+
+    async def _read_commands(self, commands: asyncio.StreamReader) -> None:
+        while line := await commands.readline():
+            self._log.info("command", line=line.decode(errors="replace").strip())
+            if line == STOP:
+                self._do(self._host.stop("stopped by the launcher", time.monotonic()))
+            elif line.startswith(PREEMPT):
+                self._do(self._host.preempt(line.removeprefix(PREEMPT).decode().strip(), time.monotonic()))
+            elif line == KILL:
+                self._do(self._host.kill(AT_ONCE, time.monotonic()))
+            elif line.startswith(CONTROLLER_AT):
+                self._address = line.removeprefix(CONTROLLER_AT).decode().strip()
+                self._addressed.set()
+            else:
+                self._log.warning("unknown command", line=line.decode(errors="replace"))
+        self._log.warning("launcher is gone")
+        self._host.launcher_gone()
+        self._news.set()
+
+    async def _find_controller(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.supervision.start_timeout_s):
+                await self._learn_address()
+        except TimeoutError:
+            reason = f"no address after {self._config.supervision.start_timeout_s:g} s"
+            self._do(self._host.controller_lost(reason, time.monotonic()))
+            return
+        self._link = make_link(
+            self._config,
+            self._run_dir,
+            self._address,
+            index=self._spec.index,
+            incarnation=self._incarnations.next(agent_name(self._spec.index)),
+            host=self._spec.host,
+            called=self._spec.name,
+            actors=self._actors,
+            on_state=self._on_state,
+            on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
+            on_successor=lambda: self._do(self._host.controller_found(time.monotonic())),
+        )
+        self._tasks.create_task(self._follow(self._link))
+        self._host.controller_at(time.monotonic())
+        self._news.set()
+
+    async def _learn_address(self) -> None:
+        if not self._host.is_head:
+            await self._addressed.wait()
+            return
+        path = self._run_dir / private_name(self._spec.index) / ADDRESS_FILE
+        while not path.exists():  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_FOR_CONTROLLER_S)
+        found = read_address_file(path)
+        assert found is not None, f"{path} is replaced, and never removed"
+        self._address = found.address
+        self._emit(ControllerEvent(address=self._address))
+
+    async def _follow(self, link: ControllerLink) -> None:
+        # A host is lost when its agent does not beat either.
+        heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
+        listen(link.events.add)
+        link.measure()
+        heartbeat.start()
+        try:
+            await link.main()
+        except AsyncRLError as error:
+            self._do(self._host.controller_lost(str(error), time.monotonic()))
+        finally:
+            heartbeat.stop()
+            link.stop_measuring()
+
+    def _on_state(self, state: RunState) -> None:
+        assert self._link is not None
+        told = StateEvent(
+            phase=state.phase,
+            waiting_for=state.waiting_for,
+            lost_hosts=state.lost_hosts,
+            leaving=[leaving.name for leaving in state.leaving],
+            controller=self._link.controller,
+        )
+        self._emit(told)
+        for line in state.lines:
+            self._emit(_event_of(line))
+        # Before the host may have one of them killed.
+        self._stuck.hear(state.stuck, self._children)
+        # Before anybody is started for what it says.
+        self._incarnations.hear(state.dead, state.generations)
+        now, own = time.monotonic(), agent_name(self._spec.index)
+        for leaving in state.leaving:
+            if leaving.name == own:
+                self._do(self._host.leave(leaving.within_s, now))
+        self._do(self._host.state(state, now))
+
+    # --- instructions ---
+
+    def _spawn(self, actor: ActorSpec) -> None:
+        name = actor.name
+        incarnation = self._incarnations.next(name)
+        argv = [*actor.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
+        if self._spec.host:
+            argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
+        if ROLES[role_of(name)].fixed:
+            argv += ["--attempt", "0"]
+            if self._address:
+                # The first one has left it in a file; the others know no other.
+                argv += ["--address", self._address]
+        else:
+            attempt = self._starts.get(name, 0)
+            self._starts[name] = attempt + 1
+            argv += ["--attempt", str(min(attempt, self._spec.attempts - 1)), "--controller", self._address]
+        log = Path(self._host.logs[name])
+        child = Child.spawn(name, incarnation, argv, {**os.environ, **actor.env}, log)
+        self._children[name] = child
+        self._carry_out(self._host.spawned(name, incarnation))
+        self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)
+        self._tasks.create_task(self._wait(child))
+
+    async def _wait(self, child: Child) -> None:
+        exit_code = await child.wait({other.pid for other in self._children.values() if other is not child})
+        del self._children[child.name]
+        if child.stuck:
+            self._log.error("killed but not ended", actor=child.name, pids=child.stuck)
+        hint = child.last_words() if exit_code > 0 else ""
+        self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
+        self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))
+
+    def _report(self, end: ReportEnd) -> None:
+        if self._link is not None:
+            message = ActorEnded(
+                name=end.name,
+                incarnation=end.incarnation,
+                exit_code=end.exit_code,
+                fatal=end.fatal,
+                reason=end.reason,
+                log=self._host.logs[end.name],
+            )
+            self._tasks.create_task(self._tell_end(self._link, message))
+
+    async def _tell_end(self, link: ControllerLink, end: ActorEnded) -> None:
+        asked = await link.report_end(end)
+        if asked is not None:
+            self._do(self._host.told(end.name, end.incarnation, asked, time.monotonic()))
+
+    async def _ask_stop(self, reason: str, preempt: bool) -> None:
+        asked = self._link is not None and await self._link.ask_stop(reason, preempt=preempt)
+        if not asked and not preempt:
+            self._do(self._host.kill(reason, time.monotonic()))
+
+    # --- output ---
+
+    async def leave(self, commands: asyncio.StreamReader) -> None:
+        """Remove this host's part of the run folder, if the launcher says that it has everything.
+
+        A host that has joined again meanwhile, under a later number, has the same part.
+        """
+        numbers = [int(path.name.split("-")[1]) for path in self._run_dir.glob("private-*")]
+        if self._is_part and max(numbers, default=0) <= self._spec.index:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    while line := await commands.readline():
+                        if line == ARRIVED:
+                            remove_part(self._run_dir)
+                            return
+
+    def _room(self) -> int:
+        """Bytes that the launcher may be sent; -1 if it is gone."""
+        unread = self._output.transport.get_write_buffer_size()
+        return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
+
+    def _emit(self, event: Event) -> None:
+        if not self._output.is_closing() and (self._room() > 0 or not isinstance(event, MetricsEvent)):
+            self._output.write(msgspec.json.encode(event) + b"\n")
+
+    def _say_how_it_ended(self) -> int:
+        own = agent_name(self._spec.index)
+        ended = self._host.how_it_ended(own, f"{self._spec.log_dir}/agent-{self._spec.index}.log")
+        if self._host.is_head:
+            try:
+                write_ended(self._run_dir, self._spec.log_dir, ended)
+            except OSError as error:
+                self._log.warning("how the run ended is not kept", error=str(error), result=ended.result)
+        self._emit(ended)
+        return ended.exit_code
+
+
+def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent | ReadyEvent:
+    if line.get("kind") == READY:
+        return ReadyEvent(name=line["actor"])
+    if line.get("kind") == NOTICE:
+        return NoticeEvent(**{name: value for name, value in line.items() if name != "kind"})
+    return MetricsEvent(line=line)
+
+
+class _Finished(Exception):
+    """Leaves the task group, which cancels what still runs in it."""
