@@ -133,7 +133,7 @@ def _main(argv: list[str]) -> int:
             return living.run(given)
         if given.slurm:
             return _submit(given, overrides)
-        return _run(given, overrides, detached, _without_resume(argv))
+        return _run(given, overrides, detached, without_resume(argv))
     except ConfigError as error:
         keys = "" if error.found else "; --help-config explains every key"
         if len(error.problems) == 1:
@@ -210,7 +210,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
     return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached, command=command)
 
 
-def _without_resume(argv: list[str]) -> str:
+def without_resume(argv: list[str]) -> str:
     """This command as one would type it, without --resume."""
     words: list[str] = []
     rest = iter(argv)

@@ -61,7 +61,7 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
         found += [warn("learning", each.told, each.fix, key=each.key) for each in obstacles(config)]
     port = config.network.controller_port if part.is_head else 0
     found.append(check_ports(part.address, config.network.ports, port, ports_needed(config, list(actors))))
-    found += await asyncio.to_thread(_check_folders, part, size)
+    found += await asyncio.to_thread(check_folders, part, size)
     found.append(judge_descriptors(descriptor_limit(), descriptors_need(config, size)))
     return found, size
 
@@ -102,7 +102,8 @@ def asks_of_learner(config: Config) -> bool:
     return config.sft.data is not None or learner.teacher is not None or bool(learner.kl.coefficient)
 
 
-def _check_folders(part: Part, size: ModelSize | None) -> list[Finding]:
+def check_folders(part: Part, size: ModelSize | None) -> list[Finding]:
+    """Look at the run folder and that of checkpoints, whether they can be written to and have room."""
     config, run, found, shared = part.config, part.run.absolute(), list[Finding](), False
     need = run_dir_need(config, size, is_head=part.is_head)
     if count(part.actors, "learner") and config.learner.backend != "sim":

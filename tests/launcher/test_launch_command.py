@@ -179,7 +179,7 @@ def left(config):
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"], ["--resume=runs/my run"]])
 def test_the_command_that_goes_on_is_without_its_resume(resume):
     argv = ["my run.toml", *resume, "--learner.steps", "9"]
-    assert launch._without_resume(argv) == "asyncrl-launch 'my run.toml' --learner.steps 9"
+    assert launch.without_resume(argv) == "asyncrl-launch 'my run.toml' --learner.steps 9"
 
 
 def test_what_cannot_be_resumed_says_why(config, left, capsys):

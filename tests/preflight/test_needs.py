@@ -10,7 +10,6 @@ from side_by_side import held_and_free
 
 from asyncrl.config.load import validate_config
 from asyncrl.disk import free_bytes, in_bytes, nearest_folder
-from asyncrl.preflight import part as part_module
 from asyncrl.preflight.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
 from asyncrl.preflight.needs import (
     ModelSize,
@@ -20,7 +19,7 @@ from asyncrl.preflight.needs import (
     memory_need,
     run_dir_need,
 )
-from asyncrl.preflight.part import Part
+from asyncrl.preflight.part import Part, check_folders
 from asyncrl.preflight.room import (
     check_folder,
     check_ports,
@@ -117,7 +116,7 @@ def test_room_and_rights(tmp_path):
 def test_a_disk_that_is_short_of_room_is_told_once_with_what_takes_it_and_a_full_one_as_such(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         part = Part(config=config(), actors=["learner/0"], address=HERE, run=disk / "runs" / "mine")
-        (found,) = part_module._check_folders(part, ModelSize(parameters=1000, bytes=4000))
+        (found,) = check_folders(part, ModelSize(parameters=1000, bytes=4000))
         fill(disk)
         full = check_folder("run_dir", "run.dir", disk / "runs", Need(least=0, wanted=0))
     assert (found.check, found.result) == ("checkpoint_dir", "warn")

@@ -2,8 +2,8 @@
 
 The configuration is that of the run; the number of engines on each host is decided here, by its room. The keys of the
 new agents and rollouters are made here, and their public halves go to the controller, which alone lets anybody in.
-From then on this is the launcher of these hosts and of nobody else (see ``joined_hosts``). If anything fails before their
-agents live, the controller is told, and what was begun is undone; should that not be possible, it lets them go by
+From then on this is the launcher of these hosts and of nobody else (see ``joined_hosts``). If anything fails before
+their agents live, the controller is told, and what was begun is undone; should that not be possible, it lets them go by
 itself after ``supervision.start_timeout_s``.
 
 Fails with HostFailed for hosts, UsageError for what is asked in vain.

@@ -6,26 +6,18 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from virtual import run_virtual
 
 from asyncrl.errors import DeadlineExceeded, UsageError
-from asyncrl.launcher import agent_handle
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.live import joined_hosts
 from asyncrl.launcher.live.joined_hosts import Guests
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.spec import KILL, STOP
 from asyncrl.messages.hosts import Members
 
-SOON_S = 0.05
 RUN = SimpleNamespace(
-    config=SimpleNamespace(supervision=SimpleNamespace(drain_s=SOON_S)), folder=SimpleNamespace(logs=None)
+    config=SimpleNamespace(supervision=SimpleNamespace(drain_s=5.0)), folder=SimpleNamespace(logs=None)
 )
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    for module in (joined_hosts, agent_handle):
-        monkeypatch.setattr(module, "SLACK_S", SOON_S)
 
 
 def member(index):
@@ -36,14 +28,6 @@ def member(index):
 
 def guests(members, controller):
     return Guests(RUN, members, controller, Progress(io.StringIO(), 1, io.StringIO()))
-
-
-def bounded(work):
-    async def main():
-        async with asyncio.timeout(20):
-            await work()
-
-    asyncio.run(main())
 
 
 AWAY = DeadlineExceeded("launcher/0", "controller/0", "Leave", 10.0)
@@ -72,12 +56,12 @@ def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_en
         followed.interrupts.note(signal.SIGINT)
         if second:
             # The controller that does not answer is waited for no longer than the second one takes.
-            await asyncio.wait({ending}, timeout=10 * SOON_S if answer is LAST else 0.01)
+            await asyncio.wait({ending}, timeout=600.0 if answer is LAST else 0.01)
             assert not ending.done() and [one.sent for one in members] == [[], []]
             followed.interrupts.note(signal.SIGINT)
         await ending
 
-    bounded(work)
+    run_virtual(work())
     assert [one.sent for one in members] == [[KILL, "killed"], [KILL, "killed"]]
 
 
@@ -90,7 +74,7 @@ def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
             for number in (1, 2):
                 yield Members(number=number)
 
-    bounded(guests([deaf], Controller())._watch_members)
+    run_virtual(guests([deaf], Controller())._watch_members())
     assert deaf.sent == [STOP, KILL, "killed"]
 
 
@@ -105,4 +89,4 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
 
     process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
     with pytest.raises(OSError, match="cannot be read"):
-        bounded(guests([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).main)
+        run_virtual(guests([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).main())

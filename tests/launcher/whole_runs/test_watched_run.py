@@ -14,6 +14,7 @@ from recordings import read_recording
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.snapshot import Snapshot
+from asyncrl.telemetry.snapshots.recording import last_recorded
 from asyncrl.top.source.client import find_target, watch
 
 
@@ -22,28 +23,29 @@ def stop(run_dir):
     return subprocess.run(argv, capture_output=True, text=True, timeout=120)
 
 
-def is_recorded(run, name):
-    """Whether a snapshot in which this actor's engine is at work is in the recording."""
+def is_recorded(run, name, restarts):
+    """Whether a snapshot in which the engine of this actor's so many-th life is at work is in the recording."""
     actors = [actor for snapshot in read_recording(run.run_dir) for actor in snapshot.actors if actor.name == name]
-    return any(actor.condition == "ready" and actor.resources and actor.restarts for actor in actors)
+    return any(actor.condition == "ready" and actor.resources and actor.restarts == restarts for actor in actors)
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """A run of which a rollouter was killed: what was shown, seen, recorded and told by --stop."""
     run = sim_run(tmp_path_factory.mktemp("watched"), "--detach", "--learner.steps", "4000")
-    seen, told = [], []
+    seen = []
 
     async def look():
-        stopping = None
+        restarts, stopping = 0, None
         async for news in watch(find_target(str(run.run_dir))):
             seen.append(news)
-            told.append(news.run.phase if isinstance(news, Snapshot) else "away")
-            if "killed" not in told and "running" in told and len(run.steps()) > 3:
-                os.kill(pid_of(news, "rollouter/1"), signal.SIGKILL)
-                told.append("killed")
-            if "killed" in told and not stopping and await asyncio.to_thread(is_recorded, run, "rollouter/1"):
+            if stopping or not await asyncio.to_thread(is_recorded, run, "rollouter/1", restarts):
+                continue
+            if restarts:
                 stopping = asyncio.create_task(asyncio.to_thread(stop, run.run_dir))
+            else:
+                os.kill(by_name(last_recorded(run.run_dir, 1))["rollouter/1"].pid, signal.SIGKILL)
+                restarts = 1
         return await stopping
 
     try:
@@ -58,10 +60,6 @@ def watched(tmp_path_factory):
         )
     finally:
         run.close()
-
-
-def pid_of(snapshot, name):
-    return next(actor.pid for actor in snapshot.actors if actor.name == name)
 
 
 def by_name(snapshot):
