@@ -23,7 +23,7 @@ from asyncrl.wire.keys import VIEWER
 
 ASK = "a" * 16
 FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})
-TWO = validate_config(FAST.model_dump() | {"rollout": FAST.rollout.model_dump() | {"replicas": 2}})
+TWO = validate_config(CONFIG.model_dump() | {"rollout": CONFIG.rollout.model_dump() | {"replicas": 2}})
 
 
 def run(tmp_path, scenario, config=CONFIG, *, all_ready=True):
