@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,22 +13,20 @@ RANK, ALPHA = 6, 15.0
 """A rank for which vLLM makes the room of 8; the scaling is no power of 2."""
 
 
-def linear_layers(model: Any, targets: Sequence[str] | None = None) -> dict[str, torch.nn.Linear]:
-    """Modules of the decoder, by name; those whose names end in ``targets``."""
+def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
+    """Modules of the decoder, by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and ".layers." in name
-        and (targets is None or name.rpartition(".")[2] in targets)
+        if isinstance(module, torch.nn.Linear) and ".layers." in name
     }
 
 
-def make_adapter(model: Any, seed: int, targets: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+def make_adapter(model: Any, seed: int) -> dict[str, torch.Tensor]:
     """Random matrices of every linear layer, large enough that log-probs differ a lot."""
     torch.manual_seed(seed)
     found = {}
-    for name, layer in linear_layers(model, targets).items():
+    for name, layer in linear_layers(model).items():
         a, b = tensor_names(name)
         out, into = layer.weight.shape
         found[a], found[b] = torch.randn(RANK, into) * 0.1, torch.randn(out, RANK) * 0.1

@@ -43,10 +43,8 @@ class Sink(Protocol):
 class Lane:
     """Runs one sink."""
 
-    def __init__(self, sink: Sink, room: int = ROOM, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._room = room
-        self._first_pause_s = first_pause_s
         self._lines: deque[Line] = deque()
         self._snapshot: Snapshot | None = None
         self._news = threading.Condition()
@@ -73,7 +71,7 @@ class Lane:
         with self._news:
             if isinstance(record, Snapshot):
                 self._snapshot = record
-            elif len(self._lines) >= self._room:
+            elif len(self._lines) >= ROOM:
                 self.dropped += 1
             else:
                 self._lines.append(record)
@@ -113,7 +111,7 @@ class Lane:
                 self.fail(describe(error))
                 self._close_quietly()
                 is_open, failures = False, failures + 1
-                if self._ending.wait(min(self._first_pause_s * 2 ** (failures - 1), LONGEST_PAUSE_S)) and failures > 1:
+                if self._ending.wait(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)) and failures > 1:
                     # It gets no time to recover at the end.
                     self._give_up()
                     return

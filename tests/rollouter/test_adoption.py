@@ -22,7 +22,7 @@ async def between(learner, dataloader, folder, *, memory=True, learner_at=1, dat
     """A rollouter that lives between these incarnations of its peers."""
     async with Net(memory=memory) as net:
         net.serve(learner, "learner/0", learner_at)
-        net.dataloader = net.serve(dataloader, "dataloader/0", dataloader_at)
+        net.serve(dataloader, "dataloader/0", dataloader_at)
         async with living(net, folder) as life:
             yield life
 
@@ -106,8 +106,9 @@ async def test_grants_of_a_dataloader_that_is_no_more_are_dropped_with_their_num
         assert answers[0].seen == 1
         await asyncio.sleep(0.1)
         assert life.held == {"0-1"}
-        life.net.dataloader.close()
         life.net.serve(new, "dataloader/0", 2)
+        # It lives on, as one that is cut off from the controller would, and grants.
+        old.grant("0-9")
         await life.until(lambda: new.asked)
         assert (new.asked[0].seen, new.asked[0].holding) == (1, ["0-1"])
         new.grant("0-3")
@@ -115,20 +116,6 @@ async def test_grants_of_a_dataloader_that_is_no_more_are_dropped_with_their_num
         assert life.rollouter._held["0-3"].grant == 2
         learner.open.set()
         await life.until(lambda: not life.held)
-
-
-async def test_a_lease_that_is_parked_when_its_dataloader_dies_is_asked_of_the_next(tmp_path):
-    learner, old, new = Learner(), Dataloader(), Dataloader()
-    async with between(learner, old, tmp_path) as life:
-        await life.until(lambda: old.asked)
-        life.net.serve(new, "dataloader/0", 2)
-        life.open_tickets(1, dataloader=2)
-        # It lives on, as one that is cut off from the controller would, and grants.
-        old.grant("0-1")
-        await life.until(lambda: new.asked)
-        new.grant("0-2")
-        await life.until(lambda: learner.uids)
-        assert learner.uids == ["0-2"]
 
 
 async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_rest(tmp_path):

@@ -5,6 +5,7 @@ import threading
 import pytest
 from sinks_cases import snapshot, train, wait_for
 
+from asyncrl.sinks import lane as lane_module
 from asyncrl.sinks.lane import Lane, describe
 from asyncrl.snapshot import Snapshot
 
@@ -41,8 +42,10 @@ def fake():
 
 
 @pytest.fixture
-def lane(request, fake):
-    made = Lane(fake, room=10, first_pause_s=getattr(request, "param", 0.01))
+def lane(fake, monkeypatch):
+    monkeypatch.setattr(lane_module, "ROOM", 10)
+    monkeypatch.setattr(lane_module, "FIRST_PAUSE_S", 0.01)
+    made = Lane(fake)
     made.start()
     yield made
     fake.go.set()
@@ -95,19 +98,15 @@ def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(lane, fake):
     assert fake.taken == [100, 101, 9]
 
 
-def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhile(fake):
-    fake.fails = ["open", "open"]
-    lane = Lane(fake, room=10, first_pause_s=0.01)
-    lane.start()
-    put(lane, 1, 2)
-    wait_for(lambda: fake.taken == [1, 2])
-    assert (lane.lost, fake.opened) == (0, 3)
-    lane.end()
-    assert lane.join(30)
+def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhile(lane, fake):
+    fake.fails = [OSError("service is gone"), "open", "open"]
+    put(lane, 1, 2, 3)
+    wait_for(lambda: fake.taken == [2, 3])
+    assert (lane.lost, fake.opened) == (1, 4)
 
 
-@pytest.mark.parametrize("lane", [60.0], indirect=True)
-def test_a_sink_that_fails_at_the_end_gets_no_time_to_recover(lane, fake):
+def test_a_sink_that_fails_at_the_end_gets_no_time_to_recover(lane, fake, monkeypatch):
+    monkeypatch.setattr(lane_module, "FIRST_PAUSE_S", 60.0)
     fake.fails = [OSError("full")] * 20
     put(lane, *range(8))
     wait_for(lambda: lane.trouble == "OSError: full")

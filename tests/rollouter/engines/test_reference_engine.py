@@ -297,29 +297,6 @@ async def test_what_it_cannot_run_is_a_config_error(folder, rollout, words):
             pass
 
 
-async def test_the_event_loop_never_waits_for_the_model(serving, monkeypatch):
-    async with serving() as served:
-        engine = served.engine
-        entered, go_on, advance = threading.Event(), threading.Event(), Model.advance
-
-        def slow(*arguments):
-            entered.set()
-            assert go_on.wait(30)
-            return advance(*arguments)
-
-        monkeypatch.setattr(Model, "advance", slow)
-        stream = asyncio.create_task(collect(engine, ask(max_tokens=4)))
-        await until(entered.is_set)
-        # The model computes, and everything else goes on.
-        pausing = asyncio.create_task(engine.pause("keep"))
-        await asyncio.sleep(0.01)
-        assert not pausing.done()
-        go_on.set()
-        await pausing
-        await engine.resume()
-        assert len((await stream).tokens) == 4
-
-
 @pytest.mark.parametrize(
     ("how", "words"),
     [("hangs", "did nothing for request a for 0.3 s"), ("fails", "out of order"), ("is closed", "closed")],

@@ -60,21 +60,6 @@ async def test_a_guard_ends_at_its_deadline_and_declares_death():
     assert deaths == ["did not answer slow within 5.0 s"]
 
 
-async def test_death_ends_every_guard_at_once():
-    watch, loop = Watch("e", lambda _: None), asyncio.get_running_loop()
-
-    async def wait(deadline_s):
-        async with watch.guard("it", deadline_s):
-            await loop.create_future()
-
-    waits = [asyncio.ensure_future(wait(deadline_s)) for deadline_s in (50.0, None, 20.0)]
-    for reason in ("gone", "gone again"):
-        loop.call_later(3.0, watch.declare_dead, reason)
-    outcomes = await asyncio.gather(*waits, return_exceptions=True)
-    assert [(type(outcome), outcome.reason) for outcome in outcomes] == [(EngineDied, "gone")] * 3
-    assert loop.time() == pytest.approx(3.0)
-
-
 # --- processes ----------------------------------------------------------------------------------------------
 
 
