@@ -158,7 +158,7 @@ async def test_it_reads_no_more_than_it_draws_and_what_a_picture_takes_is_part_o
 
     monkeypatch.setattr(terminal, "build", slow)
     async with shown(Source(feed=feed)) as (_, pilot):
-        await until(pilot, "step 51/1000")
+        await until(pilot, "step 52/1000")
     assert len(read_at) >= 2
     assert all(later - earlier >= terminal.DRAW_S - 0.01 for earlier, later in itertools.pairwise(read_at))
     assert min(read - drawn_at[number] for number, read in enumerate(read_at) if number) < 0.75 * terminal.DRAW_S
