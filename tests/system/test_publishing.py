@@ -184,22 +184,18 @@ def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
 
 
 class Slow:
-    """Holds up one version, of a broadcast under ``gloo``: its first bucket until another step is trained and both
-    engines have sampled more, its second one, under ``gloo``, until both have paused. Notes what happened, in order."""
+    """Holds up one broadcast: its first bucket until another step is trained and both engines have sampled more, its
+    second one until both have paused. Notes what happened, in order."""
 
-    def __init__(self, monkeypatch, transport):
+    def __init__(self, monkeypatch):
         self.version, self.events = -1, []
         self.gathering, self.trained, self.sampled, self.paused = (threading.Event() for _ in range(4))
-        self._gloo = transport == "gloo"
-        slow = self
+        slow, train, pause, begin = self, SimTrainer.train, EngineHost.pause, Broadcaster.begin
 
         class SlowSegment(Segment):
             def __init__(self, name, size):
                 slow.hold(name)
                 super().__init__(name, size)
-
-        monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
-        train, pause, begin = SimTrainer.train, EngineHost.pause, Broadcaster.begin
 
         def noted_train(trainer, plan, ahead=0):
             found = train(trainer, plan, ahead)
@@ -220,12 +216,10 @@ class Slow:
                 self.version = version
             return sending
 
+        monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
         monkeypatch.setattr(SimTrainer, "train", noted_train)
         monkeypatch.setattr(EngineHost, "pause", noted_pause)
-        if self._gloo:
-            monkeypatch.setattr(Broadcaster, "begin", noted_begin)
-        else:
-            self.version = 3
+        monkeypatch.setattr(Broadcaster, "begin", noted_begin)
 
     def note(self, what, event):
         if not event.is_set():
@@ -240,17 +234,16 @@ class Slow:
         if index == 0:
             self.note("gathering", self.gathering)
             assert self.trained.wait(WAIT_S) and self.sampled.wait(WAIT_S)
-        elif index == 1 and self._gloo:
+        elif index == 1:
             assert self.paused.wait(WAIT_S)
         self.events.append(f"bucket {index}")
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monkeypatch, transport):
-    slow = Slow(monkeypatch, transport)
+def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
     tree = config(
         publish_bytes=3 * 4096,
-        weights={"transport": transport, "bucket_bytes": 4096},
+        weights={"transport": "gloo", "bucket_bytes": 4096},
         # Always something to generate, and slower than the learner.
         rollout={"sim": {"decode_step_s": 0.01}},
         staleness={"max": 8, "adapt": False},
@@ -272,12 +265,7 @@ def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monk
     events = slow.events
     assert events[0] == "gathering", "an engine paused for a version of which nothing was there"
     assert {*events[1:3]} == {"trained", "sampled"}
-    if transport == "gloo":
-        assert events[3:] == ["bucket 0", "pause", "pause", "bucket 1", "bucket 2"]
-    else:
-        # Whoever is late goes on with the version after it.
-        assert events[3:6] == ["bucket 0", "bucket 1", "bucket 2"]
-        assert {*events[6:]} <= {"pause"}
+    assert events[3:] == ["bucket 0", "pause", "pause", "bucket 1", "bucket 2"]
 
 
 def test_a_version_spans_its_steps_and_lines_tell_what_it_and_its_updates_took(tmp_path, monkeypatch):
