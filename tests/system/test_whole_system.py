@@ -97,7 +97,7 @@ def test_no_token_that_is_trained_is_late_whatever_is_done_about_late_ones(
         data={"size": 80},
         rollout=LONG_TAIL | {"on_update": on_update},
         learner={"steps": 20, "steps_per_version": steps_per_version, "sim": {"step_s": 0.002}},
-        staleness={"max": 1, "late": late, "max_requeues": 1},
+        staleness={"max": 1, "late": late} | ({"max_requeues": 1} if late == "requeue" else {}),
     )
     lines, learner, dataloader = system.lines("train"), system.actors["learner/0"], system.actors["dataloader/0"]
     assert [line["step"] for line in lines] == list(range(1, 21))
