@@ -29,7 +29,7 @@ def compare(name, text):
     ("state", "size"),
     [
         *((state, "80x24") for state in ("empty", "starting", "stalled", "dead_host", "finished")),
-        ("healthy", "200x50"),
+        *((state, "200x50") for state in ("starting", "healthy")),
     ],
 )
 async def test_screens(state, size):

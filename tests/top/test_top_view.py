@@ -17,7 +17,7 @@ from asyncrl.snapshot import ActorView, Event, Resource
 from asyncrl.telemetry import catalogue
 from asyncrl.top.detail import detail, help_page
 from asyncrl.top.drawing.layout import Choice
-from asyncrl.top.drawing.text import ASCII, UNICODE, columns, length, rich_text, sparkline, state_bar
+from asyncrl.top.drawing.text import ASCII, STYLES, UNICODE, columns, length, rich_text, sparkline, state_bar
 from asyncrl.top.figures.document import json_schema, to_json
 from asyncrl.top.model import build
 from asyncrl.top.panes import PANES, SORTS, page, pane, sorted_next
@@ -331,8 +331,11 @@ def test_the_help_tells_the_same_at_every_width_and_is_cut_nowhere(width):
 
 
 def test_on_a_small_terminal_a_stage_keeps_its_name_and_a_table_says_by_what_it_is_sorted():
-    document = seen(Run(rollouters=64, hosts=1, dead=tuple(f"rollouter/{n}" for n in range(60))).between())
-    assert "roll. ─── 4/64" in pipeline(document, 80, UNICODE)[0].plain
+    for phase, stands_out in (("running", True), ("done", False)):
+        dead = tuple(f"rollouter/{n}" for n in range(60))
+        top = pipeline(seen(Run(rollouters=64, hosts=1, dead=dead, phase=phase).between()), 80, UNICODE)[0]
+        assert "roll. ─── 4/64" in top.plain
+        assert (STYLES["bad"] in {span.style for span in top.spans}) == stands_out
     document = seen(Run(rollouters=64, hosts=1).between())
     top, rates, *_ = (line.plain for line in pipeline(document, 80, UNICODE))
     assert "rollouters  64" in top and "56.3k tok/s   →" in rates
