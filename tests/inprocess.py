@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,14 @@ def sim_config(**tables: dict[str, Any]) -> Config:
     return validate_config(tree)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition of actors that live on this loop."""
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
 class System:
-    """The actors of a run. ``await run()`` lives it to its end."""
+    """The actors of a run. ``await run()`` or ``play()`` lives it to its end."""
 
     def __init__(self, config: Config, run_dir: Path, clock: Clock | None = None) -> None:
         self.config = config
@@ -95,7 +101,7 @@ class System:
             await asyncio.sleep(0.001)
         for name in self.config.actors:
             if name != CONTROLLER:
-                self._lives[name] = asyncio.create_task(self._live(name))
+                self.start(name)
         try:
             async with asyncio.timeout(timeout):
                 while running := [life for life in self._lives.values() if not life.done()]:
@@ -117,7 +123,15 @@ class System:
         life.cancel()
         await asyncio.wait({life})
         meanwhile()
+        self.start(name)
+
+    def start(self, name: str) -> None:
+        """Start an actor, of which none lives."""
         self._lives[name] = asyncio.create_task(self._live(name))
+
+    def kill(self, name: str) -> None:
+        """Let an actor die, and start no successor."""
+        self._lives[name].cancel()
 
     async def _live(self, name: str) -> None:
         """An actor, and at its end the node agent's word of it."""
@@ -150,7 +164,7 @@ class System:
         record = ActorRecord(name=found.agent, incarnation=1, address="", host=host, facts=facts)
         controller.register(Register(record=record), self.caller(found.agent))
         for name in found.rollouters:
-            self._lives[name] = asyncio.create_task(self._live(name))
+            self.start(name)
         return found
 
     async def leave(self, host: JoinedHost, within_s: float) -> None:
@@ -166,6 +180,28 @@ class System:
     async def stop(self, *, preempt: bool = False) -> None:
         """As the launcher would."""
         self.actors[CONTROLLER].stop_run(StopRun(reason="test", preempt=preempt), self.caller(LAUNCHER))
+
+    async def at_step(self, number: int) -> Any:
+        """The learner, once it has trained so many steps."""
+        await until(lambda: CONTROLLER in self.actors and "learner/0" in self.actors)
+        await until(lambda: self.actors["learner/0"].step >= number)  # type: ignore[attr-defined]
+        return self.actors["learner/0"]
+
+    def play(
+        self, scenario: Callable[[], Coroutine[Any, Any, object]] | None = None, timeout: float = 60.0
+    ) -> RunState:
+        """Live the run to its end beside ``scenario``, which acts on it and need not come to an end itself."""
+
+        async def main() -> RunState:
+            tasks = {running := asyncio.create_task(self.run(timeout))}
+            if scenario is not None:
+                tasks.add(acting := asyncio.create_task(scenario()))
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if acting.done():
+                    await acting
+            return await running
+
+        return asyncio.run(main())
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl."""

@@ -20,16 +20,19 @@ MOST_FILES = {
     "A message": 2,
     "A metric": 1,
 }
-IMPORTED = """
+RUN = """
+import runpy
 import sys
 from pathlib import Path
 
 import asyncrl
 
-assert Path(asyncrl.__file__).is_relative_to({root!r}), asyncrl.__file__
+for script in sys.argv[2:]:
+    runpy.run_path(script, run_name="__main__")
 there = [module for module in sys.modules.values() if (getattr(module, "__name__", "") + ".").startswith("asyncrl.")]
-assert all(Path(module.__file__).is_relative_to({root!r}) for module in there)
+assert all(Path(module.__file__).is_relative_to(sys.argv[1]) for module in [asyncrl, *there])
 """
+"""Runs each script as a program, and sees that it was with the tree that was patched."""
 
 
 def block(heading, kind):
@@ -53,23 +56,26 @@ def test_a_change_touches_few_files(heading):
     assert 1 <= len(files) <= MOST_FILES[heading]
 
 
-@pytest.mark.parametrize("heading", MOST_FILES)
-def test_a_change_works(heading, tmp_path):
+def test_each_change_applies_alone_and_works_beside_the_others(tmp_path):
+    """Beside them, for they are loaded once then."""
     shutil.copytree(ROOT / "asyncrl", tmp_path / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
-    patch = block(heading, "diff")
     alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
-    subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, env=alone, check=True, timeout=60)
+    patches = [block(heading, "diff") for heading in MOST_FILES]
+    for flag in ("--check", "--apply"):
+        for patch in patches:
+            apply = ["git", "apply", flag, "-"]
+            subprocess.run(apply, input=patch, text=True, cwd=tmp_path, env=alone, check=True, timeout=60)
     changed = {
         str(path.relative_to(tmp_path))
         for path in (tmp_path / "asyncrl").rglob("*.py")
         if not (old := ROOT / path.relative_to(tmp_path)).exists() or old.read_bytes() != path.read_bytes()
     }
-    assert changed == touched(patch)
-    script = tmp_path / "script.py"
-    script.write_text(block(heading, "python") + IMPORTED.format(root=str(tmp_path)))
+    assert changed == set().union(*map(touched, patches))
+    scripts = [tmp_path / f"{heading}.py" for heading in MOST_FILES]
+    for heading, script in zip(MOST_FILES, scripts, strict=True):
+        script.write_text(block(heading, "python"))
     paths = [str(tmp_path), str(ROOT), str(ROOT / "tests")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-    )
+    argv = [sys.executable, "-c", RUN, str(tmp_path), *map(str, scripts)]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,6 +1,5 @@
 import math
 import re
-from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +17,8 @@ from asyncrl.outcome import BadOutcome, read_outcome, read_outcomes
         (1.5, (1.5, {})),
         (0, (0.0, {})),
         (True, (1.0, {})),
-        (Fraction(1, 2), (0.5, {})),
         (np.float32(0.25), (0.25, {})),
         (np.int64(3), (3.0, {})),
-        (np.bool_(True), (1.0, {})),
         (np.array(2.0), (2.0, {})),
         ({"format": 0.5, "answer": 1}, (1.5, {"format": 0.5, "answer": 1.0})),
         ({"reward": 0.1, "format": 0.5}, (0.1, {"format": 0.5})),
@@ -42,19 +39,14 @@ def test_a_number_or_a_mapping_of_numbers_is_a_reward(value: Any, expected: Any)
         (None, "None"),
         (math.nan, "nan"),
         (math.inf, "inf"),
-        (-math.inf, "-inf"),
         (np.float32("nan"), "nan"),
         ("1.0", "str '1.0'"),
-        (b"1", "bytes"),
         (1j, "complex"),
         ([1.0], "list"),
-        ((1.0,), "tuple"),
         (np.array([1.0]), "ndarray"),
         (10**400, "int"),
         ({}, "empty"),
         ({"a": None}, "'a'"),
-        ({"a": 1, "b": math.nan}, "'b'"),
-        ({"a": "1"}, "'a'"),
         ({1: 1.0}, "key 1"),
         ({"reward": None}, "'reward'"),
         ({"a": 6e17, "b": 6e17}, "sum is 1.2e+18"),
@@ -86,12 +78,9 @@ def test_what_passes_is_finite(value: Any) -> None:
     assert all(math.isfinite(component) for component in components.values())
 
 
-@pytest.mark.parametrize("value", [[1, {"a": 2}], (1, {"a": 2})])
-def test_a_group_returns_one_reward_each(value: Any) -> None:
-    assert read_outcomes(value, 2) == [(1.0, {}), (2.0, {"a": 2.0})]
-
-
-def test_a_group_may_return_an_array() -> None:
+def test_a_group_returns_one_reward_each() -> None:
+    for value in ([1, {"a": 2}], (1, {"a": 2})):
+        assert read_outcomes(value, 2) == [(1.0, {}), (2.0, {"a": 2.0})]
     assert read_outcomes(np.array([0.5, 1.0]), 2) == [(0.5, {}), (1.0, {})]
 
 
@@ -99,10 +88,7 @@ def test_a_group_may_return_an_array() -> None:
     ("value", "named"),
     [
         ([1.0], "1 rewards for a group of 2"),
-        ([1.0, 2.0, 3.0], "3 rewards for a group of 2"),
         (1.0, "float 1.0 for a group"),
-        (None, "None for a group"),
-        ("ab", "str 'ab' for a group"),
         ({"a": 1.0, "b": 2.0}, "for a group"),
         ([1.0, None], "None"),
         (np.ones((2, 2)), "ndarray"),

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -16,11 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.load import load_config
+from asyncrl.reward.scoring.functions import BUILT_IN
 from tools.quickstart import settings as settings_module
 from tools.quickstart.__main__ import launch_command
 from tools.quickstart.assets import Assets, draw_splits, ensure_assets
 from tools.quickstart.settings import LOGNORMAL, Settings, content_hash
-from tools.quickstart.task import CHARACTERS, Problem, draw_dots, draw_problems, is_right, write_out
+from tools.quickstart.task import CHARACTERS, Problem, draw_dots, is_right, write_out
 
 ROOT = Path(__file__).parent.parent
 SMALL = Settings(heldout=20, train=50, probes=4, layers=1, width=32, heads=1, intermediate=32, batch=4, check_every=1)
@@ -35,40 +38,24 @@ def steps_of(solution):
 
 
 @given(numbers, numbers)
-def test_a_teacher_who_forgets_nothing_is_right(left, right):
+def test_a_teacher_who_forgets_nothing_is_right_and_one_who_forgets_everything_never_carries(left, right):
     problem = Problem(left, right)
     steps, answer = steps_of(write_out(problem, random.Random(0), forget=0.0))
     assert answer == problem.answer == str(left + right)
     assert all(a + b + carry == total for a, b, carry, total in steps)
     assert [carry for _, _, carry, _ in steps] == [0, *(total // 10 for *_, total in steps[:-1])]
-
-
-@given(numbers, numbers)
-def test_a_teacher_who_forgets_everything_never_carries(left, right):
-    steps, answer = steps_of(write_out(Problem(left, right), random.Random(0), forget=1.0))
+    steps, answer = steps_of(write_out(problem, random.Random(0), forget=1.0))
     assert all(carry == 0 and a + b == total for a, b, carry, total in steps)
     assert answer == "".join(str(total % 10) for *_, total in reversed(steps))
 
 
-def test_problems_are_distinct_and_as_long_as_asked():
-    problems = list(islice(draw_problems(random.Random(1), (1, 2)), 1000))
-    assert len({frozenset((p.left, p.right)) for p in problems}) == 1000
-    assert {len(str(n)) for p in problems for n in (p.left, p.right)} == {1, 2}
-
-
-def test_splits_share_no_sum_whatever_its_order():
+def test_splits_share_no_sum_whatever_its_order_and_responses_are_long_enough_to_be_overtaken():
     splits = draw_splits(Settings())
     demonstrated = list(islice(splits.demonstrated, 10_000))
     sums = [frozenset((p.left, p.right)) for p in (*splits.heldout, *splits.train, *demonstrated)]
     assert len(sums) == len(set(sums)) == 512 + 8192 + 10_000
-
-
-def test_responses_are_long_enough_to_be_overtaken_by_updates():
-    teacher = random.Random(0)
-    lengths = [len(write_out(p, teacher, 0.0)) for p in draw_splits(Settings()).heldout]
-    assert min(lengths) >= 30
-    assert median(lengths) >= 40
-    assert max(lengths) < 64
+    lengths = [len(write_out(problem, random.Random(0), 0.0)) for problem in splits.heldout]
+    assert min(lengths) >= 30 and median(lengths) >= 40 and max(lengths) < 64
 
 
 def test_dots_are_lognormal_and_fit_into_the_model():
@@ -87,30 +74,23 @@ def test_dots_are_lognormal_and_fit_into_the_model():
     assert max(solutions) + LOGNORMAL.most_dots + 1 <= LOGNORMAL.positions
 
 
-@given(numbers, numbers, st.integers(0, 9))
-def test_dots_change_nothing_of_what_is_right(left, right, dots):
-    problem = Problem(left, right)
-    solution = write_out(problem, random.Random(0), 0.0)
-    assert is_right(solution + "." * dots, problem)
-    assert not is_right(solution + "." * dots + "1", problem)
-    assert not is_right(solution[:-1] + "." * dots, problem)
-    assert not is_right("." * dots, problem)
-
-
-def test_the_reward_of_the_configuration_agrees_with_the_task():
-    from asyncrl.config.load import load_config
-    from asyncrl.reward.scoring.functions import BUILT_IN
-
+@cache
+def configured_reward():
     paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
     config = load_config([ROOT / "configs" / "quickstart.toml"], paths).reward
-    reward = BUILT_IN[config.function](**config.options)
-    for problem in draw_splits(Settings()).heldout[:100]:
-        row = {"prompt": problem.prompt, "answer": problem.answer}
-        solution = write_out(problem, random.Random(0), 0.0)
-        assert reward(completion=solution, row=row) == 1
-        assert reward(completion=solution[:-1], row=row) == 0
-        assert reward(completion=solution + ";", row=row) == 0
-        assert reward(completion="", row=row) == 0
+    return BUILT_IN[config.function](**config.options)
+
+
+@given(numbers, numbers, st.integers(0, 9))
+def test_dots_change_nothing_of_what_is_right_to_the_task_and_to_the_reward_of_the_configuration(left, right, dots):
+    reward = configured_reward()
+    problem = Problem(left, right)
+    row, solution = {"prompt": problem.prompt, "answer": problem.answer}, write_out(problem, random.Random(0), 0.0)
+    for response, right_ in ((solution, True), (solution[:-1], False), ("", False)):
+        assert is_right(response + "." * dots, problem) == right_
+        assert reward(completion=response, row=row) == right_
+    assert not is_right(solution + "." * dots + "1", problem)
+    assert reward(completion=solution + ";", row=row) == 0
 
 
 def test_the_hash_changes_with_settings_and_code(monkeypatch, tmp_path):
@@ -132,47 +112,32 @@ def assets(tmp_path_factory):
     return ensure_assets(dataclasses.replace(SMALL, signal=0.0, max_steps=2), tmp_path_factory.mktemp("cache"))
 
 
-def test_the_tokenizer_is_one_token_a_character(assets):
+def test_the_assets_are_as_the_engines_need_them(assets):
+    from safetensors import safe_open
     from transformers import AutoTokenizer
 
     from asyncrl.tokenizer import load_tokenizer
+    from tools.quickstart.model import make_model
 
     text = "347+85=7+5+0=12;4+8+1=13;3+0+1=04;432"
     theirs, ours = AutoTokenizer.from_pretrained(str(assets.model)), load_tokenizer(str(assets.model))
     ids = ours.encode(text)
     assert len(ids) == len(text)
     assert theirs(text).input_ids == ids == ours.encode_prompt(text, "plain", None)[0]
-    assert ours.eos_ids == {theirs.eos_token_id} == {0}
-    assert 0 not in ours.encode(CHARACTERS)
+    assert ours.eos_ids == {theirs.eos_token_id} == {0} and 0 not in ours.encode(CHARACTERS)
     assert ours.decode([*ids, 0]) == theirs.decode([*ids, 0], skip_special_tokens=True) == text
-
-
-def test_the_model_is_as_the_engines_need_it(assets):
-    from safetensors import safe_open
-
     config = json.loads((assets.model / "config.json").read_text())
-    assert config["vocab_size"] == len(CHARACTERS) + 1
-    assert config["tie_word_embeddings"] is False
+    assert (config["vocab_size"], config["tie_word_embeddings"]) == (len(CHARACTERS) + 1, False)
     with safe_open(str(assets.model / "model.safetensors"), "pt") as file:
         assert "lm_head.weight" in file.keys()  # noqa: SIM118 - a safetensors file is no mapping
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {"torch.float32"}  # noqa: SIM118
     assert json.loads((assets.model / "generation_config.json").read_text())["eos_token_id"] == 0
-    assert Settings().width // Settings().heads == 32
-
-
-def test_the_model_has_somewhat_less_than_a_million_parameters():
-    from tools.quickstart.model import make_model
-
     assert make_model(Settings()).num_parameters() == 865_216
-
-
-def test_the_files_hold_prompts_and_answers(assets):
-    files = {"train": assets.train, "heldout": assets.heldout}
-    rows = {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in files.items()}
-    assert (len(rows["train"]), len(rows["heldout"])) == (50, 20)
-    for row in rows["train"] + rows["heldout"]:
-        left, right = re.fullmatch(r"(\d+)\+(\d+)=", row["prompt"]).groups()
-        assert row["answer"] == str(int(left) + int(right))
+    for path, count in ((assets.train, 50), (assets.heldout, 20)):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) == count
+        for row in rows:
+            assert sum(map(int, row["prompt"].removesuffix("=").split("+"))) == int(row["answer"])
 
 
 def test_a_warm_up_without_a_signal_fails_and_leaves_nothing(tmp_path):
@@ -195,14 +160,8 @@ def test_warm_up_learns(capsys):
 
 def test_assets_are_made_once(tmp_path):
     made = []
-
-    def make(settings, folder):
-        made.append(settings)
-        (folder / "model").mkdir()
-
-    first, second = (ensure_assets(SMALL, tmp_path, make) for _ in range(2))
-    assert first == second
-    assert first.model.is_dir()
+    make = lambda settings, folder: made.append(settings)  # noqa: E731
+    assert ensure_assets(SMALL, tmp_path, make) == ensure_assets(SMALL, tmp_path, make)
     assert made == [SMALL]
     ensure_assets(dataclasses.replace(SMALL, seed=7), tmp_path, make)
     assert len(made) == 2

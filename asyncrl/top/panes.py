@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -12,8 +12,8 @@ from rich.text import Text
 
 from asyncrl.telemetry.snapshots.rates import total
 from asyncrl.text.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
-from asyncrl.top.drawing.columns import DATE, EVENTS, HOSTS, RANKS, ROLLOUTERS, SHORT, UPDATES, is_amiss, is_there
-from asyncrl.top.drawing.layout import LEVELS, Cell, Choice, Column, Pane, PaneName, Row, Table, row
+from asyncrl.top.drawing.columns import DATE, EVENTS, RANKS, ROLLOUTERS, SHORT, UPDATES, is_amiss, is_there
+from asyncrl.top.drawing.layout import LEVELS, Cell, Choice, Pane, PaneName, Row, Table, row, row_of, table_of
 from asyncrl.top.drawing.text import (
     Glyphs,
     Line,
@@ -26,20 +26,13 @@ from asyncrl.top.drawing.text import (
     state_bar,
     warned,
 )
+from asyncrl.top.episode_pane import episodes
 from asyncrl.top.figures.bottleneck import by_kind
-from asyncrl.top.figures.document import Document, EpisodesView, RollouterRow
+from asyncrl.top.figures.document import Document, RollouterRow
 from asyncrl.top.pipeline import header, pipeline
 
 CONTROLLER = "controller/0"
 """Actor that tells what happened to the run as a whole."""
-
-
-def _table(columns: Sequence[Column], entries: Iterable[Any], glyphs: Glyphs) -> Table:
-    return Table(columns, [_row(columns, entry, entry.name, glyphs) for entry in entries])
-
-
-def _row(columns: Sequence[Column], entry: Any, key: str, glyphs: Glyphs) -> Row:
-    return row(key, (column.of(entry, glyphs) for column in columns))
 
 
 def _there(rows: Sequence[Any]) -> str:
@@ -68,7 +61,7 @@ def rollouters(document: Document, choice: Choice, width: int, glyphs: Glyphs) -
         group = list(found)
         if by_host:
             rows.append(_host_row(host, group))
-        rows += [_row(ROLLOUTERS, each, each.name, glyphs) for each in group]
+        rows += [row_of(ROLLOUTERS, each, each.name, glyphs) for each in group]
     words = f"no rollouter matches {choice.needle}" if document.rollouters else "no rollouter is known so far"
     return Pane([] if rows else [[(words, "dim")]], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
 
@@ -107,7 +100,7 @@ def learner(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> P
     """Phases of a step, figures of the newest one, and a row for each rank."""
     ranks = [row for row in document.ranks if choice.matches(row.name, row.host, row.state)]
     head = [_step(document), _learning(document, width), _speed(document)]
-    return Pane(head, _table(RANKS, ranks, glyphs), "learner/0")
+    return Pane(head, table_of(RANKS, ranks, glyphs), "learner/0")
 
 
 def _step(document: Document) -> Line:
@@ -177,7 +170,7 @@ def weights(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> P
         ),
     ]
     rows = [
-        _row(UPDATES, update, update.replica, glyphs)
+        row_of(UPDATES, update, update.replica, glyphs)
         for update in view.updates
         if choice.matches(update.replica, update.transport)
     ]
@@ -307,72 +300,8 @@ def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pa
         return Pane([[("nothing to tell", "dim")]], about=CONTROLLER)
     first = DATE if document.wall - shown[-1].wall > SAME_DAY_S else EVENTS[0]
     columns = (first, *EVENTS[1:])
-    rows = [_row(columns, event, event.actor or CONTROLLER, glyphs) for event in shown]
+    rows = [row_of(columns, event, event.actor or CONTROLLER, glyphs) for event in shown]
     return Pane([], Table(columns, rows, newest_first=True))
-
-
-# --- episodes ---
-
-STAGE_WIDTH = 32
-SHARE_BAR = 24
-
-
-def episodes(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """Open episodes by stage, the ends of those before, and a row for each host."""
-    view = document.episodes
-    if view is None:
-        return Pane([[("a prompt has one response: there are no episodes", "dim")]])
-    hosts = [row for row in view.hosts if choice.matches(row.name, row.host, row.condition)]
-    return Pane([*_episode_figures(view, width), *_stages(view, glyphs)], _table(HOSTS, hosts, glyphs))
-
-
-def _episode_figures(view: EpisodesView, width: int) -> list[Line]:
-    at = ", ".join(f"{count(row.open)} {row.name}" for row in view.stages if row.open)
-    p95 = view.turns_p95
-    return [
-        joined(
-            [
-                said("oldest", duration(view.oldest_s if view.open else None)),
-                [(f"{count(view.open)} episodes" + (f": {at}" if at else ""), "bold")],
-            ]
-        ),
-        fitting(
-            [
-                said("turns", fixed(view.turns_mean, 1)),
-                said("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
-                said("context", f"{count(view.prompt_tokens_mean)} tokens"),
-                said("cost", fixed(view.cost_factor), warned((view.cost_factor or 0.0) > 2)),
-                said("prefilled again", count(view.reprefill_tokens)),
-                said("malformed calls", count(view.malformed_calls), warned(view.malformed_calls)),
-            ],
-            width,
-        ),
-        fitting(
-            [
-                said("ended", _counts(view.ended)),
-                said("failed", _counts(view.failed), "bad" if view.failed else ""),
-                said("forks", _counts(view.forks)),
-            ],
-            width,
-        ),
-    ]
-
-
-def _counts(found: Mapping[str, float]) -> str:
-    return ", ".join(f"{count(number)} {name}" for name, number in found.items()) or "0"
-
-
-def _stages(view: EpisodesView, glyphs: Glyphs) -> list[Line]:
-    """Titles, and a line for each stage: its open episodes, and its share of the time of those that have ended."""
-    if not view.stages:
-        return []
-    wide = min(STAGE_WIDTH, max(12, *(len(row.name) for row in view.stages)))
-    lines: list[Line] = [[(f"{'stage':<{wide}}   open  time", "dim")]]
-    for each in view.stages:
-        figures = f"  {count(each.open):>5}  {percent(each.share):>4}  "
-        bar = level_bar(each.share or 0.0, 1.0, SHARE_BAR, glyphs)
-        lines.append([(f"{each.name[:wide]:<{wide}}", "bold" if each.open else "dim"), (figures, ""), *bar])
-    return lines
 
 
 # --- all of them ---

@@ -47,6 +47,14 @@ def cluster(namespaces: None, tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Under /tmp, of which each host but the head has its own."""
+    made = tmp_path / "alone"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
 def slurm(namespaces: None, tmp_path: Path) -> Iterator[Slurm]:
     """SLURM on the nodes n1 and n2, with commands on the head; all of them share ``slurm.shared``."""
     if reason := why_no_slurm():

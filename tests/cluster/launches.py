@@ -9,9 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.metrics_line import read_metrics
+from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import REPOSITORY, Cluster, Host, wait_until
 
 WAIT_S = 120.0
+RUN_S = 400.0
+"""Longest of a run over lost hosts."""
+GROUPS = 4
+"""Prompt groups of a step."""
 SECRET = "whisper these very words to nobody"
 """In each prompt."""
 CONFIG = """
@@ -67,9 +73,9 @@ class Command:
         wait_until(lambda: text in self.shown or self.process.poll() is not None, f"{text!r} in {self.shown}", WAIT_S)
         assert text in self.shown, self.shown
 
-    def end(self) -> tuple[int, list[str]]:
+    def end(self, within_s: float = WAIT_S) -> tuple[int, list[str]]:
         """(exit code, lines shown), once all is over."""
-        return self.process.wait(WAIT_S), self.shown.splitlines()
+        return self.process.wait(within_s), self.shown.splitlines()
 
 
 class Launch(Command):
@@ -84,6 +90,7 @@ class Launch(Command):
         ssh_args: str = "",
         caller: str = "head",
         config: str = "",
+        path: str = "",
     ) -> None:
         self.cluster, self.folder, self.run_dir = cluster, folder, folder / "runs" / "trial"
         folder.mkdir(exist_ok=True)
@@ -93,10 +100,63 @@ class Launch(Command):
         (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
         argv = [str(folder / "trial.toml"), "--hosts", str(folder / "hosts")]
         argv += ["--ssh-args", ssh_args or f"-F {cluster.ssh_config}", *flags]
-        super().__init__(cluster[caller], folder, *argv)
+        super().__init__(cluster[caller], folder, *argv, path=path)
 
     def log(self, name: str) -> str:
         return (self.run_dir / "logs" / "attempt_1" / f"{name}.log").read_text()
+
+    @property
+    def steps_trained(self) -> list[int]:
+        return [line["step"] for line in read_metrics(self.run_dir / "metrics.jsonl") if line["kind"] == "train"]
+
+
+class Trained(Launch):
+    """A simulated run of so many steps, each of a quarter of a second, whose history is audited at its end; ``path`` is
+    its PYTHONPATH."""
+
+    def __init__(
+        self, cluster: Cluster, folder: Path, steps: int, *flags: str, hosts: str = "head\na\n", path: str = ""
+    ) -> None:
+        self.steps = steps
+        settings = {
+            "learner.steps": steps,
+            "learner.sim.step_s": 0.25,
+            "rollout.sim.length_median": 24.0,
+            "rollout.sim.decode_step_s": 0.01,
+            "run.samples_per_step": GROUPS,
+            "data.source": "synthetic",
+            "data.size": 2 * GROUPS * steps,
+            "network.call_timeout_s": 5,
+        }
+        words = (f"--{key}={value}" for key, value in settings.items())
+        super().__init__(cluster, folder, hosts, *words, *flags, path=path)
+
+    @property
+    def step(self) -> int:
+        """The newest step of the metrics."""
+        return max(self.steps_trained, default=0)
+
+    def wait_for_step(self, more: int) -> None:
+        """So many further steps."""
+        wanted = self.step + more
+        wait_until(lambda: self.step >= wanted or self.process.poll() is not None, f"step {wanted}", WAIT_S)
+        assert self.process.poll() is None, self.shown
+
+    def events(self, actor: str, event: str) -> list[dict[str, Any]]:
+        """Lines of the log of an actor (``rollouter-0``) that are of this event."""
+        return [line for line in map(json.loads, self.log(actor).splitlines()) if line["event"] == event]
+
+    def is_exact(self) -> None:
+        """It comes to its end, and nothing was lost or trained twice."""
+        code, shown = self.end(RUN_S)
+        assert code == 0, shown
+        size = 2 * GROUPS * self.steps
+        findings = audit(self.run_dir, Expected(steps=self.steps, groups_per_step=GROUPS, prompts=size))
+        assert [str(problem) for problem in findings.problems] == []
+
+    def is_gone_from(self, *hosts: str) -> None:
+        for name in hosts:
+            wait_until(lambda host=self.cluster[name]: not host.processes(), f"an end of everything on {name}")
 
 
 def process(host: Host, words: str) -> int:

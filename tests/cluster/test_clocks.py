@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster.test_host_lost import launched as launched
+from cluster.lost import launched as launched
 
 from tools.cluster.netns import wait_until
 from tools.wall_clocks import WallClocks
@@ -27,7 +27,7 @@ def test_actors_are_replaced_whatever_the_clocks_say(clocks, cluster, launched, 
     """I5, I7: each has one restart. A rank dies, and with it the other; then a clock steps back and a replica dies."""
     for name in ("a", "b", "c"):
         clocks.set(ahead_s, name)
-    run = launched(steps=80, ranks=2, max_restarts=1)
+    run = launched(80, "--learner.ranks=2", max_restarts=1)
     run.wait_for_step(4)
     far = run.host_of("learner/1")
     assert far != "head"
@@ -37,17 +37,16 @@ def test_actors_are_replaced_whatever_the_clocks_say(clocks, cluster, launched, 
         os.kill(pid, signal.SIGKILL)
 
     def registered(actor: str) -> int:
-        return run.said("controller-0").count(f'"actor": "{actor}", "address": "tcp')
+        return run.log("controller-0").count(f'"actor": "{actor}", "address": "tcp')
 
     kill("learner/1")
     for rank in ("learner/0", "learner/1"):
         wait_until(lambda rank=rank: registered(rank) == 2, f"a new {rank}", 60.0)
     clocks.set(ahead_s - 3600.0, far)
     replica = next(name for name in (f"rollouter/{index}" for index in range(4)) if run.host_of(name) == far)
-    run.wait_for_step(run.step + 4)
+    run.wait_for_step(4)
     kill(replica)
     wait_until(lambda: registered(replica) == 2, f"a new {replica}", 60.0)
     run.is_exact()
-    told = run.out.read_text()
-    assert told.count(" died (") == 3, told
+    assert run.shown.count(" died (") == 3, run.shown
     run.is_gone_from("a", "b", "c")

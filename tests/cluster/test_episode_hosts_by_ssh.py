@@ -6,8 +6,6 @@ import signal
 from cluster.launches import Launch, process
 from cluster.test_join_leave import Run
 
-from tools.cluster.netns import wait_until
-
 FLAGS = (
     "--rollout.replicas=1",
     "--rollout.episodes=16",
@@ -22,10 +20,8 @@ FLAGS = (
 HOSTS = "head\na\nb\nc\n"
 
 
-def test_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, tmp_path):
+def test_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, folder):
     """I1, I6, I7: the learner is on the head, the rollouter on a, the reward pool beside an episode host on b."""
-    folder = tmp_path / "alone"
-    folder.mkdir()
     plan = Launch(cluster, folder, HOSTS, *FLAGS, "--data.source=synthetic", "--dry-run")
     code, shown = plan.end()
     assert code == 0, shown
@@ -52,14 +48,11 @@ def test_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, tmp_p
     for host in ("episodes/1", "episodes/2"):
         assert any(host in why for why in failed), failed
     assert all("no attempt is counted" in why or "episode host is away" in why for why in failed), failed
-    for name in "ab":
-        wait_until(lambda host=cluster[name]: not host.processes(), f"an end of everything on {name}")
+    run.is_gone_from("a", "b")
 
 
-def test_a_host_that_plays_episodes_leaves(cluster, tmp_path):
+def test_a_host_that_plays_episodes_leaves(cluster, folder):
     """I1: nothing new is begun there, and what is begun is finished."""
-    folder = tmp_path / "alone"
-    folder.mkdir()
     run = Run(cluster, folder, 30, *FLAGS, hosts=HOSTS)
     run.wait_to_show("step 4/")
     code, shown = run.leave("c", "--within", "60").end()

@@ -66,7 +66,7 @@ def marked(mark: str) -> set[int]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_nothing_is_left_of_the_benchmark_however_it_is_ended(number: signal.Signals) -> None:
     mark = f"ASYNCRL_TEST_MARK={os.getpid()}-{number.name}"
     name, _, value = mark.partition("=")

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -20,23 +21,11 @@ from tools.cluster.netns import REPOSITORY, Cluster, wait_until
 STEPS = 12
 
 
-@pytest.fixture
-def folder(tmp_path):
-    # Under /tmp, of which each host but the head has its own.
-    made = tmp_path / "alone"
-    made.mkdir()
-    return made
-
-
 @pytest.fixture(scope="module")
 def standing(namespaces):
     """A cluster for launches that do not get far."""
     with Cluster() as made:
         yield made
-
-
-def steps(launch):
-    return [line["step"] for line in read_metrics(launch.run_dir / "metrics.jsonl") if line["kind"] == "train"]
 
 
 def said(capture):
@@ -51,7 +40,7 @@ def test_a_run_over_three_hosts(cluster, folder, curve):
         launch = Launch(cluster, folder, "head\na\nb  # a comment\n", "--security.curve", curve)
         code, shown = launch.end()
     assert code == 0, shown
-    assert steps(launch) == list(range(1, STEPS + 1))
+    assert launch.steps_trained == list(range(1, STEPS + 1))
     config = json.loads((launch.run_dir / "config.json").read_text())
     assert config["security"]["curve"] == ("required" if curve == "auto" else "off")
     # What the other hosts' actors wrote is on the head, to the last line.
@@ -67,7 +56,7 @@ def test_hosts_that_share_the_run_folder(cluster, tmp_path):
     launch = Launch(cluster, tmp_path / "shared", "head\na\n")
     code, shown = launch.end()
     assert code == 0, shown
-    assert steps(launch) == list(range(1, STEPS + 1))
+    assert launch.steps_trained == list(range(1, STEPS + 1))
     for name in ("rollouter-0", "rollouter-1", "agent-1"):
         lines = launch.log(name).splitlines()
         assert len(set(lines)) == len(lines), f"{name}: written twice"
@@ -75,13 +64,23 @@ def test_hosts_that_share_the_run_folder(cluster, tmp_path):
     assert not list(launch.run_dir.glob("private*"))
 
 
-def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder):
-    launch = Launch(cluster, folder, "a\nb\n", "--data.source", "synthetic")
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder, lost):
+    """I7: where the connection to the head is lost it stays until the run has ended, though it cannot say how."""
+    launch = Launch(cluster, folder, "a\n" if lost else "a\nb\n", "--data.source", "synthetic", "--learner.steps", "60")
+    launch.wait_to_show("step 2/")
+    if lost:
+        os.kill(process(cluster.head, "-- a /"), signal.SIGKILL)
+        launch.wait_to_show("a: the connection is lost")
+        assert process(cluster["a"], "asyncrl.launcher.node.agent")
     code, shown = launch.end()
-    assert code == 0, shown
-    assert [json.loads(line) for line in launch.log("learner-0").splitlines()][-1]["event"] == "ended"
-    head = cluster["a"].path(launch.run_dir)
-    assert len((head / "metrics.jsonl").read_text().splitlines()) >= STEPS
+    assert code == int(lost), shown
+    if lost:
+        assert shown[-1].startswith("agent/0 on a: its connection was lost; how the run ended is told by")
+    else:
+        assert [json.loads(line) for line in launch.log("learner-0").splitlines()][-1]["event"] == "ended"
+    metrics = cluster["a"].path(launch.run_dir) / "metrics.jsonl"
+    assert [line["step"] for line in read_metrics(metrics, ("train",))] == list(range(1, 61))
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
@@ -98,11 +97,11 @@ def test_ctrl_c_ends_all_hosts_in_order_and_the_run_is_resumed(cluster, folder):
     again = Launch(cluster, folder, "head\na\nb\n", "--resume", "auto", "--learner.steps", "80")
     code, shown = again.end()
     assert code == 0, shown
-    assert steps(again) == list(range(1, 81))
+    assert again.steps_trained == list(range(1, 81))
     assert not left(cluster, folder)
 
 
-@pytest.mark.parametrize("when", ["reaching hosts", "all are there", "run folder:", "starting: waiting for"])
+@pytest.mark.parametrize("when", ["reaching hosts", "run folder:", "starting: waiting for"])
 def test_ctrl_c_at_any_moment_of_the_start(cluster, folder, when):
     """I7."""
     launch = Launch(cluster, folder, "head\na\nb\n")
@@ -113,69 +112,36 @@ def test_ctrl_c_at_any_moment_of_the_start(cluster, folder, when):
     assert not left(cluster, folder)
 
 
-def test_a_lost_connection_alone_ends_nothing(cluster, folder):
-    """I7: the run goes on without what the host says, and at the end the host is asked what is left there."""
-    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "60")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_lost_connection_alone_ends_nothing_and_ctrl_c_reaches_that_host(cluster, folder, stopped):
+    """I7: over the controller; and at the end the host is asked what is left there."""
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000" if stopped else "60")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "-- b /"), signal.SIGKILL)
     launch.wait_to_show("b: the connection is lost")
+    if stopped:
+        launch.process.send_signal(signal.SIGINT)
     code, shown = launch.end()
-    assert code == 0, shown
-    assert steps(launch) == list(range(1, 61))
+    assert code == (75 if stopped else 0), shown
+    assert stopped or launch.steps_trained == list(range(1, 61))
     assert any(line.startswith("b: nothing is left there") for line in shown), shown
     assert not [host for host in cluster.all_hosts if host.processes()]
     assert not list(cluster["b"].path(launch.run_dir).glob("private*"))
 
 
-def test_ctrl_c_reaches_a_host_whose_connection_is_lost(cluster, folder):
-    """I7: over the controller."""
-    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
-    launch.wait_to_show("step 2/")
-    os.kill(process(cluster.head, "-- b /"), signal.SIGKILL)
-    launch.wait_to_show("b: the connection is lost")
-    launch.process.send_signal(signal.SIGINT)
-    code, shown = launch.end()
-    assert code == 75, shown
-    assert any(line.startswith("b: nothing is left there") for line in shown), shown
-    assert not [host for host in cluster.all_hosts if host.processes()]
-
-
-def test_a_lost_connection_to_a_head_elsewhere_ends_nothing(cluster, folder):
-    """I7: the launcher stays until the run has ended, though it cannot say how."""
-    launch = Launch(cluster, folder, "a\n", "--data.source", "synthetic", "--learner.steps", "60")
-    launch.wait_to_show("step 2/")
-    os.kill(process(cluster.head, "-- a /"), signal.SIGKILL)
-    launch.wait_to_show("a: the connection is lost")
-    assert process(cluster["a"], "asyncrl.launcher.node.agent")
-    code, shown = launch.end()
-    assert code == 1, shown
-    assert shown[-1].startswith("agent/0 on a: its connection was lost; how the run ended is told by")
-    head = cluster["a"].path(launch.run_dir)
-    assert '"step": 60' in (head / "metrics.jsonl").read_text().replace('"step":60', '"step": 60')
-    assert not [host for host in cluster.all_hosts if host.processes()]
-
-
-def test_a_launcher_that_is_killed_takes_nothing_along_and_leaves_nothing(cluster, folder):
-    """I7."""
-    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "60")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_launcher_that_is_killed_takes_nothing_along_and_leaves_nothing(cluster, folder, stopped):
+    """I7: the run goes on to its end, or until it is stopped on all hosts."""
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000" if stopped else "60")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "asyncrl.cli.launch"), signal.SIGKILL)
     launch.process.wait(30)
+    if stopped:
+        code, shown = Command(cluster.head, folder, "--stop", str(launch.run_dir)).end()
+        assert code == 0, shown
+        assert shown[-1].startswith("preempted by asyncrl-launch --stop with a checkpoint of version ")
     wait_until(lambda: not any(host.processes() for host in cluster.all_hosts), "the end of the run", 60)
-    assert steps(launch) == list(range(1, 61))
-    assert not [path for host in cluster.all_hosts for path in host.path(launch.run_dir).glob("private*")]
-
-
-def test_a_run_whose_launcher_was_killed_is_stopped_on_all_hosts(cluster, folder):
-    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
-    launch.wait_to_show("step 2/")
-    os.kill(process(cluster.head, "asyncrl.cli.launch"), signal.SIGKILL)
-    launch.process.wait(30)
-    stop = Command(cluster.head, folder, "--stop", str(launch.run_dir))
-    code, shown = stop.end()
-    assert code == 0, shown
-    assert shown[-1].startswith("preempted by asyncrl-launch --stop with a checkpoint of version ")
-    wait_until(lambda: not any(host.processes() for host in cluster.all_hosts), "the end of the run", 60)
+    assert stopped or launch.steps_trained == list(range(1, 61))
     assert not [path for host in cluster.all_hosts for path in host.path(launch.run_dir).glob("private*")]
 
 
@@ -275,7 +241,7 @@ def test_ranks_of_the_learner_on_two_hosts_train_a_real_model(cluster, tmp_path)
     # What rank 0 leaves in the store for the other; gloo has ports of its own.
     stores = [to for (_, to), said in capture.conversations().items() if b"command/1/1" in said]
     assert stores and all(host == cluster.head.address and 7000 <= port <= 7040 for host, port in stores)
-    assert steps(launch) == [1, 2]
+    assert launch.steps_trained == [1, 2]
     assert '"learner/1"' in launch.log("agent-1")
     assert (launch.run_dir / "export" / "model.safetensors").is_file()
     assert not [host for host in cluster.all_hosts if host.processes()]
@@ -294,27 +260,21 @@ def other_version(host):
     host.run(["umount", str(metadata)])
 
 
-@contextlib.contextmanager
-def without_python(host):
-    host.run(["mount", "-t", "tmpfs", "none", sys.prefix])
-    yield
-    host.run(["umount", sys.prefix])
+def without(path):
+    """The state of a host that has nothing in that folder."""
+
+    @contextlib.contextmanager
+    def state(host):
+        host.run(["mount", "-t", "tmpfs", "none", str(path)])
+        yield
+        host.run(["umount", str(path)])
+
+    return state
 
 
-@contextlib.contextmanager
-def without_asyncrl(host):
-    host.run(["mount", "-t", "tmpfs", "none", str(REPOSITORY / "asyncrl")])
-    yield
-    host.run(["umount", str(REPOSITORY / "asyncrl")])
-
-
-@contextlib.contextmanager
-def without_wandb(host):
-    """A folder of that name is left, as wandb makes one where it is used."""
-    (package,) = Path(sys.prefix).glob("lib/*/site-packages/wandb")
-    host.run(["mount", "-t", "tmpfs", "none", str(package)])
-    yield
-    host.run(["umount", str(package)])
+without_python, without_asyncrl = without(sys.prefix), without(REPOSITORY / "asyncrl")
+# A folder of that name is left, as wandb makes one where it is used.
+without_wandb = without(Path(sysconfig.get_path("purelib")) / "wandb")
 
 
 @contextlib.contextmanager
@@ -422,7 +382,7 @@ def test_ports_that_do_not_get_through(standing, folder, needed):
         standing["b"].run(blocked.format("delete").split())
     if needed == 1:
         assert code == 0, shown
-        assert steps(launch) == list(range(1, STEPS + 1))
+        assert launch.steps_trained == list(range(1, STEPS + 1))
         assert any("rollouter/1 is set aside: not ready 12 s after its start" in line for line in shown), shown
     else:
         assert code == 1, shown

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.launches import WAIT_S, Command, Launch, left, process
+from cluster.launches import Command, Trained, left, process
 from recordings import read_recording
 from trace_files import generation, load
 
 from asyncrl.explain.story import explain
-from asyncrl.telemetry.metrics_line import read_metrics
-from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import Cluster, wait_until
 
-GROUPS = 4
 BROKEN = """
 import os, sys
 if "asyncrl.cli.actor" in sys.orig_argv:
@@ -26,25 +23,12 @@ if "asyncrl.cli.actor" in sys.orig_argv:
 """
 
 
-class Run(Launch):
-    """A simulated run whose steps take a quarter of a second."""
+class Run(Trained):
+    """A run that hosts join and leave."""
 
     def __init__(self, cluster: Cluster, folder: Path, steps: int, *flags: str, hosts: str = "head\na\n"):
-        self.steps = steps
-        settings = {
-            "learner.steps": steps,
-            "learner.sim.step_s": 0.25,
-            "rollout.sim.length_median": 24.0,
-            "rollout.sim.decode_step_s": 0.01,
-            "run.samples_per_step": GROUPS,
-            "checkpoint.every_versions": 10,
-            "data.source": "synthetic",
-            "data.size": 2 * GROUPS * steps,
-            "supervision.host_lost_s": 4,
-            "supervision.drain_s": 4,
-            "network.call_timeout_s": 5,
-        }
-        super().__init__(cluster, folder, hosts, *(f"--{key}={value}" for key, value in settings.items()), *flags)
+        supervision = ("--supervision.host_lost_s=4", "--supervision.drain_s=4", "--checkpoint.every_versions=10")
+        super().__init__(cluster, folder, steps, *supervision, *flags, hosts=hosts)
 
     def join(self, *hosts: str, **options: Any) -> Command:
         file = self.folder / "more"
@@ -54,43 +38,6 @@ class Run(Launch):
 
     def leave(self, host: str, *flags: str) -> Command:
         return Command(self.cluster.head, self.folder, "--leave", host, str(self.run_dir), *flags)
-
-    def wait_for_step(self, more: int) -> None:
-        """So many further steps."""
-        wanted = self.step + more
-        wait_until(lambda: self.step >= wanted or self.process.poll() is not None, f"step {wanted}", WAIT_S)
-        assert self.process.poll() is None, self.shown
-
-    @property
-    def step(self) -> int:
-        return max(
-            (line["step"] for line in read_metrics(self.run_dir / "metrics.jsonl") if line["kind"] == "train"),
-            default=0,
-        )
-
-    def sampled_by(self, actor: str) -> int:
-        """Tokens, as its last words have it."""
-        last = json.loads(self.log(actor).splitlines()[-1])
-        assert last["event"] == "ended"
-        return int(last["counters"]["rollout/sampled_tokens"])
-
-    def events(self, actor: str, event: str) -> list[dict[str, Any]]:
-        return [line for line in map(json.loads, self.log(actor).splitlines()) if line["event"] == event]
-
-    def is_exact(self) -> None:
-        """It comes to its end, and nothing was lost or trained twice."""
-        code, shown = self.end()
-        assert code == 0, shown
-        size = 2 * GROUPS * self.steps
-        findings = audit(self.run_dir, Expected(steps=self.steps, groups_per_step=GROUPS, prompts=size))
-        assert [str(problem) for problem in findings.problems] == []
-
-
-@pytest.fixture
-def folder(tmp_path):
-    made = tmp_path / "alone"
-    made.mkdir()
-    return made
 
 
 def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
@@ -128,7 +75,8 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     run.wait_for_step(4)
     run.is_exact()
 
-    assert run.sampled_by("rollouter-2") > 0
+    (last,) = run.events("rollouter-2", "ended")
+    assert last["counters"]["rollout/sampled_tokens"] > 0
     taken = [
         line["transport"] for line in run.events("parameter_server-0", "committed") if line["replica"] == "rollouter/2"
     ]
@@ -165,7 +113,7 @@ def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
     code, shown = run.leave("b", "--within", "0").end()
     assert code == 0, shown
     run.wait_to_show("b has left the run")
-    wait_until(lambda: not cluster["b"].processes(), "an end of everything on b")
+    run.is_gone_from("b")
     run.wait_for_step(4)
     os.kill(process(cluster["c"], "asyncrl rollouter/3"), signal.SIGKILL)
     joining.wait_to_show("rollouter/3 died (killed by SIGKILL) and is started again")
@@ -203,5 +151,4 @@ def test_a_host_that_cannot_serve_harms_nobody(cluster, folder):
     run.wait_for_step(4)
     assert process(cluster["c"], "asyncrl rollouter/3")
     run.is_exact()
-    for name in "abc":
-        wait_until(lambda host=cluster[name]: not host.processes(), f"an end of everything on {name}")
+    run.is_gone_from("a", "b", "c")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cluster.test_host_lost import launched
+from cluster.lost import launched as launched
 
 from tools.cluster.netns import wait_until
-
-__all__ = ["launched"]
 
 UNREACHABLE_S = 4.0
 
@@ -20,18 +18,18 @@ def test_a_rollouter_that_cannot_have_its_trajectories_scored_is_fenced_and_the_
     direction,
 ):
     """I1, I5: it beats, and holds tickets that it can neither finish nor is to keep."""
-    run = launched(steps=120, unreachable_s=UNREACHABLE_S, max_restarts=3)
+    run = launched(120, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)
     pool = run.host_of("reward/0")
     cut = next(name for name in ("a", "b", "c") if name != pool)
     (away,) = (name for name in (f"rollouter/{i}" for i in range(4)) if run.host_of(name) == cut)
     sender, receiver = (cut, pool) if direction == "there" else (pool, cut)
     cluster[sender].drop_to(cluster[receiver])
-    wait_until(lambda: f"{away} died" in run.out.read_text(), f"an end of {away}", 60.0)
-    run.wait_for_step(run.step + 16)
+    wait_until(lambda: f"{away} died" in run.shown, f"an end of {away}", 60.0)
+    run.wait_for_step(16)
     cluster[sender].deliver_to(cluster[receiver])
     run.is_exact()
-    told = run.out.read_text()
+    told = run.shown
     assert "could not reach reward/0" in told, told
     for other in range(4):
         assert (f"rollouter/{other} died" in told) == (f"rollouter/{other}" == away), told

@@ -6,7 +6,7 @@ Old connections then lead to a successor, and nothing but what is said over them
 from __future__ import annotations
 
 import pytest
-from cluster.test_host_lost import launched as launched
+from cluster.lost import launched as launched
 
 from tools.cluster.netns import wait_until
 
@@ -17,7 +17,7 @@ UNREACHABLE_S = 4.0
 @pytest.mark.timeout(600)
 def test_i1_successors_at_the_ports_of_the_lost_and_the_fenced_take_their_places(cluster, launched):
     flags = ("--security.curve", "off", "--network.ports", PORTS)
-    run = launched(steps=240, flags=flags, host_grace_s=60.0, unreachable_s=UNREACHABLE_S, max_restarts=3)
+    run = launched(240, *flags, host_grace_s=60.0, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)
     # Everybody has connections to the pool.
     lost = run.host_of("reward/0")
@@ -37,20 +37,20 @@ def test_i1_successors_at_the_ports_of_the_lost_and_the_fenced_take_their_places
     run.wait_for("host is back")
     for name in were_lost:
         wait_for_successor(name)
-    run.wait_for_step(run.step + 8)
+    run.wait_for_step(8)
 
     cluster[cut].drop_to(cluster[lost])
-    wait_until(lambda: f"{fenced} died" in run.out.read_text(), f"an end of {fenced}", 60.0)
+    wait_until(lambda: f"{fenced} died" in run.shown, f"an end of {fenced}", 60.0)
     cluster[cut].deliver_to(cluster[lost])
     wait_for_successor(fenced)
-    run.wait_for_step(run.step + 8)
+    run.wait_for_step(8)
 
     # The two of one host may have changed places.
     first, second = zip(*map(run.addresses, were_lost), strict=True)
     assert set(first) == set(second)
     assert len(set(run.addresses(fenced))) == 1
     run.is_exact()
-    told = run.out.read_text()
+    told = run.shown
     assert f"dead with it: reward/0, {of_host[lost]}\n" in told
     assert f"{fenced} died (killed by SIGKILL: it could not reach reward/0" in told
     run.is_gone_from("a", "b", "c")

@@ -1,7 +1,7 @@
 """Failures for ever in a whole run, every actor a process: a reward of one trajectory, the gradient of one group.
 
-Both ends of both keys: a group is quarantined or does without the trajectory (rollout.on_failed_trajectory); the run
-ends and names the group, or quarantines it (learner.on_nonfinite). The others are trained, each once.
+The group is quarantined (rollout.on_failed_trajectory), and so is one whose gradient is not finite, or the run ends and
+names it (learner.on_nonfinite). The others are trained, each once.
 """
 
 import json
@@ -120,26 +120,6 @@ def test_what_fails_for_ever_costs_its_group_and_the_run_goes_on(folder):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert len(kept) == lines[-1]["ledger/trained"]
     assert lines[-1]["rollout/dropped_trajectories"] == 0 < lines[-1]["rollout/failed_attempts"]
-
-
-def test_a_trajectory_that_fails_for_ever_costs_itself_alone(folder):
-    fails = set(range(0, 40, 3))
-    code, output, run_dir = play(folder, "drop", fails=fails, rollout={"on_failed_trajectory": "drop"})
-    assert code == 0, output
-    last = metrics(run_dir, "train")[-1]
-    assert last["ledger/trained"] == 5 * GROUPS
-    # Of the groups that are left out at most one trajectory was left, and a baseline takes two.
-    left_out = quarantined(run_dir)
-    assert all(index_of(uid) in fails and "fails for ever" in reason for uid, reason in left_out.items())
-    dropped = 0
-    for uid, group in trained(run_dir).items():
-        texts = [trajectory["text"] for trajectory in group["trajectories"]]
-        if index_of(uid) in fails:
-            assert not any(sum(map(ord, text)) % 3 == 0 for text in texts), "what has no reward is trained"
-            dropped += SAMPLES - len(texts)
-        else:
-            assert len(texts) == SAMPLES
-    assert last["rollout/dropped_trajectories"] >= dropped > 0
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_its_group_is_named(folder):

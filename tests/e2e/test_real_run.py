@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import string
 import subprocess
 import sys
 import time
@@ -17,13 +16,14 @@ import torch
 from ledgers import assert_ledgers_add_up
 from recordings import read_recording
 from run_files import assert_spans_cover, groups, json_lines, metrics
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trace_files import load
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
+
+from tools.bench.tiny_model import CHARACTERS, make_model
 
 STEPS = 8
-CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation
-"""The first ends a response; a random model takes it once in about a hundred tokens."""
+END = len(CHARACTERS)
+"""The token that ends a response; a random model takes it once in about a hundred tokens."""
 REQUIRED = """
     reward/mean reward/std reward/trained_mean reward/all_zero_fraction reward/all_max_fraction loss/policy
     policy/grad_norm policy/entropy policy/ess policy/behaviour_kl policy/tis_clipped_fraction policy/ratio_max
@@ -45,28 +45,7 @@ async def share_of_lower_case(*, completion, row, finish_reason):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="\n"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="\n").save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(CHARACTERS),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-            eos_token_id=0,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-    model.generation_config = GenerationConfig(eos_token_id=0)
-    model.save_pretrained(folder / "model")
+    make_model(folder / "model")
     rows = [f"{random.Random(i).randint(10, 99)}+{i + 10}=" for i in range(80)]
     for name, part in (("train.jsonl", rows[:64]), ("held.jsonl", rows[64:])):
         (folder / name).write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in part))
@@ -198,10 +177,10 @@ def test_the_exported_model_loads_and_scores_the_same(folder, finished):
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "real" / "export", dtype=torch.float32).eval()
     # All prompts are equally long.
     ids = torch.tensor([[CHARACTERS.index(c) for c in row["prompt"]] for row in json_lines(folder / "held.jsonl")])
-    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 96, "pad_token_id": 0}
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 96, "pad_token_id": END}
     rewards = []
     for generated in model.generate(ids, **how)[:, ids.shape[1] :]:
-        text = "".join(CHARACTERS[i] for i in generated if i)
+        text = "".join(CHARACTERS[i] for i in generated if i != END)
         rewards.append(sum(c.islower() for c in text) / max(1, len(text)))
     (last,) = [line for line in lines(folder, "eval") if line.get("eval/greedy/mean") is not None][1:]
     assert sum(rewards) / len(rewards) == pytest.approx(last["eval/greedy/mean"], abs=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from inprocess import System
+from inprocess import System, until
 from system.test_restarts import STEPS, audit, config
 
 from asyncrl.errors import InvalidRequest
@@ -20,31 +20,22 @@ SLOWLY = {
 
 
 def live(tmp_path, scenario):
-    """Run to the end beside ``scenario``, which begins with the first step."""
+    """Run to the end beside ``scenario``, which begins with the first step and comes to its own end."""
+    system, ended = System(config(**SUPERVISION, **SLOWLY), tmp_path / "run"), []
 
-    async def main():
-        system = System(config(**SUPERVISION, **SLOWLY), tmp_path / "run")
-        running = asyncio.create_task(system.run(timeout=60))
-        while "learner/0" not in system.actors or system.actors["learner/0"].step < 1:
-            await asyncio.sleep(0.01)
-            assert not running.done(), await running
-        try:
-            await scenario(system)
-            return system, await running
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+    async def acting():
+        await system.at_step(1)
+        await scenario(system)
+        ended.append(True)
 
-    system, state = asyncio.run(main())
-    assert (state.phase, state.exit_code) == ("done", 0)
+    state = system.play(acting)
+    assert (state.phase, state.exit_code) == ("done", 0) and ended
     audit(tmp_path / "run")
     return system
 
 
 async def step(system, more):
-    wanted = min(STEPS, system.actors["learner/0"].step + more)
-    while system.actors["learner/0"].step < wanted:
-        await asyncio.sleep(0.01)
+    await system.at_step(min(STEPS, system.actors["learner/0"].step + more))
 
 
 @pytest.mark.parametrize("within_s", [5.0, 0.0])
@@ -57,14 +48,12 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         await step(system, 3)
         tickets = system.actors["dataloader/0"]
         async with asyncio.timeout(20):
-            while not system.actors["rollouter/2"]._host.sampled_tokens or len(tickets._tickets._holders) < 3:
-                await asyncio.sleep(0.01)
-        assert len(tickets._tickets._holders) == 3
+            await until(lambda: system.actors["rollouter/2"]._host.sampled_tokens)
+            await until(lambda: len(tickets._tickets._holders) == 3)
         assert "rollouter/2" in tickets.roster.actors
         await step(system, 2)
         await system.leave(found, within_s)
-        while "rollouter/2" in tickets.roster.actors:
-            await asyncio.sleep(0.01)
+        await until(lambda: "rollouter/2" not in tickets.roster.actors)
         assert len(tickets._tickets._holders) == 2
         assert "rollouter/2" not in system.actors["parameter_server/0"]._conductor.fleet.replicas
         assert tickets.counters["tickets/granted_alone"] == 0
@@ -95,12 +84,13 @@ def test_the_last_rollouter_stays(tmp_path):
     async def scenario(system):
         found = await system.join("c")
         await step(system, 2)
-        controller = system.actors["controller/0"]
-        controller._registry.entries["rollouter/0"].condemned = "test"
-        controller._registry.entries["rollouter/1"].condemned = "test"
+        entries = system.actors["controller/0"]._registry.entries
+        others = [entries[f"rollouter/{index}"] for index in range(2)]
+        for entry in others:
+            entry.condemned = "test"
         with pytest.raises(InvalidRequest, match="c cannot leave: no other host has a rollouter that serves"):
             await system.leave(found, 1.0)
-        controller._registry.entries["rollouter/0"].condemned = ""
-        controller._registry.entries["rollouter/1"].condemned = ""
+        for entry in others:
+            entry.condemned = ""
 
     live(tmp_path, scenario)

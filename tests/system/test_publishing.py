@@ -5,7 +5,7 @@ import errno
 import threading
 
 import pytest
-from inprocess import System, sim_config
+from inprocess import System, sim_config, until
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends import sim as sim_learner
@@ -38,26 +38,6 @@ def config(*, publish_bytes=4096, **tables):
     )
 
 
-def play(system, scenario):
-    """``scenario`` acts on a run that goes on beside it to its end."""
-
-    async def main():
-        running = asyncio.create_task(system.run())
-        acting = asyncio.create_task(scenario())
-        await asyncio.wait({running, acting}, return_when=asyncio.FIRST_COMPLETED)
-        if acting.done():
-            await acting
-        return await running
-
-    return asyncio.run(asyncio.wait_for(main(), 60))
-
-
-async def step(system, number):
-    while "learner/0" not in system.actors or system.actors["learner/0"].step < number:
-        await asyncio.sleep(0.002)
-    return system.actors["learner/0"]
-
-
 async def standstill(system):
     """The step at which there is nothing left to train, and nothing out of which more could come."""
     learner = system.actors["learner/0"]
@@ -88,10 +68,10 @@ def test_training_goes_on_without_a_parameter_server_as_far_as_the_gate_lets_it(
     steps = {}
 
     async def scenario():
-        learner = await step(system, 4)
+        learner = await system.at_step(4)
         server = system.actors["parameter_server/0"]
         if fault == "dead":
-            system._lives["parameter_server/0"].cancel()
+            system.kill("parameter_server/0")
         else:
             # What a stopped process does: it hears nothing and says nothing.
             server._endpoint.ending = True
@@ -103,11 +83,11 @@ def test_training_goes_on_without_a_parameter_server_as_far_as_the_gate_lets_it(
         # What was made meanwhile is not kept: the newest, what is held, and what is being told.
         assert len(learner._versions._publisher._held) <= 3
         if fault == "dead":
-            system._lives["parameter_server/0"] = asyncio.create_task(system._live("parameter_server/0"))
+            system.start("parameter_server/0")
         else:
             server._endpoint.ending = False
 
-    lines = check(system, play(system, scenario))
+    lines = check(system, system.play(scenario))
     assert 1 <= steps["stood still"] - steps["then"] <= CAPACITY + 1
     assert [line["weights/version"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["time/publish_s"] < 1.0 for line in lines), "the training path waited for the parameter server"
@@ -134,13 +114,13 @@ def test_with_a_full_disk_training_goes_on_under_the_version_before(tmp_path, fu
     steps = {}
 
     async def scenario():
-        learner = await step(system, 4)
+        learner = await system.at_step(4)
         full_disk.set()
         steps["stood still"] = await standstill(system)
         assert learner.counters["weights/not_published"] > 1
         full_disk.clear()
 
-    lines = check(system, play(system, scenario))
+    lines = check(system, system.play(scenario))
     versions = [line["weights/version"] for line in lines]
     assert versions == sorted(versions)
     # Of the steps without a version none was lost and no number was given twice.
@@ -155,39 +135,38 @@ def test_the_last_version_is_published_before_the_last_evaluation(tmp_path, full
     system = System(config(), tmp_path / "run")
 
     async def scenario():
-        learner = await step(system, STEPS - 1)
+        learner = await system.at_step(STEPS - 1)
         full_disk.set()
-        while learner.step < STEPS or learner.counters.get("weights/not_published", 0) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: learner.step == STEPS and learner.counters.get("weights/not_published", 0) >= 3)
         full_disk.clear()
 
-    state = play(system, scenario)
+    state = system.play(scenario)
     assert state.phase == "done"
     (line,) = system.lines("eval")
     assert line["eval/held/version_min"] == system.actors["learner/0"].param_version
     assert system.actors["learner/0"].param_version > system.lines("train")[-1]["weights/version"]
 
 
-@pytest.mark.parametrize("after", [0, 4])
-def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk, after):
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        (0, "the weights at the start cannot be published"),
+        (4, "no version could be published for 0.5 s (checkpoint.room_wait_s)"),
+    ],
+)
+def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk, after, told):
     system = System(config(checkpoint={"room_wait_s": 0.5}), tmp_path / "run")
 
     async def scenario():
-        if after:
-            await step(system, after)
+        await system.at_step(after)
         full_disk.set()
         await asyncio.Event().wait()
 
     if after == 0:
         full_disk.set()
     with pytest.raises(ActorFailed, match="No space left on device") as caught:
-        play(system, scenario)
-    what = (
-        "no version could be published for 0.5 s (checkpoint.room_wait_s)"
-        if after
-        else "the weights at the start cannot be published"
-    )
-    assert str(caught.value).startswith(f"learner/0: {what}")
+        system.play(scenario)
+    assert str(caught.value).startswith(f"learner/0: {told}")
 
 
 def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
@@ -200,28 +179,23 @@ def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
 
     real = SimTrainer.publish
     monkeypatch.setattr(SimTrainer, "publish", publish)
-    system = System(config(), tmp_path / "run")
     with pytest.raises(DeadlineExceeded, match="gathering the weights"):
-        asyncio.run(system.run())
+        System(config(), tmp_path / "run").play()
 
 
 class Slow:
-    """Holds up one version, of a broadcast under ``gloo``: its first bucket until another step is trained and both
-    engines have sampled more, its second one, under ``gloo``, until both have paused. Notes what happened, in order."""
+    """Holds up one broadcast: its first bucket until another step is trained and both engines have sampled more, its
+    second one until both have paused. Notes what happened, in order."""
 
-    def __init__(self, monkeypatch, transport):
+    def __init__(self, monkeypatch):
         self.version, self.events = -1, []
         self.gathering, self.trained, self.sampled, self.paused = (threading.Event() for _ in range(4))
-        self._gloo = transport == "gloo"
-        slow = self
+        slow, train, pause, begin = self, SimTrainer.train, EngineHost.pause, Broadcaster.begin
 
         class SlowSegment(Segment):
             def __init__(self, name, size):
                 slow.hold(name)
                 super().__init__(name, size)
-
-        monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
-        train, pause, begin = SimTrainer.train, EngineHost.pause, Broadcaster.begin
 
         def noted_train(trainer, plan, ahead=0):
             found = train(trainer, plan, ahead)
@@ -242,12 +216,10 @@ class Slow:
                 self.version = version
             return sending
 
+        monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
         monkeypatch.setattr(SimTrainer, "train", noted_train)
         monkeypatch.setattr(EngineHost, "pause", noted_pause)
-        if self._gloo:
-            monkeypatch.setattr(Broadcaster, "begin", noted_begin)
-        else:
-            self.version = 3
+        monkeypatch.setattr(Broadcaster, "begin", noted_begin)
 
     def note(self, what, event):
         if not event.is_set():
@@ -262,17 +234,16 @@ class Slow:
         if index == 0:
             self.note("gathering", self.gathering)
             assert self.trained.wait(WAIT_S) and self.sampled.wait(WAIT_S)
-        elif index == 1 and self._gloo:
+        elif index == 1:
             assert self.paused.wait(WAIT_S)
         self.events.append(f"bucket {index}")
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monkeypatch, transport):
-    slow = Slow(monkeypatch, transport)
+def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
     tree = config(
         publish_bytes=3 * 4096,
-        weights={"transport": transport, "bucket_bytes": 4096},
+        weights={"transport": "gloo", "bucket_bytes": 4096},
         # Always something to generate, and slower than the learner.
         rollout={"sim": {"decode_step_s": 0.01}},
         staleness={"max": 8, "adapt": False},
@@ -280,31 +251,21 @@ def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monk
     system = System(tree, tmp_path / "run")
 
     async def scenario():
-        while not slow.gathering.is_set():
-            await asyncio.sleep(0.002)
+        await until(slow.gathering.is_set)
         hosts = [system.actors[f"rollouter/{index}"]._host for index in range(2)]
         before = [host.sampled_tokens for host in hosts]
-        while any(host.sampled_tokens <= tokens for host, tokens in zip(hosts, before, strict=True)):
-            await asyncio.sleep(0.002)
-        conductor = system.actors["parameter_server/0"]._conductor
-        while not all(
-            replica.phase is Phase.SERVING and replica.serving == slow.version - 1
-            for replica in conductor.fleet.replicas.values()
-        ):
-            await asyncio.sleep(0.002)
+        await until(lambda: all(host.sampled_tokens > tokens for host, tokens in zip(hosts, before, strict=True)))
+        replicas = system.actors["parameter_server/0"]._conductor.fleet.replicas
+        serving = (Phase.SERVING, slow.version - 1)
+        await until(lambda: all((each.phase, each.serving) == serving for each in replicas.values()))
         slow.note("sampled", slow.sampled)
         await asyncio.Event().wait()
 
-    check(system, play(system, scenario))
+    check(system, system.play(scenario))
     events = slow.events
     assert events[0] == "gathering", "an engine paused for a version of which nothing was there"
     assert {*events[1:3]} == {"trained", "sampled"}
-    if transport == "gloo":
-        assert events[3:] == ["bucket 0", "pause", "pause", "bucket 1", "bucket 2"]
-    else:
-        # Whoever is late goes on with the version after it.
-        assert events[3:6] == ["bucket 0", "bucket 1", "bucket 2"]
-        assert {*events[6:]} <= {"pause"}
+    assert events[3:] == ["bucket 0", "pause", "pause", "bucket 1", "bucket 2"]
 
 
 def test_a_version_spans_its_steps_and_lines_tell_what_it_and_its_updates_took(tmp_path, monkeypatch):
@@ -313,7 +274,7 @@ def test_a_version_spans_its_steps_and_lines_tell_what_it_and_its_updates_took(t
     monkeypatch.setattr(SimTrainer, "train", lambda self, plan, ahead=0: fresh.append(plan.fresh) or real(self, plan))
     learner = {"steps": 6, "steps_per_version": 2, "sim": {"publish_bytes": 8192}}
     system = System(sim_config(learner=learner, rollout={"sim": {"load_s": 0.01}}), tmp_path / "run")
-    assert asyncio.run(system.run()).phase == "done"
+    assert system.play().phase == "done"
     # Only the first step of a version trains what engines serve.
     assert fresh == [True, False] * 3
     lines, updates = system.lines("train"), system.lines("update")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inprocess import System, sim_config
+from inprocess import System, sim_config, until
 from run_files import groups, metrics
 
 from asyncrl.checkpoint.contents import read_state
@@ -18,6 +18,7 @@ from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.actors import NOTICE
 
 STEPS, GROUPS = 24, 4
+ONE_EACH = ("dataloader/0", "learner/0", "rollouter/0", "parameter_server/0")
 
 
 def config(**tables: dict[str, Any]) -> Any:
@@ -66,36 +67,30 @@ def audit(run_dir: Path) -> None:
     assert all(ledger.concluded(epoch) == 30 for epoch in range(last - 1))
 
 
-async def torment(system: System, victims: list[str], randomness: random.Random) -> Any:
-    running = asyncio.create_task(system.run(timeout=100))
-    while "learner/0" not in system.actors or system.actors["learner/0"].step < 1:
-        await asyncio.sleep(0.01)
-        assert not running.done(), await running
-    for victim in victims:
-        await asyncio.sleep(randomness.uniform(0.02, 0.4))
-        if running.done() or system.actors["learner/0"].step >= STEPS:
-            break
-        await system.replace(victim)
-    return await running
+def torment(system: System, victims: list[str], randomness: random.Random) -> None:
+    async def kill() -> None:
+        await system.at_step(1)
+        for victim in victims:
+            await asyncio.sleep(randomness.uniform(0.02, 0.4))
+            if system.actors["learner/0"].step >= STEPS:  # type: ignore[attr-defined]
+                break
+            await system.replace(victim)
+
+    assert system.play(kill, timeout=100).phase == "done"
 
 
-@pytest.mark.parametrize("victim", ["dataloader/0", "learner/0", "rollouter/0", "parameter_server/0", "reward/1"])
-def test_i1_an_actor_that_dies_again_and_again_costs_nothing(tmp_path: Path, victim: str) -> None:
-    system = System(config(reward={"pools": 2}), tmp_path / "run")
-    state = asyncio.run(torment(system, [victim] * 3, random.Random(victim)))
-    assert state.phase == "done"
-    audit(tmp_path / "run")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_i1_whoever_dies_and_whenever_each_prompt_is_trained_once(tmp_path: Path, seed: int) -> None:
-    randomness = random.Random(seed)
-    names = ["dataloader/0", "learner/0", "rollouter/0", "rollouter/1", "parameter_server/0", "reward/0"]
-    system = System(config(), tmp_path / "run")
-    victims = [randomness.choice(names) for _ in range(8)]
-    print("victims:", victims)
-    state = asyncio.run(torment(system, victims, randomness))
-    assert state.phase == "done"
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ["learner/0"] * 3,
+        ["dataloader/0"] * 3,
+        ["rollouter/0", "parameter_server/0", "reward/1"] * 2,
+        random.Random(1).choices([*ONE_EACH, "rollouter/1", "reward/0"], k=8),
+    ],
+    ids=["learner", "dataloader", "others", "anybody"],
+)
+def test_i1_whoever_dies_again_and_again_each_prompt_is_trained_once(tmp_path: Path, victims: list[str]) -> None:
+    torment(System(config(reward={"pools": 2}), tmp_path / "run"), victims, random.Random(2))
     audit(tmp_path / "run")
 
 
@@ -103,11 +98,10 @@ def test_i1_whoever_dies_and_whenever_each_prompt_is_trained_once(tmp_path: Path
 def test_i1_and_i2_under_a_hard_bound_no_death_costs_a_prompt_or_trains_a_late_token(tmp_path: Path, late: str) -> None:
     """Requeues are remembered over the deaths of who counts them; a wait ends whoever is waited for."""
     randomness = random.Random(late)
-    names = ["dataloader/0", "learner/0", "rollouter/0", "rollouter/1", "parameter_server/0"]
+    names = [*ONE_EACH, "rollouter/1"]
     tail = {"sim": {"length": "lognormal", "length_median": 8.0, "decode_step_s": 0.004}}
     system = System(config(rollout=tail, staleness={"max": 1, "late": late}), tmp_path / "run")
-    state = asyncio.run(torment(system, [*randomness.sample(names, 5), "learner/0", "dataloader/0"], randomness))
-    assert state.phase == "done"
+    torment(system, [*randomness.sample(names, 5), "learner/0", "dataloader/0"], randomness)
     audit(tmp_path / "run")
     assert max(line.get("staleness/token_max", 0.0) for line in system.lines("train")) <= 1
 
@@ -124,15 +118,11 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
         os.truncate(newest / "groups.msgpack", 1)
         (run_dir / "version_mark.json").unlink()
 
-    async def play() -> Any:
-        running = asyncio.create_task(system.run(timeout=100))
-        while len(CheckpointFolder(run_dir / "checkpoints").candidates()) < 2:
-            await asyncio.sleep(0.01)
-            assert not running.done(), await running
+    async def kill() -> None:
+        await until(lambda: len(CheckpointFolder(run_dir / "checkpoints").candidates()) >= 2)
         await system.replace("learner/0", damage)
-        return await running
 
-    state = asyncio.run(play())
+    state = system.play(kill, timeout=100)
     assert state.phase == "done"
     audit(run_dir)
     damaged, taken, highest = seen
@@ -148,9 +138,6 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
 
 
 def test_a_learner_without_checkpoints_begins_again(tmp_path: Path) -> None:
-    system = System(config(checkpoint={"every_versions": 0}), tmp_path / "run")
-    state = asyncio.run(torment(system, ["learner/0"], random.Random(1)))
-    assert state.phase == "done"
-    steps = history(tmp_path / "run")
-    trained = [uid for uids in steps.values() for uid in uids]
+    torment(System(config(checkpoint={"every_versions": 0}), tmp_path / "run"), ["learner/0"], random.Random(1))
+    trained = [uid for uids in history(tmp_path / "run").values() for uid in uids]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS

@@ -2,12 +2,11 @@
 aborted and resumed twice, held against what its samples say.
 """
 
-import asyncio
 import itertools
 import json
 
 import pytest
-from inprocess import System, sim_config
+from inprocess import System, sim_config, until
 from run_files import groups
 from trace_files import generation, load, slots
 
@@ -51,16 +50,9 @@ def logs(monkeypatch, tmp_path):
 
 
 def live(tmp_path, during=None, **tables):
+    """A run, and beside it ``during(system)``."""
     system = System(sim_config(**(TABLES | tables)), tmp_path / "run")
-
-    async def main():
-        meanwhile = asyncio.create_task(during(system)) if during else None
-        state = await system.run()
-        if meanwhile is not None:
-            await meanwhile
-        return state
-
-    assert asyncio.run(main()).phase == "done"
+    assert system.play(None if during is None else lambda: during(system)).phase == "done"
     return system
 
 
@@ -117,8 +109,7 @@ def test_a_trace_on_demand_is_of_that_moment_and_the_run_goes_on(tmp_path, logs)
     answers = []
 
     async def ask(system):
-        while "learner/0" not in system.actors or getattr(system.actors["learner/0"], "step", 0) < 3:
-            await asyncio.sleep(0.01)
+        await system.at_step(3)
         answers.append(await system.actors[CONTROLLER].request_trace(RequestTrace(), system.caller(VIEWER)))
 
     system = live(tmp_path, ask)
@@ -179,8 +170,8 @@ def _merged(spans):
 
 def test_the_story_goes_on_with_another_rollouter_when_the_first_dies(tmp_path, logs):
     async def kill(system):
-        while getattr(system.actors.get("learner/0"), "step", 0) < 2 or not system.actors["rollouter/1"]._accounts:
-            await asyncio.sleep(0.01)
+        await system.at_step(2)
+        await until(lambda: system.actors["rollouter/1"]._accounts)
         await system.replace("rollouter/1")
 
     system = live(tmp_path, kill)

@@ -1,10 +1,8 @@
 """Every real actor in one process, simulated engines and learner: the loop as a whole."""
 
-import asyncio
-
 import msgspec
 import pytest
-from inprocess import System, sim_config
+from inprocess import System, sim_config, until
 from run_files import assert_spans_cover, groups, json_lines
 
 from asyncrl.checkpoint.folder import CheckpointFolder
@@ -15,9 +13,17 @@ from asyncrl.rollouter.delivery import Delivery
 from asyncrl.runtime.awaits import Await
 
 
-def run(config, tmp_path, **kwargs):
-    system = System(config, tmp_path / "run", **kwargs)
-    return system, asyncio.run(system.run())
+@pytest.fixture
+def played(tmp_path):
+    """``played(**tables)``: a run that has come to its end."""
+
+    def play(**tables):
+        system = System(sim_config(**({"run": {"samples_per_step": 100}} | tables)), tmp_path / "run")
+        state = system.play()
+        assert state.phase == "done", state
+        return system
+
+    return play
 
 
 def trained_uids(system):
@@ -25,24 +31,24 @@ def trained_uids(system):
 
 
 @pytest.mark.parametrize("on_update", ["abort_resume", "keep", "drain"])
-def test_a_run_reaches_its_end_with_every_prompt_accounted_for(tmp_path, on_update):
-    """I1, I2 and I3 on the whole system, in each way of taking an update."""
-    config = sim_config(
-        run={"samples_per_step": 100}, rollout={"on_update": on_update}, learner={"steps": 12, "sim": {"step_s": 0.02}}
+def test_a_run_reaches_its_end_with_every_prompt_accounted_for(played, on_update):
+    """I1, I2 and I3 on the whole system, in each way of taking an update; evaluations never train."""
+    evaluation = {"data": {"source": "synthetic", "size": 10}, "every_versions": 2, "n": 2}
+    system = played(
+        rollout={"on_update": on_update}, learner={"steps": 12, "sim": {"step_s": 0.02}}, eval={"held": evaluation}
     )
-    system, state = run(config, tmp_path)
-    assert state.phase == "done", state
-    lines = system.lines("train")
-    assert [line["step"] for line in lines] == list(range(1, 13))
-    assert [line["weights/version"] for line in lines] == list(range(1, 13))
+    lines, evals = system.lines("train"), system.lines("eval")
+    assert [line["step"] for line in lines] == [line["weights/version"] for line in lines] == list(range(1, 13))
     assert lines[-1]["ledger/trained"] == 12 * 4
     uids = trained_uids(system)
-    assert len(uids) == len(set(uids)) == 48
-    gate = system.actors["dataloader/0"]._tickets
-    assert gate.outstanding == 0
+    assert len(uids) == len(set(uids)) == 48 and not any(uid.startswith("held") for uid in uids)
+    assert system.actors["dataloader/0"]._tickets.outstanding == 0
     for trajectory in (each for group in groups(system.run_dir) for each in group["trajectories"]):
         assert_spans_cover(trajectory)
-    assert not list((tmp_path / "run" / "private").glob("*.tmp"))
+    assert not list((system.run_dir / "private").glob("*.tmp"))
+    assert evals[0]["step"] == evals[0]["weights/version"] == evals[0]["eval/held/version_min"] == 0
+    assert evals[-1]["eval/held/version_min"] == 12
+    assert len(evals) >= 3 and {line["eval/held/prompts"] for line in evals} == {10}
 
 
 def test_a_group_is_taken_from_whom_it_was_granted_to_alone(tmp_path, monkeypatch):
@@ -62,108 +68,70 @@ def test_a_group_is_taken_from_whom_it_was_granted_to_alone(tmp_path, monkeypatc
         await deliver(self, group)
 
     monkeypatch.setattr(Delivery, "deliver", after_a_thief)
-    state = asyncio.run(system.run())
-    assert state.phase == "done"
+    assert system.play().phase == "done"
     assert {told[1:] for told in refused} == {("forbidden", False)}
     assert system.actors["learner/0"].counters["wire/refused"] == len(refused) >= 2
     assert {uid for uid, _, _ in refused} <= set(trained_uids(system))
-    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
+    assert not (system.run_dir / "quarantine.jsonl").exists()
 
 
-def test_synchronous_training_is_on_policy(tmp_path):
+def test_synchronous_training_is_on_policy(played):
     """eta = 0: every token of a step was sampled by the weights that it trains."""
-    system, state = run(sim_config(staleness={"max": 0}), tmp_path)
-    assert state.phase == "done"
-    assert [line["staleness/token_max"] for line in system.lines("train")] == [0.0] * 6
+    assert [line["staleness/token_max"] for line in played(staleness={"max": 0}).lines("train")] == [0.0] * 6
 
 
-def test_no_token_that_is_trained_is_late_where_late_ones_are_masked(tmp_path):
-    """Stragglers of a long tail outlive the limit; what is late of them is left out, and the run goes on."""
-    config = sim_config(
-        rollout={"sim": {"length": "lognormal", "length_median": 8.0, "decode_step_s": 0.002}},
-        learner={"steps": 20, "sim": {"step_s": 0.002}},
-        staleness={"max": 1, "late": "mask"},
-    )
-    system, state = run(config, tmp_path)
-    assert state.phase == "done"
-    lines = system.lines("train")
-    assert max(line["staleness/token_max"] for line in lines) <= 1
-    masked = sum(line["staleness/masked_tokens"] for line in lines)
-    assert (masked > 0) == any(line["staleness/late_fraction"] > 0 for line in lines)
-    assert masked > 0
+LONG_TAIL = {"sim": {"length": "lognormal", "length_median": 8.0, "length_sigma": 1.6, "decode_step_s": 0.002}}
 
 
-LONG_TAIL = {
-    "run": {"samples_per_step": 100},
-    "rollout": {
-        "sim": {"length": "lognormal", "length_median": 8.0, "length_sigma": 1.6, "decode_step_s": 0.002},
-    },
-    "learner": {"steps": 20, "sim": {"step_s": 0.002}},
-}
-
-
-@pytest.mark.parametrize(("steps_per_version", "on_update"), [(1, "abort_resume"), (2, "drain")])
-def test_the_learner_waits_for_whom_it_would_make_late_and_trains_nothing_late(
-    tmp_path, steps_per_version, on_update, monkeypatch
+@pytest.mark.parametrize(
+    ("late", "steps_per_version", "on_update"),
+    [("mask", 1, "abort_resume"), ("requeue", 1, "abort_resume"), ("wait", 1, "abort_resume"), ("wait", 2, "drain")],
+)
+def test_no_token_that_is_trained_is_late_whatever_is_done_about_late_ones(
+    played, late, steps_per_version, on_update, monkeypatch
 ):
-    tables = LONG_TAIL | {"staleness": {"max": 1, "late": "wait"}}
-    tables["learner"] = tables["learner"] | {"steps_per_version": steps_per_version}
-    tables["rollout"] = tables["rollout"] | {"on_update": on_update}
-    waits = []
-    begin = Await.begin
-
-    def begun(wait):
-        waits.append(wait._key)
-        begin(wait)
-
-    monkeypatch.setattr(Await, "begin", begun)
-    system, state = run(sim_config(**tables), tmp_path)
-    assert state.phase == "done"
-    lines = system.lines("train")
+    """I1 and I2: stragglers of a long tail outlive the limit, and each prompt is trained once."""
+    waits, begin = [], Await.begin
+    monkeypatch.setattr(Await, "begin", lambda wait: waits.append(wait._key) or begin(wait))
+    system = played(
+        data={"size": 80},
+        rollout=LONG_TAIL | {"on_update": on_update},
+        learner={"steps": 20, "steps_per_version": steps_per_version, "sim": {"step_s": 0.002}},
+        staleness={"max": 1, "late": late} | ({"max_requeues": 1} if late == "requeue" else {}),
+    )
+    lines, learner, dataloader = system.lines("train"), system.actors["learner/0"], system.actors["dataloader/0"]
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert max(line["staleness/token_max"] for line in lines) <= 1
-    # Nothing had to be left out: whoever was late was waited for.
-    assert {line["staleness/masked_tokens"] for line in lines} == {0.0}
-    assert {line["staleness/late_groups"] for line in lines} == {0.0}
-    uids = trained_uids(system)
-    assert len(set(uids)) == len(uids) == 80
-    learner = system.actors["learner/0"]
-    waited = learner.counters["staleness/waited_groups"]
-    assert sum(line["staleness/waited_groups"] for line in lines) == waited
+    assert sorted(trained_uids(system)) == sorted(f"0-{index}" for index in range(80))
+    masked = sum(line["staleness/masked_tokens"] for line in lines)
+    waited = learner.counters.get("staleness/waited_groups", 0)
+    requeued = learner.counters.get("staleness/requeued_groups", 0)
     # With two steps to a version there is time enough for most.
-    assert waited > 0 or steps_per_version > 1
-    assert all((line["time/wait_for_late_s"] > 0) == (line["staleness/waited_groups"] > 0) for line in lines)
-    assert all(line["time/wait_for_late_s"] <= line["time/wait_for_groups_s"] for line in lines)
-    # It was seen for whom, and is no more.
-    late = [(whom, what) for whom, what, _ in waits if what.endswith("versions old")]
-    assert len(late) == waited
-    assert all(whom.startswith("rollouter/") and what.startswith("group ") for whom, what in late)
-    assert not any(record.what.endswith("versions old") for record in learner.awaits.records())
+    done = {"mask": masked, "requeue": requeued, "wait": waited or steps_per_version > 1}
+    assert done[late] > 0
+    if late == "mask":
+        assert any(line["staleness/late_fraction"] > 0 for line in lines)
+    if late == "requeue":
+        assert requeued == dataloader.counters["tickets/requeued"]
+        assert sum(line["staleness/requeued_groups"] for line in lines) == requeued
+        for line in lines:
+            assert ("staleness/requeued_length_mean" in line) == (line["staleness/requeued_groups"] > 0)
+        # Of prompts that have an outcome nothing is remembered.
+        assert learner._intake.ledger.requeues == dataloader._tickets.ledger.requeues == {}
+    if late == "wait":
+        assert masked == 0 and {line["staleness/late_groups"] for line in lines} == {0.0}
+        assert sum(line["staleness/waited_groups"] for line in lines) == waited
+        for line in lines:
+            assert (line["time/wait_for_late_s"] > 0) == (line["staleness/waited_groups"] > 0)
+            assert line["time/wait_for_late_s"] <= line["time/wait_for_groups_s"]
+        # It was seen for whom, and is no more.
+        named = [(whom, what) for whom, what, _ in waits if what.endswith("versions old")]
+        assert len(named) == waited
+        assert all(whom.startswith("rollouter/") and what.startswith("group ") for whom, what in named)
+        assert not any(record.what.endswith("versions old") for record in learner.awaits.records())
 
 
-def test_what_is_too_stale_is_generated_again_so_often_and_then_masked(tmp_path):
-    """I1 and I2: each prompt once, no token late."""
-    tables = LONG_TAIL | {"staleness": {"max": 1, "late": "requeue", "max_requeues": 1}, "data": {"size": 80}}
-    system, state = run(sim_config(**tables), tmp_path)
-    assert state.phase == "done"
-    lines = system.lines("train")
-    assert [line["step"] for line in lines] == list(range(1, 21))
-    assert max(line["staleness/token_max"] for line in lines) <= 1
-    uids = trained_uids(system)
-    assert sorted(uids) == sorted(f"0-{index}" for index in range(80))
-    learner, dataloader = system.actors["learner/0"], system.actors["dataloader/0"]
-    requeued = learner.counters["staleness/requeued_groups"]
-    assert requeued == dataloader.counters["tickets/requeued"] > 0
-    assert sum(line["staleness/requeued_groups"] for line in lines) == requeued
-    for line in lines:
-        assert ("staleness/requeued_length_mean" in line) == (line["staleness/requeued_groups"] > 0)
-        assert line["staleness/trained_length_mean"] > 0
-    # Of prompts that have an outcome nothing is remembered.
-    assert learner._intake.ledger.requeues == {}
-    assert dataloader._tickets.ledger.requeues == {}
-
-
-def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refused(tmp_path, monkeypatch):
+def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refused(played, monkeypatch):
     """The groups of updates that were not taken go back, and are counted by the step that trains them."""
     train, tokens, refused = SimTrainer.train, [], []
 
@@ -177,13 +145,7 @@ def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refuse
         return train(trainer, plan)
 
     monkeypatch.setattr(SimTrainer, "train", refuses)
-    config = sim_config(
-        run={"samples_per_step": 100},
-        learner={"updates_per_batch": 2, "on_nonfinite": "skip"},
-        reward={"options": {"spread": 1.0}},
-    )
-    system, state = run(config, tmp_path)
-    assert state.phase == "done"
+    system = played(learner={"updates_per_batch": 2, "on_nonfinite": "skip"}, reward={"options": {"spread": 1.0}})
     lines = system.lines("train")
     assert [line["ledger/trained"] for line in lines] == [4, 8, 10, 14, 18, 22]
     assert lines[-1]["ledger/quarantined"] == 1
@@ -202,23 +164,19 @@ def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refuse
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(tmp_path, staleness):
+def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(played, staleness):
     """I1: which responses are cut is a matter of the seed, and so is how many steps are empty."""
-    config = sim_config(
+    system = played(
         data={"size": 16},
-        run={"samples_per_step": 100},
         rollout={"max_tokens": 16, "sim": {"length_median": 24.0}},
         reward={"truncated": "mask"},
         learner={"groups_per_step": 1, "steps": 12},
         staleness={"max": staleness},
     )
-    system, state = run(config, tmp_path)
-    assert state.phase == "done"
     learner, lines = system.actors["learner/0"], system.lines("train")
     empty = learner.counters["learner/empty_steps"]
-    assert [line["step"] for line in lines] == list(range(1, 13))
     # A version is published for each step that was taken, and for no other.
-    assert [line["weights/version"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines] == [line["weights/version"] for line in lines] == list(range(1, 13))
     assert (lines[-1]["ledger/trained"], learner._intake.ledger.count("filtered")) == (12, empty)
     assert 0 < empty < 12
     uids = trained_uids(system)
@@ -229,39 +187,21 @@ def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(tmp
     assert 'reward.truncated = "mask"' in notice.text
 
 
-def test_evaluations_run_at_start_between_and_at_the_end_and_never_train(tmp_path):
-    evaluation = {"data": {"source": "synthetic", "size": 10}, "every_versions": 2, "n": 2}
-    config = sim_config(eval={"held": evaluation}, run={"samples_per_step": 100})
-    system, state = run(config, tmp_path)
-    assert state.phase == "done"
-    evals = system.lines("eval")
-    assert evals[0]["step"] == 0
-    assert evals[0]["weights/version"] == evals[0]["eval/held/version_min"] == 0
-    assert evals[-1]["eval/held/version_min"] == 6
-    assert len(evals) >= 3
-    assert {line["eval/held/prompts"] for line in evals} == {10}
-    assert not any(uid.startswith("held") for uid in trained_uids(system))
-
-
 def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path):
-    evaluation = {"data": {"source": "synthetic", "size": 500}, "at_start": False, "n": 8}
     config = sim_config(
-        eval={"held": evaluation},
+        eval={"held": {"data": {"source": "synthetic", "size": 500}, "at_start": False, "n": 8}},
         rollout={"concurrency": 8, "sim": {"decode_step_s": 0.02}},
         checkpoint={"every_versions": 0},
         preempt={"grace_s": 300.0},
     )
+    system = System(config, tmp_path / "run")
 
-    async def main():
-        system = System(config, tmp_path / "run")
-        running = asyncio.create_task(system.run(200.0))
-        while "learner/0" not in system.actors or system.actors["learner/0"].states.awaiting != "last evaluations":
-            await asyncio.sleep(0.02)
-            assert not running.done(), await running
+    async def make_way():
+        learner = await system.at_step(6)
+        await until(lambda: learner.states.awaiting == "last evaluations")
         await system.stop(preempt=True)
-        return system, await running
 
-    system, state = asyncio.run(main())
+    state = system.play(make_way)
     assert (state.phase, state.exit_code) == ("done", 0)
     left = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert left is not None and left.step == 6
@@ -269,25 +209,20 @@ def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(t
 
 
 def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
-    async def main():
-        system = System(sim_config(learner={"steps": 10_000}), tmp_path / "run")
-        running = asyncio.create_task(system.run())
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            await asyncio.sleep(0.05)
-        await system.stop()
-        return system, await running
+    system = System(sim_config(learner={"steps": 10_000}), tmp_path / "run")
 
-    system, state = asyncio.run(asyncio.wait_for(main(), 60))
-    assert state.phase in ("failed", "done")
-    tickets = system.actors["dataloader/0"]._tickets
-    learner = system.actors["learner/0"]
-    rollouters = {name: actor for name, actor in system.actors.items() if name.startswith("rollouter")}
+    async def stop():
+        await system.at_step(1)
+        await system.stop()
+
+    assert system.play(stop).phase in ("failed", "done")
+    tickets, learner = system.actors["dataloader/0"]._tickets, system.actors["learner/0"]
     for uid in list(tickets._holders.uids):
         granted = tickets._holders[uid]
         in_learner = uid in learner._intake.claims
         unreported = uid in {outcome.uid for outcome in learner._intake.outcomes._pending}
         # A grant whose reply was on its way when its rollouter ended has never been seen.
-        unseen = granted.number > rollouters[granted.rollouter]._seen
+        unseen = granted.number > system.actors[granted.rollouter]._seen
         assert in_learner or unreported or unseen, f"{uid} was neither delivered nor returned"
 
 
@@ -298,22 +233,19 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
         learner={"steps": 12, "sim": {"step_s": 0.05}},
         rollout={"sim": {"decode_step_s": 0.004}},
     )
+    system, deaths = System(config, tmp_path / "run"), []
 
-    async def main():
-        system = System(config, tmp_path / "run")
-        running = asyncio.create_task(system.run())
-        deaths = 0
-        while not running.done() and deaths < 3:
-            await asyncio.sleep(0.02)
-            rollouter = system.actors.get("rollouter/0")
-            if rollouter is not None and rollouter._generating > 0 and any("@" in uid for uid in rollouter._held):
-                await system.replace("rollouter/0")
-                deaths += 1
-        return system, await running, deaths
+    def evaluates():
+        rollouter = system.actors.get("rollouter/0")
+        return rollouter is not None and rollouter._generating > 0 and any("@" in uid for uid in rollouter._held)
 
-    system, state, deaths = asyncio.run(asyncio.wait_for(main(), 60))
-    assert deaths > 0
-    assert state.phase == "done"
+    async def kill():
+        while len(deaths) < 3:
+            await until(evaluates)
+            await system.replace("rollouter/0")
+            deaths.append("rollouter/0")
+
+    assert system.play(kill).phase == "done" and deaths
     uids = trained_uids(system)
     assert len(uids) == len(set(uids)) == system.lines("train")[-1]["ledger/trained"] == 48
     (line,) = system.lines("eval")
@@ -346,6 +278,6 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
     ],
     ids=["no signal", "all masked", "no reward"],
 )
-def test_a_run_that_cannot_learn_ends_and_says_why(tmp_path, tables, told):
+def test_a_run_that_cannot_learn_ends_and_says_why(played, tables, told):
     with pytest.raises(Exception, match=f"(?s){told}"):
-        run(sim_config(**tables), tmp_path)
+        played(**tables)

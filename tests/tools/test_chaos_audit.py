@@ -195,11 +195,10 @@ def test_each_thing_that_is_wrong_is_found(folder, told, change):
     has(folder.write().problems(), told)
 
 
-@pytest.mark.parametrize("spans", [[[1, 0, 2]], [[1, 0, 2], [2, 1, 3]], [[2, 0, 2], [1, 2, 3]], [], [[1, 0, 4]]])
-def test_versions_that_do_not_cover_the_tokens_are_found(folder, spans):
-    bad = {"spans": [[*span, "sampled"] for span in spans], "tokens": [1, 2, 3]}
-    problems = folder.write(sample=lambda line: line | {"trajectories": [{"sequences": [bad]}]}).problems()
-    has(problems, "spans: 12 sequences")
+def test_versions_that_do_not_cover_the_tokens_are_found(folder):
+    for spans in ([[1, 0, 2]], [[1, 0, 2], [2, 1, 3]], [[2, 0, 2], [1, 2, 3]], [], [[1, 0, 4]]):
+        bad = [{"sequences": [{"spans": [[*span, "sampled"] for span in spans], "tokens": [1, 2, 3]}]}]
+        has(folder.write(sample=lambda line, bad=bad: line | {"trajectories": bad}).problems(), "spans: 12 sequences")
 
 
 def test_records_that_are_missing_are_told_apart(folder):
@@ -217,20 +216,17 @@ def test_records_that_are_missing_are_told_apart(folder):
     assert findings.figures["torn_lines"] == 1
 
 
-def test_training_that_came_to_its_end_too_early_is_found(folder):
+def test_an_early_end_and_what_is_left_over_are_found(folder):
     folder.write(metrics=lambda line: None if line["step"] == 6 else line)
     has(folder.problems(), "end: training came to step 5 of 6")
-
-
-@pytest.mark.parametrize(
-    "name", ["private/key", "version_mark.json.new", "checkpoints/.v00000100.partial-7/state.json"]
-)
-def test_what_is_left_over_is_found(folder, name):
-    folder.write()
-    path = folder.run_dir / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("")
-    has(folder.problems(), "left: ")
+    for name in ("private/key", "version_mark.json.new", "checkpoints/.v00000100.partial-7/state.json"):
+        path = folder.run_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        has(folder.problems(), "left: ")
+        path.unlink()
+        if path.parent.name != "run":
+            path.parent.rmdir()
 
 
 def test_a_run_without_a_checkpoint_cannot_be_audited(folder):

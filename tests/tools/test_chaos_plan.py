@@ -1,4 +1,4 @@
-"""Faults and their times: the same for a seed, every kind for every victim, within the steps of the run."""
+"""Faults and their times, and hosts, links and clocks under those that go on: as if each were alone."""
 
 from collections import Counter
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.chaos.plan import KINDS, MOST_AHEAD_S, ON_HOSTS, ON_PROCESSES, draw, steps_of_run, victims
+from tools.chaos.conditions import Conditions, conditions, directions, queue
+from tools.chaos.plan import KINDS, MOST_AHEAD_S, ON_HOSTS, ON_PROCESSES, Link, draw, steps_of_run, victims
 
 SILENCE_S = 3.0
 HOSTS = ("head", "a", "b")
@@ -45,15 +46,11 @@ def test_a_plan_is_a_function_of_its_seed_and_in_order(seed, count, everything):
 
 
 @given(seeds)
-def test_one_deck_holds_every_kind_for_every_victim_once(seed):
+def test_one_deck_holds_every_kind_for_every_victim_and_pair_of_hosts_once(seed):
     struck = victims(2, 2, cores=True)
     deck = len(struck) * len(ON_PROCESSES)
     faults = draw(seed, deck, struck, ON_PROCESSES, silence_s=SILENCE_S)
     assert set(Counter((fault.kind, fault.victim) for fault in faults).values()) == {1}
-
-
-@given(seeds)
-def test_one_deck_cuts_every_pair_of_hosts_in_every_direction_and_strikes_each_link_and_clock(seed):
     kinds = Counter((fault.kind, fault.victim) for fault in draw(seed, 21, [], ON_HOSTS, hosts=HOSTS, silence_s=3.0))
     assert {victim for kind, victim in kinds if kind == "partition"} == {
         *("head-a", "head-b", "a-b"),
@@ -71,13 +68,37 @@ def test_nothing_else_comes_at_the_end_of_everything_or_with_the_recovery_from_i
                 assert after.after_step > before.after_step
 
 
-def test_only_the_kinds_that_are_asked_for_are_drawn():
-    faults = draw(1, 20, victims(1, 1, cores=False), ["kill", "cut"], silence_s=SILENCE_S)
-    assert {fault.kind for fault in faults} == {"kill", "cut"}
-    assert steps_of_run([]) > 0
-
-
 @pytest.mark.parametrize("kind", ["stall", "cut", "partition"])
 def test_some_stalls_are_noticed_and_some_are_not(kind):
     faults = draw(1, 100, victims(1, 1, cores=False), [kind], hosts=HOSTS, silence_s=SILENCE_S)
     assert min(fault.lasts_s for fault in faults) < SILENCE_S < max(fault.lasts_s for fault in faults)
+    assert {fault.kind for fault in faults} == {kind}
+
+
+@given(
+    st.builds(
+        lambda seed, count: draw(seed, count, [], ON_HOSTS, hosts=HOSTS, silence_s=3.0), seeds, st.integers(0, 30)
+    ),
+    st.randoms(),
+)
+def test_nothing_is_wrong_once_all_are_over_and_each_goes_on_until_it_is(faults, randomness):
+    ending, going_on = list(faults), list(faults)
+    randomness.shuffle(ending)
+    for over in ending:
+        now = conditions(going_on)
+        deaf = [set(directions(fault.victim)) for fault in going_on if fault.kind == "partition"]
+        assert now.deaf == set().union(*deaf)
+        for host in HOSTS:
+            alone = [fault for fault in going_on if fault.victim == host]
+            assert now.ahead_s.get(host, 0.0) == pytest.approx(sum(fault.ahead_s for fault in alone))
+            links = [fault.link for fault in alone if fault.link is not None]
+            assert now.slow.get(host) == (links[-1] if links else None)
+        going_on = [fault for fault in going_on if fault is not over]
+    assert conditions(going_on) == Conditions()
+
+
+def test_a_partition_is_of_one_way_or_both_and_a_link_is_a_queue_of_the_kernel():
+    assert (set(directions("a-b")), directions("a>b")) == ({("a", "b"), ("b", "a")}, [("a", "b")])
+    link = Link(delay_ms=40.0, rate_mbit=2.5, loss=0.015)
+    assert queue(link, netem=True) == "netem delay 40.0ms loss 1.50% rate 2.500mbit"
+    assert queue(link, netem=False) == "tbf rate 2.500mbit burst 256kbit latency 90.0ms"

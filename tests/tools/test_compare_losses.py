@@ -78,17 +78,11 @@ def test_a_run_that_ended_is_not_made_again_unless_its_command_differs(tmp_path)
     assert (tmp_path / "count").read_text() == "2"
 
 
-def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path):
-    found = run(plan(tmp_path, code=3))
-    assert found.failed == "exit code 3\nthe last line"
-    assert run(plan(tmp_path, code=3)) == found
-    assert (tmp_path / "count").read_text() == "1"
-
-
-@pytest.mark.parametrize("code", [PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE])
-def test_an_interrupted_run_is_made_again(tmp_path, code):
-    assert run(plan(tmp_path, code)).failed
-    assert not (tmp_path / "decoupled" / RESULT).exists()
+@pytest.mark.parametrize("code", [3, PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE])
+def test_a_run_that_fails_is_told_with_its_last_lines_and_one_that_was_interrupted_is_made_again(tmp_path, code):
+    found = run(plan(tmp_path, code))
+    assert found.failed == f"exit code {code}\nthe last line"
+    assert (tmp_path / "decoupled" / RESULT).exists() == (code == 3)
 
 
 def test_the_table_shows_each_seed_and_names_what_failed():

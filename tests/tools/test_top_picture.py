@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from recordings import record
 
 from asyncrl.snapshot import ActorView, Event, Resource, RunView, Snapshot
@@ -12,7 +11,7 @@ from tools.top_picture import main, without_hosts
 HOSTS = ("secret", "secret-2.example")
 
 
-def snapshot(second, lost=()):
+def snapshot(second):
     run = RunView(name="trial", run_id="a1", phase="running", attempt=1, age_s=second, step=3, steps=9, version=3)
     actors = [
         ActorView(
@@ -28,12 +27,6 @@ def snapshot(second, lost=()):
     return Snapshot(wall=second, run=run, actors=actors, events=said)
 
 
-@pytest.fixture
-def run_dir(tmp_path):
-    record(tmp_path, *(snapshot(float(second)) for second in range(1, 11)))
-    return tmp_path
-
-
 def drawn(run_dir, monkeypatch):
     picture = run_dir / "top.svg"
     monkeypatch.setattr(top_picture, "PICTURE", picture)
@@ -42,23 +35,21 @@ def drawn(run_dir, monkeypatch):
     return picture.read_text()
 
 
-def test_a_recording_gives_one_picture_of_the_run_without_a_host_s_name_that_loads_nothing(run_dir, monkeypatch):
-    svg = drawn(run_dir, monkeypatch)
+def test_a_recording_gives_one_picture_of_the_run_without_a_host_s_name_that_loads_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    assert main([str(tmp_path)]) == 2
+    assert "nothing is recorded" in capsys.readouterr().err
+    record(tmp_path, *(snapshot(float(second)) for second in range(1, 11)))
+    svg = drawn(tmp_path, monkeypatch)
     assert "trial" in svg and "node0" in svg and "node1" in svg
     assert "secret" not in svg
     assert "monospace" in svg
     assert not re.search(r"@font-face|url\(\s*[\"']?http|<script|<image", svg)
-    assert drawn(run_dir, monkeypatch) == svg
+    assert drawn(tmp_path, monkeypatch) == svg
 
 
 def test_hosts_are_renamed_wherever_they_stand():
     found = without_hosts(snapshot(1.0))
     assert [actor.host for actor in found.actors] == ["node0", "node1"]
     assert found.events[0].text == "node1 beats node0"
-    empty = Snapshot(wall=1.0, run=snapshot(1.0).run, actors=[], events=snapshot(1.0).events)
-    assert without_hosts(empty) == empty
-
-
-def test_nothing_recorded_is_told(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert "nothing is recorded" in capsys.readouterr().err

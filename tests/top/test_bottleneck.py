@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from asyncrl.telemetry.states import STATES
 from asyncrl.top.figures.bottleneck import KIND_OF, SATURATED, Flow, Stage, by_kind, find_bottleneck
 
-IDLE_ENGINE = {"generating": 0.3, "waiting": 0.7}
-BUSY_ENGINE = {"generating": 0.95, "waiting": 0.05}
-IDLE_RANK = {"training": 0.3, "waiting": 0.7}
-BUSY_RANK = {"training": 0.9, "publishing": 0.05, "waiting": 0.05}
-IDLE_WORKER = {"scoring": 0.1, "idle": 0.9}
-BUSY_WORKER = {"scoring": 0.99, "idle": 0.01}
+IDLE_ENGINE, BUSY_ENGINE = {"generating": 0.3, "waiting": 0.7}, {"generating": 0.95, "waiting": 0.05}
+IDLE_RANK, BUSY_RANK = {"training": 0.3, "waiting": 0.7}, {"training": 0.9, "publishing": 0.05, "waiting": 0.05}
+IDLE_WORKER, BUSY_WORKER = {"scoring": 0.1, "idle": 0.9}, {"scoring": 0.99, "idle": 0.01}
+IN_TOOLS = {"tool search": 48.0, "start": 3.0, "engine": 9.0, "judge": 4.0}
 
 
 def flow(rollouters=IDLE_ENGINE, reward=IDLE_WORKER, learner=IDLE_RANK, **facts):
@@ -23,20 +21,12 @@ def flow(rollouters=IDLE_ENGINE, reward=IDLE_WORKER, learner=IDLE_RANK, **facts)
     )
 
 
-IN_TOOLS = {"tool search": 48.0, "start": 3.0, "engine": 9.0, "judge": 4.0}
-
-
 CASES = {
     "slow learner": (flow(learner=BUSY_RANK), "learner"),
     "slow engine": (flow(rollouters=BUSY_ENGINE), "rollouters"),
-    "slow reward": (flow(reward=BUSY_WORKER), "reward"),
     "slow reward while the queues before it still fill": (flow(rollouters=BUSY_ENGINE, reward=BUSY_WORKER), "reward"),
     "the learner sets the pace though engines are busy": (flow(rollouters=BUSY_ENGINE, learner=BUSY_RANK), "learner"),
     "closed gate": (flow(), "gate"),
-    "closed gate, both half of the time": (
-        flow({"generating": 0.5, "waiting": 0.5}, learner={"training": 0.5, "waiting": 0.5}),
-        "gate",
-    ),
     "reward of much latency and many workers": (flow(generating=10.0, at_reward=90.0), "reward"),
     "tools that episodes wait for, while a few keep the engine at work": (
         flow(BUSY_ENGINE, episodes=IN_TOOLS),
@@ -74,63 +64,53 @@ def test_verdicts(name):
     assert find_bottleneck(given).stage == stage
 
 
-def test_the_verdict_says_who_waits_how_much_for_what():
-    said = find_bottleneck(flow(learner=BUSY_RANK)).why
-    assert said == "busy 95 % of the time (training 90 %); rollouters wait 70 % for tickets"
-    said = find_bottleneck(flow(rollouters=BUSY_ENGINE)).why
-    assert said == "generating 95 % of the time; the learner waits 70 % for groups"
-    assert (
-        find_bottleneck(flow()).why
-        == "it is closed: rollouters wait 70 % for tickets, the learner waits 70 % for groups"
-    )
+BOTH_WAIT = "rollouters wait 70 % for {}, the learner waits 70 % for groups"
 
 
 @pytest.mark.parametrize(
-    ("stage", "said"),
+    ("given", "said"),
     [
-        ("tool search", "48 of them in tool search"),
-        ("user", "48 of them between two calls of the policy"),
-        ("start", "48 of them before their first call of the policy"),
+        (flow(learner=BUSY_RANK), "busy 95 % of the time (training 90 %); rollouters wait 70 % for tickets"),
+        (flow(rollouters=BUSY_ENGINE), "generating 95 % of the time; the learner waits 70 % for groups"),
+        (flow(), f"it is closed: {BOTH_WAIT.format('tickets')}"),
+        *(
+            (
+                flow(episodes={stage: 48.0, "close": 3.0, "engine": 13.0}),
+                f"51 of 64 are with their own code, 48 of them {said}; {BOTH_WAIT.format('calls')}",
+            )
+            for stage, said in (("tool search", "in tool search"), ("user", "between two calls of the policy"))
+        ),
     ],
 )
-def test_the_verdict_names_the_stage_of_the_users_code(stage, said):
-    why = find_bottleneck(flow(episodes={stage: 48.0, "close": 3.0, "engine": 13.0})).why
-    assert why == (
-        f"51 of 64 are with their own code, {said}; rollouters wait 70 % for calls, the learner waits 70 % for groups"
-    )
+def test_the_verdict_says_who_waits_how_much_for_what(given, said):
+    assert find_bottleneck(given).why == said
 
 
 def test_every_state_has_a_meaning_for_the_flow():
-    serial = {state for kind, states in STATES.items() if kind != "actor" for state in states}
-    assert serial == set(KIND_OF)
+    assert {state for kind, states in STATES.items() if kind != "actor" for state in states} == set(KIND_OF)
 
 
 @st.composite
-def shares(draw, states):
+def shares(draw, kind):
+    states = sorted(STATES[kind])
     weights = draw(st.lists(st.floats(0.01, 1.0), min_size=len(states), max_size=len(states)))
     return {state: weight / sum(weights) for state, weight in zip(states, weights, strict=True)}
 
 
-ENGINES = shares(sorted(STATES["engine"]))
-RANKS = shares(sorted(STATES["rank"]))
-WORKERS = shares(sorted(STATES["worker"]))
+FLOWS = (shares("engine"), shares("worker"), shares("rank"))
 
 
-@given(ENGINES, WORKERS, RANKS, st.floats(0.0, 1.0))
+@given(*FLOWS, st.floats(0.0, 1.0))
 def test_whoever_is_named_as_saturated_is_the_last_that_is(rollouters, reward, learner, busy):
     found = find_bottleneck(flow(rollouters, reward, learner, dataloader_busy=busy)).stage
-    occupied = {
-        "dataloader": busy,
-        **{
-            stage: sum(share for kind, share in by_kind(each).items() if kind != "wait")
-            for stage, each in (("rollouters", rollouters), ("reward", reward), ("learner", learner))
-        },
-    }
+    occupied = {"dataloader": busy}
+    for stage, each in (("rollouters", rollouters), ("reward", reward), ("learner", learner)):
+        occupied[stage] = sum(share for kind, share in by_kind(each).items() if kind != "wait")
     last = next((stage for stage in reversed(get_args(Stage)) if occupied.get(stage, 0.0) >= SATURATED), None)
     assert found == (last or "gate") or (found == "weights" and last in ("learner", "rollouters"))
 
 
-@given(ENGINES, WORKERS, RANKS, st.sampled_from(["rollouters", "reward", "learner"]))
+@given(*FLOWS, st.sampled_from(["rollouters", "reward", "learner"]))
 def test_more_work_never_takes_the_mark_off_a_stage(rollouters, reward, learner, stage):
     stages = {"rollouters": rollouters, "reward": reward, "learner": learner}
     if find_bottleneck(flow(**stages)).stage != stage:

@@ -4,9 +4,9 @@ import asyncio
 import itertools
 import time
 
-import msgspec
 import pytest
 from driven import known, recording, settled, shown, text_of, until
+from harness import replace
 from recordings import record
 from top.pictures import WALL, Run
 
@@ -21,26 +21,29 @@ from asyncrl.top.source.replay import Replay, Source, open_replay, recent_histor
 from asyncrl.top.widgets import Rows
 
 pytestmark = pytest.mark.usefixtures("utc")
+DRAW_AGAIN = ("space", "space")
+
+
+def later(history, **changes):
+    """A snapshot a moment after the newest."""
+    history.add(replace(history.newest, wall=history.newest.wall + 0.001, **changes))
 
 
 async def test_a_pane_leads_to_the_actor_that_it_is_about():
     events = [Event(number=1, wall=WALL, level="info", actor="", text="the run is running")]
-    actors = {"4": "learner/0", "5": "reward/0", "6": "dataloader/0", "7": "controller/0"}
-    async with shown(Source(history=known(Run(events=events).between()))) as (_, pilot):
-        for pane, actor in actors.items():
+    run = Run(events=events, ranks=2, gpus=True)
+    async with shown(Source(history=known(run.between()))) as (app, pilot):
+        # An event of the run as a whole is the controller's.
+        said = {"controller/0": "the run is running", "learner/0": "GPU 0 90%  61.0 GB of 80.0 GB"}
+        for pane, actor in {"4": "learner/0", "5": "reward/0", "6": "dataloader/0", "7": "controller/0"}.items():
             await pilot.press(pane, "enter")
             await until(pilot, f"{actor}   esc back")
-            if pane == "7":
-                # An event of the run as a whole is the controller's.
-                await until(pilot, "the run is running")
+            await until(pilot, said.get(actor, ""))
             await pilot.press("escape")
-
-
-async def test_the_gpus_of_an_actor_are_told_whichever_of_them_answer():
-    run = Run(ranks=2, gpus=True)
-    async with shown(Source(history=known(run.between()))) as (app, pilot):
-        app._show_actor("learner/1")
-        await until(pilot, "GPU 1 90%  61.0 GB of 80.0 GB")
+        await pilot.press("7", "enter")
+        await settled(pilot)
+        await pilot.press("ctrl+c")
+    assert app.return_code == 130
 
 
 async def test_the_newest_events_stay_in_sight():
@@ -52,33 +55,28 @@ async def test_the_newest_events_stay_in_sight():
         await pilot.press("7")
         await until(pilot, "80.")
         rows = app.panes["events"].query_one(Rows)
-        history.add(msgspec.structs.replace(history.newest, wall=history.newest.wall + 0.001, events=events))
-        app._draw()
+        later(history, events=events)
+        await pilot.press(*DRAW_AGAIN)
         await until(pilot, "81.")
         assert (rows.cursor_row, rows.scroll_offset.y) == (0, 0)
 
 
-async def test_a_terminal_that_is_too_small_says_so_and_recovers():
+async def test_on_a_small_terminal_the_help_scrolls_and_where_there_is_no_room_it_is_said():
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
-        for columns, rows in ((40, 10), (80, 24), (59, 24), (80, 15)):
+        for columns, rows in ((40, 10), (80, 24), (59, 24), (80, 15), (60, 16)):
             await pilot.resize_terminal(columns, rows)
             await settled(pilot)
             text = text_of(app)
             small = columns < 60 or rows < 16
             assert ("needs 60×16" in text) == small and ("step 50/100" in text) != small
             assert not small or f"{columns}×{rows}" in text
-
-
-async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen():
-    async with shown(Source(history=known(Run().between()))) as (app, pilot):
-        await pilot.resize_terminal(60, 16)
         await pilot.press("7")
         await until(pilot, "7 events")
         await pilot.press("question_mark")
         await until(pilot, "who waits on whom")
         seen = text_of(app)
-        assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
         assert "age of a trajectory" not in seen
+        assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
         await pilot.press("end")
         await until(pilot, "age of a trajectory")
         assert "who waits on whom" not in text_of(app)
@@ -86,42 +84,45 @@ async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen
 
 async def test_sort_filter_and_level_keys():
     async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
+        rows = app.panes["rollouters"].query_one(Rows)
+        await pilot.press("down", "down", "r")
+        await until(pilot, "host▾")
+        assert rows.chosen == "rollouter/2", "the cursor stays with its actor"
         await pilot.press("s")
-        await settled(pilot)
-        assert "state▴" in text_of(app)
-        await pilot.press("r")
-        await settled(pilot)
-        assert "state▾" in text_of(app)
-        await pilot.press("slash", *"r/77")
-        await settled(pilot)
-        assert "no rollouter matches r/77" in text_of(app)
+        await until(pilot, "state▴")
+        await pilot.press("s", "s", "enter")
+        await until(pilot, "rollouter/2   esc back")
+        await pilot.press("escape", "slash", *"r/77")
+        await until(pilot, "no rollouter matches r/77")
         await pilot.press("escape", "slash", *"rollouter/11", "enter")
-        await settled(pilot)
+        await until(pilot, "filter: rollouter/11")
         text = text_of(app)
-        assert "r/11" in text and "r/10" not in text and "filter: rollouter/11" in text
+        assert "r/11" in text and "r/10" not in text
         await pilot.press("escape", "7", "l")
-        await settled(pilot)
+        await until(pilot, "events: warning")
         text = text_of(app)
-        assert "the run has begun" not in text and "engine died" in text and "events: warning" in text
+        assert "the run has begun" not in text and "engine died" in text
 
 
-async def test_it_follows_freezes_and_goes_on():
-    run = Run(steps=1000)
-    gate = asyncio.Queue()
+async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
+    run, gate = Run(steps=1000), asyncio.Queue()
 
     async def feed():
         while True:
-            yield run.at(await gate.get())
+            seen = await gate.get()
+            if isinstance(seen, Exception):
+                raise seen
+            yield seen
             gate.task_done()
 
     async with shown(Source(feed=feed)) as (app, pilot):
         assert "waiting for the run" in text_of(app) and "attaching" in text_of(app)
-        await gate.put(100.0)
+        await gate.put(run.at(100.0))
         await until(pilot, "step 50/1000")
         assert "live" in text_of(app)
         await pilot.press("space")
         await until(pilot, "frozen")
-        await gate.put(200.0)
+        await gate.put(run.at(200.0))
         async with asyncio.timeout(10.0):
             await gate.join()
         await pilot.press("s")
@@ -129,52 +130,38 @@ async def test_it_follows_freezes_and_goes_on():
         assert "step 50/1000" in text_of(app) and "frozen" in text_of(app), "what is drawn anew is what was seen"
         await pilot.press("space")
         await until(pilot, "step 100/1000")
+        await gate.put(Away("no answer", 12.0))
+        await until(pilot, "no answer for 12 s, asked on")
+        assert "step 100/1000" in text_of(app) and "? help  q quit  s sort" in text_of(app).splitlines()[-1]
+        await gate.put(ActorFailed("controller/0", "the keys are of another run"))
+        await until(pilot, "of another run")
+        assert "step 100/1000" in text_of(app)
+    # Where nothing was seen the command says why, on a terminal that is as it was.
+    await gate.put(ActorFailed("controller/0", "the keys are of another run"))
+    async with shown(Source(feed=feed)) as (app, _):
+        pass
+    assert app.return_code == 1 and "of another run" in str(app.failure)
 
 
-async def test_it_reads_no_more_than_it_draws():
-    run, read_at = Run(steps=1000), []
+async def test_it_reads_no_more_than_it_draws_and_what_a_picture_takes_is_part_of_the_pace(monkeypatch):
+    run, read_at, drawn_at = Run(steps=1000), [], {}
 
-    async def feed():
-        while True:
-            read_at.append(time.monotonic())
-            yield run.at(100.0 + len(read_at))
-
-    async with shown(Source(feed=feed)) as (_, pilot):
-        await until(pilot, "step 51/1000")
-    assert len(read_at) >= 2
-    assert all(later - earlier >= terminal.DRAW_S - 0.01 for earlier, later in itertools.pairwise(read_at))
-
-
-async def test_what_a_picture_takes_is_part_of_the_pace(monkeypatch):
-    run, read_at, drawn_at, draw = Run(steps=1000), [], {}, terminal.Top._draw
-
-    def slow(app):
-        draw(app)
+    def slow(history):
         time.sleep(terminal.DRAW_S / 2)
         drawn_at.setdefault(len(read_at), time.monotonic())
+        return build(history)
 
     async def feed():
         while True:
             read_at.append(time.monotonic())
             yield run.at(100.0 + len(read_at))
 
-    monkeypatch.setattr(terminal.Top, "_draw", slow)
+    monkeypatch.setattr(terminal, "build", slow)
     async with shown(Source(feed=feed)) as (_, pilot):
         await until(pilot, "step 52/1000")
-    pauses = [read - drawn_at[number] for number, read in enumerate(read_at) if number]
-    assert min(pauses) < 0.75 * terminal.DRAW_S
-
-
-async def test_a_controller_that_is_away_is_shown_and_what_was_seen_stays():
-    async def feed():
-        yield Run().at(100.0)
-        yield Away("no answer", 12.0)
-        await asyncio.sleep(60)
-
-    async with shown(Source(feed=feed)) as (app, pilot):
-        await until(pilot, "no answer for 12 s, asked on")
-        text = text_of(app)
-        assert "step 50/100" in text and "? help  q quit  s sort" in text.splitlines()[-1]
+    assert len(read_at) >= 2
+    assert all(later - earlier >= terminal.DRAW_S - 0.01 for earlier, later in itertools.pairwise(read_at))
+    assert min(read - drawn_at[number] for number, read in enumerate(read_at) if number) < 0.75 * terminal.DRAW_S
 
 
 async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch):
@@ -197,39 +184,6 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
         assert "step 51/1000" in head
 
 
-async def test_the_end_of_a_run_and_a_refusal_are_told():
-    async def ends():
-        yield Run(phase="done").at(100.0)
-
-    async with shown(Source(feed=ends)) as (_, pilot):
-        await until(pilot, "the run has ended")
-
-    async def refuses():
-        raise ActorFailed("controller/0", "the keys are of another run")
-        yield
-
-    # Nothing was seen: the command says why, on a terminal that is as it was.
-    async with shown(Source(feed=refuses)) as (app, _):
-        pass
-    assert app.return_code == 1 and "of another run" in str(app.failure)
-
-    async def ends_so():
-        yield Run().at(100.0)
-        raise ActorFailed("controller/0", "the keys are of another run")
-
-    async with shown(Source(feed=ends_so)) as (app, pilot):
-        await until(pilot, "of another run")
-        assert "step 50/100" in text_of(app)
-
-
-async def test_whoever_interrupts_gets_the_exit_code_of_that():
-    async with shown(Source(history=known(Run().between()))) as (app, pilot):
-        await pilot.press("7", "enter")
-        await settled(pilot)
-        await pilot.press("ctrl+c")
-    assert app.return_code == 130
-
-
 async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     written = asyncio.Queue()
     async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):
@@ -242,8 +196,7 @@ async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
 
 async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monkeypatch):
     monkeypatch.setattr(terminal, "LOOK_S", 0.05)
-    run, found = Run(steps=1000), []
-    entries = recording(run, 20)
+    found, entries = [], recording(Run(steps=1000), 20)
     replay = Replay(entries[:10], lives=True)
     replay.jump(replay.end)
     # It plays until it has been at the end for a tick.
@@ -255,8 +208,7 @@ async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monke
         # It stays where it was.
         await until(pilot, "9.0 s of 19 s")
         assert "running" in text_of(app) and "the run goes on" not in text_of(app)
-        replay.jump(replay.end)
-        app._draw()
+        await pilot.press(*["right"] * 10)
         await until(pilot, "failed: nothing is known after this")
 
 
@@ -269,15 +221,14 @@ def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
         played.advance(0.5)
         played.history()
     for each in (jumped, played):
-        newest = each.history().newest
+        newest, steps = each.history().newest, each.history().steps()
         assert newest is not None and newest.wall == WALL + 100.0
-        steps = each.history().steps()
         assert steps is not None and steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
 
 
 def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
-    run = Run(rollouters=8, steps=100_000)
-    record(tmp_path, *(run.at(float(second)) for second in range(0, 3000, 10)))
+    run = Run(steps=100_000)
+    record(tmp_path, *(run.at(float(second)) for second in range(0, 1800, 10)))
     whole = open_replay(tmp_path, lives=True)
     whole.jump(whole.end)
     assert build(recent_history(tmp_path)) == build(whole.history())
@@ -285,31 +236,20 @@ def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
 
 
 async def test_cells_that_changed_are_drawn_again_and_no_others():
-    history = known(Run(rollouters=40, hosts=1, steps=100_000).between())
+    history = known(Run(rollouters=12, hosts=1, steps=100_000).between())
     async with shown(Source(history=history), "200x50") as (app, pilot):
         rows, drawn = app.panes["rollouters"].query_one(Rows), []
         update = rows.update_cell_at
         rows.update_cell_at = lambda at, cell: (drawn.append((at[0], cell.plain.strip())), update(at, cell))
-        app._draw()
+        await pilot.press(*DRAW_AGAIN)
         assert drawn == []
-        newest = history.newest
         actors = [
-            msgspec.structs.replace(actor, figures=actor.figures | {"rollout/in_flight": 999.0})
+            replace(actor, figures=actor.figures | {"rollout/in_flight": 999.0})
             if actor.name == "rollouter/7"
             else actor
-            for actor in newest.actors
+            for actor in history.newest.actors
         ]
-        history.add(msgspec.structs.replace(newest, wall=newest.wall + 0.001, actors=actors))
-        app._draw()
-        await settled(pilot)
-        assert drawn == [(7, "999")] and "999" in text_of(app)
-
-
-async def test_the_cursor_stays_with_its_actor_wherever_that_is_sorted_to():
-    async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
-        rows = app.panes["rollouters"].query_one(Rows)
-        await pilot.press("down", "down", "r")
-        await until(pilot, "host▾")
-        assert rows.chosen == "rollouter/2"
-        await pilot.press("s", "s", "s", "enter")
-        await until(pilot, "rollouter/2   esc back")
+        later(history, actors=actors)
+        await pilot.press(*DRAW_AGAIN)
+        await until(pilot, "999")
+        assert drawn == [(7, "999")]

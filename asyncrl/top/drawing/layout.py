@@ -148,6 +148,16 @@ class Table:
         return all(row.cells[number][0][0] == ABSENT for row in self.rows if not row.heading)
 
 
+def row_of(columns: Sequence[Column], entry: Any, key: str, glyphs: Glyphs) -> Row:
+    """The row of an entry in these columns."""
+    return row(key, (column.of(entry, glyphs) for column in columns))
+
+
+def table_of(columns: Sequence[Column], entries: Iterable[Any], glyphs: Glyphs) -> Table:
+    """The table of entries that are actors."""
+    return Table(columns, [row_of(columns, entry, entry.name, glyphs) for entry in entries])
+
+
 @dataclass(frozen=True, slots=True)
 class Pane:
     """Lines of a pane, and the table below them, if it has one."""
