@@ -230,10 +230,7 @@ def said(reply):
     """An answer as an agent sends it back."""
     message = {"role": "assistant", "content": reply.content}
     if reply.tool_calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in reply.tool_calls
-        ]
+        message["tool_calls"] = [call.in_message() for call in reply.tool_calls]
     return message
 
 

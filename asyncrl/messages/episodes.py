@@ -77,6 +77,10 @@ class ToolCall(Struct, gc=False, frozen=True, kw_only=True):
     arguments: str
     """JSON text of an object."""
 
+    def in_message(self) -> dict[str, Any]:
+        """The call in an assistant's message, as in OpenAI's chat completions."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 class ChatReply(Message, frozen=True, kw_only=True):
     """The policy's answer."""

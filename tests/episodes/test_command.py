@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 
 from asyncrl.episodes.command import described, environment, outcome_of
 from asyncrl.episodes.playing.task import Task
-from asyncrl.runtime.workers.environment import users_environment
 
 RUN = uvloop.run
 """As an actor's process does."""
@@ -211,21 +210,18 @@ async def test_output_and_memory_are_bounded_lines_stay_whole_and_the_reward_beh
         assert (done.blame, host.figure("out_of_memory")) == ("episode", 1)
 
 
-def test_a_program_inherits_nothing_of_the_run_but_its_own_key():
-    secret = ("ASYNCRL_PRIVATE", "HF_TOKEN", "Github_Token", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "OPENAI_API_KEY")
-    inherited = {"PATH": "/bin", "OPENAI_BASE_URL": "https://elsewhere", **dict.fromkeys(secret, "secret")}
+def test_a_program_has_the_key_of_its_episode_and_its_task():
     task = Task(prompt="p", messages=[], row={"a": 1}, seed=7, uid="0-1", sample=2, attempt=1)
-    clean = users_environment(inherited, ["ASYNCRL_PRIVATE"])
-    env = environment(clean, described(task), base_url="http://127.0.0.1:1/v1", key="abc")
-    told = json.loads(env.pop("ASYNCRL_TASK"))
-    assert env == {
+    inherited = {
         "PATH": "/bin",
-        "OPENAI_API_KEY": "abc",
-        "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
-        "OPENAI_API_BASE": "http://127.0.0.1:1/v1",
+        "ASYNCRL_PRIVATE": "x",
+        "OPENAI_API_KEY": "mine",
+        "OPENAI_BASE_URL": "https://elsewhere",
     }
-    named = {"prompt": "p", "messages": [], "row": {"a": 1}, "seed": 7, "uid": "0-1", "sample": 2, "attempt": 1}
-    assert told == named | {"purpose": "train", "episode_id": "0-1/2"}
+    env = environment(inherited, described(task), base_url="http://127.0.0.1:1/v1", key="abc")
+    assert json.loads(env.pop("ASYNCRL_TASK")) == task.fields() | {"episode_id": "0-1/2"}
+    urls = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), "http://127.0.0.1:1/v1")
+    assert env == {"PATH": "/bin", "OPENAI_API_KEY": "abc", **urls}
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def played_by(
             engine=lambda config: make_engine(config, "rollouter/0"),
             publish=lambda version: publisher.publish_model(version, made[version % len(made)]),
             rollout=rollout | {"max_tokens": max_tokens},
-            episode={"function": "agent:play"},
+            episode={"function": "agent:play", "workers": 1},
             **more,
         )
         async with whole(world, folder):

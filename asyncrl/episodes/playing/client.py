@@ -45,10 +45,7 @@ class Reply:
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call.in_message() for call in self.tool_calls]
         return message
 
 

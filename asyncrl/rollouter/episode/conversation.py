@@ -371,8 +371,5 @@ def _message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> 
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
+        message["tool_calls"] = [call.in_message() for call in calls]
     return message

@@ -157,7 +157,7 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path)
 
 async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_not_blamed(tmp_path):
     # On a busy machine memory takes its time, and is not to be taken for standing still.
-    async with hosting(play(stall_timeout_s=2.0, max_memory_bytes=100_000_000), tmp_path) as host:
+    async with hosting(play(stall_timeout_s=4.0, max_memory_bytes=100_000_000), tmp_path) as host:
 
         async def dies(prompt, attempt, what):
             beside = host.run("wait", uid="0-2")
@@ -166,7 +166,7 @@ async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_
             assert [bad.blame, (await beside).blame] == ["host", "host"]
             assert re.search(what, bad.error), bad.error
 
-        await dies("native", 0, r"stood still for 2 s \(episode.stall_timeout_s\)")
+        await dies("native", 0, r"stood still for 4 s \(episode.stall_timeout_s\)")
         await dies("eat 200000000", 1, "took more than 100000000 bytes of memory")
         assert host.figure("suspects") == 2
         # Both are played alone from here on, beside the worker for all others.

@@ -1,13 +1,15 @@
-"""An engine host on its event loop's time, and what an engine answers to one prompt there."""
+"""An engine host on its event loop's time over simulated engines, and what these answer to one prompt."""
 
 import asyncio
 from types import SimpleNamespace
 
 import numpy as np
 from harness import replace
+from inprocess import sim_config
 from test_messages import make_group
 from virtual import LoopClock
 
+from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
 from asyncrl.rollouter.serving.group_events import SampleAccount
@@ -25,11 +27,29 @@ class Letters:
         return "".join(chr(0x100 + id) for id in ids)
 
 
-class Hosted:
-    """A host whose engines need no bytes of a version."""
+def simulated(**rollout):
+    """Prefill takes no time, each token a second, and a response has as many as it may."""
+    sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": 64}
+    return sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
 
-    def __init__(self, config, make):
-        self.config = config
+
+class Engine(SimEngine):
+    """It takes weights without bytes."""
+
+    def __init__(self, config):
+        super().__init__(config, "rollouter/0")
+
+    async def load(self, weights, *, recompute_kv):
+        await asyncio.sleep(0.1)
+        self._require_alive()
+        self._batch.load(weights.version, recompute_kv=recompute_kv)
+
+
+class Hosted:
+    """A host of such engines."""
+
+    def __init__(self, config, make=None):
+        self.config, make = config, make or (lambda: Engine(config))
         self.entered = []
         """The states that it has entered: when, and which."""
         clock = LoopClock()

@@ -1,122 +1,66 @@
 """Engines that die under their requests: no token is lost, the guilty prompt is found, the innocent are left alone."""
 
 import asyncio
-from contextlib import suppress
 
 import pytest
-from hosting import Hosted
-from inprocess import sim_config
+from hosting import Engine, Hosted, simulated
 from virtual import LoopClock, run_virtual
 
 from asyncrl.errors import EngineDied
-from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import TokenDelta
+from asyncrl.rollouter.engines.sim_model import content
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 
 RUN = run_virtual
+SEED = simulated().run.seed
 modes = pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
 
 
-class Engine:
-    """One token a second and request; token n of a response is n, its log-prob the negative of the version.
-
-    It dies when a response of a uid in ``world.poison`` has so many tokens. Under ``keep`` it goes on over loads.
-    """
-
-    name, workers = "rollouter/0", 1
+class Mortal(Engine):
+    """It dies when a response of a uid in ``world.poison`` has so many tokens, of some loads, and of aborts if told."""
 
     def __init__(self, world):
-        self.world, self.version, self.dead = world, -1, ""
-        self.running, self.going = {}, asyncio.Event()
+        super().__init__(world.config)
+        self.world, self.inside = world, {}
 
-    async def start(self):
-        pass
-
-    async def close(self):
-        self.die("it was closed")
-
-    def die(self, reason):
-        self.dead = self.dead or reason
-        for request in self.running.values():
-            request.set()
-
-    def require_alive(self):
-        if self.dead:
-            raise EngineDied(self.name, self.dead)
-
-    def uids(self):
-        return {id.partition("/")[0] for id in self.running}
+    async def die(self, reason):
+        await self.close()
+        raise EngineDied(self.name, reason)
 
     async def generate(self, request):
-        self.require_alive()
-        uid = request.key.partition("/")[0]
-        aborted = self.running[request.id] = asyncio.Event()
-        self.world.submitted.append((uid, request.held, self.uids()))
-        self.world.seeds.append((request.key, request.seed))
-        spans = []
+        uid, held, world = request.key.partition("/")[0], request.held, self.world
+        self.inside[request.id] = uid
+        world.submitted.append((uid, held, set(self.inside.values())))
+        world.seeds.append((request.key, request.seed))
         try:
-            for held in range(request.held, request.held + request.max_tokens):
-                waits = True
-                while waits:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(1.0):
-                            await aborted.wait()
-                    self.require_alive()
-                    if aborted.is_set():
-                        yield TokenDelta(tokens=[], logprobs=[], finish_reason="abort", spans=spans)
-                        return
-                    waits = not self.going.is_set()
-                if held == self.world.poison.get(uid):
-                    self.die(f"killed by {uid}")
-                    self.require_alive()
-                self.world.steps.append(self.uids())
-                n = held - request.held
-                start = spans.pop().start if spans and spans[-1].version == self.version else n
-                spans.append(VersionSpan(self.version, start, n + 1))
-                end = {"finish_reason": "length", "spans": spans} if n + 1 == request.max_tokens else {}
-                yield TokenDelta(tokens=[held], logprobs=[-float(self.version)], **end)
+            async for delta in super().generate(request):
+                held += len(delta.tokens)
+                if delta.tokens:
+                    world.steps.append(set(self.inside.values()))
+                    if held > world.poison.get(uid, held):
+                        await self.die(f"killed by {uid}")
+                yield delta
         finally:
-            del self.running[request.id]
+            del self.inside[request.id]
 
     async def abort(self, ids):
-        if ids and self.world.dies_of_an_abort:
-            self.die("of an abort")
-        self.require_alive()
-        for id in ids:
-            if id in self.running:
-                self.running[id].set()
-
-    async def pause(self, mode):
-        self.require_alive()
-        if mode == "abort":
-            await self.abort(list(self.running))
-        self.going.clear()
+        if self.world.dies_of_an_abort:
+            await self.die("of an abort")
+        await super().abort(ids)
 
     async def load(self, weights, *, recompute_kv):
-        await asyncio.sleep(0.1)
         if weights.version in self.world.unloadable:
-            self.die("killed by a load")
-        self.require_alive()
-        self.version = weights.version
-
-    async def resume(self):
-        self.require_alive()
-        self.going.set()
+            await self.die("killed by a load")
+        await super().load(weights, recompute_kv=recompute_kv)
 
 
 class World(Hosted):
     """A host with such engines, and somebody who replaces them and brings them new weights."""
 
     def __init__(self, *, poison=None, dies_of_an_abort=False, **rollout):
-        super().__init__(sim_config(rollout=rollout), self.make)
+        super().__init__(simulated(**rollout), lambda: Mortal(self))
         self.poison, self.unloadable, self.dies_of_an_abort = poison or {}, set(), dies_of_an_abort
-        self.submitted, self.steps, self.engines, self.seeds = [], [], [], []
-        self.reasons, self.excused = [], []
-        self.version = 0
-
-    def make(self):
-        self.engines.append(Engine(self))
-        return self.engines[-1]
+        self.submitted, self.steps, self.seeds, self.reasons, self.excused = [], [], [], [], []
+        self.version, self.one_at_a_time = 0, asyncio.Lock()
 
     async def keep_alive(self):
         await self.host.start()
@@ -129,10 +73,11 @@ class World(Hosted):
 
     async def update(self, version):
         self.version = version
-        try:
-            await self.load(version)
-        except EngineDied as error:
-            self.host.lost(str(error))
+        async with self.one_at_a_time:
+            try:
+                await self.load(version)
+            except EngineDied as error:
+                self.host.lost(str(error))
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())
@@ -147,13 +92,12 @@ class World(Hosted):
         assert self.host.turns.lone is None and self.host.running == 0
 
 
-def versions(trajectory, tokens):
-    """Of a response that is whole, and whose log-probs are those of its versions (I3)."""
+def versions(trajectory, uid, tokens):
+    """Of each token of a response, which is what an engine samples that lives (I3)."""
     [sequence] = trajectory.sequences
-    assert sequence.tokens.tolist() == list(range(tokens))
-    found = [span.version for span in sequence.spans for _ in range(span.start, span.end)]
-    assert found == [-int(logprob) for logprob in sequence.logprobs]
-    return found
+    expected = content(SEED, f"{uid}/{trajectory.sample}/1", 0, tokens)
+    assert (sequence.tokens.tolist(), sequence.logprobs.tolist()) == (expected[0], pytest.approx(expected[1]))
+    return [span.version for span in sequence.spans for _ in range(span.start, span.end)]
 
 
 async def caught(work):
@@ -169,9 +113,9 @@ async def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
         running = asyncio.create_task(world.response("0-1", 8))
         await asyncio.sleep(3.5)
         world.version = 4
-        world.engines[-1].die("killed")
+        await world.host.engine.close()
         trajectory = await running
-        assert versions(trajectory, 8) == [0] * 3 + [4] * 5
+        assert versions(trajectory, "0-1", 8) == [0] * 3 + [4] * 5
         assert [held for _, held, _ in world.submitted] == [0, 3]
         assert trajectory.resumes == 1
 
@@ -183,8 +127,8 @@ async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
         await asyncio.sleep(3.5)
         await world.update(1)
         await asyncio.sleep(3.0)
-        world.engines[-1].die("killed")
-        assert versions(await running, 10) == [0] * 3 + [1] * 7
+        await world.host.engine.close()
+        assert versions(await running, "0-1", 10) == [0] * 3 + [1] * 7
         assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
 
 
@@ -196,7 +140,7 @@ async def test_its_states_tell_of_the_update_and_an_engine_that_dies_under_it_is
         updating = asyncio.create_task(world.update(4))
         await asyncio.sleep(0.05)
         killed = LoopClock().now()
-        world.engines[-1].die("killed")
+        await world.host.engine.close()
         await running
         await updating
         states = [state for _, state in world.entered]
@@ -215,7 +159,7 @@ async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(m
                 world.version = version
                 if world.host.serves:
                     await world.update(version)
-        assert all(versions(task.result(), 6 + n) for n, task in enumerate(fine))
+        assert all(versions(task.result(), f"0-{n}", 6 + n) for n, task in enumerate(fine))
         for task in bad:
             assert isinstance(task.result(), TrajectoryFailed)
             assert "died 3 times (rollout.max_attempts)" in str(task.result())
@@ -234,7 +178,7 @@ async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode
             for version in range(1, 10):
                 await asyncio.sleep(1.7)
                 await world.update(version)
-        assert all(versions(task.result(), 5 + n % 4) for n, task in enumerate(work))
+        assert all(versions(task.result(), f"0-{n}", 5 + n % 4) for n, task in enumerate(work))
         assert all(len(inside) == 1 for inside in world.steps if inside & {f"0-{n}" for n in range(0, 12, 3)})
 
 
@@ -245,7 +189,7 @@ async def test_what_dies_of_a_load_is_no_fault_of_what_is_frozen_in_it():
         world.unloadable = {1}
         await world.update(1)
         world.unloadable = set()
-        assert versions(await running, 8)
+        assert versions(await running, "0-1", 8)
         assert "load" in world.reasons[0]
         assert (world.host.suspects.own_deaths, any(world.excused)) == (0, False)
 
@@ -261,9 +205,10 @@ async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused(
 
 async def test_an_engine_that_dies_of_an_abort_is_replaced():
     """The stop string was found; what was handed over stands."""
-    async with World(stop=[chr(0x100 + 3)], dies_of_an_abort=True) as world:
+    tokens, _ = content(SEED, "0-1/0/1", 0, 4)
+    async with World(stop=[chr(0x100 + tokens[3])], dies_of_an_abort=True) as world:
         trajectory = await world.response("0-1", 8)
-        assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
+        assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == (tokens, "stop")
         while not world.reasons:
             await asyncio.sleep(0.01)
         assert "abort" in world.reasons[0]
@@ -276,7 +221,7 @@ async def test_the_requests_of_a_response_have_its_seed_or_none(own):
             for sample in range(2):
                 tasks.create_task(world.response("0-1", 8, sample))
             await asyncio.sleep(3.5)
-            world.engines[-1].die("killed")
+            await world.host.engine.close()
         first, again, other, other_again = (seed for _, seed in sorted(world.seeds))
         assert (first, other) == (again, other_again)
         assert first != other if own else first is other is None

@@ -33,8 +33,7 @@ def test_each_turn_is_told_from_its_context_to_its_reward(tmp_path):
             await world.chat(key, [{"role": "user"}])
         world.pause_after = world.spoken + 1
         call = asyncio.create_task(world.chat(key, [user("hi"), said(reply), result(reply, "nothing")], tools=[TOOL]))
-        while world.speaks.is_set():
-            await asyncio.sleep(0.001)
+        await world.until(lambda: not world.speaks.is_set())
         await world.update()
         world.speaks.set()
         await call

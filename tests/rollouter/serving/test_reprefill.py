@@ -3,13 +3,11 @@
 import asyncio
 
 import pytest
-from hosting import Hosted
+from hosting import Hosted, simulated
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import sim_config
 from virtual import run_virtual
 
-from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.reprefill import Reprefill
 
 PROMPT = list(range(40))
@@ -36,23 +34,14 @@ def test_it_counts_once_with_the_first_token_and_with_a_load_all_that_is_held(re
     assert reprefill.tokens == expected
 
 
-class Engine(SimEngine):
-    """Takes weights without bytes."""
-
-    async def load(self, weights, *, recompute_kv):
-        self._batch.load(weights.version, recompute_kv=recompute_kv)
-
-
 def played(meanwhile, **rollout):
-    """Siblings of one prompt in a simulated engine, on a virtual clock: prefill takes no time, a token a second.
+    """Siblings of one prompt on a virtual clock. ``meanwhile`` is given the world when each has 10 tokens.
 
-    ``meanwhile`` is given the world when each has 10 tokens. Returns the tokens computed again, and those sampled.
+    Returns the tokens computed again, and those sampled.
     """
-    sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": TOKENS}
-    config = sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
 
     async def main():
-        world = Hosted(config, lambda: Engine(config, "rollouter/0"))
+        world = Hosted(simulated(**rollout))
         await world.host.start()
         await world.load(0)
         async with asyncio.TaskGroup() as tasks:

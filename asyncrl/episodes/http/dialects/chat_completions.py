@@ -22,7 +22,7 @@ from asyncrl.episodes.http.dialects.fields import (
     whole,
 )
 from asyncrl.errors import ChatRefused
-from asyncrl.messages.episodes import ChatReply, ToolCall
+from asyncrl.messages.episodes import ChatReply
 
 MOST_CHOICES = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -98,7 +98,7 @@ class ChatCompletionEvents:
         if rest := reply.content[self._told.get(choice, 0) :]:
             parts.append(self._chunk(choice, {"content": rest}))
         for at, call in enumerate(reply.tool_calls):
-            opened: Body = {"index": at, **tool_call(call)}
+            opened: Body = {"index": at, **call.in_message()}
             opened["function"] = {"name": call.name, "arguments": ""}
             parts.append(self._chunk(choice, {"tool_calls": [opened]}))
             arguments = {"index": at, "function": {"arguments": call.arguments}}
@@ -135,13 +135,8 @@ def message(reply: ChatReply) -> Body:
     if reply.reasoning:
         made["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
-        made |= {"content": reply.content or None, "tool_calls": [tool_call(call) for call in reply.tool_calls]}
+        made |= {"content": reply.content or None, "tool_calls": [call.in_message() for call in reply.tool_calls]}
     return made
-
-
-def tool_call(call: ToolCall) -> Body:
-    """A call in an assistant's message."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def usage(replies: Sequence[ChatReply]) -> Body:
