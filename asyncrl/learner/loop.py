@@ -33,14 +33,14 @@ from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness,
 from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.learner.groups.step_groups import StepGroups
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.publishing.boundaries import Boundaries
 from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.step_groups import StepGroups
 from asyncrl.learner.steps.plan_ahead import Outlook
 from asyncrl.learner.steps.step_planner import StepPlanner
 from asyncrl.messages.groups import Group

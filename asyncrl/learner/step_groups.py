@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed
+from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.stragglers import Stragglers
-from asyncrl.learner.publishing.boundaries import Boundaries
 from asyncrl.learner.steps.plan_ahead import Outlook, groups_wanted, oldest_groups
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
