@@ -385,7 +385,8 @@ class Learner(Actor):
         """Make way: the run ends at the next version boundary, with a checkpoint."""
         if self._is_rank_0 and hasattr(self, "_last_writes"):
             self._last_writes.make_way()
-            self._training.make_way()
+            self._training.preempted = True
+            self._training.tell_news()
 
     async def close(self) -> None:
         if hasattr(self, "_backend"):

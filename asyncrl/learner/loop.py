@@ -33,14 +33,14 @@ from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness,
 from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.learner.groups.step_groups import StepGroups
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.publishing.boundaries import Boundaries
 from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.step_groups import StepGroups
 from asyncrl.learner.steps.plan_ahead import Outlook
 from asyncrl.learner.steps.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
@@ -77,6 +77,8 @@ class Training:
     ) -> None:
         self.step = step
         """Steps trained so far."""
+        self.preempted = False
+        """Whether the run makes way: it stops at the next version boundary."""
         self._config = config
         self._states, self._counters, self._histograms = services.states, services.counters, services.histograms
         self._clock, self._log, self._awaits = services.clock, services.log, services.awaits
@@ -113,6 +115,7 @@ class Training:
             story=story,
             track=track,
             next_step=lambda: self._next_step,
+            preempted=lambda: self.preempted,
             foresee=self._planner.foresee,
         )
         self._first_version = -1
@@ -122,16 +125,6 @@ class Training:
         """Let all waits look again: there are new groups, there is new supply, or the run makes way."""
         self._groups.news.set()
         self._planner.ahead.look_again()
-
-    def make_way(self) -> None:
-        """Stop at the next version boundary."""
-        self._groups.preempted = True
-        self.tell_news()
-
-    @property
-    def preempted(self) -> bool:
-        """Whether the run makes way."""
-        return self._groups.preempted
 
     async def plan_ahead(self) -> None:
         """Plan and send each step while the one before is trained, until cancelled; without it, when it begins."""

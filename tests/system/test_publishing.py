@@ -8,9 +8,9 @@ import pytest
 from inprocess import System, sim_config, until
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner import boundaries
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.learner.publishing import boundaries
 from asyncrl.learner.publishing.broadcasting import Broadcaster
 from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.parameter_server.replicas import Phase

@@ -213,7 +213,7 @@ class Loop:
         self.trainer = TimedTrainer(config) if trainer is None else trainer
         self.counters, self.versions, self._lines = Figures(), Versions(), _Lines()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self.supply: Any = _Dataloader()
+        self.supply = _Dataloader()
         self._groups, self._wanted, clock = groups, config.learner.groups_per_step + 1, Clock()
         self._intake = Intake(config.learner)
         trace = Trace(clock.now, clock.wall, window_s=0.0)
@@ -237,7 +237,7 @@ class Loop:
             backend=self.trainer,
             thread=self._thread,
             intake=self._intake,
-            supply=self.supply,
+            supply=cast(Any, self.supply),
             versions=cast(Any, self.versions),
             lines=cast(Any, self._lines),
             story=StoryLog("learner/0"),

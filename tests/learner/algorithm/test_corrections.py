@@ -103,6 +103,27 @@ def test_kl_in_the_loss_is_that_of_the_formula(name, seed) -> None:
     np.testing.assert_allclose(batch.logprobs.grad, gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_kl_in_the_loss_has_in_the_mean_the_gradient_of_the_divergence(name) -> None:
+    """Over all tokens of a small vocabulary, each as often as the behaviour samples it."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference, behaviour = (torch.log_softmax(torch.randn(6, dtype=torch.float64), 0) for _ in range(2))
+    logprobs = torch.log_softmax(logits, 0)
+    batch = replace(
+        make_batch(0),
+        logprobs=logprobs,
+        behaviour=behaviour,
+        reference=reference,
+        segments=torch.arange(6),
+        sequences=6,
+    )
+    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    estimate = (behaviour.exp() * kl_losses(batch, name, cap=1e9)).sum()
+    (found,) = torch.autograd.grad(estimate, logits)
+    torch.testing.assert_close(found, expected)
+
+
 # --- the whole objective ---
 
 

@@ -24,9 +24,3 @@ def test_an_example_runs_as_it_stands(module, tmp_path, monkeypatch) -> None:
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     assert problems_of(LearnerConfig(**settings)) == []
-
-
-def test_the_first_example_is_the_default() -> None:
-    settings = tomllib.loads(BLOCKS[0][1])["learner"]
-    config = LearnerConfig(**settings)
-    assert config == LearnerConfig(loss_options={"clip_high": 0.28})

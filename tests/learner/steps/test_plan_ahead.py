@@ -357,7 +357,7 @@ def test_steps_that_were_planned_ahead_are_those_that_would_be_planned_when_they
 def test_a_run_that_makes_way_trains_nothing_that_was_sent_ahead() -> None:
     def make_way(loop: Loop) -> None:
         def sent(plan: StepPlan) -> bool:
-            loop.training.make_way()
+            loop.training.preempted = True
             return True
 
         loop.trainer.on_sent = sent  # type: ignore[attr-defined]

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed
+from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.stragglers import Stragglers
-from asyncrl.learner.publishing.boundaries import Boundaries
 from asyncrl.learner.steps.plan_ahead import Outlook, groups_wanted, oldest_groups
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
@@ -31,8 +31,8 @@ LAST_GROUPS_SHARE = 0.3
 
 
 class StepGroups:
-    """The groups of the steps to come. ``next_step`` tells which comes next, and ``foresee`` is called with it when its
-    groups may have become others.
+    """The groups of the steps to come. ``next_step`` tells which comes next, ``preempted`` whether the run makes way;
+    ``foresee`` is called with the step when its groups may have become others.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class StepGroups:
         story: StoryLog,
         track: Track,
         next_step: Callable[[], Outlook],
+        preempted: Callable[[], bool],
         foresee: Callable[[Outlook], None],
     ) -> None:
         self.news = asyncio.Event()
         """Set when there are new groups, there is new supply, or the run makes way."""
-        self.preempted = False
         self.waited = False
         """Whether the step that begins had to wait for groups."""
         self.uids: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class StepGroups:
         self._log, self._awaits = services.log, services.awaits
         self._intake, self._supply, self._boundaries = intake, supply, boundaries
         self._teacher, self._story, self._track = teacher, story, track
-        self._next_step, self._foresee = next_step, foresee
+        self._next_step, self._preempted, self._foresee = next_step, preempted, foresee
         # Under the limit 0 all groups are of one version.
         waits = config.staleness.late == "wait" and config.staleness.max
         self._stragglers = Stragglers(config, supply, intake, services) if waits else None
@@ -104,7 +104,7 @@ class StepGroups:
             self._requeue_late()
             if problem := intake.problem():
                 raise ActorFailed(self._name, problem)
-            if self.preempted:
+            if self._preempted():
                 await self._take_the_last()
                 return False
             supply = self._supply.supply
