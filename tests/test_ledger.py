@@ -68,7 +68,9 @@ def by_intervals(outcomes: Outcomes) -> LedgerState:
 
 
 @settings(max_examples=60)
-@given(OUTCOMES, st.randoms(use_true_random=False), st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1)))
+@given(
+    OUTCOMES, st.randoms(use_true_random=False), st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1, 9))
+)
 def test_i1_a_ledger_answers_as_a_dict_does_from_the_wire_and_from_disk_too(
     outcomes: Outcomes, random: Random, attempts: dict[str, int]
 ) -> None:

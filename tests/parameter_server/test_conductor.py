@@ -115,6 +115,17 @@ def test_of_32_slow_replicas_no_more_versions_are_held_than_may_be_and_each_come
     assert outrun_so_far
 
 
+def test_after_a_commit_a_replica_is_at_the_end_of_the_line_again():
+    play = Play(transport="stream", versions_held=2)
+    play.serve("r/0", version=1)
+    play.publish(2)
+    assert play.next("r/1", -1).version == 2
+    play.publish(3)
+    assert play.look("r/0").version == 3
+    play.publish(4)
+    assert play.needed() == {2, 4}
+
+
 def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
     play = one_at_a_time("r/0", transport="stream", stage_deadline_s=60)
     play.publish(1)
