@@ -1,4 +1,7 @@
-"""The learner's ranks as real processes, which play one case after another: importing torch once is enough."""
+"""The learner's ranks as real processes, which play one case after another.
+
+They are forked from one process that has imported torch: it takes longer to import than most cases do.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import Any
 
 from asyncrl.config import Config
 
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["transformers", "asyncrl.learner.fsdp.trainer"])
 RANK_WAIT_S = 120.0
 TIMEOUT_S = 2.0
 """Limit of the collectives of ranks that ``meet``."""
@@ -29,11 +34,10 @@ class RankPool:
     """Processes, one a rank."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._tasks = [context.Queue() for _ in range(world_size)]
-        self._addresses, self._ended = context.Queue(), context.Queue()
+        self._tasks = [PROCESSES.Queue() for _ in range(world_size)]
+        self._addresses, self._ended = PROCESSES.Queue(), PROCESSES.Queue()
         self._processes = [
-            context.Process(target=_play_all, args=(rank, tasks, self._addresses, self._ended), daemon=True)
+            PROCESSES.Process(target=_play_all, args=(rank, tasks, self._addresses, self._ended), daemon=True)
             for rank, tasks in enumerate(self._tasks)
         ]
         for process in self._processes:
