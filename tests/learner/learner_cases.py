@@ -56,7 +56,8 @@ def save_small_model(folder: Path, *, tied: bool = False, seed: int = 0, **setti
 def make_config(model: Path | None = None, *, ranks: int = 1, budget: int = 64, **learner: Any) -> Config:
     truncated = learner.pop("truncated", "score")
     bucket_bytes = learner.pop("bucket_bytes", 1 << 20)
-    defaults: dict[str, Any] = {"lr": 1e-3, "device": "cpu", "collective_timeout_s": 30.0}
+    # Threads of a small model mostly wait for one another.
+    defaults: dict[str, Any] = {"lr": 1e-3, "device": "cpu", "threads": 1, "collective_timeout_s": 30.0}
     return Config(
         model=ModelConfig(path=str(model) if model else None),
         # The check at start scores sequences as long as there may be.
@@ -216,6 +217,7 @@ def exact_model(folder: Path) -> Any:
     import torch
     import transformers
 
+    torch.set_num_threads(1)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 

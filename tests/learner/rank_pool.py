@@ -1,4 +1,7 @@
-"""The learner's ranks as real processes, which play one case after another: importing torch once is enough."""
+"""The learner's ranks as real processes, which play one case after another.
+
+They are forked from one process that has imported torch: it takes longer to import than most cases do.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch_processes import torch_context
 
 from asyncrl.config import Config
 
+PROCESSES = torch_context()
 RANK_WAIT_S = 120.0
 TIMEOUT_S = 2.0
 """Limit of the collectives of ranks that ``meet``."""
@@ -31,11 +35,10 @@ class RankPool:
     """Processes, one a rank."""
 
     def __init__(self, world_size: int) -> None:
-        context = torch_context()
-        self._tasks = [context.Queue() for _ in range(world_size)]
-        self._addresses, self._ended = context.Queue(), context.Queue()
+        self._tasks = [PROCESSES.Queue() for _ in range(world_size)]
+        self._addresses, self._ended = PROCESSES.Queue(), PROCESSES.Queue()
         self._processes = [
-            context.Process(target=_play_all, args=(rank, tasks, self._addresses, self._ended), daemon=True)
+            PROCESSES.Process(target=_play_all, args=(rank, tasks, self._addresses, self._ended), daemon=True)
             for rank, tasks in enumerate(self._tasks)
         ]
         for process in self._processes:

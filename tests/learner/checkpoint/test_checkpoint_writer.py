@@ -19,6 +19,7 @@ from virtual import LoopClock
 
 from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import GROUPS, STATE, read_contents, read_state, write_contents
+from asyncrl.checkpoint.damage import reading
 from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
@@ -61,6 +62,7 @@ def _replacing(old: bytes, new: bytes) -> Callable[[Path], object]:
     ("name", "damage", "expected", "is_damage"),
     [
         (STATE, _shorten, "cannot be read", True),
+        (STATE, _replacing(b'"bits":"', b'"bits":"no base64 '), "cannot be read", False),
         # What another version has written is no damage: going on from an older one would give it up.
         (STATE, _replacing(b'"format":3', b'"format":9'), "has format 9, and this asyncrl reads 1 to 3", False),
         (STATE, _replacing(b'"step":6', b'"step":"6"'), "as if another version of asyncrl had written it", False),
@@ -423,24 +425,8 @@ def test_where_none_is_whole_nothing_is_renamed_and_nothing_begins_anew(two, thr
     assert sorted(path.name for path in two.glob("*v0*")) == ["v00000003", "v00000004"]
 
 
-@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
-def test_an_unreadable_sector_is_damage_and_a_disk_that_is_away_says_nothing_of_the_checkpoint(
-    two, thread, monkeypatch, code
-) -> None:
-    real = Path.read_bytes
-
-    def read_bytes(path: Path) -> bytes:
-        if path == two / "v00000004" / STATE:
-            raise OSError(code, os.strerror(code), str(path))
-        return real(path)
-
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    world = _World(two, thread, incarnation=101)
-    if code == errno.EIO:
-        assert world.play(lambda checkpoints: checkpoints.restore()).state.version == 3
-        assert "cannot be read: Input/output error" in world.damaged[0]
-        return
-    with pytest.raises(ExceptionGroup) as caught:
-        world.play(lambda checkpoints: checkpoints.restore())
-    assert f"v00000004/{STATE}: cannot be read: {os.strerror(code)}" in str(caught.value.exceptions[0])
-    assert (two / "v00000004").exists() and world.damaged == []
+@pytest.mark.parametrize(("code", "is_damage"), [(errno.EIO, True), (errno.ENOENT, True), (errno.ESTALE, False)])
+def test_an_unreadable_sector_is_damage_and_a_disk_that_is_away_says_nothing_of_the_checkpoint(code, is_damage) -> None:
+    with pytest.raises(CheckpointError, match=f"cannot be read: {os.strerror(code)}") as caught, reading(Path("state")):
+        raise OSError(code, os.strerror(code))
+    assert isinstance(caught.value, DamagedCheckpoint) == is_damage

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_all(folder,
 
 
 def _publish_and_export(backend, config, target: Path) -> dict[str, Any]:
+    """A version, and the model twice in one file, then in several."""
+    from asyncrl.learner.fsdp.weights import export
+
     backend.train(plan_of(backend, config, 0))
     publication = backend.publish(7).result()
     found = {
@@ -140,6 +144,8 @@ def _publish_and_export(backend, config, target: Path) -> dict[str, Any]:
     backend.export(target)
     # And once more, in place of itself.
     backend.export(target)
+    with mock.patch.object(export, "SHARD_BYTES", 40_000):
+        backend.export(target.with_name("parts"))
     return found
 
 
@@ -164,21 +170,17 @@ def test_publication_and_export_are_what_save_pretrained_would_write(tmp_path, r
     layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in found["buckets"]]
     assert len(found["buckets"]) == found["fds"] > 1
     assert all(len([here for here in layers if layer in here]) == 1 for layer in "01")
-    assert sorted(p.name for p in target.parent.iterdir()) == ["export"]
-    assert sorted(p.name for p in target.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    assert sorted(p.name for p in target.parent.iterdir()) == ["export", "parts"]
+    files = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in target.iterdir()) == files
     assert len({p.stat().st_mode for p in target.iterdir()}) == 1, "whoever may read one of them may read all"
-    model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    assert str(model.dtype) == "torch.bfloat16"
-    twin = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype)
-    twin.load_state_dict(found["weights"], strict=False)
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=0, atol=0)
+    parts = sorted(p.name for p in (target.parent / "parts").glob("*.safetensors"))
+    assert len(parts) > 2 and parts[0] == f"model-00001-of-{len(parts):05}.safetensors"
+    for folder in (target, target.parent / "parts"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert model.dtype == torch.bfloat16
+        state = model.state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
 
 
 def _train_beside_a_slow_gather(backend, config) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
@@ -213,64 +215,43 @@ def _train_beside_a_slow_gather(backend, config) -> tuple[list[str], list[dict[s
     return events, [*weights, weights_of(backend.publish(3).result())]
 
 
-def test_steps_are_trained_while_a_gather_takes_its_time_and_its_version_is_of_one_moment(folder, run) -> None:
-    """On two real ranks: all that a version costs the training is the copy of their own shards."""
-    (events, weights), _ = run(make_config(folder, ranks=2, bucket_bytes=50_000), _train_beside_a_slow_gather)
+def _train_beside_a_slow_gather_and_failed_writes(backend, config, folder: Path) -> tuple[Any, ...]:
+    found = _train_beside_a_slow_gather(backend, config)
+    problems = _fail_to_write(backend, folder)
+    backend.train(plan_of(backend, config, 0))
+    return *found, problems, len(weights_of(backend.publish(1).result()))
+
+
+def _fail_to_write(backend, folder: Path) -> tuple[list[str], int]:
+    """Out of memory while publishing and a file in the way while exporting; and what is left open."""
+    from asyncrl.learner.fsdp.weights import gather
+
+    opened, real, problems, calls = open_descriptors(), gather.Segment, [], itertools.count()
+
+    class Full(real):
+        def __init__(self, name: str, size: int) -> None:
+            if next(calls):
+                raise OSError(errno.ENOMEM, "no memory left")
+            super().__init__(name, size)
+
+    with mock.patch.object(gather, "Segment", Full):
+        for attempt in (lambda: backend.publish(1).result(), lambda: backend.export(folder / "file" / "export")):
+            try:
+                attempt()
+            except OSError as error:
+                problems.append(type(error).__name__)
+    # Segments and files; ranks may have opened another connection.
+    return problems, sum(target.startswith("/") for _, target in open_descriptors() - opened)
+
+
+def test_steps_are_trained_while_a_gather_takes_its_time_and_after_one_that_fails(folder, tmp_path, run_well) -> None:
+    """On two real ranks: all that a version, which is of one moment, costs the training is the copy of their shards."""
+    (tmp_path / "file").write_text("in the way")
+    config = make_config(folder, ranks=2, bucket_bytes=50_000)
+    events, weights, problems, count = run_well(config, _train_beside_a_slow_gather_and_failed_writes, tmp_path)
     assert same(weights[0], weights[1]) and not same(weights[1], weights[2])
     buckets = events.count("gathered")
     assert buckets > 2
     assert events == ["copied", *["step", "gathered"] * buckets, "whole"]
-
-
-def _export_in_parts(backend, config, target: Path) -> None:
-    from asyncrl.learner.fsdp.weights import export
-
-    with mock.patch.object(export, "SHARD_BYTES", 40_000):
-        backend.export(target)
-
-
-def test_large_weights_are_exported_in_several_files(folder: Path, tmp_path: Path, run) -> None:
-    import transformers
-
-    run(make_config(folder, bucket_bytes=1000), _export_in_parts, tmp_path / "export")
-    files = sorted(p.name for p in (tmp_path / "export").glob("*.safetensors"))
-    assert len(files) > 2
-    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    exported, original = (
-        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "export", folder)
-    )
-    assert all(torch.equal(exported[name], original[name]) for name in original)
-
-
-def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
-    """Out of memory while publishing and a file in the way while exporting; then everything works again."""
-    from asyncrl.learner.fsdp.weights import gather
-
-    opened = open_descriptors()
-    real, calls, problems = gather.Segment, [], []
-
-    class Full(real):
-        def __init__(self, name: str, size: int) -> None:
-            calls.append(name)
-            if len(calls) > 1:
-                raise OSError(errno.ENOMEM, "no memory left")
-            super().__init__(name, size)
-
-    gather.Segment = Full
-    for attempt in (lambda: backend.publish(1).result(), lambda: backend.export(target / "file" / "export")):
-        try:
-            attempt()
-        except OSError as error:
-            problems.append(type(error).__name__)
-    gather.Segment = real
-    # Segments and files; ranks may have opened another connection.
-    leaked = sum(target.startswith("/") for _, target in open_descriptors() - opened)
-    backend.train(plan_of(backend, config, 0))
-    assert len(weights_of(backend.publish(1).result())) == 27
-    return problems, leaked
-
-
-def test_a_failed_write_is_told_and_training_goes_on(folder, tmp_path, run_well) -> None:
-    (tmp_path / "file").write_text("in the way")
-    found = run_well(make_config(folder, ranks=2, bucket_bytes=50_000), _fail_to_write, tmp_path)
-    assert found == (["OSError", "NotADirectoryError"], 0)
+    assert problems == (["OSError", "NotADirectoryError"], 0)
+    assert count == 27

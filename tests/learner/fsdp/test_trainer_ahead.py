@@ -15,22 +15,17 @@ from segment_reading import weights_of
 from asyncrl.learner.exchange.sent_ahead import Sending
 
 STEPS = 3
-Trained = tuple[list[dict[str, float]], dict[str, bytes]]
 
 
 def _bytes(backend: Any) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in weights_of(backend.publish(1).result()).items()}
 
 
-def _at_begin(backend: Any, config: Any) -> Trained:
-    return [backend.train(plan_of(backend, config, step)) for step in range(STEPS)], _bytes(backend)
-
-
-def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
-    """Each step is held on rank 0, and with it on the other rank, until the next one is there."""
+def _ahead_and_at_begin(backend: Any, config: Any, start: Path) -> tuple[list[str], list[Any]]:
+    """Metrics and weights of the same steps, twice: first each is held on rank 0, and with it on the other rank, until
+    the next one is there."""
     plans = [plan_of(backend, config, step) for step in range(STEPS)]
     events: list[str] = []
-    threads: list[threading.Thread] = []
     step = backend._updates.step
 
     def send(number: int) -> None:
@@ -41,25 +36,24 @@ def _slow_steps(backend: Any, config: Any) -> tuple[Trained, list[str]]:
         number = backend.steps + 1
         events.append(f"step {number} begins")
         if number < STEPS:
-            threads.append(threading.Thread(target=send, args=(number,)))
-            threads[-1].start()
-            threads[-1].join(RANK_WAIT_S)
+            sending = threading.Thread(target=send, args=(number,))
+            sending.start()
+            sending.join(RANK_WAIT_S)
         found = step(*arguments, **named)
         events.append(f"step {number} ends")
         return found
 
+    backend.save(start).result(60)
     with mock.patch.object(backend._updates, "step", slow):
-        metrics = [backend.train(plan, number) for number, plan in enumerate(plans)]
-    return (metrics, _bytes(backend)), events
+        ahead = [backend.train(plan, number) for number, plan in enumerate(plans)], _bytes(backend)
+    backend.load(start)
+    return events, [ahead, ([backend.train(plan) for plan in plans], _bytes(backend))]
 
 
-def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(folder: Path, run: Callable) -> None:
+def test_the_next_step_is_held_by_all_ranks_before_the_present_one_ends(folder, tmp_path, run_well: Callable) -> None:
     config = make_config(folder, ranks=2, budget=50, updates_per_batch=2)
-    (ahead, events), followers = run(config, _slow_steps)
-    assert followers == [None]
+    events, (ahead, at_begin) = run_well(config, _ahead_and_at_begin, tmp_path / "start")
     held = [[f"step {n} begins", f"{n} is held", f"step {n} ends"] for n in (1, 2)]
     assert events == [*held[0], *held[1], "step 3 begins", "step 3 ends"]
-    at_begin, followers = run(config, _at_begin)
-    assert followers == [None]
     # In every bit: metrics, and weights by their bytes.
     assert ahead == at_begin

@@ -208,8 +208,9 @@ def load_policy(config: ModelConfig) -> Policy:
     import transformers
 
     path = model_folder(config)
+    auto: Any = transformers.AutoModelForCausalLM
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             path,
             dtype=torch.float32,
             local_files_only=True,
@@ -258,9 +259,8 @@ def empty_policy(config: ModelConfig) -> Policy:
             path, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-            )
+            auto: Any = transformers.AutoModelForCausalLM
+            model = auto.from_config(settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
     except UNLOADABLE as error:
         raise cannot_load(path, error) from error
     return Policy(model.eval())

@@ -1,4 +1,4 @@
-"""Parcels that travel beside the training, between real processes."""
+"""Parcels that travel beside the training, between real processes; and ranks that die while others wait for them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, meet
 
@@ -38,12 +38,9 @@ def _leave(ranks: Ranks, ahead: ParcelsAhead) -> None:
     ranks.close()
 
 
-def _say(ranks: Ranks, word: str) -> None:
-    ranks._told.set(word, "")
-
-
-def _hear(ranks: Ranks, word: str) -> None:
-    ranks._told.wait([word], timedelta(seconds=RANK_WAIT_S))
+def _receiver() -> threading.Thread | None:
+    """The thread of this rank that receives parcels."""
+    return next((thread for thread in threading.enumerate() if thread.name == "parcels"), None)
 
 
 def _fails(work: Callable[[], Any]) -> str:
@@ -64,26 +61,21 @@ def _one_slot(rank: int, addresses: Any) -> Any:
         second.start()
         second.join(0.5)
         said.append(second.is_alive())
-        _say(ranks, "train 1")
+        ranks.all_gather([0.0], "train 1")
         second.join(RANK_WAIT_S)
         said.append(second.is_alive())
-        _say(ranks, "2 is held")
-        _hear(ranks, "2 is seen")
         # 2 is withdrawn; nobody takes it.
         ahead.send(_parcels(3), Sending(3, 1))
-        _say(ranks, "3 is held")
+        ranks.all_gather([0.0], "3 is held")
     else:
-        _hear(ranks, "train 1")
+        ranks.all_gather([0.0], "train 1")
         found = ahead.take(1)
         said.append((len(found), set(found.tolist())))
         there = weakref.ref(found)
         del found
         said.append(there() is None)
-        _hear(ranks, "2 is held")
-        there = weakref.ref(ahead._slot._parcel)
-        _say(ranks, "2 is seen")
-        _hear(ranks, "3 is held")
-        said += [there() is None, _fails(lambda: ahead.take(2)), set(ahead.take(3).tolist())]
+        ranks.all_gather([0.0], "3 is held")
+        said += [_fails(lambda: ahead.take(2)), set(ahead.take(3).tolist())]
     _leave(ranks, ahead)
     return said
 
@@ -91,8 +83,8 @@ def _one_slot(rank: int, addresses: Any) -> Any:
 def test_a_parcel_arrives_while_the_rank_trains_and_waits_for_its_step_or_is_let_go_of(pools) -> None:
     first, second = pools.play(2, _one_slot)
     assert first == [True, False], "a rank holds one parcel"
-    # The rank keeps nothing of what it has trained or what was withdrawn.
-    assert second == [(SIZE, {1}), True, True, "parcel 2 is to be trained, and parcel 3 is held", {3}]
+    # The rank keeps nothing of what it has trained.
+    assert second == [(SIZE, {1}), True, "parcel 2 is to be trained, and parcel 3 is held", {3}]
 
 
 def _never_taken(rank: int, addresses: Any) -> list[str]:
@@ -101,11 +93,12 @@ def _never_taken(rank: int, addresses: Any) -> list[str]:
     if rank == 0:
         ahead.send(_parcels(1), Sending(1, 0))
         found = [_fails(lambda: ahead.send(_parcels(n), Sending(n, 1))) for n in (2, 3)]  # noqa: B023
-        _say(ranks, "failed")
+        addresses.put("failed")
     else:
-        _hear(ranks, "failed")
-        assert ahead._thread is not None
-        ahead._thread.join(RANK_WAIT_S)
+        receiver = _receiver()
+        assert receiver is not None
+        assert addresses.get(timeout=RANK_WAIT_S) == "failed"
+        receiver.join(RANK_WAIT_S)
         found = [_fails(lambda: ahead.take(1))]
     _leave(ranks, ahead)
     return found
@@ -128,20 +121,13 @@ def _stopped(rank: int, addresses: Any) -> Any:
         failures: list[str] = []
         waits = threading.Thread(target=lambda: failures.append(_fails(lambda: ahead.send(_parcels(2), Sending(2, 1)))))
         waits.start()
-        _hear(ranks, "2 is announced")
+        waits.join(0.5)
+        assert waits.is_alive()
         _leave(ranks, ahead)
         waits.join(RANK_WAIT_S)
         return bool(failures and failures[0]), _fails(lambda: ahead.send(_parcels(3), Sending(3, 1)))
-    receive = ahead._receive
-
-    def noted(announced: Any) -> bool:
-        if announced.number == 2:
-            _say(ranks, "2 is announced")
-        return receive(announced)
-
-    ahead._receive = noted  # type: ignore[method-assign]
     _leave(ranks, ahead)
-    assert ahead._thread is not None and not ahead._thread.is_alive()
+    assert _receiver() is None
     # As a rank ends, with which a parcel on its way is lost.
     os._exit(0)
 
@@ -154,34 +140,60 @@ def _dying(rank: int, addresses: Any, dies: int) -> list[str]:
     ranks = meet(rank, addresses, RANK_WAIT_S)
     if rank == dies:
         setattr(dist, "recv" if rank else "isend", lambda *_, **__: os._exit(7))
-    ahead = ParcelsAhead(ranks)
+    ahead, group = ParcelsAhead(ranks), ranks.another_group(RANK_WAIT_S)
     ranks.all_gather([0.0], "both are there")
     if rank == 0:
         return [
             _fails(lambda: ahead.send(_parcels(1), Sending(1, 0))),
             _fails(lambda: ahead.send(_parcels(2), Sending(2, 0))),
+            _fails(lambda: ranks.exchange(b"word", group, "what each has written", RANK_WAIT_S)),
             _fails(lambda: ranks.all_gather([1.0], "the sums of step 1")),
         ]
+    receiver = _receiver()
+    assert receiver is not None
     if dies == rank:
         # The training goes on until then.
-        time.sleep(RANK_WAIT_S)
+        receiver.join(RANK_WAIT_S)
     found = [_fails(ranks.commands.next)]
-    assert ahead._thread is not None
-    ahead._thread.join(RANK_WAIT_S)
+    receiver.join(RANK_WAIT_S)
     found.append(_fails(lambda: ahead.take(1)))
     ahead.close()
-    assert not ahead._thread.is_alive()
     return found
 
 
 def test_a_rank_that_dies_while_a_parcel_travels_fails_the_step_as_it_always_does(pools) -> None:
-    first, second, step = pools.play(2, _dying, 1)[0]
+    """I5: nobody waits for the dead until the limit."""
+    began = time.monotonic()
+    first, second, exchange, step = pools.play(2, _dying, 1)[0]
     assert "learner/0 of 2 ranks, the parcels of a step to come" in first
     assert second == CUT_OFF
+    assert "learner/0 of 2 ranks, what each has written" in exchange
     assert "learner/0 of 2 ranks, the sums of step 1" in step
+    assert time.monotonic() - began < RANK_WAIT_S / 2
 
 
 def test_a_rank_knows_that_rank_zero_is_gone_while_a_parcel_travels(pools) -> None:
     command, parcel = pools.play(2, _dying, 0)[1]
     assert "learner/1 awaited its next command" in command
     assert parcel
+
+
+def _late(rank: int, addresses: Any) -> Any:
+    ranks = meet(rank, addresses)
+    group = ranks.another_group(1.0)
+    if rank == 1:
+        assert addresses.get(timeout=RANK_WAIT_S) == "late"
+        ranks.close()
+        return None
+    with pytest.raises(DeadlineExceeded) as late:
+        ranks.exchange(b"word", group, "what each has written", 1.0)
+    addresses.put("late")
+    ranks.close()
+    return late.value
+
+
+def test_a_rank_that_is_late_in_writing_is_not_waited_for_without_end(pools) -> None:
+    """I5."""
+    late, _ = pools.play(2, _late)
+    assert (late.who, late.what, late.waited_s) == ("learner/0", "what each has written", 1.0)
+    assert "collective_timeout_s" not in str(late)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ from learner.learner_cases import (
     random_groups,
     read_checkpoint,
     same,
-    save_small_model,
     train,
 )
 from learner.rank_pool import run_alone
@@ -29,22 +27,18 @@ from torch import nn
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.learner.fsdp.model.lora import LoraLinear, WithoutAdapters, adapted_layers, add_adapters, unreached
+from asyncrl.learner.fsdp.model.lora import WithoutAdapters, adapted_layers, add_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import load_policy, make_row
 from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.weights import gather
+from asyncrl.learner.fsdp.weights.dcp import load_weights
 from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.lora import PREFIX, tensor_names
 
 RANK, ALPHA = 3, 6.0
 SCALE = ALPHA / RANK
 STEPS = {"lr": 2e-2, "max_grad_norm": 1e9}
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("tied"), tied=True)
 
 
 def _config(folder: Path, *, lora: dict[str, Any] | None = None, **settings: Any):
@@ -61,32 +55,8 @@ def _policy(folder: Path, **lora: Any):
     return policy
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_and_its_gradients_are_those_of_the_formula(bias) -> None:
-    torch.manual_seed(0)
-    linear = nn.Linear(10, 6, bias=bias)
-    linear.requires_grad_(False)
-    layer = LoraLinear(linear, rank=RANK, alpha=ALPHA)
-    with torch.no_grad():
-        layer.lora_A.copy_(layer.first_a(torch.Generator().manual_seed(1)))
-    x, given = torch.randn(4, 10), torch.randn(4, 6)
-    assert torch.equal(layer(x), linear(x)), "B begins at zero"
-    nn.init.normal_(layer.lora_B)
-    layer(x).backward(given)
-
-    a, b = (p.detach().double().requires_grad_() for p in (layer.lora_A, layer.lora_B))
-    y = x.double() @ linear.weight.double().T + SCALE * x.double() @ a.T @ b.T
-    y = y + linear.bias.double() if bias else y
-    y.backward(given.double())
-    torch.testing.assert_close(layer(x).double(), y, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer.lora_A.grad.double(), a.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(layer.lora_B.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
-    assert linear.weight.grad is None
-    layer.enabled = False
-    assert torch.equal(layer(x), linear(x))
-
-
 def test_every_linear_layer_of_the_decoder_gets_one_and_nothing_else(folder) -> None:
+    """What is in memory for it is what is trained: no gradient and no state of the frozen rest."""
     policy = _policy(folder)
     layers = adapted_layers(policy.model)
     assert len(layers) == 2 * 7 and "model.layers.1.mlp.down_proj" in layers
@@ -99,6 +69,10 @@ def test_every_linear_layer_of_the_decoder_gets_one_and_nothing_else(folder) -> 
     again = adapted_layers(_policy(folder).model)
     assert all(torch.equal(layer.lora_A, again[name].lora_A) for name, layer in layers.items())
     assert len({float(layer.lora_A.detach()[0, 0]) for layer in layers.values()}) == len(layers)
+    half = TrainingShape(shards=1, tokens=64, chunk=64, compute_bytes=2, checkpointing="off", offloaded=False)
+    numbers = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    memory, frozen = estimate(shape_of(policy), half), sum(p.numel() for p in policy.parameters()) - numbers
+    assert (memory.weights, memory.gradients, memory.states) == (2 * frozen + 4 * numbers, 4 * numbers, 8 * numbers)
 
 
 def test_targets_are_ends_of_names_and_one_that_is_none_is_told(folder) -> None:
@@ -119,19 +93,6 @@ def test_an_adapter_that_the_model_does_not_call_is_found(folder) -> None:
     layer.forward = lambda x: nn.functional.linear(x, layer.up_proj.weight) @ layer.down_proj.weight.T
     assert unreached(policy, row) == [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
     assert all(p.grad is None for p in policy.parameters())
-
-
-def test_the_memory_of_a_frozen_model_is_its_weights_alone(folder) -> None:
-    load = TrainingShape(shards=1, tokens=64, chunk=64, compute_bytes=4, checkpointing="off", offloaded=False)
-    whole = estimate(shape_of(load_policy(ModelConfig(path=str(folder)))), load)
-    policy = _policy(folder)
-    found = estimate(shape_of(policy), load)
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    assert (found.gradients, found.states) == (4 * trained, 8 * trained)
-    assert whole.states == 2 * whole.gradients == 2 * whole.weights
-    assert found.weights == whole.weights + 4 * trained
-    half = estimate(shape_of(policy), replace(load, compute_bytes=2))
-    assert half.weights == whole.weights // 2 + 4 * trained
 
 
 # --- training ---
@@ -247,32 +208,26 @@ def _merge(source: Path, adapters: dict[str, torch.Tensor]) -> dict[str, torch.T
     return found
 
 
-@pytest.mark.parametrize(("ranks", "is_tied", "publish"), [(2, False, "adapter"), (1, True, "merged")])
-def test_versions_checkpoints_and_exports_hold_what_was_trained(
-    ranks, is_tied, publish, folder, tied, tmp_path, run
-) -> None:
-    source = tied if is_tied else folder
-    config = _config(source, ranks=ranks, lora={"publish": publish}, bucket_bytes=50_000)
+def test_versions_checkpoints_and_exports_hold_what_was_trained(folder, tmp_path, run) -> None:
+    config = _config(folder, ranks=2, lora={"publish": "adapter"}, bucket_bytes=50_000)
     left, _ = run(config, _leave, tmp_path)
     assert left["frozen"]
     checkpoint = read_checkpoint(tmp_path / "trainer")
     adapters = _adapters(checkpoint)
-    names = [each for name in adapted_layers(_policy(source).model) for each in tensor_names(name)]
+    names = [each for name in adapted_layers(_policy(folder).model) for each in tensor_names(name)]
     assert sorted(adapters) == sorted(names) and len(checkpoint) == 4 * len(names)
     assert all(value.any() for value in adapters.values())
 
-    merged = _merge(source, adapters)
+    merged = _merge(folder, adapters)
     exported = load_file(tmp_path / "export" / "model.safetensors")
-    for found in [exported, left["version"]] if publish == "merged" else [exported]:
-        assert found.keys() == merged.keys()
-        for name, value in found.items():
-            assert torch.allclose(value, merged[name], rtol=1e-6, atol=1e-6), name
-    alone = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
-    for found in [alone, left["version"]] if publish == "adapter" else [alone]:
+    assert exported.keys() == merged.keys()
+    for name, value in exported.items():
+        assert torch.allclose(value, merged[name], rtol=1e-6, atol=1e-6), name
+    for found in (load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors"), left["version"]):
         assert found.keys() == adapters.keys()
         assert all(torch.equal(value, adapters[name]) for name, value in found.items())
     settings = json.loads((tmp_path / "export" / "adapter" / "adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (RANK, ALPHA, str(source))
+    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (RANK, ALPHA, str(folder))
     assert settings["target_modules"] == sorted(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
     assert sorted(path.name for path in (tmp_path / "export" / "adapter").iterdir()) == [
         "adapter_config.json",
@@ -280,7 +235,7 @@ def test_versions_checkpoints_and_exports_hold_what_was_trained(
         "tokenizer.json",
     ]
     # Read back by another number of ranks.
-    again, _ = run(_config(source, ranks=3 - ranks), _load_and_save, tmp_path / "trainer", tmp_path / "again")
+    again, _ = run(_config(folder), _load_and_save, tmp_path / "trainer", tmp_path / "again")
     assert same(read_checkpoint(tmp_path / "again"), checkpoint)
     assert again == pytest.approx(left["loss"], rel=1e-3, abs=1e-6)
     sizes = [sum(p.stat().st_size for p in (tmp_path / name).rglob("*.*")) for name in ("trainer", "export")]
@@ -300,7 +255,7 @@ def _publish(backend, config) -> tuple[dict[str, torch.Tensor], set[tuple[torch.
 
 
 def test_in_bfloat16_the_frozen_weights_are_that_and_adapters_are_not(folder, run) -> None:
-    config = _config(folder, ranks=2, dtype="bfloat16", lora={"publish": "merged", "targets": ["down_proj"]})
+    config = _config(folder, dtype="bfloat16", lora={"publish": "merged", "targets": ["down_proj"]})
     (found, types), _ = run(config, _publish)
     assert types == {(torch.bfloat16, False), (torch.float32, True)}
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
@@ -309,21 +264,13 @@ def test_in_bfloat16_the_frozen_weights_are_that_and_adapters_are_not(folder, ru
         assert torch.equal(value, original[name].bfloat16()) == ("down_proj" not in name), name
 
 
-def _refused(backend, config, source: Path, own: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        backend.load(source)
-    backend.save(own).result(60)
-    return str(caught.value)
-
-
-def test_a_checkpoint_of_the_other_kind_is_refused(folder, tmp_path, run) -> None:
-    whole, adapters, none = tmp_path / "whole", tmp_path / "adapters", tmp_path / "none"
-    full = make_config(folder, **STEPS)
-    run(full, _save, whole)
-    told, _ = run(_config(folder), _refused, whole, adapters)
-    assert "holds a whole model and no adapters: set lora.rank = 0, as it was" in told
-    told, _ = run(full, _refused, adapters, none)
-    assert "holds adapters, and lora.rank = 0 trains the model itself" in told
+def test_a_checkpoint_of_the_other_kind_is_refused(folder, tmp_path) -> None:
+    run_alone(_config(folder), _save, tmp_path / "adapters")
+    with pytest.raises(CheckpointError, match="holds adapters, and lora.rank = 0 trains the model itself"):
+        load_weights(tmp_path / "adapters", load_policy(ModelConfig(path=str(folder))))
+    run_alone(make_config(folder, **STEPS), _save, tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="holds a whole model and no adapters: set lora.rank = 0, as it was"):
+        load_weights(tmp_path / "whole", _policy(folder))
 
 
 def _save(backend, config, target: Path) -> None:

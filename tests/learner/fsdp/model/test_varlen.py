@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import varlen_kernel
-from learner.learner_cases import make_config
-from model_matrix import make_family, save_family
+from learner import varlen_kernel
 from torch import nn
 
 from asyncrl.learner.fsdp.model import attention, varlen
 from asyncrl.learner.fsdp.model.pieces import connect
 from asyncrl.learner.fsdp.model.varlen import Heads, kernel_problem, refusal, round_longest
-from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
 
 CPU = torch.device("cpu")
-WINDOW = 2 * max(LENGTHS)
-"""Longer than all sequences of the first part of the check."""
 
 
 @pytest.fixture
@@ -33,8 +27,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changed", "why"),
     [
         ({}, None),
-        ({"dtype": torch.float16}, None),
-        ({"head": 256, "value_head": 256}, None),
+        ({"dtype": torch.float16, "head": 256, "value_head": 256}, None),
         ({"device": "cpu"}, "cuda alone"),
         ({"dtype": torch.float32}, "bfloat16"),
         ({"value_head": 64}, "values"),
@@ -56,10 +49,11 @@ def test_the_longest_is_rounded_to_few_numbers() -> None:
     assert sorted(set(rounded.values())) == [128, 256, 512, 1024, 2048, 4096, 8192]
 
 
-def _module(groups: int) -> nn.Module:
-    module = nn.Module()
-    module.num_key_value_groups = groups  # type: ignore[assignment]
-    return module
+def _attended(attend: Any, module: nn.Module, values: list[torch.Tensor], told: dict[str, Any]) -> list[torch.Tensor]:
+    """Output, and the gradients of its sum of squares."""
+    leaves = [x.detach().requires_grad_() for x in values]
+    output = attend(module, *leaves, None, **told)[0]
+    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]
 
 
 def _both(
@@ -74,24 +68,28 @@ def _both(
     told |= {"key_index": None if pieces.key_index is None else torch.from_numpy(pieces.key_index)}
     packed = {"cu_seqlens": varlen.cumulate(lengths, CPU), "cu_seqlens_k": varlen.cumulate(seen, CPU)}
     packed |= {"max_seqlen": round_longest(max(seen))}
-    module = _module(4 // keys)
-    ours = varlen._with_gradients(varlen.varlen_attention, module, values, told | packed)
-    truth = varlen._with_gradients(attention.packed_attention, module, [x.float() for x in values], told)
+    module = nn.Module()
+    module.num_key_value_groups = 4 // keys  # type: ignore[assignment]
+    ours = _attended(varlen.varlen_attention, module, values, told | packed)
+    truth = _attended(attention.packed_attention, module, [x.float() for x in values], told)
     return list(zip(ours, truth, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"), [(1, {}), (2, {"sliding_window": 5}), (4, {"sliding_window": 2}), (2, {"scaling": 0.9})]
+    ("keys", "lengths", "prefixes", "named"),
+    [
+        (1, (9, 1, 30, 4), None, {}),
+        (4, (9, 1, 30, 4), None, {"sliding_window": 2}),
+        (2, (9, 1, 30, 4), None, {"sliding_window": 5, "scaling": 0.9}),
+        # Keys of a common beginning collect the gradients of all who share it.
+        (2, (9, 20, 4, 4, 30), (-1, -1, 0, 0, 1), {}),
+        (2, (9, 20, 4, 4, 30), (-1, -1, 0, 0, 1), {"sliding_window": 12}),
+        # More than the kernel can do: sequence by sequence.
+        (2, (9, 3), None, {"softcap": 2.0}),
+    ],
 )
-def test_a_row_gets_in_one_kernel_what_its_sequences_get_alone(kernel, keys: int, named: dict[str, Any]) -> None:
-    for ours, truth in _both((9, 1, 30, 4), keys, **named):
-        assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
-
-
-@pytest.mark.parametrize("named", [{}, {"sliding_window": 5}, {"sliding_window": 12}])
-def test_a_rest_gets_in_one_kernel_what_it_gets_behind_its_prefix(kernel, named: dict[str, Any]) -> None:
-    """Keys of a prefix collect the gradients of all rests."""
-    for ours, truth in _both((9, 20, 4, 4, 30), 2, (-1, -1, 0, 0, 1), **named):
+def test_a_row_gets_in_one_kernel_what_its_sequences_get_alone(kernel, keys, lengths, prefixes, named) -> None:
+    for ours, truth in _both(lengths, keys, prefixes, **named):
         assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
 
 
@@ -105,12 +103,6 @@ def test_keys_are_repeated_where_torch_has_no_groups(kernel, monkeypatch) -> Non
     monkeypatch.setattr(varlen.varlen, "varlen_attn", of_2_11)
     monkeypatch.setattr(varlen, "_HAS_GQA", False)
     for ours, truth in _both((9, 3), 2, sliding_window=4):
-        assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
-
-
-def test_a_layer_that_asks_for_more_is_attended_to_sequence_by_sequence(kernel, monkeypatch) -> None:
-    monkeypatch.setattr(varlen, "attend", None)
-    for ours, truth in _both((9, 3), 2, softcap=2.0):
         assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
 
 
@@ -139,38 +131,6 @@ def test_the_kernel_is_tried_where_it_is_to_run(kernel, monkeypatch) -> None:
 
     monkeypatch.setattr(varlen, "attend", broken)
     assert tried() == "RuntimeError: no kernel image is available"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_family("Mistral", tied=False, sliding_window=WINDOW)
-    return save_family(tmp_path_factory.mktemp("model") / "model", model)
-
-
-def _way(backend: Any, config: Any) -> str:
-    return str(backend._policy.model.config._attn_implementation)
-
-
-def test_the_check_at_start_takes_the_kernel_and_gives_it_up_where_it_is_wrong(
-    kernel, folder: Path, run, monkeypatch, caplog
-) -> None:
-    config = make_config(folder, dtype="bfloat16")
-    assert run(config, _way)[0] == varlen.NAME
-    assert not caplog.records
-    # Seen by the kernel's own trial.
-    attend = varlen.attend
-    monkeypatch.setattr(varlen, "attend", lambda *values, **named: 1.1 * attend(*values, **named))
-    assert run(config, _way)[0] == attention.NAME
-    assert "a kernel for each sequence: what the kernel gives" in caplog.text
-    # Seen only past the model's window.
-    blind = {"sliding_window": None}
-    monkeypatch.setattr(varlen, "attend", lambda *values, **named: attend(*values, **(named | blind)))
-    monkeypatch.setattr(varlen, "kernel_problem", lambda *_, **__: None)
-    assert run(config, _way)[0] == attention.NAME
-    assert "own attention over packed rows cannot be used" in caplog.text
-    # In float32 nothing is tried.
-    monkeypatch.undo()
-    assert run(make_config(folder), _way)[0] == attention.NAME
 
 
 @pytest.mark.gpu

@@ -1,35 +1,45 @@
-"""The check at start where the model will run: past its window, in the compute type, after sharding."""
+"""The check at start where the model will run: past its window, in the compute type, with all ranks."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from learner import varlen_kernel
 from learner.learner_cases import make_config
-from model_matrix import make_family, save_family
+from model_matrix import make_family
 
-from asyncrl.learner.fsdp.gang.ranks import Ranks
-from asyncrl.learner.fsdp.model import attention
-from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.startup import sharding
-from asyncrl.learner.fsdp.startup.sharded_check import FLOPS, LONG, PAST, STRETCH, attention_window, long_length
-from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
+from asyncrl.config.training import LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp.model import attention, varlen
+from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
+from asyncrl.learner.fsdp.startup.sharded_check import (
+    FLOPS,
+    LONG,
+    PAST,
+    STRETCH,
+    attention_window,
+    confirm_scoring,
+    long_length,
+)
+from asyncrl.learner.fsdp.startup.startup_check import LENGTHS, AgreeingWays, Scoring, choose_scoring
 
 WINDOW = 2 * max(LENGTHS)
 """Longer than all sequences of the first part."""
-SHORT = sum(LENGTHS)
-"""Tokens in a row of the first part."""
 
 
 @pytest.mark.parametrize(
     ("model", "window"),
     [
         ({}, None),
-        ({"sliding_window": None}, None),
         ({"sliding_window": 7}, 7),
         ({"sliding_window": 7, "use_sliding_window": False}, None),
         ({"sliding_window": 7, "layer_types": ["full_attention"]}, None),
@@ -45,7 +55,6 @@ def test_the_window_is_that_of_the_layers_that_have_one(model: dict[str, Any], w
     ("window", "longest", "parameters", "device", "length"),
     [
         (None, 9999, 1000, "cpu", LONG),
-        (None, 300, 1000, "cpu", 300),
         (4096, 9999, 1000, "cpu", 4096 + PAST),
         (4096, 1000, 1000, "cpu", 1000),
         (4096, 9999, 10**8, "cpu", int(FLOPS["cpu"] / 2e8)),
@@ -57,92 +66,121 @@ def test_the_long_sequence_passes_the_window_and_costs_seconds(window, longest, 
     assert long_length(window, longest=longest, parameters=parameters, device=device) == length
 
 
+class OneRank:
+    """A rank beside another one, if ``theirs`` are that one's numbers."""
+
+    device, world_size, rank = torch.device("cpu"), 1, 0
+
+    def __init__(self, theirs: Sequence[float] = ()) -> None:
+        self._theirs = iter(theirs)
+
+    def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
+        return np.array([values, *([each] for each in [next(self._theirs, None)] if each is not None)])
+
+    def agree(self, problem: str | None, what: str) -> list[str]:
+        return [problem] if problem else []
+
+    def waiting(self, what: str) -> Any:
+        return nullcontext()
+
+    def mark(self) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_family("Mistral", tied=False, sliding_window=WINDOW)
-    return save_family(tmp_path_factory.mktemp("model") / "model", model)
+def policy() -> Policy:
+    return Policy(make_family("Mistral", tied=False, sliding_window=WINDOW))
 
 
-def _way(backend: Any, config: Any) -> tuple[bool, str, bool]:
-    policy = backend._policy
-    return backend.packed, policy.model.config._attn_implementation, policy.chunked
+@pytest.fixture(scope="module")
+def ways(policy: Policy) -> AgreeingWays:
+    """All that there are."""
+    found = choose_scoring(policy, LearnerConfig(), seed=make_config().run.seed)
+    assert found.scoring == Scoring(True, "packed", True, shared=True)
+    return found
 
 
-def _without_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our attention lets every position see all before it."""
-    plain = attention.packed_attention
+@pytest.fixture
+def confirm(policy: Policy, ways: AgreeingWays, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scoring]]:
+    """The check of the model in bfloat16, or in another type."""
 
-    def blind(*arguments: Any, **named: Any) -> Any:
-        return plain(*arguments, **(named | {"sliding_window": None}))
+    def check(*, dtype: torch.dtype = torch.bfloat16, choice: AgreeingWays = ways, theirs: Any = ()) -> Scoring:
+        tried, ranks = copy.deepcopy(policy), OneRank(theirs)
+        for parameter in tried.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return confirm_scoring(tried, choice, make_config(), ranks, dtype, path="/model")  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention, "packed_attention", blind)
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch):
-    yield
+    yield check
     monkeypatch.undo()
     attention.register()
+    varlen.register()
 
 
-def test_a_window_that_is_not_kept_is_seen(folder: Path, run, monkeypatch, caplog) -> None:
-    right, _ = run(make_config(folder, dtype="bfloat16"), _way)
-    assert right == (True, attention.NAME, True)
-    assert not caplog.records
-    _without_a_window(monkeypatch)
-    found, _ = run(make_config(folder, dtype="bfloat16"), _way)
-    assert found == (True, "sdpa", True)
-    assert "own attention over packed rows cannot be used" in caplog.text
-    assert "in bfloat16 on cpu" in caplog.text
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in one kernel, on CPUs."""
+    varlen_kernel.install()
+    monkeypatch.setattr(varlen, "DEVICE", "cpu")
 
 
-def _leak(monkeypatch: pytest.MonkeyPatch, *, beyond: int) -> None:
-    """Rows of more than ``beyond`` tokens are taken for one long sequence."""
+def test_a_window_that_is_not_kept_is_seen(confirm, monkeypatch) -> None:
+    assert confirm() == Scoring(True, "packed", True, shared=True)
+    plain = attention.packed_attention
+    blind = {"sliding_window": None}
+    monkeypatch.setattr(attention, "packed_attention", lambda *values, **named: plain(*values, **(named | blind)))
+    found = confirm()
+    assert found == Scoring(True, "loaded", True, found.warnings)
+    assert "own attention over packed rows cannot be used" in found.warnings[0]
+    assert "in bfloat16 on cpu" in found.warnings[0]
+
+
+def test_the_kernel_is_taken_and_given_up_where_it_is_wrong(confirm, kernel, monkeypatch) -> None:
+    assert confirm() == Scoring(True, "varlen", True, shared=True)
+    # In float32 there is none.
+    assert confirm(dtype=torch.float32).attention == "packed"
+    # Seen by the kernel's own trial.
+    attend = varlen.attend
+    monkeypatch.setattr(varlen, "attend", lambda *values, **named: 1.1 * attend(*values, **named))
+    found = confirm()
+    assert found.attention == "packed"
+    assert "a kernel for each sequence: what the kernel gives" in found.warnings[0]
+    # Seen only past the model's window.
+    blind = {"sliding_window": None}
+    monkeypatch.setattr(varlen, "attend", lambda *values, **named: attend(*values, **(named | blind)))
+    monkeypatch.setattr(varlen, "kernel_problem", lambda *_, **__: None)
+    found = confirm()
+    assert found.attention == "packed"
+    assert "own attention over packed rows cannot be used" in found.warnings[0]
+
+
+def test_a_leak_into_long_rows_alone_ends_packing(confirm, monkeypatch) -> None:
     forward = Policy.forward
 
-    def leaking(self: Policy, input_ids: Any, position_ids: Any, lengths: Any, seen: Any, *rest: Any) -> Any:
-        if position_ids.shape[1] > beyond:
-            lengths = seen = (position_ids.shape[1],)
-            position_ids = torch.arange(position_ids.shape[1])[None]
-        return forward(self, input_ids, position_ids, lengths, seen, *rest)
+    def leaking(self: Policy, row: PackedRow, *rest: Any) -> Any:
+        if (tokens := row.position_ids.shape[1]) > sum(LENGTHS):
+            whole = (tokens,)
+            row = replace(row, lengths=whole, key_lengths=whole, position_ids=torch.arange(tokens)[None])
+        return forward(self, row, *rest)
 
     monkeypatch.setattr(Policy, "forward", leaking)
+    found = confirm()
+    assert found == Scoring(False, "loaded", True, found.warnings)
+    assert "each row holds one sequence" in found.warnings[0]
 
 
-def test_a_leak_into_long_rows_alone_ends_packing(folder: Path, run, monkeypatch, caplog) -> None:
-    _leak(monkeypatch, beyond=SHORT)
-    found, _ = run(make_config(folder), _way)
-    assert found == (False, "sdpa", True)
-    assert "each row holds one sequence" in caplog.text
-    with pytest.raises(AssertionError, match=r'ConfigError: .*learner\.packing: is "required"'):
-        run(make_config(folder, packing="required"), _way)
+@pytest.mark.parametrize(
+    ("theirs", "found"),
+    [
+        ([0.0, 0.0, float("nan"), 1.0, 0.0], (True, "plain", True)),
+        ([0.0, 1.0, 1.0, 1.0, 1.0], (False, "loaded", False)),
+    ],
+)
+def test_one_rank_that_differs_decides_for_all(confirm, theirs, found) -> None:
+    scoring = confirm(dtype=torch.float32, theirs=theirs)
+    assert (scoring.packed, scoring.attention, scoring.chunked) == found
 
 
-def test_one_rank_that_differs_decides_for_all(folder: Path, run, monkeypatch) -> None:
-    gather = Ranks.all_gather
-
-    def beside_another(self: Ranks, values: Any, what: str) -> Any:
-        ours = gather(self, values, what)
-        return ours if what != "the check at start" else np.vstack([ours, [[next(theirs)]]])
-
-    monkeypatch.setattr(Ranks, "all_gather", beside_another)
-    theirs = iter([0.0, 0.0, float("nan"), 1.0, 0.0])
-    assert run(make_config(folder), _way)[0] == (True, "eager", True)
-    theirs = iter([0.0, 1.0, 1.0, 1.0, 1.0])
-    assert run(make_config(folder), _way)[0] == (False, "sdpa", False)
-
-
-def test_another_model_than_was_loaded_is_refused(folder: Path, run, monkeypatch) -> None:
-    fill, filled = sharding.fill, []
-
-    def wrong(policy: Policy, *rest: Any) -> None:
-        fill(policy, *rest)
-        filled.append(policy)
-        if len(filled) == 2:
-            # The one that trains.
-            with torch.no_grad():
-                policy.model.lm_head.weight.mul_(-1.0)
-
-    monkeypatch.setattr(sharding, "fill", wrong)
-    with pytest.raises(AssertionError, match=rf"ConfigError: .*model\.path: {folder}: .* no rounding explains"):
-        run(make_config(folder), _way)
+def test_another_model_than_was_loaded_is_refused(confirm, ways) -> None:
+    other = msgspec.structs.replace(ways, truth=[each - 3.0 for each in ways.truth])
+    with pytest.raises(ConfigError, match=r"model\.path: /model: .* no rounding explains"):
+        confirm(choice=other)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from learner.learner_cases import TEMPERATURE, VOCABULARY, make_config, train
-from learner.rank_pool import run_alone
 from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.training import ModelConfig
 from asyncrl.learner.exchange.probe_sequences import LENGTH, ProbeSequence, from_prompts
-from asyncrl.learner.fsdp.weights.probe import PLACES
+from asyncrl.learner.fsdp.model.policy import load_policy
+from asyncrl.learner.fsdp.weights.probe import PLACES, score_probe
 
 TOLERANCE = 1e-4
 
@@ -26,22 +28,27 @@ def chosen() -> list[ProbeSequence]:
     return from_prompts(prompts, LENGTH)
 
 
-def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, dict[str, bytes]]:
-    """Two steps, with or without a probe before, between and after them."""
-    probes = [backend.probe(chosen())] if probing else []
-    metrics = []
-    for step in range(2):
-        metrics.append(train(backend, config, step))
-        if probing:
-            probes.append(backend.probe(chosen()))
-    # No rank holds more of the weights than its share.
-    assert all(isinstance(parameter, DTensor) for parameter in backend._policy.parameters())
-    with backend.publish(1, probes[-1] if probing else None).result() as publication:
-        assert publication.manifest.probe is (probes[-1] if probing else None)
-        weights = {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
-    if probing:
-        probes.append(backend.probe(chosen()))
-    return metrics, probes, weights
+def _train_and_publish(backend, config, start: Path) -> list[tuple[list[Any], Any, dict[str, bytes]]]:
+    """Two steps without a probe, and the same with one before, between and after them."""
+    backend.save(start).result(60)
+    found = []
+    for probing in (False, True):
+        backend.load(start)
+        probes = [backend.probe(chosen())] if probing else []
+        metrics = []
+        for step in range(2):
+            metrics.append(train(backend, config, step))
+            if probing:
+                probes.append(backend.probe(chosen()))
+        # No rank holds more of the weights than its share.
+        assert all(isinstance(parameter, DTensor) for parameter in backend._policy.parameters())
+        with backend.publish(1, probes[-1] if probing else None).result() as publication:
+            assert publication.manifest.probe is (probes[-1] if probing else None)
+            weights = {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
+        found.append((metrics, probes, weights))
+    probes.append(backend.probe(chosen()))
+    assert backend.probe([]) is None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -49,13 +56,12 @@ def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, 
     [(1, {"packing": "off", "activation_checkpointing": "full"}), (2, {})],
 )
 def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_never_asked(
-    ranks, extra, folder, run_well
+    ranks, extra, folder, tmp_path, run_well
 ) -> None:
     import transformers
 
     config = make_config(folder, ranks=ranks, budget=50, lr=3e-3, **extra)
-    metrics, _, weights = run_well(config, _train_and_publish, False)
-    again, probes, same = run_well(config, _train_and_publish, True)
+    (metrics, _, weights), (again, probes, same) = run_well(config, _train_and_publish, tmp_path / "start")
     assert again == metrics
     assert same == weights
     at_start, _, after, published = probes
@@ -96,13 +102,10 @@ def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_
             assert entropies[place - begin] >= entropies.topk(PLACES).values[-1] - TOLERANCE
 
 
-def test_of_a_large_vocabulary_the_likeliest_tokens_are_told_and_without_sequences_nothing(folder) -> None:
-    def main(backend, config) -> list[Any]:
-        return [backend.probe(chosen()), backend.probe([])]
-
+def test_of_a_large_vocabulary_the_likeliest_tokens_are_told(folder) -> None:
+    policy = load_policy(ModelConfig(path=str(folder)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("asyncrl.learner.fsdp.weights.probe.LIKELIEST", 4)
-        probe, nothing = run_alone(make_config(folder), main)
-    assert nothing is None
+        probe = score_probe(policy, chosen(), temperature=TEMPERATURE, packed=True, device=torch.device("cpu"))
     assert probe.likeliest.shape == probe.likeliest_logprobs.shape == (len(probe.places), 4)
     assert (np.exp(probe.likeliest_logprobs).sum(axis=1) < 1).all()

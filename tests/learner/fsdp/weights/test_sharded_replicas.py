@@ -23,46 +23,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_model(tmp_path_factory.mktemp("model"), intermediate_size=1)
 
 
-def _train(backend: Any, config: Any, target: Path) -> dict[str, Any]:
-    """A step, whose gradient is a share of the first moment in the checkpoint."""
+def _train(backend: Any, config: Any, target: Path, other: Path | None = None) -> dict[str, Any]:
+    """A step, whose gradient is a share of the first moment in the checkpoint; then ``other`` is read and written."""
     before = weights_of(backend.publish(1).result(60))
     metrics = train(backend, config, 3)
     backend.save(target).result(60)
-    return {"before": before, "metrics": metrics, "weights": weights_of(backend.publish(1).result(60))}
+    found = {"before": before, "metrics": metrics, "weights": weights_of(backend.publish(1).result(60))}
+    if other is not None:
+        backend.load(other)
+        backend.save(target.with_name("again")).result(60)
+        found["again"] = weights_of(backend.publish(1).result(60))
+    return found
 
 
-def _load(backend: Any, config: Any, source: Path, target: Path) -> dict[str, np.ndarray]:
-    backend.load(source)
-    backend.save(target).result(60)
-    return weights_of(backend.publish(1).result(60))
-
-
-@pytest.mark.parametrize("mesh", [WHOLE, pytest.param(CUT, marks=pytest.mark.slow)])
-def test_replicas_train_publish_and_save_as_one_rank_does(
-    mesh: tuple[int, int], folder: Path, run_well, tmp_path
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        (WHOLE, ALONE),
+        pytest.param((CUT, ALONE), marks=pytest.mark.slow),
+        pytest.param((ALONE, CUT), marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_train_publish_and_save_as_one_rank_does_and_read_what_others_wrote(
+    meshes, folder, run_well, tmp_path
 ) -> None:
-    def run(mesh: tuple[int, int], main: Any, *arguments: Any) -> Any:
-        ranks, replicas = mesh
-        return run_well(make_config(folder, ranks=ranks, replicas=replicas, max_grad_norm=1e9), main, *arguments)
-
-    alone, found = run(ALONE, _train, tmp_path / "alone"), run(mesh, _train, tmp_path / "cut")
-    expected, numbers = read_checkpoint(tmp_path / "alone"), read_checkpoint(tmp_path / "cut")
-    assert same(found["before"], alone["before"])
+    first, second = (make_config(folder, ranks=n, replicas=copies, max_grad_norm=1e9) for n, copies in meshes)
+    wrote = run_well(first, _train, tmp_path / "first")
+    read = run_well(second, _train, tmp_path / "second", tmp_path / "first")
+    numbers, expected = read_checkpoint(tmp_path / "first"), read_checkpoint(tmp_path / "second")
+    assert same(wrote["before"], read["before"])
     for name in ("loss/policy", "policy/grad_norm"):
-        assert found["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5), name
+        assert wrote["metrics"][name] == pytest.approx(read["metrics"][name], rel=1e-5), name
     assert numbers.keys() == expected.keys()
     moments = [name for name in expected if name.startswith("exp_avg/")]
     assert moments
     for name in moments:
         assert np.linalg.norm(numbers[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
-    for name, weight in found["weights"].items():
+    for name, weight in wrote["weights"].items():
         assert np.array_equal(numbers[f"weights/model.{name}"], weight), name
-    # One mesh reads what the other has written.
-    for source, reader in (("cut", ALONE), ("alone", mesh)):
-        again = tmp_path / f"{source}-again"
-        weights = run(reader, _load, tmp_path / source, again)
-        assert same(weights, (found if source == "cut" else alone)["weights"])
-        assert same(read_checkpoint(again), read_checkpoint(tmp_path / source))
+    assert same(read["again"], wrote["weights"])
+    assert same(read_checkpoint(tmp_path / "again"), numbers)
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused() -> None:
