@@ -24,7 +24,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {
 
 def ask(messages, **more):
     with openai.OpenAI(max_retries=0) as client:
-        return client.chat.completions.create(model="m", messages=messages, tools=[TOOL], **more)
+        answer = client.chat.completions.create(model="m", messages=messages, tools=[TOOL], **more)
+        return list(answer) if more.get("stream") else answer
 
 
 def turns(**more):
@@ -66,7 +67,7 @@ def insists():
     try:
         ask([{"role": "user", "content": "Weather?"}], logit_bias={"5": 1})
     except openai.BadRequestError:
-        assert "weather" in str(list(ask([{"role": "user", "content": "Weather?"}], stream=True)))
+        assert "weather" in str(ask([{"role": "user", "content": "Weather?"}], stream=True))
     sys.exit("no luck today")
 
 

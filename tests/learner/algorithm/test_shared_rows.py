@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncrl.learner.algorithm.plan.sharing import find_sharing
 from asyncrl.learner.fsdp import trainer as trainer_module
 from asyncrl.learner.fsdp.model.attention import packed_attention
 from asyncrl.learner.fsdp.model.pieces import Pieces, connect
-from asyncrl.learner.fsdp.model.policy import Policy, load_policy, make_row
+from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
 from asyncrl.learner.steps.step_planner import plan_step
 from asyncrl.messages.groups import Group
@@ -210,10 +211,11 @@ def _told(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:
 def test_what_goes_wrong_in_long_rows_alone_is_seen(folder: Path, run, monkeypatch, caplog) -> None:
     forward = Policy.forward
 
-    def wrong(self: Policy, input_ids: Any, position_ids: Any, *rest: Any) -> Any:
-        if position_ids.shape[1] > sum(LENGTHS) and rest[4] is not None:
-            position_ids = torch.arange(position_ids.shape[1])[None]
-        return forward(self, input_ids, position_ids, *rest)
+    def wrong(self: Policy, row: PackedRow, *rest: Any) -> Any:
+        length = row.position_ids.shape[1]
+        if length > sum(LENGTHS) and row.key_index is not None:
+            row = replace(row, position_ids=torch.arange(length)[None])
+        return forward(self, row, *rest)
 
     monkeypatch.setattr(Policy, "forward", wrong)
     assert run(make_config(folder, budget=10_000), _told)[0] == (True, False, {False}, {False})
