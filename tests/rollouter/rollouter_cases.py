@@ -71,8 +71,7 @@ class Dataloader:
         self.callers.append(caller)
         try:
             async with asyncio.timeout(caller.park_s):
-                # A question that was given up takes nothing from the one after it.
-                while not self.grants or request is not self.asked[-1]:
+                while not self.grants:
                     self.more.clear()
                     await self.more.wait()
         except TimeoutError:
