@@ -88,7 +88,7 @@ def served(tmp_path_factory, models):
                 RUN(engine.close())
             RUNNER.close()
             publisher.close()
-            # Its errors hold what vLLM leaves to the collector, and pytest holds the fixture for longer than this module.
+            # Its errors hold what vLLM leaves to the collector, and pytest holds the fixture longer than its module.
             made.engine = engine = None
             gc.collect()
         assert not children() - before
