@@ -1,12 +1,13 @@
 """Launched runs, each a process of its own, which leave nothing behind when their test ends.
 
-``python launched.py REQUEST_JSON`` launches a run with another entry of its actors.
+``python launched.py REQUEST_JSON`` launches a run over hosts that are all this machine, with the entry of its actors.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -24,8 +25,11 @@ from asyncrl.runtime.processes import children_of
 from asyncrl.telemetry.metrics_line import read_metrics
 
 STUB = Path(__file__).parent / "stub_actor.py"
+FAULTY = Path(__file__).parent / "whole_runs" / "faulty_actor.py"
 WAIT_S = 60.0
 STEPS = 40
+GROUPS = 4
+"""Prompt groups of a step."""
 
 
 def config_tree(run_dir: Path, sections: dict[str, Any] | None = None, **supervision: Any) -> dict[str, Any]:
@@ -39,28 +43,31 @@ def config_tree(run_dir: Path, sections: dict[str, Any] | None = None, **supervi
     } | (sections or {})
 
 
-SIM = {
-    "data": {"source": "synthetic", "size": 400},
-    "rollout": {
-        "engine": "sim",
-        "replicas": 2,
-        "samples_per_prompt": 2,
-        "concurrency": 8,
-        "max_tokens": 64,
-        "sim": {"length_median": 16.0, "decode_step_s": 0.002, "load_s": 0.002},
-    },
-    "reward": {"function": "constant", "options": {"spread": 1.0}, "workers": 1},
-    "learner": {
-        "backend": "sim",
-        "steps": STEPS,
-        "groups_per_step": 4,
-        "dynamic_sampling": False,
-        "sim": {"step_s": 0.15, "publish_bytes": 4096},
-    },
-    "checkpoint": {"every_versions": 5},
-    "supervision": {"heartbeat_s": 0.5},
-}
-"""A simulated run of a few seconds."""
+def sim_tree(folder: Path, **tables: dict[str, Any]) -> dict[str, Any]:
+    """A simulated run of a few seconds in ``folder``/runs/trial; the keys of ``tables`` are laid over its own."""
+    found: dict[str, Any] = {
+        "run": {"name": "trial", "dir": str(folder / "runs")},
+        "data": {"source": "synthetic", "size": 400},
+        "rollout": {
+            "engine": "sim",
+            "replicas": 2,
+            "samples_per_prompt": 2,
+            "concurrency": 8,
+            "max_tokens": 64,
+            "sim": {"length_median": 16.0, "decode_step_s": 0.002, "load_s": 0.002},
+        },
+        "reward": {"function": "constant", "options": {"spread": 1.0}, "workers": 1},
+        "learner": {
+            "backend": "sim",
+            "steps": STEPS,
+            "groups_per_step": GROUPS,
+            "dynamic_sampling": False,
+            "sim": {"step_s": 0.15, "publish_bytes": 4096},
+        },
+        "checkpoint": {"every_versions": 5},
+        "supervision": {"heartbeat_s": 0.5},
+    }
+    return found | {name: found.get(name, {}) | table for name, table in tables.items()}
 
 
 def command_line(pid: int) -> str:
@@ -155,6 +162,19 @@ class Run:
         return [line["step"] for line in read_metrics(path) if line["kind"] == "train"] if path.exists() else []
 
 
+def placed_run(
+    folder: Path,
+    tree: dict[str, Any],
+    actor_argv: Sequence[str] = (),
+    *,
+    hosts: Sequence[str] = ("here",),
+    resume: str = "",
+) -> Run:
+    """A run whose hosts are all this machine; ``actor_argv`` is the entry of its actors, by default the real one."""
+    request = {"tree": tree, "argv": list(actor_argv), "hosts": list(hosts), "resume": resume}
+    return Run(folder, [sys.executable, __file__, json.dumps(request)])
+
+
 def stub_run(
     folder: Path,
     behaviour: dict[str, Any],
@@ -164,16 +184,14 @@ def stub_run(
     **supervision: Any,
 ) -> Run:
     """A run of stub actors that behave so."""
-    tree = config_tree(folder, sections, **supervision)
-    request = {"tree": tree, "argv": [sys.executable, str(STUB), json.dumps(behaviour)], "resume": resume}
-    return Run(folder, [sys.executable, __file__, json.dumps(request)])
+    argv = [sys.executable, str(STUB), json.dumps(behaviour)]
+    return placed_run(folder, config_tree(folder, sections, **supervision), argv, resume=resume)
 
 
 def sim_run(folder: Path, *flags: str, terminal: int | None = None) -> Run:
     """``asyncrl-launch`` of a simulated run, every real actor in its own process."""
     config = folder / "sim.toml"
-    tree = SIM | {"run": {"name": "trial", "dir": str(folder / "runs")}}
-    config.write_text("".join(f"{name} = {default_words(table)}\n" for name, table in tree.items()))
+    config.write_text("".join(f"{name} = {default_words(table)}\n" for name, table in sim_tree(folder).items()))
     return Run(folder, [sys.executable, "-m", "asyncrl.cli.launch", str(config), *flags], terminal)
 
 
@@ -187,18 +205,21 @@ def main() -> int:
     from asyncrl.config.load import validate_config
     from asyncrl.launcher.fleet.hostfile import HostLine
     from asyncrl.launcher.launch import Launch
+    from asyncrl.launcher.local import ACTOR_ARGV
     from asyncrl.launcher.run_folder.resume import find_resumption
     from asyncrl.launcher.terminal.interrupts import undone_by_signals
-    from asyncrl.launcher.terms.placement import PlacementHost, place, with_gpus
+    from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts, with_gpus
 
     request = json.loads(sys.argv[1])
     config, resumption = validate_config(request["tree"]), None
     if request["resume"]:
         config, resumption = find_resumption(config, request["resume"])
-    hosts = [PlacementHost(name="here", cpus=2)]
-    config = with_gpus(config, hosts)
-    launch = Launch(config, [HostLine("here")], actor_argv=request["argv"], head="here", head_is_here=True)
-    launch.hosts, launch.resumption, launch.placed = hosts, resumption, place(config, hosts)
+    hosts = [PlacementHost(name=name, cpus=2) for name in request["hosts"]]
+    config = with_episode_hosts(with_gpus(config, hosts), hosts)
+    argv = request["argv"] or ACTOR_ARGV
+    launch = Launch(config, [HostLine("here")], actor_argv=argv, head="here", head_is_here=True)
+    launch.hosts, launch.resumption = [PlacementHost(name="here", cpus=2)], resumption
+    launch.placed = [dataclasses.replace(actor, host="here") for actor in place(config, hosts)]
     return asyncio.run(undone_by_signals(launch.run(), launch.progress))
 
 

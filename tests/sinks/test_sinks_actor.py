@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import tempfile
 import threading
 import urllib.request
@@ -143,6 +144,21 @@ async def test_they_go_on_with_another_controller(tmp_path, monkeypatch):
         await cluster.start(CONTROLLER)
         cluster.feed(train(2))
         await cluster.taken(1, 2)
+
+
+async def test_a_port_in_use_is_told_to_the_user_and_costs_the_others_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        prometheus = {"enabled": True, "host": "127.0.0.1", "port": other.getsockname()[1]}
+        async with living(tmp_path, prometheus=prometheus, **TENSORBOARD) as cluster:
+            cluster.feed(train(1))
+            await cluster.taken(1)
+            await until(cluster.notices)
+            assert "the sink prometheus has failed: OSError" in cluster.notices()[0]
+            assert "in use" in cluster.notices()[0]
+            other.close()
+            # It is bound as soon as it is free.
+            await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
+            await until(lambda: not cluster.sinks._lanes[1].trouble)
 
 
 async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(tmp_path, monkeypatch):

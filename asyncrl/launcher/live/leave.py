@@ -1,7 +1,6 @@
-"""A host leaves a living run, which goes on; a replica that such a run has set aside is tried again.
+"""A host leaves a living run, which goes on: the controller drains it, and this waits for its end.
 
-Fails with UsageError where the host cannot leave or the replica is not set aside, in the controller's words, and with
-DeadlineExceeded.
+Fails with UsageError where the host cannot leave, in the controller's words.
 """
 
 from __future__ import annotations
@@ -12,25 +11,12 @@ import sys
 from asyncrl.launcher.agent_handle import SLACK_S
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.messages.actors import BringBack
 from asyncrl.messages.hosts import Leave, LeaveBegun, MemberHost
 
 ASK_S = 60.0
 """Longest wait for the controller's answer, which is parked while other rollouters are expected to serve."""
 FAREWELL_S = 5.0
 """Time for the words that follow the end of the last process."""
-
-
-def bring_back(run: LivingRun, name: str) -> int:
-    """Ask that a replica be tried again; the exit code."""
-
-    async def ask() -> None:
-        async with LiveController(run) as controller:
-            await controller.ask(BringBack(name=name))
-
-    asyncio.run(ask())
-    Progress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
-    return 0
 
 
 def leave_run(run: LivingRun, host: str, within_s: float | None = None) -> int:

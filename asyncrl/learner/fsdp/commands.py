@@ -1,4 +1,8 @@
-"""Commands of rank 0 to the other ranks."""
+"""Commands of rank 0 to the other ranks.
+
+Each is told before the collectives that it announces, and says all that a rank needs to take part in them: ranks
+decide nothing of their own. One that does not decode ends the rank: both ends are of one release.
+"""
 
 from __future__ import annotations
 
@@ -69,4 +73,4 @@ class StopRank(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Train | Reference | Gather | ScoreProbe | See | Save | LoadCheckpoint | StopRank
-COMMANDS = msgspec.msgpack.Decoder(Command)
+DECODER = msgspec.msgpack.Decoder(Command)

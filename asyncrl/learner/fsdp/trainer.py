@@ -275,7 +275,7 @@ class Trainer:
 
     def follow(self) -> None:
         while (body := self._ranks.commands.next()) is not None:
-            command = commands.COMMANDS.decode(body)
+            command = commands.DECODER.decode(body)
             if isinstance(command, commands.Train):
                 self._follow_step(command)
             elif isinstance(command, commands.Reference):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -285,6 +286,31 @@ def test_a_plan_for_other_groups_is_made_anew_and_one_without_a_token_is_not_sen
         assert planner.sent == [1, 2, 3, 4]
 
     play(planner, scene)
+
+
+def test_planning_ahead_takes_at_most_half_of_the_time_however_often_groups_become_others() -> None:
+    times: list[tuple[float, float]] = []
+
+    class Slow(Planner):
+        def _plan(self, basis: Basis) -> StepPlan:
+            began = time.monotonic()
+            time.sleep(0.02)
+            plan = super()._plan(basis)
+            times.append((began, time.monotonic()))
+            return plan
+
+    planner = Slow()
+
+    async def scene() -> None:
+        for number, planner.expected in enumerate(itertools.islice(itertools.cycle((FIRST, SECOND)), 6), 1):
+            async with asyncio.timeout(WAIT_S):
+                while len(times) < number:
+                    planner.ahead.look_again()
+                    await asyncio.sleep(0.001)
+
+    play(planner, scene)
+    # A busy machine makes pauses longer, never shorter.
+    assert all(after - ended > 0.99 * (ended - began) for (began, ended), (after, _) in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("where", ["planning", "sending"])
