@@ -1,12 +1,13 @@
 """A run that is killed as a whole and resumed: on the reference engine with staleness.max = 0 it ends with the same
-weights, metrics and ledger (I1), in every bit, as one that was never interrupted, and does not begin its warm steps
-again.
+weights and metrics, in every bit, as one that was never interrupted, and does not begin its warm steps again; with more
+staleness, it ends with the same ledger (I1).
 """
 
 import json
 
 import pytest
 from run_files import groups, json_lines, metrics
+from simulated import simulated
 from test_parity import configuration, trained, weights
 from test_parity import folder as parity_folder  # noqa: F401
 
@@ -104,3 +105,20 @@ def test_a_run_begins_warm_keeps_it_and_is_resumed_bit_for_bit(parity_folder, tm
     assert weights(resumed) == weights(whole)
     assert ledger(resumed) == ledger(whole)
     assert sorted(trained(whole)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
+    """The groups of the run are whole epochs, so whatever comes when, the same prompts are to be trained."""
+    tree = simulated(
+        run={"samples_per_step": 1000},
+        data={"size": 24},
+        rollout={"sim": {"decode_step_s": 0.01}},
+        learner={"steps": STEPS, "groups_per_step": 6, "sim": {"step_s": 0.5}},
+        checkpoint={"every_versions": 2},
+    )
+    whole = live(tree, tmp_path / "whole", [])
+    resumed = live(tree, tmp_path / "resumed", [2, 5])
+    assert ledger(resumed) == ledger(whole)
+    uids = [uid for of_step in tokens(resumed).values() for uid, _ in of_step]
+    assert len(uids) == len(set(uids)) == 6 * STEPS

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from launcher.launched import sim_run, stub_run
+from launcher.launched import placed_run, sim_run, stub_run
 
 
 @pytest.fixture
@@ -29,4 +29,4 @@ def starts(begin):
     return start
 
 
-launch, stub = starts(sim_run), starts(stub_run)
+launch, stub, launch_placed = starts(sim_run), starts(stub_run), starts(placed_run)

@@ -25,7 +25,6 @@ from asyncrl.runtime.processes import children_of
 from asyncrl.telemetry.metrics_line import read_metrics
 
 STUB = Path(__file__).parent / "stub_actor.py"
-FAULTY = Path(__file__).parent / "whole_runs" / "faulty_actor.py"
 WAIT_S = 60.0
 STEPS = 40
 GROUPS = 4
