@@ -28,6 +28,7 @@ from asyncrl.stops import resolve_stops
 from asyncrl.telemetry.states import StateLedger
 
 LEAVES_CONTEXTS = [
+    pytest.mark.usefixtures("contexts_closed"),
     pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
 ]
