@@ -1,8 +1,8 @@
 """Engines that ``rollout.engine`` names, each with its implementation and the traits that the rest of a run asks for.
 
 An entry and a module that has an Engine (rollouter/engines/base.py) are an engine: configuration, placement, checks,
-updates and broadcasts go by the traits, and nothing by the name. Nothing heavy is imported before the engine is made.
-Keys are dotted and below ``rollout``.
+updates, broadcasts and the doctor go by the traits, and nothing by the name. Nothing heavy is imported before the
+engine is made. Keys are dotted and below ``rollout``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class EngineTraits:
     """Whether it makes its tokens up: such must not train a model, and no model is read."""
     gpus: bool = False
     """Whether it computes on rollout.gpus_per_replica GPUs, where that is not 0."""
-    own_code: bool = False
-    """Whether it computes the model with other code than the learner, which has to be known to compute the same."""
+    judge: str = ""
+    """MODULE:FUNCTION of the Config and the model's config.json for an engine with other code than the learner's: it
+    tells of what is computed in two ways by its ``told``, ``fix`` and ``key``, or returns None."""
     adapter_rank: int = 0
     """Highest rank of the adapters that it loads; 0 for none."""
     kv_cache: bool = False
@@ -36,7 +37,11 @@ class EngineTraits:
     parsers: str = ""
     """MODULE:FUNCTION that makes its own parsers of answers; empty for none."""
     packages: tuple[str, ...] = ()
-    """Distributions that it imports."""
+    """Distributions that it imports, of one version on all hosts."""
+    process_title: str = ""
+    """Beginning of the titles of its own processes; empty for none."""
+    environment: tuple[str, ...] = ()
+    """Beginnings of the names of environment variables that it reads, which are the same on all hosts."""
     context_key: str = ""
     """Key of its longest prompt plus response."""
     calls_key: str = ""
@@ -54,12 +59,14 @@ ENGINES: dict[str, EngineTraits] = {
         implementation="asyncrl.rollouter.engines.vllm.engine:VllmEngine",
         title="vLLM",
         gpus=True,
-        own_code=True,
+        judge="asyncrl.rollouter.engines.vllm.architectures:judge",
         adapter_rank=VLLM_RANKS[-1],
         kv_cache=True,
         dtype="asyncrl.rollouter.engines.vllm.options:dtype",
         parsers="asyncrl.rollouter.engines.vllm.parsers:make_parser",
         packages=("torch", "vllm"),
+        process_title="VLLM::",
+        environment=("VLLM_",),
         context_key="vllm.max_model_len",
         calls_key="vllm.max_num_seqs",
         threads_key="vllm.threads",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import Config
+from asyncrl.config.engines import ENGINES
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.protocol import HostFacts
 from asyncrl.launcher.terms.placement import Placed
@@ -17,7 +18,9 @@ from asyncrl.roles import role_of
 
 SKEW_S = 0.5
 """Difference above which clocks are named: they decide nothing, but times of two hosts are shown side by side."""
-MUST_BE_EQUAL = ("asyncrl", "torch", "vllm", "transformers")
+MUST_BE_EQUAL = tuple(
+    dict.fromkeys(["asyncrl", *(name for traits in ENGINES.values() for name in traits.packages), "transformers"])
+)
 SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
 EXTRAS = {"aiohttp": "asyncrl[episodes]", "vllm": "asyncrl[vllm]"}
 EXTRAS |= dict.fromkeys(("torch", "transformers"), "asyncrl[train]")

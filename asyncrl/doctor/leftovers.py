@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
+from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, PART, PRIVATE, try_lock
@@ -31,7 +32,7 @@ LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
 """Mount options under which the locks of other hosts are not seen."""
 TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.runtime\.workers\.keeper ")
 """Command line of an actor's process, or of one of its workers."""
-ENGINE_TITLE = "VLLM::"
+ENGINE_TITLES = tuple(traits.process_title for traits in ENGINES.values() if traits.process_title)
 LAUNCHER = "asyncrl.launcher."
 REAPERS = ("systemd", "init", "tini", "dumb-init", "catatonit")
 """Names of processes that orphans go to, beside process 1."""
@@ -212,10 +213,10 @@ def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
     found = []
     for process in processes.values():
         is_ours = TITLE.match(process.title) is not None
-        if not is_ours and not process.title.startswith(ENGINE_TITLE):
+        if not is_ours and not process.title.startswith(ENGINE_TITLES):
             continue
         above = process
-        while (TITLE.match(above.title) or above.title.startswith(ENGINE_TITLE)) and above.parent in processes:
+        while (TITLE.match(above.title) or above.title.startswith(ENGINE_TITLES)) and above.parent in processes:
             above = processes[above.parent]
         if LAUNCHER in above.title:
             continue

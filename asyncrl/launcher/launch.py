@@ -31,6 +31,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
@@ -80,7 +81,10 @@ from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.text.printable import say
 from asyncrl.wire.keys import VIEWER, Keyring
 
-PASSED_ON = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_")
+PASSED_ON = (
+    *("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_"),
+    *(variable for traits in ENGINES.values() for variable in traits.environment),
+)
 """Beginnings of the names of environment variables that the other hosts have as they are here."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import pkgutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,6 @@ MOST_HEADER_BYTES = 100 << 20
 BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of a number, by the name of its dtype in config.json."""
 KEY = "model.path"
-ALWAYS_TIED = ("gemma2",)
-"""Values of model_type for which vLLM loads no head beside the embedding."""
-WITHOUT_ADAPTERS = (
-    *("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BloomForCausalLM", "Cohere2MoeForCausalLM"),
-    *("DbrxForCausalLM", "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GPT2LMHeadModel"),
-    *("GPTJForCausalLM", "Gemma3nForCausalLM", "HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"),
-    *("KimiLinearForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
-    *("OrionForCausalLM", "StableLmForCausalLM", "Step1ForCausalLM", "Step3TextForCausalLM", "Step3p5ForCausalLM"),
-    "Zamba2ForCausalLM",
-)
-"""Values of architectures whose class in vLLM takes no adapters (it has no SupportsLoRA). vLLM itself, which the engine
-asks at its start, takes seconds to import."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -169,55 +158,16 @@ def check_window(config: Config) -> Finding | None:
 
 
 def check_served(config: Config) -> Finding | None:
-    """Whether learner and vLLM compute the same of this architecture, and vLLM takes adapters of it where versions are
-    adapters; None if so, or nobody can say.
-
-    Refuses what is known to be computed in two ways, each by its name and with the reason.
-    """
-    if not config.rollout.traits.own_code or config.model.path is None:
+    """Whether the engine serves this architecture as the learner computes it; None if so, or nobody can say."""
+    judge = config.rollout.traits.judge
+    if not judge or config.model.path is None:
         return None
     try:
         model = _read_json(Path(config.model.path) / "config.json")
     except (OSError, Unreadable):
         return None
-    longest = config.rollout.engine_context or config.longest_sequence
-    if problem := served_otherwise(model, longest):
-        return fail("model", problem[0], problem[1], key=KEY)
-    named = [name for name in model.get("architectures") or () if name in WITHOUT_ADAPTERS]
-    if named and config.publishes_adapter:
-        fix = 'set lora.publish to "merged": engines then get whole weights with the adapters added in'
-        return fail("model", f"vLLM's {named[0]} takes no adapters", fix, key="lora.publish")
-    return None
-
-
-def served_otherwise(model: dict[str, Any], longest: int) -> tuple[str, str] | None:
-    """The part of a model's config.json that vLLM computes otherwise than the learner, and what to do; None for none.
-
-    ``longest``: tokens of an engine's context.
-    """
-    text = model.get("text_config") or model
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type")
-    original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-    if kind == "dynamic":
-        told = "its rotary positions are dynamic: the learner stretches them by the length of each row, vLLM always"
-        return told, "choose a model with another rope_type"
-    if kind == "longrope" and isinstance(original, int) and longest > original:
-        told = (
-            f"its rotary positions are longrope: past {original} tokens the learner uses the long factors in rows that "
-            f"long alone, and vLLM in all, because its context has {longest}"
-        )
-        return told, f"lower data.max_prompt_tokens and rollout.max_tokens (and those of eval) to {original} together"
-    if any("experts" in key and isinstance(count, int) and count > 1 for key, count in text.items()):
-        told = (
-            "it is a mixture of experts: on CPUs no update reaches the packed experts of vLLM, and elsewhere learner "
-            "and vLLM would choose experts each for themselves, since the routes are not replayed"
-        )
-        return told, 'choose a dense model, or rollout.engine = "reference", which computes with the learner\'s code'
-    if text.get("model_type") in ALWAYS_TIED and not text.get("tie_word_embeddings", True):
-        told = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
-        return told, "choose the model with tie_word_embeddings = true"
-    return None
+    problem = pkgutil.resolve_name(judge)(config, model)
+    return fail("model", problem.told, problem.fix, key=problem.key) if problem else None
 
 
 def window_of(config: Config) -> int | None:
