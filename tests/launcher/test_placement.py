@@ -173,8 +173,8 @@ def test_cpu_processes_go_where_they_get_most_cores_and_simulated_ones_need_no_g
         ((2, 2), [10, 8], config(1, 2), "b"),
         ((1, 2), [12, 9], config(1, 2), "a"),
         # Episode hosts take a core each.
-        ((2, 2), [9, 7], config(1, 3), "b"),
-        ((2, 2), [9, 7], config(1, 3, **PLAYING), "a"),
+        ((2, 2, 2), [5, 8, 7], config(1, 4), "b"),
+        ((2, 2, 2), [5, 8, 7], config(1, 4, **PLAYING), "c"),
         # Several pools are on different hosts as far as there are hosts.
         ((2, 0, 0), [8, 9, 7], config(reward={"pools": 5, "workers": 4}), "b c a b c"),
         ((2, 0, 0), [20, 9, 7], config(reward={"pools": 3, "workers": 4}), "a b c"),

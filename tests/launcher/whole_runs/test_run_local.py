@@ -85,7 +85,7 @@ def test_a_run_goes_on_over_the_death_of_anyone_and_ends_in_order(stub):
     assert summary["steps"] == "3 of 3" and summary["replay"].startswith(f"asyncrl-top {run.run_dir} --replay")
     actors = ("agent", "controller", "dataloader", "learner", "parameter_server", "reward", "rollouter")
     logs = {log.name for log in (run.run_dir / "logs" / "attempt_1").iterdir()}
-    assert logs == {f"{actor}-0.log" for actor in actors} | {"learner-1.log"}
+    assert logs >= {f"{actor}-0.log" for actor in actors} | {"learner-1.log"}
 
 
 def test_a_signal_to_every_process_of_a_run_is_one_wish_to_make_way(stub):

@@ -15,7 +15,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.loss.corrections import correction
 from asyncrl.learner.algorithm.loss.objective import Objective, kl_losses
-from asyncrl.learner.algorithm.losses import BUILT_IN
+from asyncrl.learner.algorithm.losses import BUILT_IN, find_loss
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 
 CAP = 1.3
@@ -130,10 +130,10 @@ def test_kl_in_the_loss_has_in_the_mean_the_gradient_of_the_divergence(name) -> 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("weight", ["auto", "none"])
 def test_the_objective_is_the_weighted_sum_of_its_parts(name, weight) -> None:
-    batch = make_batch(11)
+    batch, needs = make_batch(11), find_loss(LearnerConfig(loss=name))[1]
     config = LearnerConfig(
         loss=name,
-        teacher="folder" if name == "distill" else None,
+        teacher="folder" if needs.teacher else None,
         tis_cap=CAP,
         correction=CorrectionConfig(weight=weight),
         kl={"coefficient": 0.3, "estimator": "k3"},
@@ -144,8 +144,7 @@ def test_the_objective_is_the_weighted_sum_of_its_parts(name, weight) -> None:
     assert objective.needs_entropy_gradient
     found, sums = objective(batch, 7.0)
     values, _ = BUILT_IN[name](batch=batch)
-    corrects = name in ("bypass", "gspo", "cispo", "dppo", "reinforce")
-    factor = torch.ones(1) if corrects or weight == "none" else correction(batch, CONFIGS[1], CAP)[0]
+    factor = torch.ones(1) if needs.corrects or weight == "none" else correction(batch, CONFIGS[1], CAP)[0]
     divergence = kl_losses(batch, "k3", CAP)
     expected = (batch.weights * (factor * values + 0.3 * divergence - 0.2 * batch.entropies)).sum() / 7.0
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
