@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cluster.launches import Command, Trained, left, process
 from recordings import read_recording
 from trace_files import generation, load
@@ -102,7 +101,6 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     assert not left(cluster, folder)
 
 
-@pytest.mark.slow
 def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
     """I1, I7: a successor of the controller knows them; they die, are lost and come back; others leave before them."""
     run = Run(cluster, folder, 200, "--rollout.replicas=3", hosts="head\na\nb\n")
@@ -134,7 +132,6 @@ def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
-@pytest.mark.slow
 def test_a_host_that_cannot_serve_harms_nobody(cluster, folder):
     """It is let go with the reason; a launcher that is killed takes its hosts not along; all end with the run."""
     run = Run(cluster, folder, 180)

@@ -59,7 +59,7 @@ def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in private.iterdir()} == {0o600}
         actors, secrets = actors_of(run), secrets_of(private)
-        assert len(actors) == 7
+        assert len(actors) >= 7
         # One for each start of each actor; who lets hosts join and leave, and who watches, have them, too.
         assert len(set(secrets.values())) == len(secrets) == (4 * (len(actors) + 2) if curve == "required" else 1)
         assert where_found(secrets, run, shown) == []
