@@ -1,7 +1,7 @@
 """The doctor's part on one host: ``python -m asyncrl.doctor.host``, started by the doctor or by ssh.
 
-It serves the orders of ``talk`` as the launcher's entry point serves its own. It ends with its standard input, and when
-its deadline runs out, so that it never outlives the doctor; the marks that it has left are removed then.
+It serves the orders of protocol.py as the launcher's entry point serves its own. It ends with its standard input, and
+when its deadline runs out, so that it never outlives the doctor; the marks that it has left are removed then.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A host's entry point (``remote``) says first what the host offers. Orders follow, and answers come in the order of the
 orders. The launcher asks which way leads to the head, and then says either what the host is to do in the run, or to see
-that nothing is left of a run. The orders of the doctor are in ``doctor/talk``. The first line is read field by field,
-because the version that it names may be another than ours.
+that nothing is left of a run. The doctor's are in doctor/protocol.py. The first line is read field by field, because
+the version that it names may be another than ours.
 
 A host that has its part of a run becomes the guard of its agent, with the same connection. The agent's first line is an
 AgentSpec; the lines ``stop``, ``preempt CAUSE`` and ``kill`` may follow, ``controller ADDRESS`` where the controller is
