@@ -203,6 +203,7 @@ class Actor:
             if name == CONTROLLER and self.context.controller is not None:
                 record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
             found = self._peers[name] = Peer(self._endpoint, name, record)
+            # The word of its death came before this connection: that incarnation is not believed here either.
             if name in self._fenced:
                 found.adopt(self._fenced[name] + 1)
         return found
@@ -324,6 +325,7 @@ class Actor:
                     self.address = self._bind(self._server)
                     await self._live()
                 finally:
+                    # Before the group cancels its tasks: it takes no new one for a call that comes in after that.
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
@@ -363,9 +365,11 @@ class Actor:
         await self._until_drained(self.setup())
         if self.draining:
             return
+        # Before the address is registered: calls come as soon as others can resolve it.
         self.ready = True
         if self.kind == "actor":
             self.states.enter("ready")
+        # The word that the run makes way may have come during setup, when the actor was not told.
         self._run_watch.make_way()
         if supervised:
             await self._run_watch.register(address=self.address)
@@ -377,6 +381,7 @@ class Actor:
         drained = asyncio.create_task(self._drained.wait())
         try:
             await asyncio.wait({task, drained}, return_when=asyncio.FIRST_COMPLETED)
+            # Where both are done, an error of the work still counts.
             if task.done():
                 await task
         finally:
@@ -424,6 +429,7 @@ class Actor:
         """Neither hear nor believe these any more."""
         for actor in dead:
             name, incarnation = actor.name, actor.incarnation
+            # The list may name this actor, as after the loss of its host, or its predecessor: neither is a peer of it.
             if name != self.name and incarnation > self._fenced.get(name, 0):
                 self._fenced[name] = incarnation
                 assert self._server is not None

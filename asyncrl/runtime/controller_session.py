@@ -48,6 +48,7 @@ class RunWatch:
         """Be known; without an address, as one that cannot be called yet."""
         actor = self._actor
         if address and actor.context.credentials.curve:
+            # By the attempt those who connect know which of this actor's keys the server has (wire/zeromq.py).
             address = f"{address}#{actor.context.attempt}"
         # A controller that is itself being started again is waited for.
         timeout = actor.config.supervision.start_timeout_s
@@ -69,6 +70,7 @@ class RunWatch:
             try:
                 with actor.awaits.on(CONTROLLER, "WatchRun", idle=True):
                     state: RunState = await call
+                # Before the state is taken in: where this fails, the same state is asked for again.
                 if state.members > actor.roster.number:
                     await self.learn_members()
             except (DeadlineExceeded, RemoteError) as error:
@@ -139,6 +141,7 @@ class RunWatch:
             while left:
                 await actor.peer(CONTROLLER).call(left[0])
                 del left[0]
+        # A WireError is an OSError.
         except OSError as error:
             actor.log.info("controller is away", error=str(error))
             self._noticed.set()

@@ -62,8 +62,10 @@ class Heartbeats:
 
     def open(self) -> None:
         """Connect and say HELLO."""
+        # Not the actor's, which is destroyed with the actor's transport, before the last beat.
         self._context = zmq.Context()
         socket = self._socket = self._context.socket(zmq.DEALER)
+        # A controller that is away needs none of the beats that it has missed: the next says the same and more.
         socket.sndhwm = 16
         find_half_open(socket)
         name, incarnation = self._endpoint.name, self._endpoint.incarnation
@@ -72,6 +74,7 @@ class Heartbeats:
         if credentials.curve:
             socket.curve_publickey = credentials.public_key
             socket.curve_secretkey = credentials.secret_key
+            # The controller has the keys of its first start at each.
             socket.curve_serverkey = credentials.peers[CONTROLLER][0].encode()
         socket.connect(self._address)
         self._send(self._endpoint.hello(1))
@@ -125,6 +128,7 @@ class Heartbeats:
 
     def _loop_lag(self) -> float:
         """Seconds that the event loop has not come round, beyond the beat itself."""
+        # Read before the loop is asked to mark again, which it may do at once.
         seen = self._loop_seen
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._mark)

@@ -100,6 +100,7 @@ class Telling:
 def _stay(resource: ResourceRecord) -> tuple[Any, ...]:
     """Values that are the same for as long as a resource stays where it is."""
     before = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
+    # Both grow alike while it stays; their difference does not, but for the rounding of floats.
     earlier = round(resource.seconds.get(resource.state, 0.0) - resource.state_s, 3)
     return resource.state, resource.awaiting, before, earlier
 

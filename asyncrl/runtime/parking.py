@@ -34,6 +34,7 @@ class ParkingLot:
         was_due = bool(self._due)
         self._due.update(self._waiting)
         self._waiting.clear()
+        # Else a turn in which they ask is scheduled already.
         if not was_due:
             self._let_ask()
 

@@ -106,6 +106,7 @@ def tune_memory() -> None:
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+        # Twice the other, as glibc keeps the two where it sets them itself.
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * OWN_MAPPING_BYTES)
 
 

@@ -31,6 +31,7 @@ class StackRequests:
 
     def install(self) -> None:
         """Have SIGUSR1 write the threads' stacks to standard error, and be counted, from now on. Main thread only."""
+        # In this order: faulthandler chains to the handler that it finds.
         signal.signal(signal.SIGUSR1, self._asked)
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 

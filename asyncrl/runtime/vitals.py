@@ -61,6 +61,7 @@ class VitalSigns:
         now = time.monotonic()
         elapsed, self._at = now - self._at, now
         busy = self._busy
+        # The clock of a thread that has ended cannot be read.
         if not self._stopped:
             self._busy = time.clock_gettime(self._clock)
         largest, self._largest = self._largest, 0.0

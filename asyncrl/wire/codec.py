@@ -45,6 +45,7 @@ class Codec:
         try:
             return [self._encoder.encode(message), *self._outgoing]
         finally:
+            # Also after an error: the arrays of one message must not go along with the next.
             if self._outgoing:
                 self._outgoing = []
 
@@ -77,6 +78,7 @@ class Codec:
             raise TypeError(f"{type(value).__name__} cannot travel in a message")
         if dtype not in DTYPES:
             raise TypeError(f"arrays of {dtype} cannot travel in a message")
+        # As flat bytes, whose length is their size.
         self._outgoing.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return [dtype, list(value.shape), len(self._outgoing) - 1]
 
@@ -104,6 +106,7 @@ class Codec:
         torch = _torch()
         if kind is torch.Tensor:
             try:
+                # torch refuses a buffer without a byte.
                 if not view.nbytes:
                     return torch.empty(shape, dtype=getattr(torch, dtype))
                 return torch.frombuffer(view, dtype=getattr(torch, dtype)).reshape(shape)

@@ -44,6 +44,7 @@ class Kind(IntEnum):
     NOT_HELD = 11
 
 
+# gc=False: it holds nothing that could be part of a cycle, and there is one for each message.
 class Header(Struct, frozen=True, array_like=True, gc=False):
     """The first frame."""
 
@@ -58,7 +59,7 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
     sender: str
     """Name of the sender, ROLE/INDEX."""
     incarnation: Count
-    """Spawn time of the sender in ns."""
+    """Incarnation of the sender: of two of one name the larger is the living one."""
     param_version: Annotated[int, Meta(ge=-1)]
     """The newest weights that the sender knows of; -1 before any."""
     deadline_ms: Count
@@ -94,7 +95,8 @@ class Welcome(Struct, frozen=True, kw_only=True):
 
 
 class Refuse(Struct, frozen=True, kw_only=True):
-    """The answer to a HELLO that was not. ``code``: protocol, run_id, secret, name, key, incarnation."""
+    """The answer to a HELLO that was not. ``code``: protocol, run_id, secret, name, key, incarnation,
+    connections."""
 
     code: str
     ours: str
@@ -105,8 +107,8 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
     """The body of an ERROR."""
 
     code: str
-    """Stable: hello_required, not_ready, over_credit, unknown_type, invalid, cancelled, deadline, or an exception's
-    name."""
+    """Stable: hello_required, not_ready, over_credit, unknown_type, forbidden, invalid, too_large, cancelled,
+    deadline, or an exception's ``code`` or name."""
     message: str
     retryable: bool = False
     actor: str = ""

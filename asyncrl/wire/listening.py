@@ -30,6 +30,7 @@ class ListeningSocket:
     def shut(self) -> None:
         """Let no connection begin. May be repeated."""
         code = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+        # A struct sock_fprog: the number of instructions and where they are, padded as C pads it.
         self._socket.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
 
     def open(self) -> None:

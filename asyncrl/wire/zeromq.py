@@ -105,7 +105,8 @@ class ZmqTransport:
                 raise OSError(f"no public key of {peer} is known to this run")
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
-            # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is.
+            # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is. All starts
+            # beyond the last pair have that one.
             socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
         try:
             client = ZmqClient(
@@ -232,6 +233,7 @@ class _ZmqSocket:
         try:
             # A message without arrays costs less to copy than to keep track of.
             put, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
+            # Only the first frame can be refused: ZeroMQ takes the rest of a message that it has begun.
             for index, frame in enumerate(frames):
                 put(frame, NOW if index == last else NOW_AND_MORE, copy)
         except zmq.Again:
@@ -273,6 +275,7 @@ class ZmqServer(_ZmqSocket):
         self._door = Door(loop.time())
         self._listening: ListeningSocket | None = None
         self._opening: asyncio.TimerHandle | None = None
+        # Before the bind, whose event brings the descriptor that listens.
         self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._happened)
         super().__init__(socket, closed)
         try:
@@ -300,6 +303,7 @@ class ZmqServer(_ZmqSocket):
             self._listening.shut()
             self._turned_away()
         else:
+            # A connection that was on its way when the door was shut puts its opening off.
             self._opening.cancel()
         self._opening = self._loop.call_at(shut_until, self._open_door, self._listening)
 
@@ -388,6 +392,7 @@ class _Monitor:
         self._fd = self._pair.getsockopt(zmq.FD)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._read)
+        # The descriptor is edge-triggered: events from before there was a reader have no edge.
         self._loop.call_soon(self._read)
         self._closed = False
 

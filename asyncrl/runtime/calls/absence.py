@@ -29,6 +29,7 @@ class Absence:
         """The peer is not reached from now on, unless it was not before."""
         if was_ready:
             self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
+            # A connection over which nothing came did not end the absence: the time of the first miss stands.
             if not self._flaps:
                 self._missed = now
         elif self._missed is None:
@@ -37,6 +38,7 @@ class Absence:
     def welcome(self, now: float, *, by_another: bool) -> None:
         """A WELCOME has come; ``by_another`` incarnation than the one before."""
         self._welcomed, self._is_proven = now, False
+        # Another incarnation may be reached by another path, of which nothing is known so far.
         self._flaps = self._flaps and not by_another
 
     def prove(self) -> None:

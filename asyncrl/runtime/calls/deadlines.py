@@ -34,6 +34,7 @@ class Deadlines(Generic[T]):
 
     def add(self, item: T, when: float) -> int:
         """Have ``item`` expire at ``when`` (s)."""
+        # Rounded up: nothing expires before its time.
         tick = int(when / TICK_S) + 1
         items = self._ticks.get(tick)
         if items is None:
@@ -48,6 +49,7 @@ class Deadlines(Generic[T]):
         items = self._ticks.get(tick)
         if items is not None:
             items.pop(item, None)
+            # The timer stays set and may find nothing; ``_run`` then sets it for the earliest tick that is left.
             if not items:
                 del self._ticks[tick]
 
@@ -69,6 +71,7 @@ class Deadlines(Generic[T]):
         now = self._loop.time() / TICK_S
         errors = []
         for tick in sorted(tick for tick in self._ticks if tick <= now + EARLY_TICKS):
+            # An item that expires may have removed the last one of a later tick.
             for item in self._ticks.pop(tick, ()):
                 try:
                     self._expire(item)

@@ -168,6 +168,8 @@ class Peer:
     def forget(self, future: CallFuture, *, tell: bool) -> None:
         """Stop waiting for a call; ``tell`` sends CANCEL."""
         if self._pending.get(future.id) is future:
+            # Before it is finished: a payload that is under way keeps its share of the budget until it is known to have
+            # arrived.
             if self._answers_ask:
                 self._turns.abandon(future.id)
             self._finish(future)
@@ -206,6 +208,7 @@ class Peer:
             self._find()
             return
         endpoint = self._endpoint
+        # Random at its end: the server may still have the half-open pipe of an earlier connection under its id.
         routing_id = f"{endpoint.name}/{endpoint.incarnation}/{secrets.token_hex(6)}".encode()
         self._client = endpoint.transport.connect(
             self._record.address, routing_id, self._receive, self._lost, self.name
@@ -267,13 +270,16 @@ class Peer:
     async def _resolve(self) -> None:
         try:
             while not self._closed and not self.ready:
+                # A larger one than ``above`` is asked for, and the adopted incarnation itself will do.
                 above = max(self._record.incarnation if self._record is not None else 0, self._adopted - 1)
                 try:
+                    # Parked by the controller, so that a loop without an answer does not spin.
                     record = await self._endpoint.resolve(self.name, above)
                 except (DeadlineExceeded, RemoteError):
                     # The controller is away; the callers' own deadlines bound this.
                     await asyncio.sleep(REPEAT_S / 10)
                     continue
+                # Meanwhile the old connection may have come back, or a newer incarnation may have been adopted.
                 if record is not None and record.incarnation >= self._adopted and not self.ready:
                     self._record = record
                     self._disconnect()
@@ -290,11 +296,14 @@ class Peer:
         if future.placed and self._answers_ask:
             self._ask(future.id)
             return
+        # 0 would say that nobody waits.
         left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
+        # Ids only grow, so that the first call that is pending has the least.
         floor = next(iter(self._pending))
         header = self._endpoint.header(
             Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=floor
         )
+        # Sent, also where the socket takes no more: the next look asks after it, and the peer says that it lacks it.
         future.sent, future.placed = True, self._next_id
         self._client.send([header, *future.frames])
         if future.size >= LARGE_BYTES and self._answers_ask:
@@ -310,6 +319,7 @@ class Peer:
     def _on_timer(self, future: CallFuture) -> None:
         now = self._loop.time()
         if now >= future.deadline or now >= future.heard + future.silence:
+            # Before the call is forgotten: the words tell whether its turn has come.
             error = self._expired(future)
             self.forget(future, tell=True)
             future.set_exception(error)
@@ -322,12 +332,13 @@ class Peer:
         elif is_out:
             self._transmit(future)
         else:
+            # Payloads of calls that are over may hold its turn up, and nobody else asks whether they have arrived.
             for id in self._turns.abandoned:
                 self._ask(id)
 
     def _next_look(self, future: CallFuture, first_s: float) -> float:
         """Time at which to ask after a call, or to end it."""
-        # Often enough that silence means something.
+        # Often enough that silence means something, also when the pause has doubled as often as it may.
         first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
         soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
         return min(future.deadline, future.heard + future.silence, soon)
@@ -371,6 +382,7 @@ class Peer:
         except ProtocolError as error:
             future.set_exception(error)
         else:
+            # The time of a parked call is that without news, and not that of the way there and back.
             if not future.kind.idle:
                 self._endpoint.histograms.observe(ROUND_TRIP, self._loop.time() - future.started)
             future.answered_by = header.incarnation
@@ -400,6 +412,7 @@ class Peer:
         self._let_go()
 
     def _on_error(self, header: Header, body: ErrorBody) -> None:
+        # All calls in flight may be answered so: the first has HELLO said, and this side is not ready after that.
         if body.code == "hello_required":
             if self.ready:
                 self._say_hello()
@@ -424,6 +437,7 @@ class Peer:
         self._let_go()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
+        # The answer to a HELLO on an earlier connection, or a second one, says nothing of this connection.
         if header.in_reply_to not in self._hello_ids or body.name != self.name:
             return
         self._stop_hello()
@@ -441,6 +455,7 @@ class Peer:
                     self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
                     continue
                 future.placed = future.times = 0
+            # Where the peer may have the call only an ASK goes, which takes none of the budget.
             self._turns.add(future.id, 0 if future.placed and self._answers_ask else future.size)
         self._let_go()
 

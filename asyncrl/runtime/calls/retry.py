@@ -50,4 +50,5 @@ async def wait_out(log: FilteringBoundLogger, whom: str, error: WireError, **fac
 
 def is_refusal(error: WireError) -> bool:
     """Whether a peer that is there will never answer the call otherwise."""
+    # ``deadline``: the handler ran past the time of this call; another may be answered within its own.
     return isinstance(error, RemoteError) and not (error.retryable or error.code == "deadline")

@@ -212,6 +212,7 @@ class CallServer:
             refusal = ("incarnation", str(VIEWER_INCARNATION), str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
+        # Last, because it drops the connections that are not in use.
         elif hello.name in SHARED and not self._has_room(hello.name, routing_id):
             refusal = (CROWDED, f"at most {SHARED[hello.name]} at once", "one more")
         if refusal is not None:
@@ -243,6 +244,7 @@ class CallServer:
         own = self._others_of(name, but)
         current = [s for s in own if s.incarnation == incarnation]
         most = SHARED.get(name, MAX_SESSIONS_PER_NAME)
+        # ``current`` has the oldest first; the connection that says HELLO now takes one of the places.
         for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
             self._drop(session)
 
@@ -296,6 +298,7 @@ class CallServer:
             told = f"{session.name} may not send {header.type}: {listed(found.senders)} may"
             self._error(session.routing_id, header.id, "forbidden", told)
             return
+        # Before the body is decoded, which may be large.
         if self._is_early(session, header.id):
             return
         try:
@@ -330,6 +333,8 @@ class CallServer:
         id = header.in_reply_to
         if id in session.running:
             self._say(session, Kind.HELD, header)
+        # A stored reply goes out when its call comes again. Where the connection is full, or it is early, that is said
+        # there.
         elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
             self._say(session, Kind.NOT_HELD, header)
 
@@ -383,6 +388,7 @@ class CallServer:
     def _call_over(self, session: _Session, header: Header, task: asyncio.Future[Any], tick: int) -> None:
         self._deadlines.remove(task, tick)
         del session.running[header.id]
+        # By its caller, who does not listen any more, by its deadline, or by the end of this actor.
         if task.cancelled():
             code, message = CANCELLED, "the call was cancelled"
             if task in self._expired:
@@ -430,6 +436,7 @@ class CallServer:
         else:
             self._on_error(header.type, error)
             retryable = self._may_try_again(session)
+        # The class's own: the ``code`` of a RemoteError or a Refused is its instance's, and answers another question.
         code = getattr(type(error), "code", type(error).__name__)
         self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 

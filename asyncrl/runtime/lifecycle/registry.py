@@ -145,6 +145,7 @@ class Registry:
             # Refused: it belongs to a generation that is over, or is older than one that was known.
             with contextlib.suppress(Refused):
                 self._admit(ActorRecord(name=name, incarnation=incarnation, address=""), now)
+            # Entered just now: it has FIRST_WORD_S to load its code.
             if (entered := self.entries.get(name)) is not entry and entered is not None:
                 entered.spoken = False
 
@@ -199,6 +200,7 @@ class Registry:
                 entry.lost = True
                 entry.condemned = entry.condemned or reason
                 lost.append(entry.record)
+        # After the loop above: the end of a gang condemns those that have no reason so far, with its own.
         for record in lost:
             self._end_generation_of(record.name, record.incarnation, "was lost with its host")
 
@@ -264,12 +266,14 @@ class Registry:
         name, incarnation = record.name, record.incarnation
         entry = self.entries.get(name)
         known = self.newest.get(name, 0)
+        # Equal where an earlier registry has told the number (``recall``), but no entry.
         if incarnation >= known and (entry is None or incarnation > entry.record.incarnation):
             if entry is not None and entry.heard_of:
                 # Nobody has said so yet, but it must have died before this one was started.
                 entry.ended = True
             entry = self._enter(Entry(record, since=now, heard=now, progressed=now))
             if gang := self.gang_of(name):
+                # All generations below its own are over.
                 self._end_generation_of(name, incarnation - 1, "died")
                 if incarnation < self.generations[gang]:
                     entry.condemned = self._reasons[gang]

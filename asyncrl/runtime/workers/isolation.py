@@ -23,6 +23,7 @@ from pathlib import Path
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_SLAVE = 0x1, 0x2, 0x4, 0x8, 0x4000, 0x80000
 PR_SET_NO_NEW_PRIVS = 38
+# _LINUX_CAPABILITY_VERSION_3, and numbers of capabilities (linux/capability.h).
 CAPABILITY_VERSION = 0x20080522
 CHOWN, DAC_OVERRIDE, FOWNER, FSETID = 0, 1, 3, 4
 
@@ -50,6 +51,7 @@ def isolate(hidden: Iterable[str]) -> None:
     else:
         uid, gid = os.geteuid(), os.getegid()
         _unshare(CLONE_NEWUSER | CLONE_NEWNS)
+        # The kernel takes a gid_map from a process without rights only after this.
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{uid} {uid} 1")
         _write("/proc/self/gid_map", f"{gid} {gid} 1")
@@ -59,6 +61,7 @@ def isolate(hidden: Iterable[str]) -> None:
         if os.path.isdir(folder):
             _mount("none", folder, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,mode=0")
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    # Last: the mounts need the rights that are given up here.
     _keep_capabilities((CHOWN, DAC_OVERRIDE, FOWNER, FSETID) if root else ())
 
 
@@ -102,6 +105,7 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
 
 def _keep_capabilities(kept: Iterable[int]) -> None:
     mask = sum(1 << capability for capability in kept)
+    # The effective, permitted and inheritable set, of the 32 lower capabilities and then of the higher ones.
     header, sets = struct.pack("Ii", CAPABILITY_VERSION, 0), struct.pack("6I", mask, mask, 0, 0, 0, 0)
     _check(_libc.capset(header, sets), "giving up rights")
 

@@ -139,6 +139,7 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
             pass
         lines.flush()
     _, status, used = os.wait4(program.pid, 0)
+    # Popen has to know that the program is reaped, or it would look for it again.
     program.returncode = code = os.waitstatus_to_exitcode(status)
     printed = out.tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")

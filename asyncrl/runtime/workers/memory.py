@@ -75,6 +75,7 @@ def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
 def family(pid: int) -> list[int]:
     """A process and all that descend from it."""
     found = [pid]
+    # The list grows while it is gone through.
     for one in found:
         # Each thread has children of its own.
         with contextlib.suppress(OSError):

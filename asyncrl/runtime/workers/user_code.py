@@ -45,6 +45,7 @@ def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., An
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The module is there, and imports another that is not.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise NotCallable([f"{key}: {_import_failure(module_name, error)}"]) from error
         near = did_you_mean(module_name, _modules_beside(error.name))
