@@ -115,6 +115,7 @@ class Controller(Actor):
             self,
             self._registry,
             self._run,
+            # Through functions: the oversight and the members are made below.
             stalled=lambda: self._oversight.stalled,
             sink=self._sinks.picture,
             is_gone=lambda name: self._members.is_gone(name),
@@ -274,6 +275,7 @@ class Controller(Actor):
             if request.record.address and request.record.attempt:
                 self._lines.add_ready(request.record.name)
         finally:
+            # Also where it is refused: one of a generation that is over is entered as condemned.
             self._registry_changed()
         return Done()
 
@@ -288,6 +290,7 @@ class Controller(Actor):
         entry = self._registry.entries[caller.name]
         entry.version = caller.param_version
         self.counters["heartbeats/left_out"] = self._registry.left_out
+        # As the registry has taken them in: cut, and no more than its limit.
         self._watching.told(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
 
     @handler
@@ -311,6 +314,7 @@ class Controller(Actor):
         if request.seen_line < 0:
 
             def matters() -> RunState | None:
+                # A number that this controller has not given tells nothing of what the caller knows.
                 return None if self._run.matters <= request.seen <= self._run.number else self._state()
 
             return await self._watchers.until(matters, caller.park_s) or self._state()
@@ -400,6 +404,7 @@ class Controller(Actor):
         told = (actor.name for actor in self._run.leaving)
         asked = role_of(request.name) in self._run.draining or request.name in told
         newest = self._registry.ended(request.name, request.incarnation, now, asked=asked)
+        # A host on trial whose actor is given up is let go instead, and the run goes on.
         if newest and not (request.fatal and self._members.given_up(request.name, request.reason)):
             said = (request.name, request.exit_code, request.fatal, request.reason, request.log)
             self._run.ended(*said, now, incarnation=request.incarnation)
@@ -476,6 +481,7 @@ class Controller(Actor):
         try:
             await self._members.host_left(caller.name, caller.park_s)
         finally:
+            # Also where that is not on disk in time: the actors of the host have ended.
             self._registry_changed()
         return Done()
 
@@ -503,6 +509,7 @@ class Controller(Actor):
     def _follow(self) -> None:
         """Let the run follow the registry, and wake those who wait for either."""
         ready = self._registry.ready()
+        # First: those that have joined belong to the run from here on, and all that follows counts them.
         self._members.ready(ready)
         if self._numbered != self._registry.changes:
             self._numbered = self._registry.changes
@@ -554,6 +561,7 @@ class Controller(Actor):
                 again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
                 meanwhile = f"The run goes on without it; it is tried again {again}"
                 self.notify(f"aside {name}", f"{name} is set aside: {actor.reason}", count=times, meanwhile=meanwhile)
+        # While the run drains none counts as set aside, and none is tried again for that.
         for name in before.keys() - self._aside.keys() if not self._run.drain else ():
             text = f"{name} was set aside ({before[name].reason}) and is tried again"
             self.notify(f"aside {name}", text, count=self._times_aside[name])

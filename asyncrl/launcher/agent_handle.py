@@ -59,6 +59,7 @@ class AgentHandle:
     def exit_words(self) -> str:
         """Words for the end of its process."""
         assert self.exit_code is not None
+        # The guard tells the signal that killed its agent as 128 and the signal's number.
         return describe_exit(self.exit_code if self.exit_code < 128 else 128 - self.exit_code)
 
     @property
@@ -117,6 +118,7 @@ def hang_up(members: Sequence[AgentHandle]) -> None:
 
 
 def _append(logs: Path, event: LogEvent) -> None:
+    # The name comes from another host, and is to lead to no other folder.
     if Path(event.file).name == event.file and event.file.endswith(".log"):
         with contextlib.suppress(OSError), (logs / event.file).open("a") as file:
             file.write(event.text)

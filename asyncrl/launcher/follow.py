@@ -183,6 +183,7 @@ class Follower:
         for member in self.members:
             if member.over or member.contact is not None:
                 continue
+            # The process is the guard, which ends all that is left once its child, the agent, is dead.
             for agent in children_of(member.process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(agent, signal.SIGKILL)
@@ -230,6 +231,7 @@ class Follower:
                     async with asyncio.timeout(CONFIRM_S):
                         if not (await again.ask(order, HostEnded)).living:
                             return
+                    # It was reached, and from now on may be out of reach for as long again.
                     until = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
                 again.kill()
@@ -255,6 +257,7 @@ class Follower:
         order = EndOrder(run_dir=str(self.folder.path), index=member.index, patience_s=patience, kill=kill)
         self.progress.say(f"{member.host}: looking whether anything is left there")
         try:
+            # The order waits for ``patience_s``, and where something is killed then, for as long again.
             async with asyncio.timeout(min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience):
                 await again.reach()
                 found = await again.ask(order, HostEnded)
@@ -276,6 +279,7 @@ class Follower:
     def _result(self) -> EndedEvent:
         head = self._head.ended
         asked = self.interrupts.signal and head is not None and head.result == "preempted"
+        # The head was told to stop for that failure, and knows of no other reason.
         if self._failure is not None and (head is None or head.result in ("stopped", "preempted")) and not asked:
             return self._failure
         if head is not None:

@@ -174,6 +174,7 @@ class Launch:
             await self.reached.close()
 
     async def _main(self, dry_run: bool | Literal["json"]) -> int:
+        # All but the first where that is this host.
         await self.reached.reach([line.name for line in self.lines[self.head_is_here :]])
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
         finished = self.resumption is not None and self.resumption.is_finished
@@ -285,6 +286,7 @@ class Launch:
             for name in self.reached.contacts
         }
         await self.reached.ask(specs, Prepared, "prepared")
+        # In the place of the handlers that undo the launch: from here on there are agents to be told.
         interrupts.listen()
         for number, host in enumerate(self.hosts):
             actors = [actor for actor in self.placed if actor.host == host.name]

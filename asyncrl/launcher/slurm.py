@@ -127,6 +127,7 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
         return None
     ranks = learner.ranks if learner.backend != "sim" and learner.device != "cpu" else 0
     total = ranks + rollout.replicas * each
+    # From an even share, rounded up, to all of them on one node.
     for count in range(-(-total // nodes), total):
         if _placed(config, nodes, count) is not None:
             return count
@@ -179,6 +180,7 @@ def submit(config: Config, script: str) -> tuple[str, Path, str]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{config.run.name}.sbatch"
     path.write_text(script)
+    # It says JOB, or JOB;CLUSTER.
     job = _call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
     # Only SLURM knows what the options have made of it.
     said = _call(["scontrol", "--oneliner", "show", "job", job])

@@ -78,6 +78,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Seconds in the present state."""
     oldest_await: str = ""
     """Longest open wait that is not idleness, as PEER TYPE SECONDS; empty if there is none."""
+    # As many as MOST_RECORDS of runtime/awaits.py.
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
     counters: dict[str, float] = {}
@@ -173,6 +174,7 @@ class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
     """Something that an actor did; see telemetry/trace.py."""
 
     track: Annotated[str, Meta(min_length=1, max_length=100)]
+    # The numbers of tracks in a file leave room for so many of an actor (telemetry/trace.py).
     order: Annotated[int, Meta(ge=0, lt=100_000)]
     """Place of the track among those of its actor, and no other's."""
     name: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -188,6 +190,7 @@ class TracePart(Request, frozen=True, kw_only=True):
 
     reply = Done
     senders = MEMBERS
+    # Spans that were taken in twice would be in the file twice.
     idempotent = False
     number: Count
     """RunState.trace; 0 at the end of an actor."""

@@ -52,6 +52,7 @@ class Sinks(Actor):
 
     async def setup(self) -> None:
         """Begin to open the sinks, each in its own thread."""
+        # Up to NICENESS and not by it: os.nice adds to what the process has been given.
         os.nice(max(0, NICENESS - os.nice(0)))
         self._temporary = await asyncio.to_thread(_own_temporary_files, self.context.credentials.run_id)
         self._lanes = [Lane(sink) for sink in self._sinks()]
@@ -97,6 +98,7 @@ class Sinks(Actor):
             seen = WatchMetrics(line=found.line, picture=found.picture)
             records: list[Line | Snapshot] = [*found.lines]
             if found.snapshot:
+                # First: it goes along with the next line of a step.
                 records.insert(0, self._snapshots.decode(found.snapshot))
             for record in records:
                 for lane in self._lanes:
@@ -107,6 +109,7 @@ class Sinks(Actor):
 
     async def _flush(self) -> None:
         until = time.monotonic() + FLUSH_S
+        # All are told before any is waited for: they share the time.
         for lane in self._lanes:
             lane.end()
         for lane in self._lanes:

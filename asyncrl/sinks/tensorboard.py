@@ -39,6 +39,7 @@ class TensorBoardSink:
         self._folder.mkdir(exist_ok=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if not os.fstat(self._file).st_size:
+            # The first event of a file tells its format.
             self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, record: Line | Snapshot) -> None:

@@ -67,6 +67,7 @@ class ProcessTimes:
 def family(root: int) -> Iterator[int]:
     """A process and all that descend from it, as far as they are still its children's children."""
     todo = [root]
+    # The list grows while it is gone through.
     for count, pid in enumerate(todo):
         if count >= MOST_PROCESSES:
             return

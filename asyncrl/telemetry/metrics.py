@@ -75,6 +75,7 @@ class Histograms:
 
     def _begin(self, name: str) -> list[int]:
         check_name(name, "histogram")
+        # Before the counts: another thread that finds those looks for the sum.
         self._sums[name] = 0.0
         counts = self._counts[name] = [0] * (len(EDGES[name]) + 1)
         return counts

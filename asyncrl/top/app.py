@@ -238,6 +238,7 @@ class Top(App[int]):
             replay.advance(TICK_S)
             self._stale |= replay.position != before
         now = time.monotonic()
+        # The tick that is nearest to DRAW_S draws, be it a little before it.
         if self._stale and not self._frozen and now - self._drawn_at >= DRAW_S - TICK_S / 2:
             self._drawn_at, self._stale = now, False
             self._draw()

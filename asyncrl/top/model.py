@@ -222,6 +222,7 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
             lag=facts.over_window(lambda each: each.lag),
             gate_open=_gate_open(facts),
             episodes=_episodes(facts),
+            # All that the run still trains is granted.
             exhausted=facts.run.steps > 0
             and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
         )

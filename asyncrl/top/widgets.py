@@ -225,6 +225,7 @@ class DetailScreen(Screen[None]):
             self.app.call_from_thread(self._take_log, actor, log)
 
     def _take_log(self, actor: str, log: list[str] | None) -> None:
+        # The thread may have read the log of the actor that was shown before.
         if actor == self._actor:
             self._log = log
             self.draw()

@@ -219,6 +219,7 @@ class _ZmqSocket:
         if not self._look_scheduled:
             self._look_again()
             return self._put(frames)
+        # Told as sent from here on: one that then cannot go is lost as on its way, and is asked after.
         self._outgoing.append(frames)
         if len(self._outgoing) >= SEND_BATCH:
             self._flush()

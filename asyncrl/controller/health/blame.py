@@ -106,6 +106,7 @@ class _Search:
             return
         real = [wait for wait in actor.waits if self._is_real(actor, wait)]
         others = [wait for wait in real if any(self._targets(actor, wait))]
+        # The controller is not one of the actors that are judged, and a wait on it ends no way.
         elsewhere = [wait for wait in real if wait not in others and role_of(wait.whom) != CONTROLLER]
         for wait in others:
             self._onwards(actor, wait, way, idle)
@@ -148,6 +149,7 @@ class _Search:
 
     def _cycle(self, round: tuple[_Step, ...], way: tuple[_Step, ...], idle: bool) -> None:
         slowest = max(round, key=lambda step: step.actor.progress_s)
+        # The cycle is as old as the youngest wait of it.
         seconds = min(step.wait.seconds for step in round if step.wait is not None)
         words = f"which closes a cycle; {slowest.actor.name} has been without progress longest"
         self.ends.append(_End(way, slowest.actor, words, False, idle, seconds))
@@ -167,6 +169,7 @@ def find_culprit(actors: Mapping[str, SeenActor], silent_after_s: float) -> Blam
     for actor in actors.values():
         # An actor that does not move at all is suspect even if nobody is known to wait for it.
         if actor.name not in reached and not actor.ended and (search._is_silent(actor) or not search.ends):
+            # As idle: a way that leads from the learner over real waits counts before it.
             search.follow(actor, (), True)
     if not search.ends:
         slowest = max(actors.values(), key=lambda actor: actor.progress_s)

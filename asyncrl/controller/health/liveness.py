@@ -208,6 +208,7 @@ class Oversight:
         """Fail, unless the run moves again before the culprit has told its stacks."""
         await asyncio.sleep(STACKS_BEATS * self._supervision.heartbeat_s)
         held = self._watchdog.report
+        # With another ``since`` it is another stall: the run has moved in between.
         if held is not None and held.since == report.since:
             self._run.fail(report.name, report.text, "", 1, self._actor.clock.now())
             self._tell()

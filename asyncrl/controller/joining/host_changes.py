@@ -93,6 +93,7 @@ class ComingAndGoing:
 
     async def _keep_and_tell(self) -> None:
         membership = self._membership
+        # As they are before the write: a change during it sets ``_changed``, and is kept and told next.
         members, leaving = membership.members, membership.leaving
         lost, self._left_while_lost = self._left_while_lost, []
         text = json.dumps(membership.describe())
@@ -231,6 +232,7 @@ class ComingAndGoing:
                     raise
                 return None
 
+        # Asked once more after the wait, which raises where nobody else serves by then.
         departure = await self._watchers.until(begin, park_s / 2) or self._begin_leave(request)
         await self._until_kept(park_s / 2)
         return LeaveBegun(agent=departure.agent, host=departure.host, actors=departure.actors)

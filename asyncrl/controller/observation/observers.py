@@ -156,6 +156,7 @@ class Watching:
     async def conclude(self) -> None:
         """Take the last snapshot, tell it to everybody who watches, and write it."""
         self._look_at_self()
+        # One that is still being written would cost the last one its place in the recording.
         await self._written()
         await self.snapshots.take(record=True, last=True)
         self._is_over = True

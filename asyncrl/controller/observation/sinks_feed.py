@@ -71,6 +71,7 @@ class SinksFeed:
         if caller.incarnation > self._asker:
             self._counters[RESTARTS] += self._asker > 0
             self._asker = caller.incarnation
+        # None for a number that an earlier controller gave, which is below all here: the range is empty.
         for _ in range(min(len(self._lines), request.line - (self._last - len(self._lines)))):
             self._lines.popleft()
 

@@ -149,6 +149,7 @@ class Snapshots:
         except Exception as error:
             # Nobody who watches ends a run, however odd the words of an actor.
             self._at = self._now()
+            # Both times as if it had been taken, or the next try would come at once.
             self._recorded = self._at if record else self._recorded
             self._failed(error)
             return

@@ -45,6 +45,7 @@ class TraceFile:
     def __init__(self, folder: Path, run: str) -> None:
         """Raises OSError."""
         folder.mkdir(exist_ok=True)
+        # The number begins behind the 6 characters of ``trace-``.
         taken = [int(path.name[6:].partition(".")[0]) for path in folder.glob("trace-*.json*") if _is_numbered(path)]
         self.path = folder / f"trace-{max(taken, default=0) + 1:03d}.json"
         self._part = folder / f"{self.path.name}{_PART}"
@@ -224,6 +225,7 @@ class Traces:
             if refusal := self._pace.refusal(asyncio.get_running_loop().time()):
                 return TraceWritten(path="", error=refusal)
             self._writing = tasks.create_task(self._collect(min(WAIT_S, within_s)))
+        # Shielded: a caller that goes away does not take the trace from the others.
         return await asyncio.shield(self._writing)
 
     async def take(self, actor: str, part: TracePart) -> None:

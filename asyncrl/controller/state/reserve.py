@@ -98,6 +98,7 @@ class Reserve:
             if now - before.back < before.rest_s:
                 rest_s = min(2 * before.rest_s, LONGEST_REST * self.window_s)
         self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
+        # It is back once it has rested, unless it is brought back sooner (``take``).
         self._before[name] = _Before(incarnation, rest_s, now + rest_s)
         return True
 

@@ -168,6 +168,7 @@ class RunStateMachine:
         self._ready.discard(name)
         self._ended.add(name)
         if not self._is_excused(name) and name not in self._reserve.resting:
+            # Its time to be ready again counts from this end.
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
@@ -201,6 +202,7 @@ class RunStateMachine:
         """``host`` is lost, and these with it."""
         lost = self.expected.intersection(names)
         self._lost.update(dict.fromkeys(lost, (now, host)))
+        # A drain does not wait for them.
         self._ended |= lost
         self.lost_hosts[host] = sorted(lost)
         self.ready(self._ready - lost, now)
@@ -313,6 +315,7 @@ class RunStateMachine:
                 _, name, host = missed
                 reason = f"its host {host} has been lost for {self.host_grace_s:g} s (supervision.host_grace_s)"
                 return self.fail(name, reason, "", 1, now)
+            # A list, for any() alone would stop at the first.
             back = [self.bring_back(name, now) for name in self._reserve.due(now)]
             return any(back)
         before = self.drain
@@ -374,6 +377,7 @@ class RunStateMachine:
     def _go_on_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
         """Some are newly set aside, among them ``name``: the run fails if too few are left."""
         shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
+        # A run that makes way is ending: it is to come to its checkpoint with those that are left.
         if shortage is not None and self.phase != "preempting":
             return self.fail(name, reason + shortage, log, 1, now)
         self.ready(self._ready - self._resting, now)
@@ -385,6 +389,7 @@ class RunStateMachine:
         few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
         if few is None and all(map(is_replicated, late)):
             before = dict(self._reserve.resting)
+            # sum(), for any() would stop at the first, and each is to be set aside.
             if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
                 return False
             return self._go_on_without(late[0], reason, "", before, now)
@@ -442,6 +447,7 @@ class RunStateMachine:
         self._rank_until = now + self.drain_s * DRAIN_SHARES[1]
         self._drain_until = now + self.drain_s * (1.0 - OWN_SHARE)
         self._changed()
+        # A rank of which nobody lives is over at once.
         self.tick(now)
         return True
 

@@ -24,6 +24,8 @@ def interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # A struct ifreq: 16 bytes of name, the last of them NUL, and a sockaddr_in, whose address is at bytes 4 to
+            # 7.
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):
                 found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
@@ -34,6 +36,7 @@ def route_to(address: str) -> str | None:
     """This host's own address on the way to another, None without a way. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # Any port will do: to connect a datagram socket only chooses the route.
             probe.connect((address, 9))
         except OSError:
             return None

@@ -125,6 +125,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
         with contextlib.suppress(OSError):
             os.chdir(spec.folder)
         os.environ.update(spec.env)
+        # The lock stays held: execv makes this process the guard, with the same descriptors.
         os.set_inheritable(lock, True)
         _say(Prepared(shared=shared))
         sys.stderr.flush()
@@ -132,6 +133,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
         os.dup2(log, 2)
         os.execv(sys.executable, [sys.executable, "-m", GUARD, str(private), str(lock)])
     finally:
+        # Reached only where the guard could not be started: execv does not return.
         shutil.rmtree(private, ignore_errors=True)
         if not shared:
             remove_part(run_dir)

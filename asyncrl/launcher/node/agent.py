@@ -66,6 +66,7 @@ def main() -> int:
     os.set_inheritable(lock, False)
     become_subreaper()
     die_with_parent(signal.SIGTERM)
+    # The guard may have died before its death was to be a signal.
     if os.getppid() != guard:
         return 1
     try:

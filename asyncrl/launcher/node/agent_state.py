@@ -132,6 +132,7 @@ class AgentState:
 
     def controller_at(self, now: float) -> None:
         """The controller's address is known; actors started after its first word have numbers above those it knows."""
+        # The head alone can kill a controller that says nothing.
         if self.is_head and not self.ending:
             self._reach_by = now + self._first_word_s
 
@@ -144,6 +145,7 @@ class AgentState:
         if not self._all_started and not self.leaving:
             self._all_started = True
             return [spawn for name in self.logs if name != CONTROLLER for spawn in self._spawn(name)]
+        # A successor names nobody before it has heard of the ends below: that is no word to start these.
         self._aside = dict.fromkeys(self._aside, False)
         living = sorted(self.living - {CONTROLLER})
         told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
@@ -179,11 +181,13 @@ class AgentState:
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log."""
         self.living.discard(name)
+        # The reason for which it was killed tells more than its last words.
         hint = self._condemned.pop(name, hint)
         if name == CONTROLLER:
             return self._controller_exited(exit_code, hint, now)
         if self.ending or self.leaving:
             return [self._report(name, exit_code, False, "")]
+        # One that rests is not started again, and so is told as one that is given up.
         if name in self._aside:
             return [self._report(name, exit_code, True, _join(describe_exit(exit_code), hint))]
         blameless = name in self._stale or self._is_cut_off(now)
@@ -194,6 +198,7 @@ class AgentState:
 
     def told(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
         """The controller knows of an end, and says whether it had asked for it."""
+        # A late word, on an end that has been judged meanwhile.
         if self.incarnations.get(name) != incarnation or name in self.living:
             return []
         if asked:
@@ -243,6 +248,7 @@ class AgentState:
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has said something."""
+        # While it did not answer, reports of ends may not have reached it either.
         told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
         goes_on = state.phase in ("starting", "running", "preempting")
         if goes_on and not self._reachable:
@@ -286,6 +292,7 @@ class AgentState:
         if not self._has_run:
             return self.stop(reason, now)
         self._make_way(reason, now)
+        # A controller that is away is asked once it is found.
         return [AskStop(reason, preempt=True)] if self._reachable else []
 
     def _make_way(self, reason: str, now: float) -> None:
@@ -401,6 +408,7 @@ class AgentState:
         for name in [name for name, told in self._aside.items() if told and name not in reasons]:
             del self._aside[name]
             self._supervisor.forgive(name)
+            # One that is still being killed for it is started again when it has died, as any other.
             if name not in self.living:
                 self._ends.pop(name, None)
                 instructions += self._spawn(name)

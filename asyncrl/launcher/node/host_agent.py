@@ -108,6 +108,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in STOPPING:
             loop.add_signal_handler(number, self._on_signal, number)
+        # After the handlers are there: the guard has spawned this process with these signals blocked.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -187,6 +188,7 @@ class Agent:
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
         self._log.info("signal", number=number.name)
+        # The death of the guard comes as SIGTERM (die_with_parent), and leaves this process with another parent.
         if os.getppid() != self._guard:
             self._do(self._host.guard_lost(now))
         elif not self._signalled:
@@ -296,6 +298,7 @@ class Agent:
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
+            # Its keys are always those of its first start, as everybody knows its address without an attempt.
             argv += ["--attempt", "0"]
             if self._address:
                 # The first one has left it in a file; the others know no other.

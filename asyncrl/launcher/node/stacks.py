@@ -106,6 +106,7 @@ async def _ask(child: Child, timeout_s: float) -> str:
     text = ""
     gone = False
     while loop.time() < until and TASKS_END not in text and not gone:
+        # Looked at before the log is read, so that its last lines are not missed.
         gone = process_state(child.pid).startswith(("gone", "Z"))
         await asyncio.sleep(LOOK_S)
         text = await asyncio.to_thread(_plain_lines, child.log, start)

@@ -138,6 +138,7 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
     (folder.path / UNBEGUN).unlink(missing_ok=True)
     kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
     if not kept.exists():
+        # Linked and not moved: there is a config.json at every moment.
         os.link(folder.path / CONFIG, kept)
     replace_file(folder.path / CONFIG, config_to_json(config))
 
@@ -186,6 +187,8 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It gets its name once it is held, so that nobody finds it free.
             os.rename(made / "lock.new", made / LOCK)
+            # It fails where a run has its private folder there: only an empty folder is replaced, and that one holds
+            # its lock.
             os.rename(made, private)
         except OSError as error:
             os.close(lock)

@@ -68,6 +68,7 @@ class Detached:
 
 def detach() -> Detached | int:
     """Divide: the child gets its end, the parent the command's exit code once the run runs. Raises OSError."""
+    # Or both processes would write what is buffered.
     _flush()
     output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     ours, theirs = os.pipe()
@@ -122,6 +123,7 @@ class _Waiting:
 
     def _show(self) -> None:
         """Show what the child has written since."""
+        # Not read(): the offset is shared with the child, which writes there.
         while found := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._at):
             self._at += len(found)
             _say(found.decode(errors="replace"), sys.stderr)

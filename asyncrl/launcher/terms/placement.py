@@ -198,6 +198,7 @@ def _spread(counts: list[int], more: int, hosts: Sequence[PlacementHost], comput
     for _ in range(more):
         chosen = max(range(len(hosts)), key=lambda i: (hosts[i].cpus / (computing[i] + 1), -i))
         counts[chosen] += 1
+        # Where ranks are spread both are the same list, and each rank counts once.
         if counts is not computing:
             computing[chosen] += 1
 

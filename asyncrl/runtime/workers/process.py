@@ -210,8 +210,7 @@ class WorkerProcess:
         if ended is not None:
             # Those that it has left behind; its number is its own until it is reaped.
             self._kill_group()
-            # One that ends its session itself does so before it ends with 0; after any other end some may be left
-            # there.
+            # The keeper of a program that ends with 0 has ended its session itself; else some may be left there.
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
                 for pid in session_members(self.pid):
                     kill_child(pid)

@@ -111,6 +111,7 @@ class Recorder:
             first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
             entries = [entry for path in (first, second) for entry in _entries(path)]
             replace_file(first, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
+            # Last, so that a writer that dies before it leaves some snapshots twice, and loses none.
             second.unlink()
             for path in (first, second):
                 self._strides.pop(path, None)

@@ -109,6 +109,7 @@ class Table:
         if not self.columns[shown[-1]].right:
             widths[shown[-1]] = max(1, width - sum(widths[i] + gap for i in shown[:-1]))
         titles = [self._title(self.columns[i]) for i in shown]
+        # Where the column that sorts the rows has no room, the first title names it.
         for i, column in enumerate(self.columns):
             if column.key and column.key == self.sorted_by and i not in shown:
                 titles[0] = f"by {self._title(column)}"

@@ -112,6 +112,7 @@ def fit(line: Line, width: int, glyphs: Glyphs, *, right: bool = False) -> Text:
     missing = width - found.cell_len
     if missing < 0:
         found.truncate(max(1, width), overflow="ellipsis", pad=True)
+        # The mark of what is cut is not ASCII.
         if glyphs.ascii:
             found.plain = to_ascii(found.plain)
         return found if width else Text()

@@ -129,6 +129,7 @@ class History:
         if len(self._kept) >= 3 and self._kept[-1].wall - self._kept[-3].wall < 2 * window / KEPT:
             del self._kept[-2]
         self._kept.append(Moment(snapshot, levels_of(snapshot)))
+        # The last one from before the window stays, so that the window is covered as a whole.
         while len(self._kept) > 2 and self._kept[1].wall <= snapshot.wall - window:
             self._kept.popleft()
 

@@ -47,6 +47,7 @@ class Replay:
     def take(self, whole: Replay) -> None:
         """Go on in ``whole``, a later look at the same recording, from the present position."""
         self.lives, self._walls, self._bodies = whole.lives, whole._walls, whole._bodies
+        # Drawn anew: whether the run lives, and which snapshot is the last, changes the picture of its end.
         self._shown = -1
 
     @property
@@ -93,6 +94,7 @@ class Replay:
         """The snapshots up to the position, the newest of them that of the position."""
         index = self._index()
         if index != self._shown:
+            # Backwards, or so far ahead that some of the snapshots in between will do.
             if not self._shown < index <= self._shown + FRAMES:
                 self._history = History()
                 numbers = self._before(index)
