@@ -48,6 +48,7 @@ class Await:
         with self._awaits.lock:
             waits = self._awaits.open[self._key]
             del waits[self]
+            # An entry without a wait would have no oldest one.
             if not waits:
                 del self._awaits.open[self._key]
 

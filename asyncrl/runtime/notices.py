@@ -37,6 +37,7 @@ class UntoldNotices:
         """Take in a notice; whether its text is new."""
         notice = sendable(key, text, count, meanwhile, waits_for, of)
         key, text = notice.key, notice.text
+        # One place is that of MORE.
         if key not in self._known and len(self._known) >= MOST_KEYS - 1:
             is_new = key not in self._more
             if is_new and len(self._more) < MOST_OVERFLOWING:

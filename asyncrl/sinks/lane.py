@@ -107,6 +107,7 @@ class Lane:
             # Libraries end a thread with SystemExit.
             except (Exception, SystemExit) as error:
                 self.lost += record is not None
+                # After a failed write only a line that is taken shows that it takes lines again.
                 takes_lines = takes_lines and record is None
                 self.fail(describe(error))
                 self._close_quietly()

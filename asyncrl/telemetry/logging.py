@@ -28,6 +28,7 @@ def configure_logging(level: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            # Before the timestamp, which would be one of the facts that are told.
             _pass_on,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             # Without the values of local variables: keys of sessions and of the run are among them.

@@ -94,4 +94,5 @@ class Facts:
     def buffered(self) -> float | None:
         """Groups in the learner's buffer."""
         told = total(actor.figures.get("buffer/groups") for actor in self.living("learner")[:1])
+        # After the end of the run there is no buffer; the line of its last step would tell of one.
         return told if told is not None or self.run.phase in OVER else number_in(self.last, "buffer/groups")

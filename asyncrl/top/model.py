@@ -325,6 +325,7 @@ UPDATE = {
 def weights(facts: Facts, rollouters: Sequence[RollouterRow]) -> WeightsView:
     """Publications and updates."""
     lags = [row.lag for row in rollouters if row.lag is not None]
+    # 0 in the line of a step after which nothing is published.
     idle = [seconds for line in facts.snapshot.train if (seconds := number_in(line, "time/publish_s"))]
     again, updates = number_in(facts.last, "rollout/reprefill_tokens"), number_in(facts.last, "weights/updates")
     return WeightsView(

@@ -191,6 +191,7 @@ class ComingAndGoing:
         departure = self._membership.departures.get(agent)
         if departure is None:
             return
+        # The agent's last word: ends of its actors that have not been heard of are not told any more.
         for name, incarnation in self._incarnations(departure.actors).items():
             self._registry.ended(name, incarnation, self._now())
         names = [agent, *departure.actors]
@@ -281,6 +282,7 @@ class ComingAndGoing:
             return [f"{MEMBERS_FILE} of the controller"]
         found = []
         for name, entry in self._registry.entries.items():
+            # One that has not spoken so far takes them in before it can be called, and an agent takes in none.
             if role_of(name) in ROLES and entry.heard_of and entry.spoken:
                 incarnation, known = self._taken_in.get(name, (0, -1))
                 if incarnation != entry.record.incarnation or known < number:

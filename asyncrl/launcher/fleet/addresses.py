@@ -24,8 +24,7 @@ def interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            # A struct ifreq: 16 bytes of name, the last of them NUL, and a sockaddr_in, whose address is at bytes 4 to
-            # 7.
+            # A struct ifreq: 16 bytes of name that end with NUL, then a sockaddr_in with the address at byte 4 of it.
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):
                 found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])

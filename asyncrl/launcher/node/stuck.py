@@ -44,6 +44,7 @@ class StuckActors:
                 self._stuck[key] = child
                 if key not in before:
                     self.show(child, actor.report)
+        # Where all of the processes have ended, that the reports are over says nothing of the run.
         if before and not stuck and any(child in children.values() for child in before.values()):
             self._emit(MovingEvent())
 

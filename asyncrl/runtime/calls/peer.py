@@ -168,8 +168,7 @@ class Peer:
     def forget(self, future: CallFuture, *, tell: bool) -> None:
         """Stop waiting for a call; ``tell`` sends CANCEL."""
         if self._pending.get(future.id) is future:
-            # Before it is finished: a payload that is under way keeps its share of the budget until it is known to have
-            # arrived.
+            # Before it is finished: a payload under way keeps its share of the budget until it is known to be there.
             if self._answers_ask:
                 self._turns.abandon(future.id)
             self._finish(future)

@@ -333,8 +333,7 @@ class CallServer:
         id = header.in_reply_to
         if id in session.running:
             self._say(session, Kind.HELD, header)
-        # A stored reply goes out when its call comes again. Where the connection is full, or it is early, that is said
-        # there.
+        # A stored reply goes out when its call comes again; that the connection is full, or early, is said by then.
         elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
             self._say(session, Kind.NOT_HELD, header)
 
