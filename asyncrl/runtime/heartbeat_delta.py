@@ -76,6 +76,8 @@ class Telling:
 
     def forget(self) -> None:
         """The controller may know nothing."""
+        # Without a lock, though ``trim`` runs in another thread: a call that is lost to it, the next full beat makes
+        # good.
         self._beats = 0
 
     def trim(self, beat: Heartbeat) -> Heartbeat:

@@ -139,6 +139,7 @@ def decode_header(frame: bytes) -> Header:
     try:
         header = _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # A header of another version may have other fields: of such a one no more than its version is looked at.
         _raise_other_protocol(frame)
         raise ProtocolError(f"unreadable header: {error}") from None
     if header.protocol != PROTOCOL_VERSION:

@@ -30,6 +30,7 @@ def cut(frames: Sequence[Any]) -> Sequence[Any]:
     for view in views:
         # One without a byte cannot be cast.
         data = view.cast("B") if view.nbytes else b""
+        # A frame without a byte is one piece: no count is 0.
         starts = range(0, max(1, len(data)), PIECE_BYTES)
         pieces += [data[at : at + PIECE_BYTES] for at in starts]
         counts.append(len(starts))

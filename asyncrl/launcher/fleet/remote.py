@@ -85,6 +85,7 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
             _say(answers[type(order)](order), output)
     except BrokenPipeError:
         return 1
+    # Before OSError, which some of these are too.
     except AsyncRLError as error:
         _say(Refusal(reason=str(error), exit_code=error.exit_code), output)
         return error.exit_code

@@ -73,4 +73,5 @@ class LogShipper:
             file.seek(start)
             piece = file.read(CHUNK_BYTES)
         whole = piece[: piece.rfind(b"\n") + 1]
+        # A line without an end so far waits for it, unless it fills a piece, or this is the last time.
         return whole if whole or (len(piece) < CHUNK_BYTES and not last) else piece
