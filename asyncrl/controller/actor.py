@@ -354,6 +354,7 @@ class Controller(Actor):
         self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
     ) -> None:
         super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
+        # Nobody else takes its notices: actors hand theirs in to the controller.
         self._lines.add_notice(self.name, sendable(key, text, count, meanwhile, waits_for, of))
         self._followers.wake()
 

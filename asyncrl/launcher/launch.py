@@ -275,6 +275,7 @@ class Launch:
         keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
         if self.head_is_here:
             lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
+        # After the private folder, which is held where the head is here: a resumed run is changed from here on.
         above = begin(folder, self.resumption, self.config, self.progress, self.command)
         if self.detached is not None:
             self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)

@@ -95,6 +95,7 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
     lines = [f"#SBATCH --chdir={shlex.quote(os.getcwd())}"]
     lines += [f"#SBATCH --output={shlex.quote(f'{folder}/{config.run.name}-%j.out')}"]
     lines += [f"#SBATCH {asked}" for asked in _asked(config, nodes, options)]
+    # Last, for of two lines on the same thing sbatch takes the later one.
     lines += [f"#SBATCH {options}"] if options else []
     text = SCRIPT.read_text()
     first, *asked = [line for line in text.splitlines() if line.startswith(("#!", "#SBATCH "))]

@@ -260,6 +260,7 @@ class Actor:
             state=state,
             awaiting=awaiting,
             state_s=state_s,
+            # The lag that lasts, and the largest that has ended since the last heartbeat.
             loop_lag_s=max(loop_lag_s, vitals.loop_lag_s),
             oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
             awaits=awaits,
@@ -360,6 +361,7 @@ class Actor:
             await self._run_watch.register(address="")
             # Before anybody can find it: an actor that has joined would be turned away, and never knock again.
             await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
+            # From before the setup, which is given up when the actor is to end.
             self.tasks.create_task(self._run_watch.run(), name="watch_run")
             self.tasks.create_task(self._run_watch.tell_notices(), name="notices")
         await self._until_drained(self.setup())

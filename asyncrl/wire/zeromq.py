@@ -319,6 +319,7 @@ class ZmqServer(_ZmqSocket):
         if self._pieces is None:
             frames = self._rest([self._take_frame(NOW)], 2)
         else:
+            # Not copied: bytes do not tell the connection's User-Id, which the doorkeeper has set.
             header = self._take_frame(NOW, copy=False)
             owner = header.get("User-Id")
             frames = self._rest([header.bytes], 2)

@@ -324,6 +324,7 @@ class Peer:
             future.set_exception(error)
             return
         is_out = future.id in self._turns
+        # Pauses lengthen with the asking alone, and a call whose turn has not come is not asked after.
         future.times += is_out
         future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
         if not self.ready:

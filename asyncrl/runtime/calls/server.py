@@ -224,6 +224,7 @@ class CallServer:
         if replaced < hello.incarnation:
             self._on_replaced(hello.name, replaced)
         known = self._sessions.get(routing_id)
+        # A HELLO that is said again keeps the session, with its running calls and stored replies.
         if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
             if known is not None:
                 self._drop(known)
@@ -365,6 +366,7 @@ class CallServer:
             self._failed(session, header, error)
 
     def _expire(self, running: asyncio.Future[Any]) -> None:
+        # Remembered, because a task that is cancelled does not tell why.
         self._expired.add(running)
         running.cancel()
 

@@ -159,6 +159,7 @@ class WorkerProcess:
         """End the process and all that it has started, now. ``reason`` is what ``on_end`` will say."""
         self._fault = self._fault or reason
         self.killed = True
+        # First: descendants are found by way of the process, and only while it lives.
         kill_living(self.descendants())
         self._kill_group()
         if not self.ended:
