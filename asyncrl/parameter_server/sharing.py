@@ -136,6 +136,7 @@ class Tree:
         """Take a place in each tree, a new one for a node that has one; returns the ways up, as ``ways_up``."""
         self.leave(name)
         homes = Counter(self._home.values())
+        # The stripe that the fewest nodes hand on.
         home = min(range(len(self._above)), key=homes.__getitem__)
         for stripe, above in enumerate(self._above):
             parent = above[name] = self._place(stripe, near=stripe == home)

@@ -236,6 +236,7 @@ class Updates:
             everyone = self._ranks.all_gather(values, f"the sums of {name}")
         totals = _totals(everyone[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
+        # Of the squares those of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
             math.fsum(everyone[:, 0]),
             math.fsum(everyone[:, 1]),
@@ -257,6 +258,7 @@ class Updates:
                 group["lr"] = rate
             self._optimizer.step()
         finally:
+            # A refused update leaves no gradient to the next one.
             self._optimizer.zero_grad()
         found = {"policy/grad_norm": norm, "learner/lr": rate}
         if members:
@@ -320,6 +322,7 @@ class Updates:
         """All ranks together: the sequences of the update with a token whose loss is not finite, ascending."""
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
+            # The sum is finite only where all three are.
             bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
             indices = batch.sequences[batch.segments[bad]]
             flags[indices[indices >= 0]] = 1.0

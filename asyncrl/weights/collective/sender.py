@@ -132,6 +132,7 @@ class Sender:
             if self._closed:
                 raise BroadcastFailed(version, "the sender is closed")
             if epoch is None or epoch.group.epoch < group.epoch:
+                # An epoch that is over was ended by the thread that found it so.
                 if epoch is not None and not epoch.over:
                     epoch.over = f"epoch {epoch.group.epoch} is over, the next is {group.epoch}"
                     epoch.end()
@@ -149,6 +150,7 @@ class Sender:
             epoch.over = epoch.over or problem
             if epoch.over:
                 epoch.end()
+            # ``close`` came while this thread was sending, and left the meeting to it.
             if self._closed:
                 self._meeting.close()
 

@@ -89,6 +89,7 @@ class ShardCopies:
     def take(self) -> None:
         """All ranks together: copy the weights as they are now. The reader of the copy before has ended."""
         live = [weight for unit in self._live for weight in unit.weights]
+        # A collective of all ranks, so also of those that copy nothing.
         whole = _whole_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
             return
@@ -98,6 +99,7 @@ class ShardCopies:
             part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole))
             on_gpu |= part.is_cuda
             copy.part.copy_(part, non_blocking=part.is_cuda)
+        # The copies are read by another thread, which waits for no stream.
         if on_gpu:
             torch.cuda.current_stream().synchronize()
 
