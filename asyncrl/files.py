@@ -51,7 +51,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, asid
     content = data.encode() if isinstance(data, str) else data
     aside = aside or path.with_name(f"{path.name}.new")
     try:
-        # A file that a process left when it died here.
+        # A process that died here has left its file.
         aside.unlink(missing_ok=True)
         try:
             descriptor = os.open(aside, _NEW, 0o666 if mode is None else mode)

@@ -167,7 +167,7 @@ class Ledger:
         assert self.is_open(epoch, index), f"prompt {epoch}-{index} has an outcome already"
         at = self._alone(epoch)
         self._runs[at].concluded.add(index)
-        # The later pair first, which leaves ``at`` where it is.
+        # The later pair comes first: joining it leaves ``at`` where it is.
         self._join(at)
         self._join(at - 1)
         self._counts[kind] += 1
@@ -217,7 +217,7 @@ class Ledger:
             return at
         parts = [(run.first, epoch), (epoch, epoch + 1), (epoch + 1, run.end)]
         self._runs[at : at + 1] = [_EpochRun(*part, run.concluded.copy()) for part in parts if part[0] < part[1]]
-        # Behind the part before the epoch, where there is one.
+        # The run is behind the part before the epoch, where there is one.
         return at + (run.first < epoch)
 
     def _join(self, at: int) -> None:

@@ -199,7 +199,7 @@ class CheckpointFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
         self._refuse_if_older(incarnation)
-        # Before the folders of others are buried, since an older learner begins none from here on.
+        # This comes before the folders of others are buried: an older learner begins none from here on.
         with _telling(self.folder / WRITER):
             replace_file(self.folder / WRITER, msgspec.json.encode(_WriterRecord(incarnation)))
         self._incarnation = incarnation
@@ -215,7 +215,7 @@ class CheckpointFolder:
         self._refuse_if_older(self._writer)
         partial = self.folder / f".v{version:08d}.partial-{self._writer}"
         with _telling(partial):
-            # An attempt of this learner that failed, and whose files could not be removed.
+            # An attempt of this learner failed before, and its files could not be removed.
             if partial.exists():
                 self._bury(partial)
             partial.mkdir()
@@ -235,7 +235,7 @@ class CheckpointFolder:
             sync(partial)
             write_file(partial / COMPLETE, [msgspec.json.encode(complete)])
             sync(partial)
-        # Asked again as late as can be: a newer learner may have come while this one wrote.
+        # This is asked again as late as can be: a newer learner may have come while this one wrote.
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
         with _telling(target):

@@ -124,7 +124,7 @@ class Learner(Actor):
             above = f"versions go on above {mark.version}, the highest that checkpoints and metrics tell of"
             self.notify("version mark", f"{path} {mark.problem}; {above}")
         host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
-        # Told before ``setup``, which waits for the ranks that look for the store.
+        # The ranks for which ``setup`` waits look for the store by these facts.
         self.facts = {"store_host": host, "store_port": port}
         await self.tell_facts()
         await self._on_thread(lambda: self._backend.setup(host, port))
@@ -345,7 +345,7 @@ class Learner(Actor):
         self.states.enter("waiting", DATALOADER)
         await training.begin(await self._supply.sample_prompts())
         self.states.enter("waiting", DATALOADER)
-        # After the first publication, whose version the dataloader is told.
+        # This comes after the first publication, whose version the dataloader is told.
         await self._supply.restore()
         if warmed and self.config.checkpoint.every_versions:
             # A learner that starts again must not take the warm steps once more.
@@ -484,7 +484,7 @@ class Learner(Actor):
 
     async def _checkpoint(self, *, final: bool = False) -> None:
         """Begin to write a checkpoint, of a version boundary. A ``final`` one waits for one that is being written."""
-        # No await before ``write``: ledger, groups and numbers are of one moment.
+        # Nothing is awaited before ``write``, so that ledger, groups and numbers are of one moment.
         snapshot, training = self._intake.snapshot(), self._training
         state = CheckpointState(
             version=training.version,
@@ -574,7 +574,7 @@ class Learner(Actor):
                 await self._lines.emit(line | eval_metrics(name, groups))
                 self._rounds_written.add(round)
                 self._story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
-                # Only after the line: the outcomes end the round, and with the last round the run.
+                # The line comes before the outcomes, which end the round, and with the last round the run.
                 for group in groups:
                     self._intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
                 self._supply.changed()

@@ -88,7 +88,7 @@ class ParameterServer(Actor):
         version = request.manifest.version
         if not self._conductor.publications.is_new(version):
             return Done()
-        # Held first: where a segment cannot be opened the number is not taken.
+        # The version is held first: where a segment cannot be opened its number is not taken.
         self._held.add(hold(request.manifest))
         self._conductor.publications.accept(version)
         self.param_version = version
@@ -302,7 +302,7 @@ class ParameterServer(Actor):
         while True:
             await self._accepted.wait()
             self._accepted.clear()
-            # The newest one. A version that was overtaken while another was encoded is offered to nobody.
+            # A version that was overtaken while another was encoded is offered to nobody.
             version = self._conductor.publications.accepted
             try:
                 await self._held.encode(version, base=self._conductor.publications.newest)

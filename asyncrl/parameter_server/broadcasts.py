@@ -293,7 +293,7 @@ class Broadcasts:
         current.stage = Stage.GIVEN_UP
         if not current.blamed:
             self._fruitless += 1
-            # None after the first in a row, then 1, 3, 7 and 15.
+            # After the first in a row none is left out, then 1, 3, 7 and 15.
             self._left_out = min(2 ** (self._fruitless - 1) - 1, LEFT_OUT_MAX)
         for replica in self._fleet.of(Phase.REGROUPING):
             self._fleet.wake(replica.name)

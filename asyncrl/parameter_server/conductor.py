@@ -245,7 +245,7 @@ class Conductor:
             self.fleet.close(name)
         if replica is not None and replica.incarnation <= incarnation:
             before = replica.phase
-            # Removed before the broadcast ends, which moves every replica that is in its phases.
+            # The replica is removed before the broadcast ends, which moves every replica that is in its phases.
             self.fleet.remove(replica)
             self.broadcasts.member_lost(replica, before, "is gone", now)
         self.broadcasts.left(name, incarnation, now)

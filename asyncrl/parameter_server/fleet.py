@@ -179,7 +179,7 @@ class Fleet:
             self._in_phase[replica.phase][replica.name] = replica
         if replica.failed_attempts:
             self._failing[replica.name] = replica
-        # Not by IDLE: a replica whose version made way for newer ones asks anew, and keeps its place.
+        # IDLE is not among them: a replica whose version made way for newer ones asks anew, and keeps its place.
         if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE):
             replica.seniority = 0
         if event is ReplicaEvent.COMMITTED:

@@ -83,7 +83,7 @@ class HeldVersions:
     async def close(self) -> None:
         """Release everything."""
         encoding, self._encoding = self._encoding, None
-        # Also of the version that is being encoded: of its release and its encoding the later finds the other done.
+        # The version that is being encoded goes, too: of its release and its encoding the later finds the other done.
         self.keep(())
         await asyncio.to_thread(self._workers.shutdown)
         if encoding is not None and not encoding[1].cancelled() and encoding[1].exception() is None:

@@ -261,7 +261,7 @@ class Rehearsal:
             session = self._sessions.find(request.session, HOST)
             return TurnRewarded(node=session.conversation.reward(request.node, request.value))
         assert isinstance(request, Chat)
-        # Seen by this call alone: each request is answered in a task, and so in a context, of its own.
+        # Only this call sees it: each request is answered in a task, and so in a context, of its own.
         _asked.set(request)
         try:
             reply = await self._sessions.chat(request, HOST)

@@ -117,7 +117,7 @@ class Checkpoints:
         CheckpointError.
         """
         loop = asyncio.get_running_loop()
-        # First of all: from here on an older learner commits nothing that this one would not see.
+        # This comes first: from here on an older learner commits nothing that this one would not see.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
         search = await asyncio.to_thread(StepBack, self._folder)
@@ -152,7 +152,7 @@ class Checkpoints:
             self.skipped += 1
             return False
         buffered, filtered = list(buffered), list(filtered)
-        # Asked again after each wait: another write may have begun before this task has its turn.
+        # Another write may have begun between the end of the wait and this task's turn.
         while self.busy:
             await self._idle.wait()
         self._idle.clear()

@@ -112,7 +112,7 @@ class Trainer:
             self._policy, self._scorers, self._optimizer, self._ranks, objective, self._learner, self._enter_phase
         )
         self._saver = Saver(self._ranks)
-        # All ranks make these in one order, since each makes a process group that all of them enter.
+        # Assembly and ParcelsAhead make a process group each, which all ranks have to enter in the same order.
         self._assembly = Assembly(
             self._policy,
             self._ranks,

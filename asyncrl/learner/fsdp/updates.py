@@ -225,6 +225,7 @@ class Updates:
                 for member in members
             ]
             said = [self._teach(*member, shape) for member in taught]
+            # All ranks have the same names: each has as many micro-batches, fillers among them.
             names = list(done[0].named) if done else []
             named = [_sum([d.named[each] for d in done]) for each in names]
             gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
@@ -236,7 +237,7 @@ class Updates:
             everyone = self._ranks.all_gather(values, f"the sums of {name}")
         totals = _totals(everyone[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
-        # Of the squares those of the first replica alone: all replicas have the same gradient.
+        # The norm takes the squares of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
             math.fsum(everyone[:, 0]),
             math.fsum(everyone[:, 1]),

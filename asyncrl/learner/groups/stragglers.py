@@ -56,7 +56,7 @@ class Stragglers:
             if choice.waits_for is not None and self._is_up_to_date:
                 self._wait_for(choice.waits_for, version)
                 return ()
-            # Read before the question: a group that comes meanwhile may be of a grant that the answer does not know.
+            # These are read before the question: a group that comes meanwhile may be of a grant unknown to the answer.
             buffered = self._intake.buffer.uids
             told = await self._supply.open_grants()
             if told is None:

@@ -107,7 +107,7 @@ class BucketQueue:
             if self._closed or self._problem:
                 return
             index = len(self._sealed)
-            # A slice, which is empty for a bucket more than were announced.
+            # The slice is empty for a bucket more than were announced.
             if BucketLayout(size=bucket.size, tensors=bucket.tensors) not in self.layouts[index : index + 1]:
                 self._fail(f"bucket {index} is not what was announced")
                 return

@@ -44,6 +44,7 @@ class Meeting:
                 del self._early[key]
                 link.end(f"epoch {key[0]} is over, this is {group.epoch}")
         found: dict[int, Link] = {}
+        # All waits have one deadline, so that nobody who comes puts it off.
         deadline = waiter.deadline()
         try:
             while len(found) < group.world_size - 1:

@@ -162,7 +162,7 @@ class Member(Generic[G]):
             self._closed = True
             if self._epoch is not None:
                 self._epoch.waiter.stop("this worker has ended")
-        # Only after the stop: the thread that takes part holds this lock for a whole broadcast.
+        # The stop comes before this lock, which the thread that takes part holds for a whole broadcast.
         with self._busy:
             if self._epoch is not None:
                 self._epoch.end("this worker has ended")

@@ -157,6 +157,7 @@ class Sender:
     def _form(self, epoch: _SenderEpoch) -> None:
         epoch.links = self._meeting.gather(epoch.group, epoch.waiter)
         invitation, form = self._backend.invite(epoch.group.world_size)
+        # The members form the group together with this side: they are told before it blocks.
         _tell(epoch.links, Frame(kind=FrameKind.BEGIN, number=epoch.group.epoch, text=invitation))
         epoch.formed = epoch.waiter.call(
             form,

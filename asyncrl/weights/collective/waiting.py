@@ -50,7 +50,7 @@ class Signal:
 
     def set(self) -> None:
         """Wake the waiting thread, or the next one that waits."""
-        # Under the lock: the number of a closed descriptor may be that of another file by now.
+        # The lock keeps ``close`` out: the number of a closed descriptor may be that of another file.
         with self._lock:
             if self._descriptor >= 0:
                 os.eventfd_write(self._descriptor, 1)
@@ -122,7 +122,7 @@ class Waiter:
         if deadline is None:
             deadline = self.deadline()
         while True:
-            # Before the looks: a wake that comes between them and the poll ends the poll at once.
+            # The signal is cleared before the looks: a wake that comes after them ends the poll at once.
             self._signal.clear()
             if self._stopped is not None:
                 raise Stopped(self._stopped)

@@ -83,6 +83,7 @@ class Others:
         if self.rank and self._asked is not None and now - self._asked > SILENT_S:
             return [f"learner/0 (its store has not answered for {now - self._asked:.0f} s)"]
         found = list[str]()
+        # The places of the others have not been read so far.
         if not self._seen:
             return found
         for rank in range(self.world_size):

@@ -32,7 +32,7 @@ HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Dimensions of a head for which there is a kernel: multiples of the first number up to the second."""
 LEAST_LONGEST = 128
 """Least value of ``max_seqlen``: a block of the kernel."""
-# Pieces of a single token, of no round length, longer than the window, and two behind the third one.
+# Some pieces are a token, some longer than the window, none of a round length; two are behind the third.
 TRIED_LENGTHS = (33, 1, 70, 20, 1)
 TRIED_PREFIXES = (-1, -1, -1, 2, 2)
 TRIED_WINDOW = 16
