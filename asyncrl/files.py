@@ -51,11 +51,13 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, asid
     content = data.encode() if isinstance(data, str) else data
     aside = aside or path.with_name(f"{path.name}.new")
     try:
+        # A process that died here has left its file.
         aside.unlink(missing_ok=True)
         try:
             descriptor = os.open(aside, _NEW, 0o666 if mode is None else mode)
             try:
                 _write_all(descriptor, content)
+                # ``open`` takes the bits of the umask off its mode.
                 if mode is not None:
                     os.fchmod(descriptor, mode)
                 os.fsync(descriptor)

@@ -29,6 +29,7 @@ Kind = Literal["trained", "filtered", "quarantined"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_PROMPTS = 1 << 32
 """Prompts of an epoch, at most: the memory of a ledger is bounded for any index that is named."""
+# Full bytes are passed over so many at a time: an epoch may have millions of prompts.
 _FULL = b"\xff" * 256
 
 
@@ -166,6 +167,7 @@ class Ledger:
         assert self.is_open(epoch, index), f"prompt {epoch}-{index} has an outcome already"
         at = self._alone(epoch)
         self._runs[at].concluded.add(index)
+        # The later pair comes first: joining it leaves ``at`` where it is.
         self._join(at)
         self._join(at - 1)
         self._counts[kind] += 1
@@ -215,6 +217,7 @@ class Ledger:
             return at
         parts = [(run.first, epoch), (epoch, epoch + 1), (epoch + 1, run.end)]
         self._runs[at : at + 1] = [_EpochRun(*part, run.concluded.copy()) for part in parts if part[0] < part[1]]
+        # The run is behind the part before the epoch, where there is one.
         return at + (run.first < epoch)
 
     def _join(self, at: int) -> None:

@@ -28,6 +28,7 @@ def read_outcome(value: Any) -> Outcome:
     A number is the reward. A mapping has components: the reward is its "reward" if it has one, else their
     sum.
     """
+    # This is the common case, without the checks below; NaN fails the comparison.
     if type(value) is float and -LARGEST <= value <= LARGEST:
         return value, {}
     if not isinstance(value, Mapping):

@@ -276,6 +276,7 @@ class _FileTokenizer(_HuggingFace):
         except Exception as error:
             # tokenizers raises nothing more precise.
             raise ConfigError([f"model.path: {folder}/tokenizer.json cannot be read: {error}"]) from None
+        # tokenizer.json may hold settings for batches, by which prompts would be padded or cut.
         self._backend.no_padding()
         self._backend.no_truncation()
         eos = self._backend.token_to_id(self._special_tokens.get("eos_token", ""))
@@ -360,6 +361,7 @@ class _TransformersTokenizer(_HuggingFace):
         text = _plain(prompt)
         with self._one_at_a_time:
             ids: list[int] = self._backend.encode(text)
+        # An end-of-sequence token that the tokenizer adds, and the text has not, would end the prompt.
         eos = self._backend.eos_token_id
         return (ids[:-1] if ids[-1:] == [eos] and self.encode(text)[-1:] != [eos] else ids), text
 

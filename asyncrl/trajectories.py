@@ -37,6 +37,7 @@ def sampled_positions(sequence: Sequence) -> np.ndarray:
     """Positions of the sampled tokens in ``tokens``: int64 [S]."""
     if len(sequence.logprobs) == len(sequence.tokens):
         return np.arange(len(sequence.tokens))
+    # The empty array is for a sequence without sampled spans: nothing cannot be concatenated.
     return np.concatenate([np.arange(0), *(np.arange(span.start, span.end) for span in sampled_spans(sequence))])
 
 

@@ -199,6 +199,7 @@ class CheckpointFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
         self._refuse_if_older(incarnation)
+        # This comes before the folders of others are buried: an older learner begins none from here on.
         with _telling(self.folder / WRITER):
             replace_file(self.folder / WRITER, msgspec.json.encode(_WriterRecord(incarnation)))
         self._incarnation = incarnation
@@ -214,6 +215,7 @@ class CheckpointFolder:
         self._refuse_if_older(self._writer)
         partial = self.folder / f".v{version:08d}.partial-{self._writer}"
         with _telling(partial):
+            # An attempt of this learner failed before, and its files could not be removed.
             if partial.exists():
                 self._bury(partial)
             partial.mkdir()
@@ -229,9 +231,11 @@ class CheckpointFolder:
         self._refuse_if_below(partial, version, step)
         with _telling(partial):
             complete = _Complete(version, step, {name: digest_file(partial / name) for name in files})
+            # The names of all other files are durable before the mark that counts on them.
             sync(partial)
             write_file(partial / COMPLETE, [msgspec.json.encode(complete)])
             sync(partial)
+        # This is asked again as late as can be: a newer learner may have come while this one wrote.
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
         with _telling(target):

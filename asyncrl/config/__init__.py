@@ -99,6 +99,7 @@ class Config(Section):
         if not isinstance(tree, dict) or not isinstance(tree.get("episode"), dict):
             return tree
         reward = tree.get("reward", {})
+        # Tools are not among them: they tell no reward.
         if any(tree["episode"].get(key) for key in ("function", "env", "command")) and isinstance(reward, dict):
             return tree | {"reward": {"function": "episode"} | reward}
         return tree

@@ -38,6 +38,7 @@ def _weight_problems(config: Config) -> Iterator[Problem]:
     warn, stop = config.drift.warn, config.drift.stop
     if warn != "auto" and stop != "auto" and stop < warn:
         yield "drift.stop", f"is {stop:g}, below drift.warn = {warn:g}"
+    # The newest, its base and one that is being encoded are always held; one more can be fetched meanwhile.
     if weights.delta and weights.versions_held < 4:
         yield "weights.versions_held", "must be at least 4 with weights.delta"
     if weights.stage_deadline_s < weights.deadline_s:
@@ -226,6 +227,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
             yield f"eval.{name}.n", f"is more than {key} = {places}"
     if rollout.min_replicas > rollout.replicas:
         yield "rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"
+    # A limit of fewer beats would take a late one for silence.
     beats = 3 * config.supervision.heartbeat_s
     for key in ("supervision.silence_s", "supervision.unreachable_s", "supervision.host_lost_s", "watchdog.stall_s"):
         if attrgetter(key)(config) < beats:

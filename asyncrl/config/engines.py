@@ -86,6 +86,7 @@ ENGINES: dict[str, EngineTraits] = {
     ),
 }
 
+# A type checker cannot read a Literal that is computed.
 if TYPE_CHECKING:
     EngineName = str
 else:

@@ -68,6 +68,7 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(path[-1], _siblings(path), n=1, cutoff=0.5)
         if not near:
+            # A key of another section is proposed only where it is nearly the same word.
             everywhere = {known.rsplit(".", 1)[-1]: known for known, *_ in known_keys()}
             match = difflib.get_close_matches(path[-1], everywhere, n=1, cutoff=0.8)
             near = [everywhere[match[0]]] if match else []

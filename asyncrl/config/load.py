@@ -92,6 +92,7 @@ def validate_config(
             config = None
     if config is not None:
         for key, problem in cross_check(config):
+            # A key that is wrong by itself had its default here: what follows from that is not the user's.
             if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in bad):
                 found.append(f"{key}: {problem}{_from(tuple(key.split('.')), sources or {})}")
     if found or config is None:
@@ -110,6 +111,7 @@ def config_from_json(text: str) -> Config:
     for section, key in REMOVED:
         tree.get(section, {}).pop(key, None)
     learner = tree.get("learner", {})
+    # A configuration of an earlier release may have a yes or no here.
     if isinstance(once := learner.get("activation_checkpointing"), bool):
         learner["activation_checkpointing"] = "full" if once else "off"
     return validate_config(tree)

@@ -53,6 +53,7 @@ class EpochOrder:
             return index
         for pivot, key in self._rounds(epoch):
             partner = pivot - index
+            # This is the remainder, since pivot and index lie in [0, size).
             partner += (partner < 0) * self.size
             index = np.where(_coins(key, np.maximum(index, partner)), partner, index)
         return index
@@ -63,6 +64,7 @@ class EpochOrder:
     def _swap_or_not(self, index: int, rounds: Iterable[tuple[int, int]]) -> int:
         for pivot, key in rounds:
             partner = (pivot - index) % self.size
+            # Both of a pair have one coin, so that either both are swapped or none.
             if _coin(key, max(index, partner)):
                 index = partner
         return index

@@ -153,6 +153,7 @@ class Examination:
 
     async def _begin(self, contact: Contact) -> HostFacts:
         await contact.reach()
+        # A host hears nothing while the slowest of the others, and then the head alone, are asked: for twice answer_s.
         begin = Begin(deadline_s=3 * self.answer_s, folder=str(Path.cwd()), env=passed_on())
         return await contact.ask(begin, HostFacts)
 

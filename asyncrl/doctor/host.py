@@ -59,6 +59,7 @@ def main() -> int:
     # Nothing that is imported or called may write between the answers.
     output = os.dup(1)
     os.dup2(2, 1)
+    # The process ends by an exception, so that marks and listeners are removed on the way out.
     for number in ENDING:
         signal.signal(number, lambda *_: sys.exit(1))
     signal.alarm(UNSTARTED_S)

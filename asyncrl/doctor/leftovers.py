@@ -132,6 +132,7 @@ def locks_tell(path: Path, mounts: str | None = None) -> bool:
     for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         place = mount.split()[4]
+        # The innermost mount counts, and of several at one place the last, which covers the others.
         if path.absolute().is_relative_to(place) and len(place) >= len(best):
             best, options = place, f"{mount} {kind}"
     return not LOCAL_LOCKS.search(options)

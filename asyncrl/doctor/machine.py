@@ -136,6 +136,7 @@ def _group_limits() -> list[tuple[int, int]]:
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
+        # A line without controllers is that of cgroup v2, whose one tree has all of them.
         if controllers and "memory" not in controllers.split(","):
             continue
         names = ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes")

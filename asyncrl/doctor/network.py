@@ -65,6 +65,7 @@ class Listeners:
         """Listen no more."""
         for listener in self._open:
             with contextlib.suppress(OSError):
+                # Closing alone does not end an ``accept`` in another thread.
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 

@@ -124,6 +124,7 @@ class Learner(Actor):
             above = f"versions go on above {mark.version}, the highest that checkpoints and metrics tell of"
             self.notify("version mark", f"{path} {mark.problem}; {above}")
         host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
+        # The ranks for which ``setup`` waits look for the store by these facts.
         self.facts = {"store_host": host, "store_port": port}
         await self.tell_facts()
         await self._on_thread(lambda: self._backend.setup(host, port))
@@ -151,6 +152,7 @@ class Learner(Actor):
             track.enter(name)
         else:
             track.leave()
+        # The states of rank 0 are told by its loop, and those of a start by ``setup``.
         if not self._is_rank_0 and self.ready:
             self.states.enter(PHASE_STATES.get(name, "training") if name else "following", "" if name else RANK_0)
 
@@ -299,6 +301,7 @@ class Learner(Actor):
         deadline = loop.time() + self.config.supervision.start_timeout_s
         own = self.context.incarnation
         while loop.time() < deadline:
+            # Rank 0 gets ready only when all ranks have met; ``above`` passes over those of earlier generations.
             reply: Resolved = await self.peer(CONTROLLER).call(Resolve(name=RANK_0, above=own - 1, unready=True))
             if reply.record is not None:
                 return store_of(reply.record, own)
@@ -320,6 +323,7 @@ class Learner(Actor):
         draining = self.tasks.create_task(self.drained())
         await asyncio.wait({training, draining}, return_when=asyncio.FIRST_COMPLETED)
         if training.done():
+            # A learner that is done stays: rollouters and dataloader, which end before it (roles.py), still call it.
             await draining
 
     async def _follow(self) -> None:
@@ -341,6 +345,7 @@ class Learner(Actor):
         self.states.enter("waiting", DATALOADER)
         await training.begin(await self._supply.sample_prompts())
         self.states.enter("waiting", DATALOADER)
+        # This comes after the first publication, whose version the dataloader is told.
         await self._supply.restore()
         if warmed and self.config.checkpoint.every_versions:
             # A learner that starts again must not take the warm steps once more.
@@ -352,6 +357,7 @@ class Learner(Actor):
         await training.run()
         self._is_trained = True
         preempted = training.step < self.config.learner.steps
+        # The checkpoint is written beside the last evaluations.
         await self._last_writes.begin(preempted=preempted)
         if not preempted:
             await training.finish()
@@ -361,6 +367,7 @@ class Learner(Actor):
         failure = await self._last_writes.finish(preempted=preempted)
         await self._write_found()
         await self._lines.finish()
+        # The controller knows of every checkpoint before it hears of the end: the exit code depends on them.
         await asyncio.gather(*self._telling)
         await self._until_answered(RunFinished(preempted=preempted, failure=failure))
         self.states.enter("done")
@@ -389,6 +396,7 @@ class Learner(Actor):
             self._training.tell_news()
 
     async def close(self) -> None:
+        # ``setup`` may have failed anywhere: each part is closed that was made.
         if hasattr(self, "_backend"):
             self._backend.interrupt()
             await self._on_thread(self._backend.stop)
@@ -452,6 +460,7 @@ class Learner(Actor):
             self._lines.stats(caller.name, caller.incarnation, request)
 
     def _has(self, uid: str) -> bool:
+        # Uids of evaluations are NAME@ROUND-INDEX, those of training EPOCH-INDEX.
         return self._evals.holds(uid) if "@" in uid else self._intake.has(uid)
 
     def _supply_news(self) -> None:
@@ -475,6 +484,7 @@ class Learner(Actor):
 
     async def _checkpoint(self, *, final: bool = False) -> None:
         """Begin to write a checkpoint, of a version boundary. A ``final`` one waits for one that is being written."""
+        # Nothing is awaited before ``write``, so that ledger, groups and numbers are of one moment.
         snapshot, training = self._intake.snapshot(), self._training
         state = CheckpointState(
             version=training.version,
@@ -564,6 +574,7 @@ class Learner(Actor):
                 await self._lines.emit(line | eval_metrics(name, groups))
                 self._rounds_written.add(round)
                 self._story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
+                # The line comes before the outcomes, which end the round, and with the last round the run.
                 for group in groups:
                     self._intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
                 self._supply.changed()

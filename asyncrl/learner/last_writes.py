@@ -75,6 +75,7 @@ class LastWrites:
         """Wait until all is written, or cannot be: reason, loss and way to mend it. Raises as the module says."""
         self._room_until = min(self._room_until, self._clock.now() + self._config.checkpoint.room_wait_s)
         self._states.enter("checkpointing")
+        # The checkpoint comes first, so that an export that fails loses no step.
         checkpoint, export = await self._last_checkpoint(), None
         exports = not preempted and self._config.checkpoint.export_at_end
         if exports:

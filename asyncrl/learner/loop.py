@@ -202,6 +202,7 @@ class Training:
             step.line["time/step_s"] = self._clock.now() - began
             await self._lines.put(step)
             self._progress()
+            # The checkpoint after the last step is that of LastWrites.
             if boundary and self.step < learner.steps and self._checkpoint_is_due():
                 self._states.enter("checkpointing")
                 await self._checkpoint()
@@ -244,6 +245,7 @@ class Training:
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
         if self._groups.waited or not late.get("staleness/waited_groups"):
             # A step that has waited for a straggler, and for nothing else, says nothing of the working limit.
+            # Under the first version every learner waits: engines begin only with it.
             intake.outcomes.step_began(len(intake.buffer), waited=self._groups.waited and version > self._first_version)
         self._supply.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()

@@ -49,7 +49,6 @@ class ParameterServer(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        # Incarnations are times in ns: no predecessor can have come as far with its epochs.
         self._conductor = Conductor(self.config.weights, first_epoch=context.incarnation)
         self._held = HeldVersions()
         self._lots: dict[str, ParkingLot] = {}
@@ -89,11 +88,13 @@ class ParameterServer(Actor):
         version = request.manifest.version
         if not self._conductor.publications.is_new(version):
             return Done()
+        # The version is held first: where a segment cannot be opened its number is not taken.
         self._held.add(hold(request.manifest))
         self._conductor.publications.accept(version)
         self.param_version = version
         self.progress()
         self.log.info("published", version=version, gather_s=request.gather_s, publisher=caller.name)
+        # The first version here has no base to be encoded against.
         if self.config.weights.delta and self._conductor.publications.newest >= 0:
             self._accepted.set()
         else:
@@ -301,6 +302,7 @@ class ParameterServer(Actor):
         while True:
             await self._accepted.wait()
             self._accepted.clear()
+            # A version that was overtaken while another was encoded is offered to nobody.
             version = self._conductor.publications.accepted
             try:
                 await self._held.encode(version, base=self._conductor.publications.newest)

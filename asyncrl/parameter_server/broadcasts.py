@@ -188,6 +188,7 @@ class Broadcasts:
 
     def ended(self, version: int, epoch: int, error: str, now: float, *, again: bool) -> None:
         """The learner has sent everything, or an error has broken the group; ``again``: it announces it anew next."""
+        # All is sent: the broadcast is over once every member has committed.
         if not error:
             return
         self._epochs.broke(epoch)
@@ -286,11 +287,13 @@ class Broadcasts:
         """Leave a broken broadcast to the rolling transports: it is not announced anew."""
         current = self._current
         assert current is not None
+        # A broadcast that was called off, or is over, has no other attempt to come.
         if current.stage not in (Stage.BROKEN, Stage.REGROUPING):
             return
         current.stage = Stage.GIVEN_UP
         if not current.blamed:
             self._fruitless += 1
+            # After the first in a row none is left out, then 1, 3, 7 and 15.
             self._left_out = min(2 ** (self._fruitless - 1) - 1, LEFT_OUT_MAX)
         for replica in self._fleet.of(Phase.REGROUPING):
             self._fleet.wake(replica.name)

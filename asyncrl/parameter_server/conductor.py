@@ -63,6 +63,7 @@ class Conductor:
         ):
             # The replica's report was lost.
             self._commit(replica, now)
+        # An engine never goes back to an older version: only a new engine serves one.
         replaced, changed = serving < replica.serving, serving != replica.serving
         replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
         self.fleet.settle_in(replica, host)
@@ -74,6 +75,7 @@ class Conductor:
         elif replica.phase is Phase.REGROUPING and replaced:
             self._word(replica, ReplicaEvent.FAILED, "has another engine", now)
         else:
+            # It asks anew instead of for its pause: the segments that it was offered may be gone.
             if replica.phase is Phase.STAGING:
                 self._sharing.found_nothing(replica)
             self._word(replica, ReplicaEvent.IDLE, "asked for the next update instead", now)
@@ -182,8 +184,10 @@ class Conductor:
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
         late = epoch >= 0 and not self.broadcasts.is_current(version, epoch)
+        # The failure of an earlier broadcast says nothing of the one that the replica is a member of by now.
         if late and not committed and replica.phase in BROADCAST_PHASES:
             return False
+        # ``follow`` counts failed attempts by the target, and in an idle phase there is none.
         replica.target = version
         if not committed:
             lost = broke_off and replica.phase in (Phase.RECEIVING, Phase.REGROUPING)
@@ -241,6 +245,7 @@ class Conductor:
             self.fleet.close(name)
         if replica is not None and replica.incarnation <= incarnation:
             before = replica.phase
+            # The replica is removed before the broadcast ends, which moves every replica that is in its phases.
             self.fleet.remove(replica)
             self.broadcasts.member_lost(replica, before, "is gone", now)
         self.broadcasts.left(name, incarnation, now)
@@ -250,6 +255,7 @@ class Conductor:
         """Time at which time alone will change something."""
         weights = self._weights
         deadlines = []
+        # The first of a phase is the first that can be late: all have the same time, from when they entered it.
         if (loading := self.fleet.first(Phase.LOADING)) is not None:
             deadlines.append(loading.paused_since + weights.deadline_s)
         if (staging := self.fleet.first(Phase.STAGING)) is not None:

@@ -77,6 +77,7 @@ class Fleet:
 
     def ask(self, name: str) -> int:
         """Open a question; returns its number. An earlier one of the same caller is closed."""
+        # The parked earlier question looks again, finds itself closed, and is answered with nothing.
         self.wake(name)
         self._last_question += 1
         self._open[name] = self._last_question
@@ -110,6 +111,7 @@ class Fleet:
         del self.replicas[name], self._in_phase[replica.phase][name]
         self._failing.pop(name, None)
         self._leave_host(replica)
+        # A dead member counts as one that failed, and is to blame for the end of its broadcast.
         replica.phase = Phase.BEHIND
 
     def settle_in(self, replica: Replica, host: str) -> None:
@@ -177,6 +179,7 @@ class Fleet:
             self._in_phase[replica.phase][replica.name] = replica
         if replica.failed_attempts:
             self._failing[replica.name] = replica
+        # IDLE is not among them: a replica whose version made way for newer ones asks anew, and keeps its place.
         if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE):
             replica.seniority = 0
         if event is ReplicaEvent.COMMITTED:

@@ -83,6 +83,7 @@ class HeldVersions:
     async def close(self) -> None:
         """Release everything."""
         encoding, self._encoding = self._encoding, None
+        # The version that is being encoded goes, too: of its release and its encoding the later finds the other done.
         self.keep(())
         await asyncio.to_thread(self._workers.shutdown)
         if encoding is not None and not encoding[1].cancelled() and encoding[1].exception() is None:
@@ -142,6 +143,7 @@ def encode_deltas(base: HeldSnapshot, snapshot: HeldSnapshot) -> HeldSnapshot:
     """
     pairs = {
         index: (base.bytes_of(index), snapshot.bytes_of(index))
+        # Another layout may have another number of buckets.
         for index, (old, new) in enumerate(zip(base.manifest.buckets, snapshot.manifest.buckets, strict=False))
         if old.size == new.size and old.tensors == new.tensors
     }
@@ -178,6 +180,7 @@ def _encode(base: int, old: memoryview, new: memoryview, item_bytes: int) -> tup
 
 def item_bytes(bucket: Bucket) -> int:
     """Bytes of each of the numbers that take up most of the bucket."""
+    # A bucket without tensors counts as one of single bytes.
     sizes: Counter[int] = Counter({1: 0})
     for spec in bucket.tensors:
         sizes[ITEM_BYTES[spec.dtype]] += size_of(spec)

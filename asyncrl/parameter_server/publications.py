@@ -100,5 +100,6 @@ def outrun(kept: Collection[int], staging: Sequence[tuple[int, int]], *, most: i
     for version, of in staging:
         if version not in kept:
             seniority[version] = min(of, seniority.get(version, of))
+    # At least one has room, so that the version of the most senior replica always stays.
     room = max(1, most - len(kept))
     return set(sorted(seniority, key=lambda version: seniority[version])[room:])

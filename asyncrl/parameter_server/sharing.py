@@ -136,9 +136,11 @@ class Tree:
         """Take a place in each tree, a new one for a node that has one; returns the ways up, as ``ways_up``."""
         self.leave(name)
         homes = Counter(self._home.values())
+        # The node hands on the stripe that the fewest do.
         home = min(range(len(self._above)), key=homes.__getitem__)
         for stripe, above in enumerate(self._above):
             parent = above[name] = self._place(stripe, near=stripe == home)
+            # It counts at once: the place in the next stripe depends on it.
             self._below[parent] += 1
         for depth, above in zip(self._depth, self._above, strict=True):
             depth[name] = depth[above[name]] + 1
@@ -170,6 +172,7 @@ class Tree:
         depth = self._depth[stripe]
         # Some always are: n nodes are below others n times for each stripe, and one stripe more would have room.
         free = [each for each in depth if self._below[each] < self._fan_out]
+        # Nodes hand on the stripe of their home; another one's is theirs only where no such node has room.
         at_home = [each for each in free if each == ROOT or self._home[each] == stripe]
         return (min if near else max)(at_home or free, key=depth.__getitem__)
 

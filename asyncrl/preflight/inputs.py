@@ -145,6 +145,7 @@ def read_inputs(
         seconds = left / (len(sets) - len(checked))
         checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None))
     for key, data in sets.items():
+        # The sets were checked from the last to the first.
         findings += checked.pop()
         samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1)
     if for_learner and tokenizer is not None:
@@ -187,6 +188,7 @@ def _check_set(
     end = time.monotonic() + seconds
     try:
         name, rows, prompt_key = open_source(data)
+        # Half of the time is for reading, the rest for tokenizing.
         reading = _Reading(rows, end - seconds / 2)
         try:
             dataset = collect(name, reading, prompt_key=prompt_key, on_bad_row=data.on_bad_row)

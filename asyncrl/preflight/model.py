@@ -20,6 +20,7 @@ from asyncrl.disk import in_bytes
 from asyncrl.preflight.findings import Finding, fail, listed, ok
 from asyncrl.preflight.needs import ModelSize
 
+# safetensors itself refuses a header of more than 100 MB.
 MOST_HEADER_BYTES = 100 << 20
 BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of a number, by the name of its dtype in config.json."""
@@ -66,6 +67,7 @@ def measure(folder: Path, lora: LoraConfig = LoraConfig()) -> ModelSize:  # noqa
             parameters += sum(math.prod(shape) for shape in tensors.values())
             adapters += sum(_adapter(name, shape, lora) for name, shape in tensors.items())
         else:
+            # A .bin file is a pickle and is not opened: its size has to tell.
             config = _read_json(folder / "config.json")
             dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
             parameters += there // BYTES_OF_DTYPE.get(dtype, 4)

@@ -103,6 +103,7 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
     if size is None:
         return need
     if ranks and not on_gpu:
+        # Weights are of all numbers, both moments and gradients of those that are trained.
         training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained
         need += training * ranks * config.learner.replicas // config.learner.ranks
     traits = config.rollout.traits

@@ -19,6 +19,7 @@ async def ask_process(argv: Sequence[str], order: bytes, limit_s: float) -> tupl
     Raises TimeoutError.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        # A file cannot fill up as a pipe does where the process does not read its order.
         given.write(order)
         given.seek(0)
         process = await asyncio.create_subprocess_exec(

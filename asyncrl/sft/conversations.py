@@ -95,6 +95,7 @@ def load_conversations(
             continue
         rows.append(TokenizedRow(f"{raw.path}:{raw.line}", sequences))
         for each in sequences:
+            # The lengths give the same tokens in other sequences another digest.
             digest.update(np.array([len(each.ids), len(each.trained)], np.int64).tobytes())
             digest.update(each.ids.tobytes())
             digest.update(each.trained.tobytes())

@@ -104,6 +104,7 @@ def _bytes(buffer: Buffer) -> Bytes:
 
 
 def _blocks(size: int, item_bytes: int) -> list[tuple[int, int]]:
+    # Blocks are of whole items, so that only the last one has bytes behind its planes.
     step = BLOCK_BYTES // item_bytes * item_bytes
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 

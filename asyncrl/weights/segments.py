@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Bytes to which every tensor's offset is aligned."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+# F_SEAL_SEAL only keeps others from adding seals, and a further seal takes nothing from a reader.
 NEEDED_SEALS = SEALS & ~fcntl.F_SEAL_SEAL
 ITEM_BYTES = {
     "float64": 8,

@@ -48,6 +48,7 @@ def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
         if not bucket.size:
             raise WeightsCorrupt("it is empty", version=manifest.version, bucket=index)
         end = 0
+        # An empty tensor may lie where the next one begins. It comes first, or it would seem to lie inside that one.
         for spec in sorted(bucket.tensors, key=lambda spec: (spec.offset, math.prod(spec.shape))):
             problem = _spec_problem(spec, bucket, end)
             if problem is None and spec.name in found:

@@ -261,6 +261,7 @@ class Rehearsal:
             session = self._sessions.find(request.session, HOST)
             return TurnRewarded(node=session.conversation.reward(request.node, request.value))
         assert isinstance(request, Chat)
+        # Only this call sees it: each request is answered in a task, and so in a context, of its own.
         _asked.set(request)
         try:
             reply = await self._sessions.chat(request, HOST)
@@ -350,6 +351,7 @@ class RehearsedPolicy:
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
         """Give the answer at once, in place of PolicyCall.generate."""
+        # The end of the prompt tells whether the template has opened the reasoning already.
         prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
         thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
         text = self._speaker.say(self._asked.tools, stop=self._asked.stop, thinking=thinking)

@@ -117,6 +117,7 @@ class Checkpoints:
         CheckpointError.
         """
         loop = asyncio.get_running_loop()
+        # This comes first: from here on an older learner commits nothing that this one would not see.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
         search = await asyncio.to_thread(StepBack, self._folder)
@@ -151,6 +152,7 @@ class Checkpoints:
             self.skipped += 1
             return False
         buffered, filtered = list(buffered), list(filtered)
+        # Another write may have begun between the end of the wait and this task's turn.
         while self.busy:
             await self._idle.wait()
         self._idle.clear()
@@ -158,6 +160,7 @@ class Checkpoints:
         self.owed, self.failed = False, None
         began = self._clock.now()
         groups = sum(map(_group_bytes, (*buffered, *filtered)))
+        # JSON has the bits in base64: 4 characters for 3 bytes.
         ledger = sum(len(epochs.bits) for epochs in state.ledger.concluded) * 4 // 3
         needed = self._backend.checkpoint_bytes() + groups + ledger + AROUND_BYTES
         try:

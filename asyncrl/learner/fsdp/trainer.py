@@ -112,6 +112,7 @@ class Trainer:
             self._policy, self._scorers, self._optimizer, self._ranks, objective, self._learner, self._enter_phase
         )
         self._saver = Saver(self._ranks)
+        # Assembly and ParcelsAhead make a process group each, which all ranks have to enter in the same order.
         self._assembly = Assembly(
             self._policy,
             self._ranks,
@@ -161,6 +162,7 @@ class Trainer:
         kind, step = self._next(plan.warm)
         if parcels is not None:
             self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
+            # The other ranks have theirs; rank 0 computes from the plan.
             del parcels
         began = time.monotonic()
         result = self._step(command, of_step(plan, 0))
@@ -388,6 +390,7 @@ class Trainer:
             )
         finally:
             self.on_phase("")
+        # A step of which not even the first update was taken is none; otherwise it counts.
         if result.refused is not None and not result.refused.update:
             return result
         if command.warm:

@@ -225,6 +225,7 @@ class Updates:
                 for member in members
             ]
             said = [self._teach(*member, shape) for member in taught]
+            # All ranks have the same names: each has as many micro-batches, fillers among them.
             names = list(done[0].named) if done else []
             named = [_sum([d.named[each] for d in done]) for each in names]
             gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
@@ -236,6 +237,7 @@ class Updates:
             everyone = self._ranks.all_gather(values, f"the sums of {name}")
         totals = _totals(everyone[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
+        # The norm takes the squares of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
             math.fsum(everyone[:, 0]),
             math.fsum(everyone[:, 1]),
@@ -257,6 +259,7 @@ class Updates:
                 group["lr"] = rate
             self._optimizer.step()
         finally:
+            # A refused update leaves no gradient to the next one.
             self._optimizer.zero_grad()
         found = {"policy/grad_norm": norm, "learner/lr": rate}
         if members:
@@ -320,6 +323,7 @@ class Updates:
         """All ranks together: the sequences of the update with a token whose loss is not finite, ascending."""
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
+            # The sum is finite only where all three are.
             bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
             indices = batch.sequences[batch.segments[bad]]
             flags[indices[indices >= 0]] = 1.0

@@ -111,8 +111,10 @@ class DataloaderLink:
             self.fingerprint, self.seed, self.limit = resumed.fingerprint, resumed.seed, resumed.limit
             self.prompts = resumed.prompts
             self._intake.ledger.first_epoch = resumed.first_epoch
+            # A new dataloader counts its words anew: the next question is to be answered at once.
             self.supply = Supply(number=-1, exhausted=False, outstanding=0)
             self._restored += 1
+            # The outcomes that were pending went with the ledger.
             self._acknowledged.set()
             self._log.info("dataloader goes on", fingerprint=resumed.fingerprint, seed=resumed.seed)
 
@@ -155,6 +157,7 @@ class DataloaderLink:
                 continue
             restored = self._restored
             with self._awaits.on(DATALOADER, "Outcomes"):
+                # A restore meanwhile has told these outcomes with the ledger.
                 while self._restored == restored:
                     try:
                         seen: OutcomesSeen = await self._call(report)

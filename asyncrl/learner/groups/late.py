@@ -55,6 +55,7 @@ class Calendar:
         return self.version - oldest > self.limit
 
     def _trained_at(self, place: int) -> int:
+        # Places 0 to left - 1 are of this version, the ``per_version`` after them of the next, and so on.
         return self.version + max(0, place - self.left + self.per_version) // self.per_version
 
 
@@ -92,4 +93,5 @@ def choose_step(
 
 def _age(group: Group, calendar: Calendar) -> tuple[int, tuple[int, int]]:
     oldest = oldest_version(group)
+    # A group without a sampled token is never late.
     return calendar.version if oldest is None else oldest, position(group)

@@ -89,6 +89,7 @@ class ServedTeacher:
         asked = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
         found = await asyncio.gather(*asked, return_exceptions=True)
         failed = next((each for each in found if isinstance(each, BaseException)), None)
+        # A step that waited for it was cancelled, and the future with it.
         if answer.done():
             return
         if failed is not None:
@@ -103,6 +104,7 @@ class ServedTeacher:
     async def _ask(self, group: Group, sequence: TokenSequence) -> np.ndarray:
         prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
         places = sampled_positions(sequence) + len(prompt)
+        # Tokens behind the last sampled one have no part in any of the log-probs.
         ids = np.concatenate([prompt, sequence.tokens])[: int(places[-1]) + 1].tolist()
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, self._config.tries + 1):

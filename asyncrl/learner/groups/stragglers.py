@@ -56,6 +56,7 @@ class Stragglers:
             if choice.waits_for is not None and self._is_up_to_date:
                 self._wait_for(choice.waits_for, version)
                 return ()
+            # These are read before the question: a group that comes meanwhile may be of a grant unknown to the answer.
             buffered = self._intake.buffer.uids
             told = await self._supply.open_grants()
             if told is None:
@@ -79,6 +80,7 @@ class Stragglers:
 
     def _choose(self, version: int, unpublished: int) -> NextGroups:
         size, per_version = self._learner.groups_per_step, self._learner.steps_per_version
+        # While a version is owed, more steps may be unpublished than make one.
         left = max(1, per_version - unpublished) * size
         calendar = Calendar(version, left, per_version * size, self._limit)
         outstanding = [grant for grant in self._told.grants if not self._intake.has(grant.uid)]

@@ -42,6 +42,7 @@ class _Report:
         """Share of the report's time that lies in [start, end)."""
         seconds = self.until - self.since
         if seconds <= 0.0:
+            # The bounds are those by which ``take_tokens`` looks at a report and forgets it, so that it counts once.
             return 1.0 if start < self.until <= end else 0.0
         return max(0.0, min(end, self.until) - max(start, self.since)) / seconds
 
@@ -64,6 +65,7 @@ class GenerationLog:
         """Take a rollouter's statistics, which came at ``now``."""
         source, tokens = self._sources.get(name), Tokens(stats.sampled_tokens, stats.reprefill_tokens)
         if source is None or source.incarnation != incarnation:
+            # A new incarnation counts from 0. One that an earlier learner knew counts from what it says first.
             known = Tokens(0, 0) if source is not None or not self.succeeds else tokens
             began = now - _extent(stats.sampling)
             source = self._sources[name] = _Source(incarnation, known, began)

@@ -146,6 +146,7 @@ class StepLines:
         """Metrics of the sampling; empty where nothing is known, which is not the same as nothing sampled."""
         end, start = step.train_ended, self._counted_until
         if start is None:
+            # The first step of this learner counts from when it began to wait for its groups.
             start = step.train_began - step.line["time/wait_for_groups_s"]
         self._counted_until = end
         tokens = self._generation.take_tokens(start, end)

@@ -107,6 +107,7 @@ class BucketQueue:
             if self._closed or self._problem:
                 return
             index = len(self._sealed)
+            # The slice is empty for a bucket more than were announced.
             if BucketLayout(size=bucket.size, tensors=bucket.tensors) not in self.layouts[index : index + 1]:
                 self._fail(f"bucket {index} is not what was announced")
                 return
@@ -218,6 +219,7 @@ class Broadcaster:
         if self._sender is not None:
             if self._sending is not None:
                 self._sending.fail("the learner ends")
+                # The sender's own thread is in ``send`` until this ends it.
                 await asyncio.to_thread(self._sender.abort)
             await self._on_thread(self._sender.close)
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -101,6 +101,7 @@ class Publisher:
                 self._log.error("published weights are no longer what was sealed", version=self.acknowledged)
                 self.spoiled = True
                 self._on_spoiled()
+                # Asked again, the parameter server would say the same until another version is there.
                 await offered
             elif reply is not None and not reply.held:
                 self._log.info("published again: the parameter server is another one", version=self.acknowledged)

@@ -98,6 +98,7 @@ def find_used(run_dir: Path, checkpoints: Path) -> Used:
     """
     version, start = CheckpointFolder(checkpoints).highest_version(), 0
     for line in _last_lines(run_dir / "metrics.jsonl"):
+        # The first line of the tail may be cut, and the last one torn by the death of its writer.
         with contextlib.suppress(msgspec.DecodeError):
             found = msgspec.json.decode(line, type=_Line)
             version, start = max(version, -1 if found.version is None else found.version), max(start, found.start)

@@ -80,6 +80,7 @@ def groups_wanted(step: Outlook, config: Config) -> int:
     if config.staleness.max:
         return learner.groups_per_step
     # All of a version's, or the choice of a step's groups would be a matter of their arrival.
+    # While a version is owed, more steps may be unpublished than make one; the next one needs its groups all the same.
     return learner.groups_per_step * max(1, learner.steps_per_version - step.unpublished)
 
 
@@ -137,6 +138,7 @@ class PlanAhead:
             began, basis = clock(), self._expected()
             if basis is not None and not (self._early is not None and self._early.basis.is_that_of(basis)):
                 self._discard()
+                # The plan is not awaited itself, since its error is that of the step which takes it.
                 await asyncio.wait([self._begin(basis)])
             await asyncio.sleep(clock() - began)
 
@@ -148,6 +150,7 @@ class PlanAhead:
         if self._early is None or not self._early.basis.is_that_of(basis):
             self._discard()
             return None
+        # It is taken before the wait, in which ``run`` may look for another basis and discard what it finds here.
         early, self._early = self._early, None
         number = self._sendings.take()
         self._counters.add("learner/plans_ahead")

@@ -35,6 +35,7 @@ LATER_S = 1.0
 """Seconds by which gloo's own timeout is longer than the waiter's."""
 ENDING_S = 0.2
 """Seconds after which an operation whose connections have ended has ended, too, unless it is stuck."""
+# Nobody sends under this tag, so that a receive under it times out.
 UNUSED_TAG = 0x7FFFFFFF
 
 

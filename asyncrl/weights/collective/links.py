@@ -32,6 +32,7 @@ class Link:
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         connection.setblocking(False)
+        # A frame is small and waited for: it is not to be held back for another.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.name = name
         self._socket = connection
@@ -100,6 +101,7 @@ class Link:
         """Read all bytes that have come."""
         before = -1
         with contextlib.suppress(ConnectionError, ValueError):
+            # A frame is far smaller than READ_BYTES: a read that completes none has left nothing to read.
             while len(self._frames) != before:
                 before = len(self._frames)
                 self._read()
@@ -157,6 +159,7 @@ def listen(host: str, ports: str = ANY) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             # As ZeroMQ does: a connection that has just ended holds no port. Two listeners do not get the same one.
+            # Where the kernel chooses the port, it takes one that nothing holds at all.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
             listener.bind((host, port))
             listener.listen(BACKLOG)

@@ -44,6 +44,7 @@ class Meeting:
                 del self._early[key]
                 link.end(f"epoch {key[0]} is over, this is {group.epoch}")
         found: dict[int, Link] = {}
+        # All waits have one deadline, so that nobody who comes puts it off.
         deadline = waiter.deadline()
         try:
             while len(found) < group.world_size - 1:
@@ -77,6 +78,7 @@ class Meeting:
             if hello is not None:
                 self._strangers.remove(link)
                 self._greet(link, hello, group)
+        # Those of this epoch, too, are among the early ones: they may have called before the learner gathered it.
         for key in [key for key in self._early if key[0] == group.epoch]:
             link, size = self._early.pop(key)
             if size != group.world_size or key[1] >= size or key[1] in found:

@@ -159,6 +159,7 @@ class NcclGroup:
         self._device = device
         self._communicator: ctypes.c_void_p | None = ctypes.c_void_p()
         self._slots = [_Slot(), _Slot()]
+        # The current device is each thread's own, and the group is formed on a thread that is made for it.
         with torch.cuda.device(device):
             new_stream: Any = torch.cuda.Stream
             self._copying, self._sending = new_stream(), new_stream()
@@ -184,6 +185,7 @@ class NcclGroup:
         size = packed_bytes(layout)
         with torch.cuda.device(self._device):
             with torch.cuda.stream(self._copying):
+                # The last broadcast out of this buffer is over, so that it may be freed and written to.
                 if slot.buffer is None or slot.buffer.numel() < size:
                     slot.buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
                 pack(memory, layout, slot.buffer)

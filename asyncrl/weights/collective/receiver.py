@@ -73,6 +73,7 @@ class _ReceiverEpoch(Generic[G]):
 
     def end(self, reason: str) -> None:
         self.over = self.over or reason
+        # The link goes first: rank 0 has the reason before it sees the connections of the group break.
         if self.link is not None:
             self.link.end(reason)
         if self.formed is not None:
@@ -161,6 +162,7 @@ class Member(Generic[G]):
             self._closed = True
             if self._epoch is not None:
                 self._epoch.waiter.stop("this worker has ended")
+        # The stop comes before this lock, which the thread that takes part holds for a whole broadcast.
         with self._busy:
             if self._epoch is not None:
                 self._epoch.end("this worker has ended")

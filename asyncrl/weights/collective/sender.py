@@ -132,6 +132,7 @@ class Sender:
             if self._closed:
                 raise BroadcastFailed(version, "the sender is closed")
             if epoch is None or epoch.group.epoch < group.epoch:
+                # An epoch that is over was ended by the thread that found it so.
                 if epoch is not None and not epoch.over:
                     epoch.over = f"epoch {epoch.group.epoch} is over, the next is {group.epoch}"
                     epoch.end()
@@ -149,12 +150,14 @@ class Sender:
             epoch.over = epoch.over or problem
             if epoch.over:
                 epoch.end()
+            # ``close`` came while this thread was sending, and left the meeting to it.
             if self._closed:
                 self._meeting.close()
 
     def _form(self, epoch: _SenderEpoch) -> None:
         epoch.links = self._meeting.gather(epoch.group, epoch.waiter)
         invitation, form = self._backend.invite(epoch.group.world_size)
+        # The members form the group together with this side: they are told before it blocks.
         _tell(epoch.links, Frame(kind=FrameKind.BEGIN, number=epoch.group.epoch, text=invitation))
         epoch.formed = epoch.waiter.call(
             form,

@@ -50,6 +50,7 @@ class Signal:
 
     def set(self) -> None:
         """Wake the waiting thread, or the next one that waits."""
+        # The lock keeps ``close`` out: the number of a closed descriptor may be that of another file.
         with self._lock:
             if self._descriptor >= 0:
                 os.eventfd_write(self._descriptor, 1)
@@ -121,6 +122,7 @@ class Waiter:
         if deadline is None:
             deadline = self.deadline()
         while True:
+            # The signal is cleared before the looks: a wake that comes after them ends the poll at once.
             self._signal.clear()
             if self._stopped is not None:
                 raise Stopped(self._stopped)
@@ -153,6 +155,7 @@ class Waiter:
             if link.fileno() in ended:
                 if not link.has_done:
                     raise ConnectionError(link.obituary() or f"{link.name} is gone")
+                # A member that has verified all may leave. Its end would wake this wait again and again.
                 poll.unregister(link)
 
     def call(
@@ -192,6 +195,7 @@ class Waiter:
         except BaseException:
             with lock:
                 left = True
+            # ``work`` may have ended between the failure of the wait and the lock.
             if results:
                 discard(results.pop())
             raise
@@ -225,5 +229,6 @@ class Waiter:
             over.set()
             self.wake()
             watcher.join()
+        # Work that was aborted may return as if it had succeeded.
         if problems:
             raise problems[0]

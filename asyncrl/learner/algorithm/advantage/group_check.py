@@ -51,6 +51,7 @@ def _check_tokens(sequence: Sequence) -> str | None:
         return "no tokens"
     if sequence.prompt_ids is not None and not len(sequence.prompt_ids):
         return "its prompt is empty; its first token has nothing to be predicted from"
+    # Each span begins where the one before it ends, and the first at 0.
     ends = [0, *(span.end for span in spans)]
     if ends[-1] != count or any(s.start != end or s.end <= s.start for s, end in zip(spans, ends, strict=False)):
         return f"version spans do not cover its {count} tokens: {[(s.start, s.end) for s in spans]}"

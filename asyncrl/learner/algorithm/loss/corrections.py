@@ -41,6 +41,7 @@ def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple
         if config.weight == "token":
             factor = ratio.exp().clamp(max=cap)
         elif config.weight == "sequence":
+            # The sum leaves the limit that each of its terms keeps.
             whole = batch.sum_by_sequence(ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             factor = whole.exp().clamp(max=cap)
         if config.mask is not None:

@@ -81,4 +81,5 @@ def token_sums(batch: TokenBatch, *, fresh: bool, cap: float) -> Tensor:
         new,
         new * kl,
     ]
+    # Ratios are above 0, so that the 0 of a filler is never the largest.
     return torch.cat([torch.stack(rows).sum(dim=1), (real * ratio).max().reshape(1)])

@@ -333,6 +333,7 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
+        # All of its tokens are sampled and trained: no place need be looked up.
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
             last = len(sequence.tokens) - 1
             self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)
@@ -340,6 +341,7 @@ class SampledSequence:
         else:
             positions = chosen(sampled_positions(sequence))
             last = int(positions[-1])
+            # The position before a token predicts it.
             self.predict = (positions + (len(prompt_ids) - 1)).astype(np.int32)
             targets = sequence.tokens[positions]
         self.input_ids = _as(np.concatenate([prompt_ids, sequence.tokens[:last]]), np.int32)

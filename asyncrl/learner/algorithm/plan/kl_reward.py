@@ -56,6 +56,7 @@ def kl_penalties(
                     raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.ticket.uid])
                 values = estimate(np.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
                 ends = np.cumsum(past_rewards(sequence)[1])
+                # These are the sums up to the beginning of each turn, and up to the end of the last.
                 sofar = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
                 turns.append(np.diff(sofar))
                 before.append(sofar[:-1])

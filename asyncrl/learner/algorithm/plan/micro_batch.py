@@ -128,6 +128,7 @@ def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
     parts = list[list[_Piece]]()
     """Pieces of each sequence."""
     for family, prefix, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
+        # A beginning that no other sequence of this row has is no piece of its own.
         if not prefix or together[family] == 1:
             parts.append([_Piece(tokens)])
             continue

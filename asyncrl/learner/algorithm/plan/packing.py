@@ -155,6 +155,7 @@ def _deal(rows: Sequence[list[int]], sizes: Sizes, world_size: int) -> tuple[Ran
         for rank, row in zip(idle, order[start : start + world_size], strict=True):
             ranks[rank].append(rows[row])
             done[rank] += load[row]
+    # Rows are dealt in the order of cost: the first of each micro-batch is its slowest.
     return ranks, sum(load[row] for row in order[::world_size])
 
 

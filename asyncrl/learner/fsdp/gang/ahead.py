@@ -110,6 +110,7 @@ class ParcelsAhead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is None:
+            # The lock is free once the sending under way has ended.
             arrived = self._sending.acquire(timeout=STOP_WAIT_S)
             if arrived:
                 self._sending.release()

@@ -83,6 +83,7 @@ class Others:
         if self.rank and self._asked is not None and now - self._asked > SILENT_S:
             return [f"learner/0 (its store has not answered for {now - self._asked:.0f} s)"]
         found = list[str]()
+        # The places of the others have not been read so far.
         if not self._seen:
             return found
         for rank in range(self.world_size):
@@ -93,6 +94,7 @@ class Others:
                 found.append(f"learner/{rank} (never heard of)")
             elif (silence := now - self._fresh[rank]) > SILENT_S:
                 found.append(f"learner/{rank} (silent for {silence:.0f} s, last {_place(seen)})")
+            # A rank that is further on waits for others itself.
             elif (seen.waits, seen.what) != (waits, what) and seen.waits <= waits:
                 found.append(f"learner/{rank} ({_place(seen)})")
         return found
@@ -114,6 +116,7 @@ def end_process(error: DeadlineExceeded) -> NoReturn:
     """End this process at once with the error as its last words, which its node agent reports."""
     _LOG.error("%s", error)
     write_text(f"{error.who}: {error}\n")
+    # The training thread is in a call that nothing ends, and an orderly exit would wait for it.
     os._exit(error.exit_code)
 
 
@@ -220,6 +223,7 @@ class HangWatch:
 
     def _read_others(self) -> dict[int, Position]:
         keys = {rank: f"position/{rank}" for rank in range(self._world_size) if rank != self._rank}
+        # multi_get would wait for the key of a rank that has not told its place yet.
         there = [rank for rank, key in keys.items() if self._store.check([key])]
         said = self._store.multi_get([keys[rank] for rank in there])
         return {
@@ -233,6 +237,7 @@ class HangWatch:
 
     def _look(self) -> None:
         while not self._stopped.wait(BEAT_S):
+            # Only this thread takes marks out, so that the first one stays the first without the lock.
             while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
                 self._moved()

@@ -181,6 +181,7 @@ class Ranks:
         with self.waiting(what, timeout_s):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+            # all_gather takes tensors of one size: each is filled up to the longest.
             longest = max(int(size) for size in sizes)
             ours = torch.zeros(longest, dtype=torch.uint8)
             ours.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
@@ -204,6 +205,7 @@ class Ranks:
                     blamed = self._watch.blamed() if self._watch is not None else []
                     raise
         except RuntimeError as error:
+            # torch raises RuntimeError for a timeout as for all else; its words alone tell.
             if "timed out" in str(error).lower():
                 raise DeadlineExceeded(
                     f"learner/{self.rank}",
@@ -280,6 +282,7 @@ class StoreLine:
                 body = bytes(self._client.get(key))
                 # The reader deletes it, and may come late: rank 0 does not wait for the others in every word.
                 self._client.delete_key(key)
+                # An empty word is that of ``interrupt``.
                 return body or None
             except DistStoreError:
                 # Nothing was said yet: the wait is renewed.
@@ -294,6 +297,7 @@ class StoreLine:
         """From any thread: end ``next``, at once if it waits."""
         self._interrupted.set()
         # Only if rank 0 has not set it: a word that was said is heard.
+        # ``next`` counts up before it waits: it is in the wait for the one key, or about to begin that for the other.
         for count in (self._count, self._count + 1):
             self._interrupter.compare_set(self._key(self._rank, count), "", "")
 

@@ -74,7 +74,9 @@ def packed_attention(
     keys, values = (torch.split(x, [count * length for count, _, length in runs], dim=2) for x in (key, value))
     outputs = []
     for (count, length, seen), q, k, v in zip(runs, queries, keys, values, strict=True):
+        # [1, heads, count * length, D] becomes [count, heads, length, D].
         q, k, v = (x[0].view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
+        # torch's own causal mask aligns the first query with the first key: it is none behind a common beginning.
         mask = None
         if softcap is not None or length != seen or (sliding_window is not None and length > sliding_window):
             mask = _mask(length, seen, sliding_window, q)

@@ -36,6 +36,7 @@ def score_logits(
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        # entr(0) is 0, where p log p would be no number.
         entropies = torch.special.entr((logits - normaliser[:, None]).exp()).sum(dim=-1)
     return logprobs, entropies
 
@@ -99,6 +100,7 @@ class _ScoreHidden(torch.autograd.Function):
         of_hidden, head, needed = torch.empty_like(hidden), (weight, bias), ctx.needs_input_grad[1:3]
         # Each chunk's own gradient is of the compute type; only their sum is not.
         sums = [torch.zeros_like(p, dtype=torch.float32) for p, needs in zip(head, needed, strict=True) if needs]
+        # Without a gradient the entropies are no output to go back from.
         outputs = slice(None) if ctx.entropy_gradient else slice(1)
         for chunk in _chunks(len(hidden), ctx.size):
             with torch.enable_grad():

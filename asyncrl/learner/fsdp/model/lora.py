@@ -35,6 +35,7 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
         """Leave A without a value: see ``first_a``."""
+        # The layer needs no memory of its own: weight and bias are those of ``linear``.
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = alpha / rank

@@ -32,6 +32,7 @@ def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.nd
     own = np.asarray(lengths, np.int64)
     before = np.full(len(own), -1) if prefixes is None else np.asarray(prefixes)
     starts = np.cumsum(own) - own
+    # -1 fetches the last length, which ``where`` leaves out.
     skipped = np.where(before >= 0, own[before], 0)
     index: np.ndarray | None = None
     if (before >= 0).any():

@@ -171,6 +171,7 @@ class Policy(nn.Module):
             inside = any(name.startswith(outer + ".") for outer in layers)
             if type(module).__name__ in kinds and not inside:
                 layers[name] = module
+        # Where a model names no block, its longest list of modules is taken for the blocks.
         lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         return list(layers.values()) or max(lists, key=len, default=[])
 

@@ -32,6 +32,7 @@ HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Dimensions of a head for which there is a kernel: multiples of the first number up to the second."""
 LEAST_LONGEST = 128
 """Least value of ``max_seqlen``: a block of the kernel."""
+# Some pieces are a token, some longer than the window, none of a round length; two are behind the third.
 TRIED_LENGTHS = (33, 1, 70, 20, 1)
 TRIED_PREFIXES = (-1, -1, -1, 2, 2)
 TRIED_WINDOW = 16
@@ -212,6 +213,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
     exact = _with_gradients(packed_attention, module, [x.float() for x in values], told)
     for ours, truth in zip(found, exact, strict=True):
         distance = float((ours.float() - truth).norm() / truth.norm())
+        # A distance that is no number fails, too.
         if not distance <= TRIED_DISTANCE:
             return f"what the kernel gives is {distance:.2g} away from float32, relative to its size"
     return None

@@ -146,6 +146,7 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
             found, _ = convert_and_load_state_dict_in_model(model, {name: slices[name] for name in group}, config, None)
             _cut_whole(model, mesh)
             if info is not None:
+                # Each group lacks the weights of all others: missing is what no group has.
                 found.missing_keys &= info.missing_keys
                 found.unexpected_keys |= info.unexpected_keys
                 found.mismatched_keys |= info.mismatched_keys
@@ -231,6 +232,7 @@ def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     """All ranks together: leave each its rows of rank 0's model, tensor by tensor; the others' is without memory."""
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())
+    # A tied weight has several names and is handed out once.
     places: dict[int, list[str]] = {id(parameter): [] for parameter in parameters.values()}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         places[id(parameter)].append(name)

@@ -85,7 +85,9 @@ def confirm_scoring(
 def attention_window(model: Any) -> int | None:
     """Positions that the narrowest windowed layer of a model sees, by its configuration; None without such layers."""
     found = []
+    # A model that does not name the kinds of its layers may have either.
     layers = set(getattr(model, "layer_types", None) or ("sliding_attention", "chunked_attention"))
+    # Some name a window and switch it off.
     if "sliding_attention" in layers and getattr(model, "use_sliding_window", True):
         found.append(getattr(model, "sliding_window", None))
     if "chunked_attention" in layers:
@@ -106,6 +108,7 @@ def head_shape(model: Any) -> varlen.Heads:
 
 def long_length(window: int | None, *, longest: int, parameters: int, device: str) -> int:
     """Length of the long sequence: past the window, no longer than any in training, and within FLOPS."""
+    # A forward pass takes about 2 operations a parameter for each token.
     affordable = int(FLOPS[device] / (2 * parameters))
     wanted = LONG if window is None else window + PAST
     return max(STRETCH, min(longest, wanted, affordable))
@@ -153,6 +156,7 @@ class _Check:
         long[1][: self._length // 2] = long[0][: self._length // 2]
         before = sum(LENGTHS[:BEFORE])
         alone = self._score(make_batch(long, self._ranks.device).single, choice.single, chunked=chunked)
+        # The order is that of the sequences in the batch below.
         truth = torch.cat([whole[:before], alone, whole[before:]])
         batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
         found: dict[Attention, float] = {}

@@ -301,5 +301,6 @@ def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
         return {}
     named = [name.split("::") for name in KEPT]
     operators = [getattr(getattr(torch.ops, space), name, None) for space, name in named]
+    # Builds of torch differ in the operators that they have.
     found = [operator.default for operator in operators if operator is not None]
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, found)}

@@ -126,6 +126,7 @@ def choose_scoring(
             scores = score_rows(policy, [row])
         except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             # Any of these is how a model says that it does not support a way of being called.
+            # A pass that broke off may have left layers gathered.
             policy.reshard()
             return f"{type(error).__name__}: {error}"
         worst = float((scores - expected).abs().max())

@@ -50,6 +50,7 @@ class Assembly:
             "export": [model, adapters],
         }
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
+        # Only the first copy of the model is gathered: the others hold the same.
         self._group = ranks.another_group(ranks.timeout_s, members=ranks.shards)
         self._background = Background("assembly", f"learner/{ranks.rank}")
         self._last: Future[Any] | None = None

@@ -89,6 +89,7 @@ class ShardCopies:
     def take(self) -> None:
         """All ranks together: copy the weights as they are now. The reader of the copy before has ended."""
         live = [weight for unit in self._live for weight in unit.weights]
+        # This is a collective of all ranks, also of those that copy nothing.
         whole = _whole_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
             return
@@ -98,6 +99,7 @@ class ShardCopies:
             part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole))
             on_gpu |= part.is_cuda
             copy.part.copy_(part, non_blocking=part.is_cuda)
+        # The copies are read by another thread, which waits for no stream.
         if on_gpu:
             torch.cuda.current_stream().synchronize()
 
@@ -187,6 +189,7 @@ def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 def flat(weights: list[Weight], shards: int) -> Tensor:
     """This rank's parts in one buffer, of the size that rank 0 needs, which has the largest part of everything."""
     size = sum(len(own_rows(w.shape[0], 0, shards)) * w.shape[1:].numel() for w in weights)
+    # All that is cut up are parameters, of one type; buffers, which have others, are whole on every rank.
     (dtype,) = {w.part.dtype for w in weights}
     parts = torch.cat([w.part for w in weights])
     sent = torch.zeros(size, dtype=dtype, device=parts.device)

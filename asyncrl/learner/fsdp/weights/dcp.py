@@ -166,6 +166,7 @@ def _write_own(
             raise staged
         folder.mkdir(exist_ok=True)
         writer.set_up_storage_writer(ranks.rank == 0)
+        # It gives the files of each rank names of their own; of the plans only this rank's is used.
         plan = writer.prepare_global_plan([staged.plan] * ranks.world_size)[ranks.rank]
         results = writer.write_data(staged.planner.finish_plan(plan), staged.planner).wait()
         sizes = {item.index: tuple(_chunk(item).sizes) for item in plan.items}
@@ -284,6 +285,7 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
         if optimizer is None:
             continue
         optimizer.state.pop(parameter, None)
+        # DCP reads into tensors that are there, and AdamW makes its own in the first step only.
         if f"{MOMENTS[0]}/{name}" in there:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
@@ -291,6 +293,7 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # Each rank plans for itself, as if there were no other: it needs nothing but its own shards.
     planner.set_up_planner(dict(_tensors(policy, optimizer)), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())

@@ -94,6 +94,7 @@ def _aside(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    # No rename replaces a folder that holds files: the old one is moved away first.
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -109,6 +110,7 @@ def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, target / file.name)
     settings = json.loads((source / "config.json").read_text())
+    # This is the older name of dtype, and may say another.
     settings.pop("torch_dtype", None)
     settings["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -86,6 +86,7 @@ def gather_buckets(
     pending: tuple[list[Unit], _Gather] | None = None
     with ranks.waiting("gathering the weights"):
         plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
+        # The turn without a bucket is for the last one, which is still on its way.
         for bucket in [*plan, None]:
             ready = pending
             if bucket is not None:

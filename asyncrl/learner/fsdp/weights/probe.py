@@ -40,6 +40,7 @@ def score_probe(
         scored, _, tokens, values = policy.score_likeliest(
             _row(row, device), Likeliest(partial(_choose, row, chosen), temperature, count)
         )
+        # The last position of a sequence predicts a token of another one; see ``_row``.
         logprobs += [own[:-1] for own in torch.split(scored, _lengths(row))]
         places += chosen
         likeliest.append(tokens)
