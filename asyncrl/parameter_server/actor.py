@@ -36,6 +36,7 @@ from asyncrl.parameter_server.held import HeldVersions
 from asyncrl.parameter_server.offers import manifest_for, shared_manifest
 from asyncrl.parameter_server.snapshots import hold
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
 from asyncrl.runtime.parking import AT_ONCE, ParkingLot
 from asyncrl.weights.segments import host_id
 
@@ -49,7 +50,7 @@ class ParameterServer(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._conductor = Conductor(self.config.weights, first_epoch=context.incarnation)
+        self._conductor = Conductor(self.config.weights, first_epoch=numbers_begin_above(context.incarnation) + 1)
         self._held = HeldVersions()
         self._lots: dict[str, ParkingLot] = {}
         """Parked question of each caller."""

@@ -112,7 +112,9 @@ class Lane:
                 self.fail(describe(error))
                 self._close_quietly()
                 is_open, failures = False, failures + 1
-                if self._ending.wait(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)) and failures > 1:
+                # The exponent is bounded: a sink that fails for days would take it beyond a float.
+                pause_s = min(FIRST_PAUSE_S * 2 ** min(failures - 1, 16), LONGEST_PAUSE_S)
+                if self._ending.wait(pause_s) and failures > 1:
                     # It gets no time to recover at the end.
                     self._give_up()
                     return

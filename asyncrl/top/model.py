@@ -372,8 +372,10 @@ def staleness(facts: Facts) -> StalenessView:
 def reward(facts: Facts) -> RewardView:
     """All reward pools together."""
     pools = facts.of("reward")
+    buckets = len(EDGES["reward/run_s"]) + 1
     spent = [each.counts for pool in pools if (each := pool.histograms.get("reward/run_s")) is not None]
-    counts = [sum(bucket) for bucket in zip(*spent, strict=True)]
+    # Another version's pool may have other buckets.
+    counts = [sum(bucket) for bucket in zip(*(one for one in spent if len(one) == buckets), strict=True)]
     return RewardView(
         workers=sum(len(pool.resources) for pool in facts.living("reward")),
         rate=facts.rate("reward", "reward/scored"),

@@ -74,6 +74,14 @@ def test_gpus_are_read_from_the_tool(tmp_path, monkeypatch):
     assert there == {} and problem.startswith("nvidia-smi ends with 9: NVIDIA-SMI has failed")
 
 
+@pytest.mark.parametrize(
+    ("visible", "offered"), [("1,0", ["1", "0"]), ("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-5a", ["GPU-5a"])]
+)
+def test_a_host_offers_the_gpus_that_cuda_does(monkeypatch, visible, offered):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert find_facts().gpus == offered
+
+
 # --- several ---
 
 VERSIONS = {"python": "3.11.7", "asyncrl": "0.1.0", "torch": "2.13.0", "vllm": "", "pyzmq": "27", "msgspec": "1"}

@@ -281,7 +281,6 @@ async def gathered(stage, publication):
 async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     announced, offers = await gathered(stage, publication)
     [group] = {offer.collective.group for offer in offers}
-    assert group.epoch == stage.server.context.incarnation
     assert [offer.collective.first_rank for offer in offers] == [1, 2]
     assert all(offer.collective.probe is not None for offer in offers)
     joining = JoinBroadcast(version=1, epoch=group.epoch)
@@ -298,6 +297,17 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     await stage.parked(*[stage.next(name, 1) for name in R])
     assert stage.server.counters["weights/broadcasts_begun"] == 1
     assert stage.server.counters["weights/updates_committed"] == 4
+
+
+@staged(transport="gloo")
+async def test_a_successor_counts_epochs_on_from_above_all_of_its_predecessor(stage, publication):
+    """The learner refuses a membership whose number is not above all that it has seen."""
+    announced, (of_first, _) = await gathered(stage, publication)
+    announced.cancel()
+    await stage.end(crash=True)
+    await stage.start(11)
+    _, (of_second, _) = await gathered(stage, publication)
+    assert of_second.collective.group.epoch > of_first.collective.group.epoch + (1 << 20)
 
 
 @staged(transport="gloo")

@@ -10,7 +10,10 @@ from asyncrl.learner.algorithm.loss.trial import problems_of
 from asyncrl.preflight.trials import check_algorithm
 
 MODULE = """
+import os
+
 print("importing")
+os.write(1, b"from C")
 
 def mine(batch, *, scale=1.0):
     return -scale * batch.advantages * batch.logprobs, {}

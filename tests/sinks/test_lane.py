@@ -105,6 +105,14 @@ def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhi
     assert (lane.lost, fake.opened) == (1, 4)
 
 
+def test_a_sink_that_fails_more_often_than_a_float_has_powers_of_two_is_tried_again(lane, fake, monkeypatch):
+    monkeypatch.setattr(lane_module, "LONGEST_PAUSE_S", 0.0)
+    fake.fails = [OSError("service is gone")] + ["open"] * 1100
+    put(lane, 1, 2)
+    wait_for(lambda: fake.taken == [2])
+    assert fake.opened == 1102
+
+
 def test_a_sink_that_fails_at_the_end_gets_no_time_to_recover(lane, fake, monkeypatch):
     monkeypatch.setattr(lane_module, "FIRST_PAUSE_S", 60.0)
     fake.fails = [OSError("full")] * 20

@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
@@ -43,6 +44,12 @@ LAST_WRITE_S = 0.5
 """Longest that the end of the run waits for its last snapshot to be written."""
 
 
+def _newest_attempt(run_dir: Path) -> int:
+    """Number of the newest folder of logs; older ones may have been removed."""
+    numbers = (path.name.rpartition("_")[2] for path in run_dir.glob("logs/attempt_*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
 class Watching:
     """The keeper of what is watched, made by the controller ``actor``; ``sink`` is given each snapshot that is
     recorded, ``is_gone`` says of an actor that it has left the run.
@@ -64,7 +71,7 @@ class Watching:
         self._constants = Constants(
             name=context.run_dir.name,
             run_id=context.credentials.run_id,
-            attempt=sum(1 for _ in context.run_dir.glob("logs/attempt_*")),
+            attempt=_newest_attempt(context.run_dir),
             steps=config.learner.steps,
             staleness_max=config.staleness.max,
             groups_per_step=config.learner.groups_per_step,

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from importlib.metadata import version
+from itertools import takewhile
 
 from asyncrl.launcher.fleet.addresses import interfaces
 from asyncrl.launcher.fleet.checks import installed_sinks
@@ -37,7 +38,8 @@ def _gpus() -> tuple[list[str], str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         found = [part.strip() for part in visible.split(",") if part.strip()]
-        return ([] if "-1" in found else found), ""
+        # CUDA offers those before the first that it does not know, and -1 is none.
+        return list(takewhile(lambda gpu: gpu != "-1", found)), ""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [], ""

@@ -30,8 +30,8 @@ class StuckActors:
         self._path, self._patience_s, self._emit, self._spawn = log, patience_s, emit, spawn
         self._stuck: dict[tuple[str, int, int], Child] = {}
         """Processes of actors that are reported, by name, incarnation and report."""
-        self._taking: dict[int, asyncio.Task[None]] = {}
-        """Tasks that take the stacks of actors, by incarnation."""
+        self._taking: dict[tuple[str, int], asyncio.Task[None]] = {}
+        """Tasks that take the stacks of actors, by name and incarnation."""
         self._log = get_logger(agent)
 
     def hear(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
@@ -52,13 +52,14 @@ class StuckActors:
         """Show a report, and take the stacks of the process."""
         self._log.error("actor is stuck", actor=child.name, pid=child.pid, report=report)
         self._emit(StuckEvent(name=child.name, report=report))
-        if child.incarnation not in self._taking:
-            self._taking[child.incarnation] = self._spawn(self._take(child))
+        key = (child.name, child.incarnation)
+        if key not in self._taking:
+            self._taking[key] = self._spawn(self._take(child))
 
     def kill(self, child: Child, reason: str) -> None:
         """Kill an actor, once its stacks are known if they are being taken."""
         self._log.warning("condemned actor is killed", actor=child.name, pid=child.pid, reason=reason)
-        taking = self._taking.get(child.incarnation)
+        taking = self._taking.get((child.name, child.incarnation))
         if taking is None:
             child.kill()
         else:
@@ -73,7 +74,7 @@ class StuckActors:
         try:
             text = await take_stacks(child, self._patience_s)
         finally:
-            del self._taking[child.incarnation]
+            del self._taking[child.name, child.incarnation]
         write_text(f"stacks of {child.name}:\n{text}\n")
         lines = text.splitlines()
         more = max(0, len(lines) - STACK_LINES)

@@ -16,7 +16,7 @@ ever a reward of 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -181,10 +181,7 @@ class Intake:
 
     def filter_step(self) -> None:
         """Filter the groups of a step that was not taken, for want of a token to train; others replace them."""
-        filtered, masked, failed = self._begun
-        self.filtered = [*filtered, *self._in_training.values(), *self.filtered]
-        self._masked += masked + len(self._in_training)
-        self._failed += failed
+        self._take_back(self._in_training.values())
         for uid in self._in_training:
             self._conclude(uid, "filtered")
         self._in_training = {}
@@ -202,6 +199,16 @@ class Intake:
                 self._quarantine(Quarantined(uid, reason, group))
             else:
                 self.buffer.add(group)
+        if not self._in_training:
+            self._take_back()
+
+    def _take_back(self, filtered: Iterable[Group] = ()) -> None:
+        """Count with the next step what was filtered before one that was not taken, and these groups of it."""
+        before, masked, failed = self._begun
+        now = list(filtered)
+        self.filtered = [*before, *now, *self.filtered]
+        self._masked += masked + len(now)
+        self._failed += failed
 
     def problem(self) -> str | None:
         """Reason that the run cannot go on like this, or None."""

@@ -16,6 +16,7 @@ Fails with Refused (code ``incarnation``), which names both incarnations.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -119,6 +120,8 @@ class Registry:
     _reasons: dict[str, str] = field(default_factory=dict)
     """Reason that the generation before was over, by gang."""
     _looked: float = 0.0
+    _shortest_s: float = math.inf
+    """Shortest silence that anybody has asked about."""
     _listening_since: float = 0.0
 
     def recall(self, newest: Mapping[str, int], generations: Mapping[str, int]) -> None:
@@ -229,12 +232,14 @@ class Registry:
         return now - max(heard, self._listening_since)
 
     def listen(self, now: float, silence_s: float) -> None:
-        """Note that this process runs; to be called regularly, with the shortest silence that means something.
+        """Note that this process runs; to be called regularly, with a silence that means something.
 
         After a gap between two calls silence counts from the second one on: this process was stopped itself, or its
         host was, and what was said meanwhile is still to be read.
         """
-        if now - self._looked > LONGEST_GAP * silence_s:
+        # All callers share one time of the last look, so a gap that any of them would mind is one for all.
+        self._shortest_s = min(self._shortest_s, silence_s)
+        if now - self._looked > LONGEST_GAP * self._shortest_s:
             self._listening_since = now
         self._looked = now
 

@@ -92,6 +92,18 @@ def test_what_earlier_updates_of_a_step_have_trained_stays_trained():
     assert sorted(reported(intake), key=lambda o: o.uid) == [Outcome("0-0", "trained"), Outcome("0-1", "quarantined")]
 
 
+def test_what_was_filtered_before_a_step_that_trained_nothing_counts_with_the_next():
+    intake = Intake(LearnerConfig(groups_per_step=2))
+    intake.deliver(group(0, rewards=(1.0, 1.0)))
+    for i in (1, 2):
+        intake.deliver(group(i))
+    assert [each.ticket.uid for each in intake.begin_step()[1]] == ["0-0"]
+    intake.spoil_step(["0-1"], "not finite")
+    intake.deliver(group(3, rewards=(0.0, 0.0)))
+    intake.deliver(group(4))
+    assert [each.ticket.uid for each in intake.begin_step()[1]] == ["0-0", "0-3"]
+
+
 def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_next_step():
     intake = Intake(LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0))
     intake.deliver(group(0, rewards=(1.0, 1.0)))

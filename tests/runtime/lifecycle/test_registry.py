@@ -110,6 +110,16 @@ def test_silence_counts_only_while_somebody_listens():
     assert look(registry, start=1039.9, until=1040.0) == [Condemned("rollouter/0", 9, "it did not beat for 1035 s")]
 
 
+def test_a_gap_that_is_short_for_hosts_and_long_for_actors_is_no_silence_of_actors():
+    """Hosts are looked at first in each round, and may be lost after another time than actors."""
+    registry, host_lost_s = beaten(at=5.0), 10 * STALL_S
+    look(registry, until=30.0)
+    for now in (30.0 + STALL_S, 50.0 + STALL_S, 30.0 + 2 * STALL_S):
+        registry.listen(now, host_lost_s)
+        found = registry.silent(now, STALL_S)
+        assert bool(found) == (now == 30.0 + 2 * STALL_S), now
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["register", "heartbeat", "ended"]), st.integers(1, 6), st.booleans()),

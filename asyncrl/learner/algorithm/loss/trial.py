@@ -7,7 +7,6 @@ may do anything when it is imported.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -82,5 +81,7 @@ def _of_loss(config: LearnerConfig) -> list[str]:
 
 
 if __name__ == "__main__":
-    with os.fdopen(os.dup(1), "w") as answer, contextlib.redirect_stdout(sys.stderr):
+    with os.fdopen(os.dup(1), "w") as answer:
+        # The user's module may print, also from C and from processes of its own, and the answer is to stand alone.
+        os.dup2(2, 1)
         answer.write(json.dumps(problems_of(LearnerConfig.model_validate_json(sys.stdin.read()))))

@@ -1,0 +1,46 @@
+"""Stuck actors: whose stacks are taken, and when they are killed."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from asyncrl.launcher.node import stuck as stuck_module
+from asyncrl.launcher.node.stuck import StuckActors
+from asyncrl.launcher.terms.spec import StacksEvent
+from asyncrl.messages.actors import Stuck
+
+
+@dataclass
+class Process:
+    """Of a child, its names; notes when it is killed."""
+
+    name: str
+    incarnation: int
+    pid: int = 1
+    ends: list[str] = field(default_factory=list)
+
+    def kill(self):
+        self.ends.append(self.name)
+
+
+async def test_actors_whose_lives_have_one_number_have_their_stacks_taken_each(monkeypatch):
+    """The first lives of all actors of a run have the same number."""
+    first, second = children = [Process(f"rollouter/{i}", 7) for i in range(2)]
+    answers = {child.name: asyncio.get_running_loop().create_future() for child in children}
+    monkeypatch.setattr(stuck_module, "take_stacks", lambda child, patience_s: answers[child.name])
+    shown = []
+    actors = StuckActors("agent/0", "agent-0.log", 5.0, shown.append, asyncio.ensure_future)
+    actors.hear([Stuck(child.name, 7, "no token for 300 s", 1) for child in children], {c.name: c for c in children})
+    for child in children:
+        actors.kill(child, "condemned")
+    answers[second.name].set_result("in reward")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (first.ends, second.ends) == ([], [second.name])
+    answers[first.name].set_result("in wait")
+    await actors.wait(5.0)
+    await asyncio.sleep(0)
+    assert first.ends == [first.name]
+    assert [(e.name, e.lines) for e in shown if isinstance(e, StacksEvent)] == [
+        (second.name, ["in reward"]),
+        (first.name, ["in wait"]),
+    ]
