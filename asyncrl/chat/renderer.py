@@ -139,6 +139,7 @@ class TemplateRenderer:
             if key in self._findings:
                 self._findings.move_to_end(key)
                 return self._findings[key]
+        # Not under the lock: two threads may find the same, and none waits for another's check.
         found = examine(self._template, shape, self._history, options)
         with self._lock:
             self._findings[key] = found

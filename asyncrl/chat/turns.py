@@ -120,6 +120,7 @@ def _split(
     behind = rest[place : limit if limit >= 0 else len(rest)]
     ends = [(at, -len(end), end) for end in template.ends if (at := behind.find(end)) >= 0]
     if ends:
+        # The first of them, and at one place the longest.
         at, _, end = min(ends)
         return rest[: place + at], end, rest[place + at + len(end) :]
     if not answer.get("tool_calls"):

@@ -197,6 +197,7 @@ class Rollouter(Actor):
         for task in ending:
             task.cancel()
         await asyncio.wait(ending)
+        # One that leaves says so also where it holds nothing.
         if self._held or self._leaves:
             await self._return_held()
 
@@ -286,6 +287,8 @@ class Rollouter(Actor):
                         task = self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
                         self._running.add(task)
                         task.add_done_callback(self._running.discard)
+                # Not the end of leasing: a learner that goes back to a checkpoint opens the gate again, and its
+                # version, once committed, sets ``_room``.
                 if reply.closed and not reply.tickets:
                     self._room.clear()
                     await self._room.wait()
@@ -556,6 +559,7 @@ class Rollouter(Actor):
     def figures(self) -> dict[str, float]:
         host = self._host
         running = host.running
+        # The thread that beats asks: a copy, and 0 from the Counter for a ticket that has gone meanwhile.
         oldest = next((began for uid, began in list(self._leased.items()) if self._ungenerated[uid] > 0), None)
         kv_use = host.kv_use
         return super().figures() | {

@@ -131,6 +131,7 @@ class Worker:
                 f"are {len(body)} bytes, {self._setup.max_request_bytes} are allowed (episode.max_request_bytes)",
             )
         try:
+            # As the host will read it, where an invalid call would end this worker instead of being refused.
             self._decoder.decode(body)
         except msgspec.ValidationError as error:
             problem, _, place = str(error).partition(" - at ")

@@ -113,6 +113,7 @@ class EngineHost:
         """
         await self.turns.take(ticket)
         try:
+            # A loop: it may be shut again before this task runs.
             while not self._open.is_set():
                 await self._open.wait()
             yield self.version
@@ -258,6 +259,7 @@ class EngineHost:
                 self._frozen = True
                 self._states.enter("paused", f"weights v{version}")
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
+        # First the version: whoever is admitted is told it, and salts the prefix cache with it.
         self.version = version
         self._admit()
         return self._clock.now() - began, drift

@@ -359,6 +359,7 @@ class _Stream(_Fetching):
     def _came_on(self, sources: Sources) -> None:
         self._last_failure, self._failures = "", 0
         sources.came(self._now())
+        # A timeout that is over cannot be set anew.
         if not self._limit.expired():
             self._limit.reschedule(self._now() + self._weights.deadline_s)
 

@@ -125,6 +125,7 @@ class ReferenceEngine:
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
+        # The executor's own wait has no deadline, so a thread does the waiting.
         self._thread.shutdown(wait=False, cancel_futures=True)
         ending = asyncio.ensure_future(asyncio.to_thread(self._thread.shutdown))
         await asyncio.wait([ending], timeout=CLOSE_S)
@@ -286,6 +287,7 @@ class ReferenceEngine:
         computing.add_done_callback(_look_at)
         fed = -1
         while not computing.done():
+            # The deadline is one on progress: each portion that the model was fed renews it.
             if fed == (fed := self._fed):
                 raise self._die(f"did nothing for {what} for {timeout_s:g} s")
             await asyncio.wait([computing], timeout=timeout_s)
@@ -346,6 +348,7 @@ class ReferenceEngine:
             try:
                 tensors = await asyncio.to_thread(self._receive, weights)
             except BroadcastFailed:
+                # A close breaks the receiving off; then the engine is gone, and the broadcast not to blame.
                 self._require_alive()
                 raise
         await self._compute(
