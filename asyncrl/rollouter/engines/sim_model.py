@@ -274,7 +274,7 @@ class Batch:
         """Bring everything up to ``now``."""
         while self._running and not self._frozen and not self.crashed:
             step = self._step_s()
-            # A timer may come an instant early. A step is free where only further requests cost time and there are none.
+            # A timer may come an instant early. A step is free where only further requests cost time and one runs.
             done = math.floor((now - self._at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
             due = self._steps + max(0, done)
             boundary = self._steps + self._interval - self._steps % self._interval
