@@ -67,6 +67,7 @@ def learn_turn(
     if head is None or not rest.startswith(head):
         return "an answer in the context does not begin as the generation prompt does"
     excess, rest = prompt[len(head) :], rest[len(head) :]
+    # The last one: each of several calls holds it.
     place = rest.rfind(ANSWER)
     if place < 0:
         return "the template leaves the answer out"

@@ -174,6 +174,7 @@ class Dataloader(Actor):
     async def _settle_orphans(self) -> None:
         while True:
             await self._orphaned.wait()
+            # Before the look: an orphan that comes while the learner is asked sets it again.
             self._orphaned.clear()
             tickets = self._tickets
             if tickets is None or not tickets.orphans:

@@ -170,6 +170,7 @@ class EvalRounds:
             self.rejected.pop(uid, None)
             round.deliver({uid})
             if not round.unfinished:
+                # The loop ends with this round, so the dictionary may change under it.
                 del self._rounds[key]
                 self.changes += 1
             return

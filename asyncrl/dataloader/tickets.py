@@ -137,6 +137,7 @@ class Tickets:
         if lone and ask.holding:
             # A late copy of a call was granted it, whose rollouter has received something since.
             return []
+        # First of all, and past the gate, in which these have their places already.
         found = [grant for grant in running if grant.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
         if lone:

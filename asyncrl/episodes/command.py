@@ -239,6 +239,7 @@ class Programs:
         """Look at the next few programs, in turn: each look takes a fraction of a millisecond."""
         limit = self._config.max_memory_bytes
         for key in list(self._running)[:MOST_LOOKED_AT]:
+            # Moved to the end, so that the next look begins with others.
             program = self._running[key] = self._running.pop(key)
             if program.fault or program.process.ended:
                 continue

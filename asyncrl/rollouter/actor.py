@@ -238,6 +238,7 @@ class Rollouter(Actor):
         uids = [task.get_name() for task in given_up]
         holding = [uid for uid in self._held if uid not in uids]
         if await self._give_back(uids, holding=holding, leaving=True):
+            # Only now: until the dataloader has them they are held, and told to whoever asks (open_tickets).
             for uid in uids:
                 del self._held[uid], self._ungenerated[uid], self._leased[uid]
 
@@ -269,6 +270,7 @@ class Rollouter(Actor):
                 # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
                 free = -((self._generating - self._open.size) // samples)
                 if free < 1:
+                    # Nothing is awaited between the look and this, so no ``set`` is lost.
                     self._room.clear()
                     await self._room.wait()
                     continue
@@ -278,6 +280,7 @@ class Rollouter(Actor):
                 if reply.tickets:
                     leasing.renew()
                 for ticket in reply.tickets:
+                    # Also for a ticket that is held already: a grant that is not seen is given again with each call.
                     self._seen = max(self._seen, ticket.grant)
                     if ticket.uid not in self._held:
                         self._held[ticket.uid] = ticket

@@ -339,6 +339,7 @@ class RewardPool:
         slot.pace += PACE_WEIGHT * (result.run_s - slot.pace)
         slot.began, slot.forsaken, slot.late = time.monotonic(), math.inf, False
         if slot.given and slot.given[0].done():
+            # Its caller has gone while it waited behind the one before; its grace begins with its turn.
             slot.forsaken = slot.began
             self._set_timer(slot)
         if result.last:
@@ -371,6 +372,7 @@ class RewardPool:
     def _replace(self, slot: RewardSlot, reason: str) -> None:
         """End a worker that is at no task. The tasks that were sent ahead go to others."""
         assert slot.process is not None
+        # Taken away before the kill: the end of the process is then no task's fault.
         given, slot.given, slot.given_bytes = slot.given, deque(), 0
         self.counters.out_of_memory += 1
         slot.process.kill(reason)

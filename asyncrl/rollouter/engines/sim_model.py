@@ -312,6 +312,7 @@ class Batch:
                 return
             heapq.heappop(self._waiting)
             if not self._running:
+                # Time in which nothing ran is not made up for.
                 self._at = max(self._at, now)
             blocks = self._prefixes.blocks(run.salt, run.prompt)
             # One token at least is computed, for the next is sampled from it.

@@ -172,6 +172,7 @@ class EpisodePlayer:
     async def _expired(self, session: Session) -> Expired | None:
         """The deadline that ends it; None where nothing can come of its ticket any more, or of this attempt."""
         while session.failure is None and not session.is_orphan:
+            # Before the look at the deadlines: a change after it ends the wait below.
             session.changed.clear()
             expired = session.stages.expire(self._clock.now())
             if expired is not None and expired.stage != "episode":

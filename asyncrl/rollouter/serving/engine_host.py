@@ -224,6 +224,7 @@ class EngineHost:
         rollout = self._config.rollout
         recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
+        # A load that breaks off leaves nothing that could be resumed.
         self._loaded = None
         self._states.enter("loading", f"weights v{weights.version}")
         try:
@@ -247,6 +248,7 @@ class EngineHost:
         version = self._loaded
         assert version is not None, "nothing complete is loaded"
         began = self._clock.now()
+        # From here on requests run, and may be to blame for a death.
         self._frozen = False
         await self.engine.resume()
         drift = None

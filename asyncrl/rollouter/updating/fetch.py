@@ -147,6 +147,7 @@ class _Fetching:
                     await asyncio.wait({running})
                 except asyncio.CancelledError:
                     continue
+            # Looked at, or asyncio would tell of an error that nobody has retrieved.
             running.exception()
             raise
 
@@ -250,6 +251,7 @@ class _Stream(_Fetching):
                     tasks.create_task(self._work(plan, sizes, number % stripes))
             assert plan.done
         except BaseExceptionGroup as group:
+            # Callers tell errors apart by their class, and the first one has ended the others.
             raise group.exceptions[0] from None
         finally:
             # By now no task and no thread writes any more.

@@ -247,6 +247,7 @@ class UpdateFollower:
                 times = msgspec.structs.replace(times, pause_s=pause_s)
                 done = await self._load(staged, times, manifest.probe, limits)
             if weights.delta:
+                # Only after the load: where that fails the version before stays the base, and this one is closed.
                 unneeded, self._base = self._base, staged
         finally:
             if unneeded is not None:

@@ -142,6 +142,7 @@ class ReferenceEngine:
             self._interrupt.set()
             for flight in self._flights.values():
                 flight.stream.fail(self._dead)
+            # A pause that waits for rest is to end with the engine.
             self._at_rest.set()
         return self._dead
 
@@ -360,6 +361,7 @@ class ReferenceEngine:
         for flight in self._flights.values():
             if recompute_kv:
                 flight.it.forget()
+            # One that has computed nothing yet, or begins anew, has keys and values of these weights alone.
             flight.stale = flight.it.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:

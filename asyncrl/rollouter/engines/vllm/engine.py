@@ -299,6 +299,7 @@ class VllmEngine:
         assert self._loop is not None
         async with self._control("a resume", self._timeout_s):
             await self._llm.resume_generation()
+        # A paused engine is silent by order: its silence counts from here.
         self._heard = self._loop.time()
         self._paused = False
 
