@@ -72,6 +72,7 @@ def learn_turn(
     if place < 0:
         return "the template leaves the answer out"
     dropped = ""
+    # The generation prompt may begin the answer, as by <think>; a template may leave that out of earlier answers.
     if rest.startswith(excess):
         rest, place = rest[len(excess) :], place - len(excess)
     else:

@@ -134,6 +134,7 @@ class Programs:
                 on_end=lambda _, reason: self._ended(session.key, reason),
             )
         except OSError as error:
+            # It has no default, and a cancellation calls it.
             playing.on_stop = lambda: None
             playing.end(EpisodeDone(error=f"there is no process to be had: {error}", blame="host"))
             return playing

@@ -117,6 +117,7 @@ class Suspects:
     def died(self, inside: Iterable[str]) -> None:
         """Count the death of a worker, of unknown cause, with these episodes in it."""
         for episode in inside:
+            # Put behind the others: the one that is forgotten is the one whose last death is the oldest.
             self._deaths[episode] = self._deaths.pop(episode, 0) + 1
             if len(self._deaths) > MOST:
                 del self._deaths[next(iter(self._deaths))]

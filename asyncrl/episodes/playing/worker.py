@@ -173,6 +173,7 @@ class Worker:
         )
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
+        # Before its tasks are ended: one that calls the policy meanwhile is told that it is over.
         session.end("the user's code has ended")
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
@@ -209,6 +210,7 @@ class Worker:
                 return frames.Ended(key, error=STOPPED)
             return frames.Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
         finally:
+            # The rest of this task is the worker's own.
             current.set(None)
             _session.set(None)
 

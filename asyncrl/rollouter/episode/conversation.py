@@ -289,6 +289,7 @@ class Conversation:
         Raises InvalidRequest, EpisodeOver.
         """
         self._require_open()
+        # Put so, it refuses nan, too.
         if not abs(value) <= LARGEST:
             raise InvalidRequest(f"the reward of a turn is {value:g}; a finite number up to {LARGEST:g} is expected")
         if node is None:
