@@ -44,9 +44,11 @@ def answer_ids(
         rest = _behind_moved(template, before, asked, whole, tools, options)
     places = [(at, -len(end), end) for end in template.ends if (at := rest.find(end)) >= 0]
     if places:
+        # The first of them, and at one place the longest.
         at, _, end = min(places)
         words, last = rest[:at], [template.ends[end]]
     else:
+        # Any of them ends an answer: the smallest, so that it is always the same.
         words, last = _unframed(template, rest, options), sorted(template.end_ids)[:1]
     return [*continuation(template.tokenizer, template.ids(asked), asked, words), *last]
 

@@ -76,5 +76,6 @@ def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
         names = [call["function"]["name"] for call in calls["tool_calls"]]
         if [call.name for call in parsed.calls] == names and ANSWER in parsed.calls[0].arguments:
             return "json", ""
+        # The template has written them, so its form is seen not to be this one.
         break
     return "none", "the form in which the template writes calls is not known here: set chat.tool_parser to vLLM's name"

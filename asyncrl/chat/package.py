@@ -36,6 +36,7 @@ class PackageRenderer:
         self._chat = chat
         # One for each set of options, as the package takes them when it makes a renderer.
         self._made = lru_cache(KEPT)(self._make)
+        # Made at once, so that a name or a model that does not fit is found at start.
         self._renderer({})
         self.report = self._examine_all()
 
@@ -161,6 +162,7 @@ class PackageRenderer:
             if answered[: len(asked)] != asked:
                 return TurnCheck("fork", "an answer in the context does not begin as the generation prompt does")
             ends = [place for place in range(len(asked), len(answered)) if answered[place] in self._ends]
+            # With the token that ends it, unless it was cut.
             sampled = answered[len(asked) : ends[0] + shape.ended] if ends else answered[len(asked) :]
             extended = self.extension(tail, tools, {}, last_ids=sampled, finish="stop" if shape.ended else "length")
         except ChatRefused as error:

@@ -98,6 +98,7 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
         except ChatRefused as error:
             refusal = error.problem
             continue
+        # A call ends in the template's text; the ends of other answers are tried behind the plain question alone.
         endings = _known_endings(template) if not place and "tool" not in shape.tail else ENDINGS[:1]
         for ending in endings:
             answer, tail = _answer(shape, ending), _tail(shape)

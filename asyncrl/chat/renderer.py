@@ -117,6 +117,7 @@ class TemplateRenderer:
         if isinstance(turn, str) or (ended and self._template.ends.get(turn.end) != last_ids[-1]):
             # The template writes one of several tokens that end an answer.
             return None
+        # An answer that was cut within its reasoning: that is closed before the turn is.
         close = CLOSED_THINK if parsed.unfinished else ""
         return extension_ids(self._template, turn, ended=ended, close=close)
 
@@ -127,6 +128,7 @@ class TemplateRenderer:
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         words = ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
+        # Special tokens that the parser looks for stay as text; the others are left out.
         text = self._template.tokenizer.decode([id for id in words if id not in self._unseen], keep_special=True)
         options = options or {}
         thinking = self._opens_thinking(bool(tools), options)
@@ -139,6 +141,7 @@ class TemplateRenderer:
             if key in self._findings:
                 self._findings.move_to_end(key)
                 return self._findings[key]
+        # Not under the lock: two threads may find the same, and none waits for another's check.
         found = examine(self._template, shape, self._history, options)
         with self._lock:
             self._findings[key] = found

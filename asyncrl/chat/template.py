@@ -48,6 +48,7 @@ class ChatTemplate:
         answered = [*asked, _result("call_0_0")]
         if not self._tried(answered):
             self._short_ids = True
+            # Kept only where they are what the template was missing.
             self._short_ids = bool(self._tried(answered))
         self.writes_calls = _NAME in self._tried(asked)
         without = self._tried([_USER], ())

@@ -67,10 +67,12 @@ def learn_turn(
     if head is None or not rest.startswith(head):
         return "an answer in the context does not begin as the generation prompt does"
     excess, rest = prompt[len(head) :], rest[len(head) :]
+    # The last one: each of several calls holds it.
     place = rest.rfind(ANSWER)
     if place < 0:
         return "the template leaves the answer out"
     dropped = ""
+    # The generation prompt may begin the answer, as by <think>; a template may leave that out of earlier answers.
     if rest.startswith(excess):
         rest, place = rest[len(excess) :], place - len(excess)
     else:
@@ -120,6 +122,7 @@ def _split(
     behind = rest[place : limit if limit >= 0 else len(rest)]
     ends = [(at, -len(end), end) for end in template.ends if (at := behind.find(end)) >= 0]
     if ends:
+        # The first of them, and at one place the longest.
         at, _, end = min(ends)
         return rest[: place + at], end, rest[place + at + len(end) :]
     if not answer.get("tool_calls"):

@@ -174,6 +174,7 @@ class Dataloader(Actor):
     async def _settle_orphans(self) -> None:
         while True:
             await self._orphaned.wait()
+            # Before the look: an orphan that comes while the learner is asked sets it again.
             self._orphaned.clear()
             tickets = self._tickets
             if tickets is None or not tickets.orphans:
@@ -206,13 +207,16 @@ class Dataloader(Actor):
         """Go on from the learner's state. Raises RunChanged, and InvalidRequest for a learner that has a successor."""
         check_unchanged(self._source, request)
         async with self._restoring:
+            # Looked at under the lock: a newer learner may have been served while this call waited.
             if caller.incarnation < self._learner:
                 raise InvalidRequest(f"a newer {LEARNER} has said where the run stands")
             if not self._is_known(request, caller):
                 self._shut()
+                # Before the restore, which tells the rollouters which learner lives.
                 self._learner = caller.incarnation
                 self.peer(LEARNER).adopt(caller.incarnation)
                 tickets = await self._restore(request)
+                # Only now: a word whose restore has failed is not known, and is taken again.
                 self._last_word = request
                 self._open(tickets)
             assert self._tickets is not None
@@ -241,6 +245,7 @@ class Dataloader(Actor):
 
     def _shut(self) -> None:
         if self._tickets is not None:
+            # After a restore that failed there are none, and the previous ones stay those of before it.
             self._previous, self._tickets = self._tickets, None
             self._counts.update(self._previous.counts)
 
@@ -255,6 +260,7 @@ class Dataloader(Actor):
             rebuild, self._source, self._limit, request, answers, previous, self._supply_number + 1
         )
         # Groups that were delivered after the learner spoke and before their rollouter did.
+        # The gate lets out no more than so many, and what is out and known to nobody here is next in the order.
         asked = tickets.to_come(self.config.gate_capacity)
         if previous is not None:
             asked = list(dict.fromkeys([*tickets.missing(previous), *asked]))
@@ -303,6 +309,7 @@ class Dataloader(Actor):
         return self.config.network.call_timeout_s / 3
 
     def _open(self, tickets: Tickets) -> None:
+        # Told while the gate was shut: an answer may be of an incarnation that is dead by now.
         for name, incarnation in self.dead.items():
             if name.startswith("rollouter/"):
                 tickets.died(name, incarnation)
@@ -379,6 +386,7 @@ class Dataloader(Actor):
             self._count()
             for grant in grants:
                 if not isinstance(grant.prompt, EvalPrompt):
+                    # A grant that is given again keeps its age.
                     self._granted.setdefault(grant.prompt.uid, self.clock.now())
             self._story.tell(
                 GRANTED,
@@ -401,6 +409,7 @@ class Dataloader(Actor):
     async def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
         """Somebody else is to generate these groups. Parked while the gate is shut."""
         if request.leaving:
+            # At once, also while the gate is shut: calls of it that are parked are to be granted nothing.
             self._leavers[caller.name] = caller.incarnation
             self._leases.wake()
         tickets = await self._opened.until(lambda: self._tickets, caller.park_s)
@@ -488,6 +497,7 @@ class Dataloader(Actor):
         )
 
     def figures(self) -> dict[str, float]:
+        # Copied in one step, since the thread that beats asks while the event loop goes on.
         oldest = next(iter(list(self._granted.values())[:1]), None)
         return super().figures() | {
             "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,

@@ -94,6 +94,8 @@ class EvalRounds:
             past = [version for name, version in over if name == item.name]
             self._newest[item.name] = max(past, default=-1)
             for number, round in enumerate(begun):
+                # The round at the start is the first of its set: nothing is closed before it, and it has the lowest
+                # version.
                 self._open(item, round, at_start=item.at_start and not past and number == 0)
                 self._rounds[item.name, round].deliver(going_on[item.name, round])
             if item.at_start and not past and not begun:
@@ -168,6 +170,7 @@ class EvalRounds:
             self.rejected.pop(uid, None)
             round.deliver({uid})
             if not round.unfinished:
+                # The loop ends with this round, so the dictionary may change under it.
                 del self._rounds[key]
                 self.changes += 1
             return

@@ -81,6 +81,7 @@ class Gate:
         share = -(-(self.limit.groups + self._groups_per_version) // rollouters)
         if generating < share and self.room(served_version, outstanding):
             return True
+        # A share that is used up is the limit's doing, too: it grows with the limit.
         self.limit.refused()
         return False
 

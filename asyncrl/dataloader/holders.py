@@ -114,6 +114,7 @@ class Holders:
     def current(self, ask: Ask) -> Holder | None:
         """The rollouter that asks; None if a later call of the same one, or a newer incarnation of it, was heard."""
         holder = self._rollouters.get(ask.rollouter)
+        # A call that was overtaken would be granted again what a later one has said that it has seen.
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
             return None
         return holder

@@ -57,6 +57,7 @@ class WorkingLimit:
             return
         self._full_steps = self._full_steps + 1 if buffered_groups >= self._step and not waited else 0
         if waited and refused:
+            # From whole groups on: a level that had shrunk by a part of one would take that off the raise.
             self._level = min(self._max, self.groups + math.ceil(GROW_VERSIONS * self._version))
         elif self._full_steps >= PATIENCE:
             self._level = max(0.0, self._level - SHRINK_STEPS * self._step)

@@ -68,6 +68,7 @@ class PromptQueue:
         try:
             while self._oldest:
                 position, uid = heappop(self._oldest)
+                # Others have had their outcome since: the heap keeps their entries until they come up.
                 if uid in self._returned:
                     if uid not in but:
                         self._out.add(uid)
@@ -154,6 +155,7 @@ class PromptQueue:
         order = self._order
         while True:
             epoch, offset = divmod(position, order.size)
+            # A whole epoch is passed over in one step, without its order being drawn.
             if offset == 0 and self.ledger.concluded(epoch) == order.size:
                 position += order.size
                 continue

@@ -77,6 +77,7 @@ def rebuild(
     except ValueError as error:
         raise InvalidRequest(f"where the run stands cannot be read: {error}") from error
     if _is_other_data(source, request):
+        # The old uids name other prompts here, so the new data begins with an epoch that no uid has.
         ledger.first_epoch = _next_epoch(ledger, request.claims)
     trained = ledger.count("trained")
     gate = Gate(
@@ -92,6 +93,7 @@ def rebuild(
         request.version,
         closed=request.rounds_closed,
         open={round.name: round.held for round in request.rounds_open},
+        # A learner that begins again with nothing trained publishes a number above 0 and has passed no version by it.
         overdue=trained > 0,
     )
     if request.finished:

@@ -103,6 +103,7 @@ def fingerprint_of(rows: Iterable[DataRow]) -> str:
     """Hex digest of prompts, rows and their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
+        # The length marks the row's end, so that no other rows come to the same bytes.
         digest.update(_ENCODER.encode((row.prompt, len(row.packed))))
         digest.update(row.packed)
     return digest.hexdigest()

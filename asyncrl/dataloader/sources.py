@@ -52,6 +52,7 @@ def _parquet(pattern: str, prompt_key: str) -> Iterator[RawRow]:
                 _check_columns(path, file.schema_arrow.names, prompt_key)
                 yield from _rows_of(path, file.iter_batches(batch_size=BATCH_ROWS))
         except DataError:
+            # It is a ValueError, too, and says already what is wrong.
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"is not a readable Parquet file: {_first_line(error)}", path=path) from None

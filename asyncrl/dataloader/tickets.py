@@ -137,11 +137,13 @@ class Tickets:
         if lone and ask.holding:
             # A late copy of a call was granted it, whose rollouter has received something since.
             return []
+        # First of all, and past the gate, in which these have their places already.
         found = [grant for grant in running if grant.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
         if lone:
             return found
         generating = sum(isinstance(grant.prompt, TrainingPrompt) for grant in running)
+        # It may hold groups of which there is no grant here, as one whose prompt was requeued meanwhile.
         empty = not running and not ask.holding
         while len(found) < ask.free_groups:
             prompt = self._next_prompt(ask, generating, empty=empty and not found)
@@ -190,9 +192,11 @@ class Tickets:
         if holder is None or holder.incarnation > incarnation:
             return
         found = self._holders.keep(rollouter, holding)
+        # One that still holds something stays a holder: its death is to make orphans of that.
         if not holding:
             found += self._remove(rollouter, incarnation)
         elif self._suspects.set_aside == rollouter:
+            # It asks no more, so nothing would be granted to it once it holds nothing.
             self._suspects.set_aside = None
         for held in found:
             held.suspect = False
@@ -243,6 +247,7 @@ class Tickets:
         known = None if previous is None else previous._holders.get(rollouter)
         if known is not None and known.incarnation == incarnation and not tickets.leaving:
             found += [(n, _held_by(grant), grant.alone) for n, grant in known.grants.items() if n > tickets.seen]
+            # Grants up to this number may still be on their way, and a number is that of one grant.
             self._holders.skip_to(rollouter, known.last_grant)
         for number, ticket, alone in found:
             if ticket.requeues < self._requeues(ticket.uid):
@@ -283,8 +288,10 @@ class Tickets:
         An outcome of a prompt that has one changes nothing. Raises ProtocolError for an outcome of what is no prompt,
         and for two of the same prompt.
         """
+        # An older one is known; the number of one behind a gap would acknowledge reports that have not come.
         if report.number != self.number + 1:
             return self.number
+        # A requeue is no outcome, so it may stand beside one of the same prompt.
         uids = [outcome.uid for outcome in report.outcomes if outcome.kind != "requeued"]
         wrong = [outcome.uid for outcome in report.outcomes if not self._may_be(outcome)]
         if wrong or len(set(uids)) < len(uids):
@@ -299,6 +306,7 @@ class Tickets:
             self._evals.published(report.version, previous)
         if report.step_began:
             self.gate.limit.step_began(report.buffered_groups, waited=report.waited)
+        # Behind the publication above: the rounds at the end are of the last version.
         if report.finished and not self.gate.finished:
             self.gate.finished = True
             self._evals.finish(self.gate.newest_version)
@@ -342,10 +350,13 @@ class Tickets:
                     suspects.set_aside = ask.rollouter
                     return None
             elif suspects.set_aside == ask.rollouter:
+                # No prompt waits any more that could run here alone.
                 suspects.set_aside = None
             prompt = self._next_in_turn(ask, generating)
             if prompt is None or not suspects.is_suspect(prompt.uid):
                 return prompt
+            # A suspect in its turn, as of a queue that was made anew: it joins those that wait to run alone, or is
+            # rejected.
             self._put_back(prompt)
 
     def _may_run(self, prompt: Prompt, served_version: int) -> bool:
@@ -404,6 +415,7 @@ class Tickets:
             self._holders.release(uid)
             self._orphans.pop(uid, None)
         self._suspects.forget(uid)
+        # The uid alone would do; the kind leaves the type checker only those that ``finish`` takes.
         if outcome.kind == "evaluated" or "@" in uid:
             self._evals.finish_prompt(uid)
         else:
@@ -437,6 +449,7 @@ class Tickets:
     def _put_back(self, prompt: Prompt) -> None:
         """A prompt that nobody has is to be granted again, if it may be, and alone if it must be."""
         reason = self._suspects.verdict(prompt.uid)
+        # It is of no order here and can never be granted again, so the queue drops it.
         if isinstance(prompt, TrainingPrompt) and prompt.epoch < self.ledger.first_epoch:
             self._queue.give_back(prompt)
         elif reason is not None:
@@ -457,6 +470,7 @@ class Tickets:
         key = (
             exhausted,
             self.outstanding if exhausted else None,
+            # Rejections count up; the length falls once the learner has reported one.
             self._queue.rejections,
             len(self._queue.rejected),
             self._evals.changes,

@@ -134,6 +134,7 @@ class Programs:
                 on_end=lambda _, reason: self._ended(session.key, reason),
             )
         except OSError as error:
+            # It has no default, and a cancellation calls it.
             playing.on_stop = lambda: None
             playing.end(EpisodeDone(error=f"there is no process to be had: {error}", blame="host"))
             return playing
@@ -239,6 +240,7 @@ class Programs:
         """Look at the next few programs, in turn: each look takes a fraction of a millisecond."""
         limit = self._config.max_memory_bytes
         for key in list(self._running)[:MOST_LOOKED_AT]:
+            # Moved to the end, so that the next look begins with others.
             program = self._running[key] = self._running.pop(key)
             if program.fault or program.process.ended:
                 continue

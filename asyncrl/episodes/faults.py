@@ -96,6 +96,7 @@ def unended(slot: Slot, close_timeout_s: float, now: float) -> EpisodeFault | No
     """An episode that was told to end and has not. Pure."""
     for key, opened in slot.open.items():
         if opened.stopped and now - opened.stopped > close_timeout_s:
+            # Heard in the second half of the time: the loop turns, so it is this episode that does not end.
             turns = slot.heard > opened.stopped + close_timeout_s / 2
             reason = f"did not end within {close_timeout_s:g} s of being told to (episode.close_timeout_s)"
             return EpisodeFault("stopped", f"was killed because of an episode that {reason}", key if turns else "")
@@ -116,6 +117,7 @@ class Suspects:
     def died(self, inside: Iterable[str]) -> None:
         """Count the death of a worker, of unknown cause, with these episodes in it."""
         for episode in inside:
+            # Put behind the others: the one that is forgotten is the one whose last death is the oldest.
             self._deaths[episode] = self._deaths.pop(episode, 0) + 1
             if len(self._deaths) > MOST:
                 del self._deaths[next(iter(self._deaths))]

@@ -143,6 +143,8 @@ class PolicySession:
             credit.cancel()
 
     def _reason(self) -> str:
+        # A method, for the type checker takes ``_over`` for empty behind the check in ``_ask``; ``end`` sets it
+        # meanwhile.
         return self._over
 
     async def _ask(self, request: Request) -> Message:

@@ -64,6 +64,7 @@ class Workers:
             model=model,
             base_url=base_url,
             alive_s=min(config.stall_timeout_s, config.close_timeout_s) / BEATS,
+            # Half of it, so that a worker tells of tasks that do not end before it is killed for them.
             close_timeout_s=config.close_timeout_s / 2,
             max_output_bytes=config.max_output_bytes,
             max_request_bytes=config.max_request_bytes,
@@ -311,6 +312,7 @@ class Workers:
 
     def _take(self, slot: Slot, message: frames.ToHost) -> None:
         slot.heard = self._loop.time()
+        # A call, a reward or an end of an episode that is over here matches nothing: its worker may not know yet.
         match message:
             case frames.EpisodeReady(problems):
                 self._ready(slot, problems)
@@ -396,4 +398,5 @@ class Workers:
         except ChatRefused as error:
             self._send(slot, frames.Denied(session.key, chat.call, error.problem, field=error.field))
         except OSError as error:
+            # WireError is a ConnectionError, and so among these.
             self._send(slot, frames.Denied(session.key, chat.call, str(error)))

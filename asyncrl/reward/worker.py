@@ -126,6 +126,7 @@ def main() -> None:
             except MemoryError:
                 end(NO_MEMORY_EXIT)
             except ConnectionError:
+                # It is an OSError, too, and says that the pool has hung up.
                 raise
             except OSError:
                 # The function has closed the socket, or something else has its number now.
@@ -140,6 +141,7 @@ def _serve(connection: socket.socket, bodies: Iterator[bytes | bytearray], score
         try:
             outcomes, error, kind = _score(scorer, task)
         except MemoryError as failure:
+            # Its answer needs memory of its own.
             memory.open_reserve()
             error = f"raised {describe(failure)}; {memory.more_bytes} bytes are allowed (reward.max_memory_bytes)"
             last = Result([], [], time.perf_counter() - started, error, last=True, kind=kind_of(failure))

@@ -197,6 +197,7 @@ class Rollouter(Actor):
         for task in ending:
             task.cancel()
         await asyncio.wait(ending)
+        # One that leaves says so also where it holds nothing.
         if self._held or self._leaves:
             await self._return_held()
 
@@ -237,6 +238,7 @@ class Rollouter(Actor):
         uids = [task.get_name() for task in given_up]
         holding = [uid for uid in self._held if uid not in uids]
         if await self._give_back(uids, holding=holding, leaving=True):
+            # Only now: until the dataloader has them they are held, and told to whoever asks (open_tickets).
             for uid in uids:
                 del self._held[uid], self._ungenerated[uid], self._leased[uid]
 
@@ -268,6 +270,7 @@ class Rollouter(Actor):
                 # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
                 free = -((self._generating - self._open.size) // samples)
                 if free < 1:
+                    # Nothing is awaited between the look and this, so no ``set`` is lost.
                     self._room.clear()
                     await self._room.wait()
                     continue
@@ -277,6 +280,7 @@ class Rollouter(Actor):
                 if reply.tickets:
                     leasing.renew()
                 for ticket in reply.tickets:
+                    # Also for a ticket that is held already: a grant that is not seen is given again with each call.
                     self._seen = max(self._seen, ticket.grant)
                     if ticket.uid not in self._held:
                         self._held[ticket.uid] = ticket
@@ -286,6 +290,8 @@ class Rollouter(Actor):
                         task = self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
                         self._running.add(task)
                         task.add_done_callback(self._running.discard)
+                # Not the end of leasing: a learner that goes back to a checkpoint opens the gate again, and its
+                # version, once committed, sets ``_room``.
                 if reply.closed and not reply.tickets:
                     self._room.clear()
                     await self._room.wait()
@@ -556,6 +562,7 @@ class Rollouter(Actor):
     def figures(self) -> dict[str, float]:
         host = self._host
         running = host.running
+        # The thread that beats asks: a copy, and 0 from the Counter for a ticket that has gone meanwhile.
         oldest = next((began for uid, began in list(self._leased.items()) if self._ungenerated[uid] > 0), None)
         kv_use = host.kv_use
         return super().figures() | {

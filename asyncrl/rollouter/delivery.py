@@ -67,6 +67,7 @@ class Delivery:
             self._log.info("learner takes no groups yet", uid=uid, error=str(error))
             await asyncio.sleep(pause(AWAY_S, times, self._draws.random()))
             return False
+        # The answer may be of a learner that was replaced between its reply and this task's turn.
         if call.answered_by >= self._living:
             return True
         self._counters["rollout/delivered_again"] += 1

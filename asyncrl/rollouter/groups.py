@@ -91,6 +91,7 @@ class GroupRunner:
         try:
             trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
         finally:
+            # Also where it has failed: the room that it had is for another group.
             self._generated(ticket)
         trajectory.generate_s = self._clock.now() - began
         trajectory.attempts = account.failed_attempts + 1
@@ -118,6 +119,7 @@ class GroupRunner:
         )
         began = self._clock.now()
         scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
+        # A reward that reward.on_timeout gave says nothing of the function.
         self._has_worked = self._has_worked or not any(TIMED_OUT_COMPONENT in each for each in scores.components)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             if trajectory.reward is not None:

@@ -34,6 +34,7 @@ class Gymnasium:
         self._first = int(space.start)
         self._names = [str(name) for name in actions or range(self._first, self._first + int(space.n))]
         self._prompt = prompt
+        # The longest first: of names that begin alike, as "move" and "move left", the first that fits is taken.
         by_length = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, by_length))})(?!\w)", re.IGNORECASE)
 

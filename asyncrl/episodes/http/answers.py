@@ -111,6 +111,7 @@ class HttpAnswer:
         events = events or self._dialect.events(self._asked, self._stamp())
         if not isinstance(outcome, Exception):
             told = zip(outcome, self._call.texts, self._sent, strict=True)
+            # Text that is sent cannot be taken back: a reply that does not begin with it fails the stream.
             if all(reply.content.startswith(text[:sent]) for reply, text, sent in told):
                 return await self._finish(events.end(outcome))
             outcome = ValueError("the answer is not what was streamed of it")

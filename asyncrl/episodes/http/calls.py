@@ -180,5 +180,6 @@ class Calls:
                 ]
         except ExceptionGroup as failed:
             told = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
+            # An error that the client can be told is worth more than one of which it can only hear that there was one.
             raise (told[0] if told else failed.exceptions[0]) from None
         return [each.result() for each in chats]

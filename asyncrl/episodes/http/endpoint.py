@@ -220,8 +220,10 @@ class PolicyEndpoint:
         raw = bytearray()
         try:
             if (request.content_length or 0) <= most:
+                # Only here: a client that asks first does not even send a body that is too long.
                 if request.headers.get("Expect", "").lower() == "100-continue":
                     await request.writer.write(CONTINUE)
+                    # aiohttp takes an answer for begun where something was written, and would not send another.
                     request.writer.output_size = 0
                 async with asyncio.timeout(self._client_timeout_s):
                     async for chunk in request.content.iter_any():
@@ -273,6 +275,7 @@ class PolicyEndpoint:
 
 
 def _retry_count(request: web.BaseRequest) -> int:
+    # The clients of OpenAI and Anthropic count their retries in it.
     count = request.headers.get("x-stainless-retry-count", "")
     return int(count) if re.fullmatch(r"\d{1,6}", count, re.ASCII) else 0
 

@@ -44,6 +44,7 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A thread cannot be cancelled.
         await asyncio.wait([running])
         if not running.cancelled():
+            # Looked at, or asyncio would tell of an error that nobody has retrieved.
             running.exception()
         raise
     return await value if inspect.isawaitable(value) else value

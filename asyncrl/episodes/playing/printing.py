@@ -26,6 +26,7 @@ class Printer:
 
     def write(self, text: str) -> None:
         """Take in text."""
+        # Half of a surrogate pair, which could not be sent, is written out.
         data = text.encode(errors="backslashreplace")
         text, size = data.decode(), len(data)
         if size > self._left:

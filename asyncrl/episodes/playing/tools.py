@@ -76,6 +76,7 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
     async def play(task: Task, client: Client) -> None:
         objects: list[Any] = []
         try:
+            # One by one: where a later one cannot be made, those before it are closed.
             for make in classes:
                 objects.append(await call(make, task))  # noqa: PERF401
             tools = {tool.name: tool for tool in functions}
@@ -101,6 +102,7 @@ async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
             raise LookupError(f"there is no tool {called.name!r}; there are {', '.join(tools)}")
         said = await tools[called.name].call(called.arguments)
     except EpisodeOver:
+        # The end of the episode is no error of a tool, and the policy is not asked again.
         raise
     except Exception as error:
         mistaken = isinstance(error, WrongArguments) or called.name not in tools

@@ -131,6 +131,7 @@ class Worker:
                 f"are {len(body)} bytes, {self._setup.max_request_bytes} are allowed (episode.max_request_bytes)",
             )
         try:
+            # As the host will read it, where an invalid call would end this worker instead of being refused.
             self._decoder.decode(body)
         except msgspec.ValidationError as error:
             problem, _, place = str(error).partition(" - at ")
@@ -172,6 +173,7 @@ class Worker:
         )
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
+        # Before its tasks are ended: one that calls the policy meanwhile is told that it is over.
         session.end("the user's code has ended")
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
@@ -208,6 +210,7 @@ class Worker:
                 return frames.Ended(key, error=STOPPED)
             return frames.Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
         finally:
+            # The rest of this task is the worker's own.
             current.set(None)
             _session.set(None)
 

@@ -41,6 +41,7 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
     found = [each for each in _objects(text.rpartition("</think>")[2]) if name in each]
     if not found:
         raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
+    # Not by equality, for which 1 and true are the same.
     if any(repr(each[name]) != repr(found[0][name]) for each in found):
         raise BadAnswer([f'there are {len(found)} different JSON objects with the key "{name}" in the answer'])
     entries = found[0][name]
@@ -83,6 +84,7 @@ def read_number(value: Any, low: float, high: float) -> float:
     """A number in [low, high]. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"the score {_shown(value)} is not a number")
+    # Floats hold whole numbers below 2^53 exactly; a very large one cannot be made a float at all.
     if not (math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 53) or not low <= value <= high:
         raise ValueError(f"the score {_shown(value)} is not between {low:g} and {high:g}")
     return float(value)

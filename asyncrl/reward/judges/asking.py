@@ -176,6 +176,7 @@ class Asker:
             if prices:
                 counters.cost += (prices[0] * answer.prompt_tokens + prices[1] * answer.completion_tokens) / 1e6
             if answer.prompt_tokens:
+                # The estimate with which it began is put right, for those that come in the same minute.
                 spent.units = answer.prompt_tokens + answer.completion_tokens
         return answer
 

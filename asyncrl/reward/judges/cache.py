@@ -62,6 +62,7 @@ class AnswerCache:
         for _, path in written[: max(1, len(written) - self._most + self._most // 10)]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+        # Counted anew: other reward pools of the run keep answers there, too.
         self._count = len(os.listdir(self._folder))
 
 

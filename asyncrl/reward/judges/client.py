@@ -158,5 +158,7 @@ def _retry_after(value: str | None) -> float | None:
             when = parsedate_to_datetime(value)
         except ValueError:
             return None
+        # A date with the zone -0000 is read as one without a zone.
         seconds = (when - datetime.now(UTC)).total_seconds() if when.tzinfo is not None else 0.0
+    # float() reads nan, which equals nothing.
     return max(0.0, seconds) if seconds == seconds else None

@@ -79,6 +79,7 @@ class JudgeLimits:
         waits = True
         try:
             async with self._places:
+                # One waits at a time, the others behind it: a small request does not slip past a large one.
                 async with self._door:
                     # A pause that is asked for meanwhile makes it longer.
                     while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110

@@ -272,6 +272,7 @@ class JudgePool:
         try:
             scores = await asyncio.gather(*calls)
         finally:
+            # Where one has failed the others are given up; to those that are done it means nothing.
             for call in calls:
                 call.cancel()
         name = _component(options.also)

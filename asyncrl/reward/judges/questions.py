@@ -26,6 +26,7 @@ JUDGE_COMPONENT = "judge"
 SPREAD_COMPONENT = "judge_spread"
 ROW_FRACTION = 0.2
 """Share of max_input_chars that columns of the row may take."""
+# None that looks like another: no 0 and o, 1, i and l, 2 and z, 5 and s.
 ID_LETTERS = "346789abcdefghjkmnpqrtuvwxy"
 ID_LENGTH = 5
 
@@ -97,6 +98,7 @@ class RelativeJudge:
     def _question(
         self, system: str, shared: str, row: str, bodies: list[str], body_of: list[int], seed: str
     ) -> Question:
+        # From uid and vote, so that a resumed run asks the same question, and finds the answer that is kept.
         drawn = random.Random(seed)
         ids = draw_ids(drawn, len(bodies), [shared, row, *bodies])
         order = list(range(len(bodies)))

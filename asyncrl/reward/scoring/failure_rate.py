@@ -101,6 +101,7 @@ class FailureRate:
         """Prompts that must have failed one after the other."""
         if self._last_success is None:
             return MIN_PROMPTS
+        # Laplace's rule of succession for the chance that a prompt fails; n in a row then have the chance share ** n.
         share = (self._failing_before + 1) / (self._newest_scored + 2)
         return min(max(MIN_PROMPTS, math.ceil(math.log(CHANCE) / math.log(min(share, 0.99)))), MOST_PROMPTS)
 

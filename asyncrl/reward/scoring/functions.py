@@ -214,6 +214,7 @@ def _text(text: str) -> str:
 
 def _number(text: str) -> str:
     plain = _THOUSANDS.sub("", text.strip().rstrip(".").replace("$", ""))
+    # A longer one would be rounded, and two that differ be taken for equal.
     if len(plain) <= _DECIMAL.prec:
         number = _DECIMAL.create_decimal(plain)
         if number.is_finite():

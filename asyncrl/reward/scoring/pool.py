@@ -173,6 +173,7 @@ class RewardPool:
         running = []
         for slot in self._slots:
             with contextlib.suppress(IndexError):
+                # The event loop may take the answer to it meanwhile.
                 running.append((slot.began, slot.given[0].request.uid))
         if not running:
             return None
@@ -201,6 +202,7 @@ class RewardPool:
             if slot.process is None:
                 continue
             helpers += slot.process.descendants()
+            # An idle worker ends by itself when it is hung up on; one that runs the user's code may not.
             if slot in self._idle:
                 slot.process.hang_up()
             else:
@@ -261,7 +263,9 @@ class RewardPool:
 
     def _feed(self, slot: RewardSlot) -> None:
         """Give a worker the oldest tasks that wait, as many as it may have, or note it as idle."""
+        # One before its first task, when the pace is infinite; the inner bound keeps a pace of 0 out of the division.
         may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(slot.pace, AHEAD_S / AHEAD_TASKS))))
+        # Fed again at half, so that several tasks go at once.
         slot.low = may_have // 2
         room = may_have - len(slot.given)
         new: list[Pending] = []
@@ -335,6 +339,7 @@ class RewardPool:
         slot.pace += PACE_WEIGHT * (result.run_s - slot.pace)
         slot.began, slot.forsaken, slot.late = time.monotonic(), math.inf, False
         if slot.given and slot.given[0].done():
+            # Its caller has gone while it waited behind the one before; its grace begins with its turn.
             slot.forsaken = slot.began
             self._set_timer(slot)
         if result.last:
@@ -367,6 +372,7 @@ class RewardPool:
     def _replace(self, slot: RewardSlot, reason: str) -> None:
         """End a worker that is at no task. The tasks that were sent ahead go to others."""
         assert slot.process is not None
+        # Taken away before the kill: the end of the process is then no task's fault.
         given, slot.given, slot.given_bytes = slot.given, deque(), 0
         self.counters.out_of_memory += 1
         slot.process.kill(reason)
@@ -375,6 +381,7 @@ class RewardPool:
     def _look_at_memory(self) -> None:
         for slot in self._slots:
             process = slot.process
+            # Its limit is known once it is ready, and is beyond what the import has taken.
             if process is None or process.ended or slot.ledger.state == "starting":
                 continue
             if (found := held_beyond(process.pid, slot.memory_limit)) is not None:

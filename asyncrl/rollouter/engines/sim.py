@@ -163,6 +163,7 @@ class SimEngine:
             try:
                 checksums = await asyncio.to_thread(self._receive, weights)
             except BroadcastFailed:
+                # A close breaks the receiving off; then the engine is gone, and the broadcast not to blame.
                 self._require_alive()
                 raise
             self._require_alive()
@@ -227,4 +228,5 @@ def _lifetime(crash_probability: float) -> int | None:
         return None
     if crash_probability >= 1.0:
         return 1
+    # The geometric distribution by its inverse; random() may be 0 and is never 1, so the logarithm is finite.
     return max(1, math.ceil(math.log(1.0 - random.random()) / math.log(1.0 - crash_probability)))

@@ -274,7 +274,7 @@ class Batch:
         """Bring everything up to ``now``."""
         while self._running and not self._frozen and not self.crashed:
             step = self._step_s()
-            # A timer may come an instant early.
+            # A timer may come an instant early. A step is free where only further requests cost time and one runs.
             done = math.floor((now - self._at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
             due = self._steps + max(0, done)
             boundary = self._steps + self._interval - self._steps % self._interval
@@ -312,6 +312,7 @@ class Batch:
                 return
             heapq.heappop(self._waiting)
             if not self._running:
+                # Time in which nothing ran is not made up for.
                 self._at = max(self._at, now)
             blocks = self._prefixes.blocks(run.salt, run.prompt)
             # One token at least is computed, for the next is sampled from it.

@@ -280,6 +280,7 @@ class Conversation:
         longest = max((earlier.length for earlier in resolved.before), default=0)
         self._context += context
         self._sampled += len(node.ids)
+        # Never more than was computed: another branch may have brought tokens that the calls before it have not.
         self._linear += min(context, max(len(prompt.ids) - longest, 0)) + len(node.ids)
 
     def reward(self, node: int | None, value: float) -> int:
@@ -288,6 +289,7 @@ class Conversation:
         Raises InvalidRequest, EpisodeOver.
         """
         self._require_open()
+        # Put so, it refuses nan, too.
         if not abs(value) <= LARGEST:
             raise InvalidRequest(f"the reward of a turn is {value:g}; a finite number up to {LARGEST:g} is expected")
         if node is None:
@@ -317,6 +319,7 @@ class Conversation:
 
     def branches(self) -> list[list[dict[str, Any]]]:
         """The messages up to each other trained answer that no other answer comes after."""
+        # Bits of the answers that another one comes after.
         gone_on = 0
         for node, line in zip(self.nodes, self._lineage, strict=True):
             gone_on |= line & ~(1 << node.id)

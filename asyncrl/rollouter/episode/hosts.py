@@ -46,6 +46,7 @@ def choose(
     if prefer in able:
         return prefer
     able = [host for host in able if host not in avoid] or [own]
+    # Fractions are exact: floats of equal quotients may differ, and the tie would not go to the first.
     return min(able, key=lambda host: Fraction(2 * open.get(host, 0) + 1, rooms[host]))
 
 

@@ -100,6 +100,8 @@ class MessageTree:
             return None
         reached = [start]
         for message, identity in zip(messages, digests, strict=True):
+            # Answers of equal text stand at different points, and the next messages may follow any of them: all are
+            # walked.
             following = [point for place in reached for point in self._next(place, message, identity)]
             if not following:
                 break
@@ -158,6 +160,7 @@ class MessageTree:
 def _said(answers: Sequence[Point], text: str) -> list[Point]:
     stripped = text.strip()
     same = []
+    # The newest first, which the stable sort below keeps among those that are equal otherwise.
     for answer in reversed(answers):
         node = answer.node
         assert node is not None

@@ -150,5 +150,6 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     """Tokens that both begin with."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
+    # argmax is 0 also where nothing differs.
     first = int(differ.argmax()) if length else 0
     return first if length and differ[first] else length

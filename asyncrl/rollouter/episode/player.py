@@ -101,6 +101,7 @@ class EpisodePlayer:
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if _is_full(error):
                     account.failed(f"episode: {host} is full; begun elsewhere, no attempt is counted")
+                    # At once: the host beside this rollouter refuses nobody, so it comes to an end.
                     continue
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
@@ -151,6 +152,7 @@ class EpisodePlayer:
         try:
             ends: set[asyncio.Future[Any]] = {call, watch}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            # A result that is there counts, also where a deadline has passed meanwhile.
             if call.done():
                 return call.result()
             expired = watch.result()
@@ -160,6 +162,7 @@ class EpisodePlayer:
                 raise HostAway(expired.text)
             if expired is not None and expired.outcome is None:
                 raise EpisodeFailed(expired.text, "start" if expired.stage == "start" else "turn")
+            # A limit has ended it, which is an outcome; or the session has failed, which the caller looks at first.
             return EpisodeDone()
         finally:
             watch.cancel()
@@ -169,6 +172,7 @@ class EpisodePlayer:
     async def _expired(self, session: Session) -> Expired | None:
         """The deadline that ends it; None where nothing can come of its ticket any more, or of this attempt."""
         while session.failure is None and not session.is_orphan:
+            # Before the look at the deadlines: a change after it ends the wait below.
             session.changed.clear()
             expired = session.stages.expire(self._clock.now())
             if expired is not None and expired.stage != "episode":

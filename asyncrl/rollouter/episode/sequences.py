@@ -41,6 +41,7 @@ def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, 
     prompt = path[0].context
     spans: list[VersionSpan] = []
     turns: list[Turn] = []
+    # Positions count from behind the prompt, whose tokens have no span.
     end = -len(prompt)
     for node in path:
         begin = end + node.begin
@@ -71,6 +72,7 @@ def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[i
     for rewarded, value in rewards.items():
         line = lines[rewarded]
         while line:
+            # The lowest bit is the first node of the line that is left.
             lowest = line & -line
             due[lowest.bit_length() - 1] += value
             line ^= lowest

@@ -245,6 +245,7 @@ class Sessions:
             options = self._config.chat.template_options | request.template_options
             if call.prompt is None:
                 messages = normalise_messages(request.messages)
+                # Before the lock, and before a thread: a call that is refused for its size holds nobody up.
                 self._require_renderable(session, messages)
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
@@ -277,6 +278,7 @@ class Sessions:
         except BaseException as error:
             if isinstance(error, (ChatRefused, EpisodeOver)):
                 account.refused(str(error))
+            # Prompt and response stay with the call: the same call made again goes on from the tokens that it has.
             stages.dropped(request.call, now())
             session.changed.set()
             raise

@@ -118,6 +118,7 @@ class Slots:
             await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
+                # ``_admit`` may have taken it out already.
                 with suppress(ValueError):
                     self._waiters.remove(waiter)
             else:

@@ -113,6 +113,7 @@ class EngineHost:
         """
         await self.turns.take(ticket)
         try:
+            # A loop: it may be shut again before this task runs.
             while not self._open.is_set():
                 await self._open.wait()
             yield self.version
@@ -223,6 +224,7 @@ class EngineHost:
         rollout = self._config.rollout
         recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
+        # A load that breaks off leaves nothing that could be resumed.
         self._loaded = None
         self._states.enter("loading", f"weights v{weights.version}")
         try:
@@ -246,6 +248,7 @@ class EngineHost:
         version = self._loaded
         assert version is not None, "nothing complete is loaded"
         began = self._clock.now()
+        # From here on requests run, and may be to blame for a death.
         self._frozen = False
         await self.engine.resume()
         drift = None
@@ -258,6 +261,7 @@ class EngineHost:
                 self._frozen = True
                 self._states.enter("paused", f"weights v{version}")
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
+        # First the version: whoever is admitted is told it, and salts the prefix cache with it.
         self.version = version
         self._admit()
         return self._clock.now() - began, drift

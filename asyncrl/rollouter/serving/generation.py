@@ -105,9 +105,11 @@ class PolicyCall:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
                         version = delta.spans[-1].version if delta.spans else self._host.version
                         response.computed, response.computed_at = prompt + len(response.tokens), version
+                        # Handed over before any load: all of it is of the version that the submission began with.
                         if self._host.loads == loads:
                             known = len(response.tokens)
                         self._sampled(response)
+                        # The stream is read on to its last delta, which tells the versions.
                         if stopped and delta.finish_reason is None:
                             await self._host.abort(request.id)
                     if delta.finish_reason is not None:

@@ -104,6 +104,7 @@ class Response:
         if not spans:
             spans = [VersionSpan(self._submission_version, 0, end - start)]
         for span in spans:
+            # Spans are of all that was sampled; what a stop string or the limit has cut off is no part of the response.
             first, last = start + span.start, min(start + span.end, end)
             if first >= last:
                 continue

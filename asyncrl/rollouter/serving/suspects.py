@@ -71,6 +71,7 @@ class SuspectTickets:
 
     def forget(self, uid: str) -> None:
         """Forget a ticket that is done with."""
+        # A Counter lets what it does not hold be deleted.
         del self._deaths[uid]
         del self._own[uid]
         self._reasons.pop(uid, None)
@@ -107,6 +108,7 @@ class EngineTurns:
                 self._waiting.pop(granted, None)
                 self._grant()
             else:
+                # It was given the turn in the same moment.
                 self.give_back(ticket)
             raise
 

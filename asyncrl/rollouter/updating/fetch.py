@@ -147,6 +147,7 @@ class _Fetching:
                     await asyncio.wait({running})
                 except asyncio.CancelledError:
                     continue
+            # Looked at, or asyncio would tell of an error that nobody has retrieved.
             running.exception()
             raise
 
@@ -250,6 +251,7 @@ class _Stream(_Fetching):
                     tasks.create_task(self._work(plan, sizes, number % stripes))
             assert plan.done
         except BaseExceptionGroup as group:
+            # Callers tell errors apart by their class, and the first one has ended the others.
             raise group.exceptions[0] from None
         finally:
             # By now no task and no thread writes any more.
@@ -359,6 +361,7 @@ class _Stream(_Fetching):
     def _came_on(self, sources: Sources) -> None:
         self._last_failure, self._failures = "", 0
         sources.came(self._now())
+        # A timeout that is over cannot be set anew.
         if not self._limit.expired():
             self._limit.reschedule(self._now() + self._weights.deadline_s)
 

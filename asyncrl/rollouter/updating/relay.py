@@ -58,6 +58,7 @@ class Relay:
         """Take a version for whole, sealed and verified; returns paths where others of this host find its buckets."""
         held = self._versions[staged.version]
         for index, bucket in enumerate(staged.manifest.buckets):
+            # It came by shm or as a delta, and so not by chunks.
             if index not in held.descriptors:
                 held.descriptors[index] = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
         held.whole = True

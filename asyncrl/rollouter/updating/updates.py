@@ -127,6 +127,7 @@ class UpdateFollower:
             if self._taking is not None:
                 await self._take(self._taking)
             if not self._host.died.is_set():
+                # Where the engine has died, ``run`` still has to report the offer.
                 self._taking = None
 
     async def _replace_engine(self) -> None:
@@ -189,6 +190,7 @@ class UpdateFollower:
         except WireError as error:
             await self._try_later(offer, error)
         except TimeoutError:
+            # The load's own timeout, which is an OSError, too; a DeadlineExceeded is a WireError and was handled above.
             self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
         except OSError as error:
             await self._try_later(offer, error)
@@ -228,6 +230,8 @@ class UpdateFollower:
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             await self._wait_for_pause(offer.version, paths)
+            # The parameter server takes a pause back after weights.deadline_s, and counts anew when it is asked for
+            # again.
             while not await self._host.quiesced(weights.deadline_s / 3):
                 await self._wait_for_pause(offer.version, paths)
             times = UpdateTimes(
@@ -243,6 +247,7 @@ class UpdateFollower:
                 times = msgspec.structs.replace(times, pause_s=pause_s)
                 done = await self._load(staged, times, manifest.probe, limits)
             if weights.delta:
+                # Only after the load: where that fails the version before stays the base, and this one is closed.
                 unneeded, self._base = self._base, staged
         finally:
             if unneeded is not None:
@@ -319,6 +324,7 @@ class UpdateFollower:
         self, offer: Offer, probe: Probe | None, limits: DriftLimits, times: UpdateTimes, drift: Drift | None
     ) -> None:
         """Say that the engine serves, then measure it. Raises ActorFailed."""
+        # From here on a death of the engine is no failure of this offer.
         self._failed_loads = 0
         self._taking = None
         self.relay.drop_below(offer.version)

@@ -125,6 +125,7 @@ class ReferenceEngine:
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
+        # The executor's own wait has no deadline, so a thread does the waiting.
         self._thread.shutdown(wait=False, cancel_futures=True)
         ending = asyncio.ensure_future(asyncio.to_thread(self._thread.shutdown))
         await asyncio.wait([ending], timeout=CLOSE_S)
@@ -141,6 +142,7 @@ class ReferenceEngine:
             self._interrupt.set()
             for flight in self._flights.values():
                 flight.stream.fail(self._dead)
+            # A pause that waits for rest is to end with the engine.
             self._at_rest.set()
         return self._dead
 
@@ -286,6 +288,7 @@ class ReferenceEngine:
         computing.add_done_callback(_look_at)
         fed = -1
         while not computing.done():
+            # The deadline is one on progress: each portion that the model was fed renews it.
             if fed == (fed := self._fed):
                 raise self._die(f"did nothing for {what} for {timeout_s:g} s")
             await asyncio.wait([computing], timeout=timeout_s)
@@ -346,6 +349,7 @@ class ReferenceEngine:
             try:
                 tensors = await asyncio.to_thread(self._receive, weights)
             except BroadcastFailed:
+                # A close breaks the receiving off; then the engine is gone, and the broadcast not to blame.
                 self._require_alive()
                 raise
         await self._compute(
@@ -357,6 +361,7 @@ class ReferenceEngine:
         for flight in self._flights.values():
             if recompute_kv:
                 flight.it.forget()
+            # One that has computed nothing yet, or begins anew, has keys and values of these weights alone.
             flight.stale = flight.it.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:

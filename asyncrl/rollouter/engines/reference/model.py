@@ -172,5 +172,6 @@ def choose(logits: Tensor, temperature: float, noise: float) -> tuple[int, float
         token = int(logits.argmax())
     else:
         shares = logprobs.exp().cumsum(0)
+        # ``right`` never takes a token whose share is 0; scaled, as the shares add up to 1 but for rounding.
         token = int(torch.searchsorted(shares, noise * shares[-1], right=True))
     return token, float(logprobs[token])

@@ -151,11 +151,13 @@ def sampling(request: GenerationRequest, eos_token_ids: list[int], stream_interv
         max_tokens=request.max_tokens,
         seed=submission_seed(request),
         stop_token_ids=[*eos_token_ids, *request.stop_token_ids],
+        # 0 asks for the sampled token's alone.
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=stream_interval,
+        # Made for this one request, so vLLM need not copy it.
         skip_clone=True,
     )
 
@@ -185,6 +187,7 @@ def adapter_update(weights: StagedVersion, config: Config) -> dict[str, Any]:
 
 
 def _manifest(weights: StagedVersion) -> str:
+    # Workers do not need the probe, and JSON cannot hold its arrays.
     return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
 
 
@@ -192,6 +195,7 @@ def scoring() -> SamplingParams:
     """Parameters of a request that only scores its prompt."""
     return SamplingParams(
         temperature=1.0,
+        # vLLM samples one token at least; nobody looks at it.
         max_tokens=1,
         prompt_logprobs=0,
         flat_logprobs=True,

@@ -22,6 +22,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Written by old versions of transformers, computed by every engine.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+# Above the 100,000,000 bytes that safetensors itself allows.
 _HEADER_LIMIT = 100 << 20
 
 
@@ -114,6 +115,7 @@ def check_layout(staged: StagedVersion, folder: str) -> None:
 def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # The shortest header is {}.
         if not 2 <= length <= _HEADER_LIMIT:
             raise ConfigError([f"model.path: {path} is no safetensors file"])
         header: dict[str, Any] = json.loads(file.read(length))

@@ -110,6 +110,7 @@ class VllmEngine:
             # Apart from the launch: errors that vLLM's modules keep from being imported keep their whole stack alive.
             self._vllm = await asyncio.to_thread(_import_adapter)
             self._folder = make_scratch_folder()
+            # Children of others, which a close during the launch leaves alone.
             self._others = multiprocessing.active_children()
             self._launching = loop.run_in_executor(None, self._launch, model)
             # The thread cannot be cancelled; ``close`` makes it end.
@@ -191,6 +192,7 @@ class VllmEngine:
         self._cores = []
 
     def _core_ended(self, core: BaseProcess) -> None:
+        # The sentinel of a process that has ended stays readable: a reader would be called without end.
         self._forget_cores()
         # vLLM watches it too, and the code goes to the first who asks.
         code = core.exitcode
@@ -217,6 +219,7 @@ class VllmEngine:
         assert loop is not None, "not started"
         assert self._version >= 0, "nothing is generated before the first load"
         assert request.id not in self._flights, f"request {request.id} is in flight already"
+        # It was idle until now, which is no silence.
         if not self._flights:
             self._heard = loop.time()
         flight = self._flights[request.id] = _Flight(len(request.prompt_ids))
@@ -296,6 +299,7 @@ class VllmEngine:
         assert self._loop is not None
         async with self._control("a resume", self._timeout_s):
             await self._llm.resume_generation()
+        # A paused engine is silent by order: its silence counts from here.
         self._heard = self._loop.time()
         self._paused = False
 

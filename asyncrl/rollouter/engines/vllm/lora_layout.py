@@ -66,6 +66,7 @@ def _last(name: str) -> str:
 
 
 def _fits(layer: str, target: str) -> bool:
+    # By whole parts of the name: proj is no end of q_proj.
     return f".{layer}".endswith(f".{target}")
 
 

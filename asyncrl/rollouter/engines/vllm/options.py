@@ -123,6 +123,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        # Nothing of the model's generation_config.json: the run's own sampling holds.
         "generation_config": "vllm",
         "dtype": dtype(config),
         # Engines that share a seed would share the noise of requests that bring none.
@@ -133,6 +134,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "scheduler_cls": "asyncrl.rollouter.engines.vllm.scheduler.make_scheduler",
+        # Log-probs after temperature, as the learner computes them.
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "enforce_eager": vllm.enforce_eager or on_cpu(config),
@@ -143,6 +145,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
             # A prompt cut into chunks makes vLLM wind a seeded generator back, which generators on CPU cannot do: the
             # engine core would die of it.
             "enable_chunked_prefill": False,
+            # Without chunks a whole prompt has to fit into one step.
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len(config)),
             "ir_op_priority": {"rms_norm": [CPU_NORMS, "native"], "fused_add_rms_norm": [CPU_NORMS, "native"]},
         }

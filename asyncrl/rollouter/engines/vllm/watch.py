@@ -67,5 +67,6 @@ class Watch:
         except TimeoutError as error:
             if not guard.expired():
                 raise
+            # Where it was this guard that ended because of another reason, that one stays.
             self.declare_dead(f"did not answer {what} within {deadline_s} s")
             raise self.died() from error
