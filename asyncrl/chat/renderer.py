@@ -152,18 +152,21 @@ class TemplateRenderer:
     def _opens_thinking(self, with_tools: bool, options: Mapping[str, Any]) -> bool:
         """Whether the generation prompt opens the reasoning."""
         key = (with_tools, _key(options))
-        if key not in self._thinking:
-            tools = TOOLS if with_tools else ()
-            try:
-                asked = self._template.text([QUESTION], tools, options)
-                base = self._template.text([QUESTION], tools, options, generate=False)
-            except ChatRefused:
-                asked = base = ""
-            if len(self._thinking) >= KEPT_FINDINGS:
-                self._thinking.clear()
-            prompt = asked.removeprefix(base)
-            self._thinking[key] = prompt.rfind(THINK) > prompt.rfind(END_THINK)
-        return self._thinking[key]
+        if (known := self._thinking.get(key)) is not None:
+            return known
+        tools = TOOLS if with_tools else ()
+        try:
+            asked = self._template.text([QUESTION], tools, options)
+            base = self._template.text([QUESTION], tools, options, generate=False)
+        except ChatRefused:
+            asked = base = ""
+        prompt = asked.removeprefix(base)
+        opens = prompt.rfind(THINK) > prompt.rfind(END_THINK)
+        # Not read back: another thread may clear all of them at any moment.
+        if len(self._thinking) >= KEPT_FINDINGS:
+            self._thinking.clear()
+        self._thinking[key] = opens
+        return opens
 
 
 def make_renderer(

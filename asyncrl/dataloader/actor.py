@@ -49,6 +49,7 @@ from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
 from asyncrl.messages.seals import sealed
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.calls.retry import AWAY_S, log_away
+from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.stops import resolve_stops
 from asyncrl.telemetry.group_log import GRANTED, ORPHANED, RETURNED, SETTLED, StoryLog
@@ -83,7 +84,7 @@ class Dataloader(Actor):
         self._opened = ParkingLot()
         self._leases = ParkingLot()
         self._watchers = ParkingLot()
-        self._supply_number = context.incarnation
+        self._supply_number = numbers_begin_above(context.incarnation)
         """Number of the supply, above all that an earlier incarnation has given."""
         self._orphaned = asyncio.Event()
         self._leavers: dict[str, int] = {}

@@ -82,6 +82,15 @@ async def test_known_and_held_prompts_are_not_granted(tmp_path: Path) -> None:
         assert (await it.supply()).attempts == {}
 
 
+async def test_a_successor_counts_supplies_on_from_above_all_of_its_predecessor(tmp_path: Path) -> None:
+    """The learner takes no supply for news whose number is not above what it has seen."""
+    numbers = []
+    for incarnation in (7, 8):
+        async with running(tmp_path, incarnation=incarnation) as it:
+            numbers.append((await it.supply()).number)
+    assert numbers[1] > numbers[0] + (1 << 20)
+
+
 # --- who does not answer ---
 
 

@@ -181,6 +181,17 @@ async def look_up(key: str) -> dict:
     return {"found": {"gold": 42}[key]}
 
 
+class Jammed:
+    """Fails to close."""
+
+    def open(self) -> str:
+        """Open it."""
+        return "no"
+
+    def close(self):
+        raise OSError("it is jammed")
+
+
 class Box:
     """State of an episode."""
 

@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -89,9 +90,11 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
                     said = await _result(tools, called, note)
                     messages.append({"role": "tool", "tool_call_id": called.id, "content": said})
         finally:
-            for made in objects:
-                if callable(close := getattr(made, "close", None)):
-                    await call(close)
+            # One that fails to close keeps none of the others from it.
+            async with AsyncExitStack() as closing:
+                for made in reversed(objects):
+                    if callable(close := getattr(made, "close", None)):
+                        closing.push_async_callback(call, close)
 
     return play
 

@@ -78,6 +78,14 @@ async def test_tools_are_called_until_the_policy_calls_none(tmp_path):
         assert printed[-1] == ("0-1", "box closed with 1\n", 0)
 
 
+async def test_tools_are_closed_whichever_of_them_fails_to(tmp_path):
+    config = config_with(tools=["plays:Jammed", "plays:Box"], workers=1)
+    async with hosting(config, tmp_path, Rollouter("done")) as host:
+        printed = host.watch_output()
+        assert "OSError: it is jammed" in (await host.play("use them")).error
+        assert "box closed with 0\n" in [text for _, text, _ in printed]
+
+
 PROBLEMS = [
     ("function", ["play"], {}, None),
     ("function", ["plain"], {"size": 1}, "episode.options.size: plays:plain takes no such option"),

@@ -23,6 +23,8 @@ from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 from asyncrl.rollouter.engines.vllm.lora_layout import targets
 
 SCRATCH_PREFIX = "asyncrl-engine-"
+SHORT_PARENT = "/tmp"
+"""Parent of an engine's folder where the temporary folder has too long a path for sockets."""
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket (unix(7)), without the final zero."""
 CPU_NORMS = "asyncrl_cpu"
@@ -74,13 +76,14 @@ def make_scratch_folder() -> str:
     parent = tempfile.gettempdir()
     # 8 random characters, and 36 for a socket's name.
     if len(parent) + len(prefix) + 8 + 36 + 2 > SOCKET_PATH_LIMIT:
-        parent = "/tmp"
+        parent = SHORT_PARENT
     return tempfile.mkdtemp(prefix=prefix, dir=parent)
 
 
 def _remove_scratch_of_the_dead() -> None:
     """Remove the folders that engines left whose process was killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+    parents = {tempfile.gettempdir(), SHORT_PARENT}
+    for folder in (each for parent in parents for each in Path(parent).glob(f"{SCRATCH_PREFIX}*")):
         pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -244,6 +244,9 @@ def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    folder = options.make_scratch_folder()
-    os.rmdir(folder)
-    assert len(folder) + 37 <= options.SOCKET_PATH_LIMIT
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(options, "SHORT_PARENT", short)
+        Path(short, f"asyncrl-engine-{ended.pid}-x").mkdir()
+        folder = options.make_scratch_folder()
+        assert [str(left) for left in Path(short).iterdir()] == [folder]
+        assert len(folder) + 37 <= options.SOCKET_PATH_LIMIT
