@@ -86,6 +86,7 @@ def test_memory_that_processes_share_counts_once():
     finally:
         child.kill()
         child.join()
+        child.close()
     assert memory.resident_bytes([pid]) == memory.proportional_bytes([pid]) == 0
 
 
