@@ -140,7 +140,7 @@ class World:
                 self.host, self.tokenizer, self.config, ticket, account, **told
             ),
             slot=self.slot,
-            delta=lambda session, call, offset, text: self.deltas.append((offset, text)),
+            delta=lambda *told: self.tell(*told),
             figures=EpisodeFigures(self.counters, self.histograms),
             clock=self.clock,
         )
@@ -211,6 +211,10 @@ class World:
     async def until(self, state):
         while not state():
             await asyncio.sleep(0.001)
+
+    def tell(self, session, call, offset, text):
+        """Text of a call under way."""
+        self.deltas.append((offset, text))
 
     def open(self):
         return self.sessions.open(self.ticket, self.account, HOST)

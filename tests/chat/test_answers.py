@@ -1,7 +1,8 @@
 """Answers that somebody else wrote, as tokens behind their context, through templates of several families."""
 
 import pytest
-from chat_models import FAMILIES, QWEN3_THINKING, THINK, id_of, renderer_of, write_chat_model
+from chat.spoken import Spoken
+from chat_models import FAMILIES, QWEN3_THINKING, THINK, id_of, write_chat_model
 
 from asyncrl.chat.messages import normalise_messages
 from asyncrl.errors import ChatRefused
@@ -22,36 +23,36 @@ WORDS = {
 """A model's own words, where they are not what is written."""
 
 
-def said(renderer, answer, before=ASKED):
+def said(model, answer, before=ASKED):
     (*asked, answer) = normalise_messages([*before, answer])
-    ids = renderer.answer(asked, answer, (), {})
-    return renderer._template.tokenizer.decode(ids[:-1], keep_special=True), ids[-1]
+    ids = model.renderer.answer(asked, answer, (), {})
+    return model.text(ids[:-1]), ids[-1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_is_its_words_and_the_token_that_ends_it(name, family):
-    end, renderer = id_of(FAMILIES[name][1]), renderer_of(family(name))
+    end, model = id_of(FAMILIES[name][1]), Spoken(family(name))
     words, call = WORDS.get(name, ("Hi there.", None))
-    assert said(renderer, {"role": "assistant", "content": "Hi there."}) == (words, end)
-    found, last = said(renderer, CALL)
+    assert said(model, {"role": "assistant", "content": "Hi there."}) == (words, end)
+    found, last = said(model, CALL)
     assert last == end and (found == call or (call is None and '"name": "lookup"' in found))
 
 
 def test_reasoning_comes_first_also_where_the_template_leaves_it_out(tmp_path, family):
     answer = {"role": "assistant", "content": "Hi.", "reasoning_content": "Greet."}
-    assert said(renderer_of(family("qwen3")), answer)[0] == "<think>\nGreet.\n</think>\n\nHi."
-    assert said(renderer_of(family("qwen3 thinking")), answer)[0] == "Greet.\n</think>\n\nHi."
+    assert said(Spoken(family("qwen3")), answer)[0] == "<think>\nGreet.\n</think>\n\nHi."
+    assert said(Spoken(family("qwen3 thinking")), answer)[0] == "Greet.\n</think>\n\nHi."
     shown = "{{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + message.content.lstrip('\\n') }}"
     assert shown in QWEN3_THINKING
-    hides = renderer_of(write_chat_model(tmp_path / "m", QWEN3_THINKING.replace(shown, "{{- message.content }}")))
+    hides = Spoken(write_chat_model(tmp_path / "m", QWEN3_THINKING.replace(shown, "{{- message.content }}")))
     assert said(hides, answer)[0] == "Greet.\n</think>\n\nHi."
     with pytest.raises(ChatRefused, match="has no reasoning, and the generation prompt opens it by <think>"):
         said(hides, {"role": "assistant", "content": "Hi."})
 
 
 def test_an_answer_that_holds_the_text_of_its_end_is_refused(family):
-    renderer = renderer_of(family("chatml"))
+    model = Spoken(family("chatml"))
     for field in ("content", "reasoning_content"):
         with pytest.raises(ChatRefused, match=r"holds <\|im_end\|>, at which an answer ends"):
-            said(renderer, {"role": "assistant", "content": "Hi.", field: "a<|im_end|>b"})
-    assert THINK[0] not in said(renderer, {"role": "assistant", "content": ""})[0]
+            said(model, {"role": "assistant", "content": "Hi.", field: "a<|im_end|>b"})
+    assert THINK[0] not in said(model, {"role": "assistant", "content": ""})[0]

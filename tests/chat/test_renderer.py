@@ -4,7 +4,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from chat_models import CHATML, LLAMA, QWEN3, config_of, id_of, renderer_of, write_chat_model
+from chat.spoken import Spoken
+from chat_models import CHATML, LLAMA, QWEN3, config_of, id_of, write_chat_model
 
 from asyncrl.chat.messages import normalise_tools
 from asyncrl.chat.parsers import Parsed
@@ -18,31 +19,23 @@ NEXT = [{"role": "user", "content": "And then?"}]
 END = id_of("<|im_end|>")
 
 
-def text_of(renderer, ids):
-    return renderer._template.tokenizer.decode(ids, keep_special=True)
-
-
-def sampled(renderer, text, *ends):
-    return [*renderer._template.ids(text), *ends]
-
-
-def extended(renderer, text, *ends, messages=NEXT, tools=(), options=None, finish="stop"):
-    ids = sampled(renderer, text, *ends)
-    found = renderer.extension(messages, tools, options or {}, last_ids=ids, finish=finish)
-    return found if found is None else text_of(renderer, found)
+def extended(model, text, *ends, messages=NEXT, tools=(), options=None, finish="stop"):
+    ids = model.sampled(text, *ends)
+    found = model.renderer.extension(messages, tools, options or {}, last_ids=ids, finish=finish)
+    return found if found is None else model.text(found)
 
 
 QUESTION = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_seam_and_the_end_of_a_cut_answer_are_learnt(family):
-    renderer = renderer_of(family("chatml"))
-    assert extended(renderer, "Hello", END) == f"\n{QUESTION}"
-    assert extended(renderer, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
-    assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "\n")
+    model = Spoken(family("chatml"))
+    assert extended(model, "Hello", END) == f"\n{QUESTION}"
+    assert extended(model, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
+    assert (model.renderer.report.end, model.renderer.report.seam) == ("<|im_end|>", "\n")
     # Nothing new, and nothing sampled.
-    assert renderer.extension([], [], {}, last_ids=[END], finish="stop") is None
-    assert renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
+    assert model.renderer.extension([], [], {}, last_ids=[END], finish="stop") is None
+    assert model.renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
 
 
 def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_path):
@@ -50,71 +43,71 @@ def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_
         "{{- '<|im_end|>\\n' }}", "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
     )
     assert unframed != CHATML
-    renderer = renderer_of(write_chat_model(tmp_path / "m", unframed))
-    assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "")
-    assert extended(renderer, "Hello", END).endswith("<|im_start|>assistant\n")
+    model = Spoken(write_chat_model(tmp_path / "m", unframed))
+    assert (model.renderer.report.end, model.renderer.report.seam) == ("<|im_end|>", "")
+    assert extended(model, "Hello", END).endswith("<|im_start|>assistant\n")
 
 
 def test_of_several_ends_the_one_that_the_template_writes_extends(tmp_path):
-    renderer = renderer_of(write_chat_model(tmp_path / "m", CHATML, more_ends=("<|endoftext|>",)))
-    assert extended(renderer, "Hello", END) == f"\n{QUESTION}"
-    assert extended(renderer, "Hello", id_of("<|endoftext|>")) is None
-    other = renderer_of(write_chat_model(tmp_path / "o", CHATML, eos="<|endoftext|>"))
-    found = {case.case: case.verdict for case in other.report.cases}
+    model = Spoken(write_chat_model(tmp_path / "m", CHATML, more_ends=("<|endoftext|>",)))
+    assert extended(model, "Hello", END) == f"\n{QUESTION}"
+    assert extended(model, "Hello", id_of("<|endoftext|>")) is None
+    other = Spoken(write_chat_model(tmp_path / "o", CHATML, eos="<|endoftext|>"))
+    found = {case.case: case.verdict for case in other.renderer.report.cases}
     assert found.pop("cut by length") == "extend" and set(found.values()) == {"fork"}
     assert extended(other, "Hello", id_of("<|endoftext|>")) is None
     assert extended(other, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
-    assert any("'<|im_end|>'" in note and "rollout.stop" in note for note in other.report.notes)
+    assert any("'<|im_end|>'" in note and "rollout.stop" in note for note in other.renderer.report.notes)
 
 
 def test_an_answer_cut_in_its_reasoning_is_closed(family):
-    renderer = renderer_of(family("qwen3"))
-    assert extended(renderer, "<think>\nwell", finish="length") == f"\n</think>\n\n<|im_end|>\n{QUESTION}"
-    assert extended(renderer, "<think>\nwell", END) is None
-    assert extended(renderer_of(family("qwen3"), history="template"), "<think>\nwell", finish="length") is None
+    model = Spoken(family("qwen3"))
+    assert extended(model, "<think>\nwell", finish="length") == f"\n</think>\n\n<|im_end|>\n{QUESTION}"
+    assert extended(model, "<think>\nwell", END) is None
+    assert extended(Spoken(family("qwen3"), history="template"), "<think>\nwell", finish="length") is None
 
 
 def test_options_of_a_call_have_verdicts_of_their_own(family):
     off = {"enable_thinking": False}
     for history, expected in (("sampled", True), ("template", False)):
-        renderer = renderer_of(family("qwen3"), history=history)
-        found = extended(renderer, "Hello", END, options=off)
+        model = Spoken(family("qwen3"), history=history)
+        found = extended(model, "Hello", END, options=off)
         assert (found is not None) == expected
-    assert text_of(renderer, renderer.render([USER], [], off)).endswith("<think>\n\n</think>\n\n")
+    assert model.text(model.renderer.render([USER], [], off)).endswith("<think>\n\n</think>\n\n")
     result = [{"role": "tool", "content": "r", "tool_call_id": "call_0_0"}]
     for options, expected in ((None, True), (off, False)):
-        found = extended(renderer, CALL, END, messages=result, tools=TOOLS, options=options)
+        found = extended(model, CALL, END, messages=result, tools=TOOLS, options=options)
         assert (found is not None) == expected
-    by_configuration = renderer_of(family("qwen3"), template_options=off)
-    assert by_configuration.render([USER], [], {}) == renderer.render([USER], [], off)
-    assert by_configuration.render([USER], [], {"enable_thinking": True}) == renderer.render([USER], [], {})
+    configured = Spoken(family("qwen3"), template_options=off)
+    assert configured.renderer.render([USER], [], {}) == model.renderer.render([USER], [], off)
+    assert configured.renderer.render([USER], [], {"enable_thinking": True}) == model.renderer.render([USER], [], {})
 
 
 def test_the_date_is_that_of_the_run_whatever_the_day(family, monkeypatch):
-    renderer = renderer_of(family("llama"), date="2024-02-29")
-    before = renderer.render([USER], [], {})
-    assert "Today: 29 Feb 2024" in text_of(renderer, before)
+    model = Spoken(family("llama"), date="2024-02-29")
+    before = model.renderer.render([USER], [], {})
+    assert "Today: 29 Feb 2024" in model.text(before)
     # The template and the tokenizer would each put the first token there.
     assert before.count(id_of("<s>")) == 1 and before[0] == id_of("<s>")
     monkeypatch.setenv("TZ", "Pacific/Kiritimati")
     time.tzset()
     try:
-        assert renderer.render([USER], [], {}) == before
+        assert model.renderer.render([USER], [], {}) == before
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
 def test_calls_that_a_template_leaves_out_are_put_into_the_content(family):
-    renderer = renderer_of(family("plain chatml"), tool_parser="json")
+    model = Spoken(family("plain chatml"), tool_parser="json")
     call = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": {"word": "é"}}}
     answer = {"role": "assistant", "content": "So:", "tool_calls": [call]}
     written = '<tool_call>\n{"name": "lookup", "arguments": {"word": "é"}}\n</tool_call>'
-    text = text_of(renderer, renderer.render([USER, answer], TOOLS, {}))
+    text = model.text(model.renderer.render([USER, answer], TOOLS, {}))
     assert f"So:\n{written}<|im_end|>" in text
-    parsed = renderer.parse(sampled(renderer, f"So:\n{written}", END), TOOLS)
+    parsed = model.renderer.parse(model.sampled(f"So:\n{written}", END), TOOLS)
     assert (parsed.content, parsed.calls[0].name, parsed.calls[0].arguments) == ("So:", "lookup", '{"word": "é"}')
-    assert any("does not show tools" in note for note in renderer.report.notes)
+    assert any("does not show tools" in note for note in model.renderer.report.notes)
 
 
 def test_named_templates_are_taken_when_tools_are_given(tmp_path):
@@ -129,15 +122,15 @@ def test_named_templates_are_taken_when_tools_are_given(tmp_path):
 
 
 def test_a_refused_conversation_is_refused_with_the_template_s_words(family):
-    renderer = renderer_of(family("mistral"))
+    model = Spoken(family("mistral"))
     with pytest.raises(ChatRefused, match=r"^messages: .*roles must alternate") as caught:
-        renderer.render([USER, USER], [], {})
+        model.renderer.render([USER, USER], [], {})
     assert caught.value.field == "messages"
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path: .* has no chat template, and episodes are chats; take"):
-        renderer_of(write_chat_model(tmp_path / "m", None))
+        Spoken(write_chat_model(tmp_path / "m", None))
 
 
 # --- answers ---
@@ -146,37 +139,37 @@ CALL = '<tool_call>\n{"name": "lookup", "arguments": {"word": "x"}}\n</tool_call
 
 
 def test_special_tokens_are_kept_where_parsing_needs_them_and_only_there(family):
-    renderer = renderer_of(family("qwen3"))
+    model = Spoken(family("qwen3"))
     thought = [
-        *sampled(renderer, "<think>\nlook ", id_of("<|im_start|>")),
-        *sampled(renderer, f"up {CALL}\n</think>\n\n"),
+        *model.sampled("<think>\nlook ", id_of("<|im_start|>")),
+        *model.sampled(f"up {CALL}\n</think>\n\n"),
     ]
-    parsed = renderer.parse([*thought, *sampled(renderer, f"Well.\n{CALL}", END)], TOOLS)
+    parsed = model.renderer.parse([*thought, *model.sampled(f"Well.\n{CALL}", END)], TOOLS)
     assert parsed.reasoning == f"look up {CALL}"
     assert (parsed.content, parsed.malformed) == ("Well.", 0)
     assert [(call.name, call.arguments) for call in parsed.calls] == [("lookup", '{"word": "x"}')]
 
 
 def test_reasoning_is_told_from_the_answer_where_no_special_token_marks_it(tmp_path):
-    renderer = renderer_of(write_chat_model(tmp_path / "m", QWEN3, think_tokens=False))
-    assert "<think>" not in renderer._template.tokenizer.special_ids
-    assert parts_of(renderer, "<think>\nwell\n</think>\n\nHello") == ("well", "Hello")
-    assert {case.verdict for case in renderer.report.cases} == {"extend"}
+    model = Spoken(write_chat_model(tmp_path / "m", QWEN3, think_tokens=False))
+    assert "<think>" not in model.tokenizer.special_ids
+    assert parts_of(model, "<think>\nwell\n</think>\n\nHello") == ("well", "Hello")
+    assert {case.verdict for case in model.renderer.report.cases} == {"extend"}
 
 
-def parts_of(renderer, text):
-    parsed = renderer.parse(sampled(renderer, text, END), [])
+def parts_of(model, text):
+    parsed = model.renderer.parse(model.sampled(text, END), [])
     return parsed.reasoning, parsed.content
 
 
 def test_reasoning_that_the_prompt_has_opened_is_reasoning(family):
-    renderer = renderer_of(family("qwen3 thinking"))
-    parsed = renderer.parse(sampled(renderer, "well\n</think>\n\nHello", END), [])
+    model = Spoken(family("qwen3 thinking"))
+    parsed = model.renderer.parse(model.sampled("well\n</think>\n\nHello", END), [])
     assert (parsed.reasoning, parsed.content, parsed.unfinished) == ("well", "Hello", False)
-    assert renderer.parse(sampled(renderer, "well"), []).unfinished
-    plain = renderer_of(family("qwen3"))
-    assert plain.parse(sampled(plain, "well"), []).content == "well"
-    assert [plain.parse(ids, []).content for ids in ([], [END])] == ["", ""]
+    assert model.renderer.parse(model.sampled("well"), []).unfinished
+    plain = Spoken(family("qwen3"))
+    assert plain.renderer.parse(plain.sampled("well"), []).content == "well"
+    assert [plain.renderer.parse(ids, []).content for ids in ([], [END])] == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -184,10 +177,10 @@ def test_reasoning_that_the_prompt_has_opened_is_reasoning(family):
     [(CHATML, "json", "none"), (QWEN3, "json", "think"), (LLAMA, "none", "none")],
 )
 def test_parsers_are_recognised_by_the_template(tmp_path, template, tool_parser, reasoning_parser):
-    report = renderer_of(write_chat_model(tmp_path / "m", template)).report
+    report = Spoken(write_chat_model(tmp_path / "m", template)).renderer.report
     assert (report.tool_parser, report.reasoning_parser) == (tool_parser, reasoning_parser)
     assert any("chat.tool_parser" in note for note in report.notes) == (tool_parser == "none")
-    given = renderer_of(tmp_path / "m", tool_parser="none", reasoning_parser="think").report
+    given = Spoken(tmp_path / "m", tool_parser="none", reasoning_parser="think").renderer.report
     assert (given.tool_parser, given.reasoning_parser) == ("none", "think")
 
 
@@ -203,7 +196,7 @@ def test_a_parser_of_the_engine_is_handed_in(family):
     tokenizer = load_tokenizer(str(folder))
     config = config_of(folder, engine="vllm", tool_parser="hermes")
     renderer = make_renderer(config, tokenizer, engine_parsers=lambda *names: asked.append(names) or Theirs())
-    parsed = renderer.parse(sampled(renderer, "<think>\nr\n</think>\n\nx", END), TOOLS)
+    parsed = renderer.parse([*tokenizer.encode("<think>\nr\n</think>\n\nx"), END], TOOLS)
     assert (parsed.reasoning, parsed.content, asked) == ("r", "theirs: x", [("hermes", None)])
 
 
@@ -211,17 +204,17 @@ def test_a_parser_of_the_engine_is_handed_in(family):
 
 
 def test_several_threads_may_render_at_a_time(family):
-    renderer = renderer_of(family("qwen3"))
+    model = Spoken(family("qwen3"))
     tools = normalise_tools(TOOLS)
 
     def play(number):
         messages = [{"role": "user", "content": f"Hello {number}."}]
-        ids = renderer.render(messages, tools, {"n": number})
-        answer = sampled(renderer, f"answer {number}", END)
+        ids = model.renderer.render(messages, tools, {"n": number})
+        answer = model.sampled(f"answer {number}", END)
         return (
             ids,
-            renderer.extension(NEXT, tools, {"n": number}, last_ids=answer, finish="stop"),
-            renderer.parse(answer, tools),
+            model.renderer.extension(NEXT, tools, {"n": number}, last_ids=answer, finish="stop"),
+            model.renderer.parse(answer, tools),
         )
 
     expected = [play(number) for number in range(12)]

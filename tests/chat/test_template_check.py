@@ -4,10 +4,12 @@ import functools
 import json
 
 import pytest
+from chat.spoken import Spoken
 from chat_models import CHATML, FAMILIES, LLAMA, id_of, renderer_of, write_chat_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
 from asyncrl.chat.probe import CASES, TOOLS
 from asyncrl.errors import ChatRefused
@@ -68,8 +70,9 @@ def conversation(steps):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([name for name in FAMILIES if name != "qwen3 thinking"]), steps=STEPS, tools=st.booleans())
-def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, tools, family, renderers):
-    renderer, end = renderers(name), id_of(FAMILIES[name][1])
+def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, tools, models):
+    model, end = models(name), id_of(FAMILIES[name][1])
+    renderer = model.renderer
     given_tools = TOOLS if tools else ()
     for before, answer, tail in conversation(steps):
         try:
@@ -78,7 +81,7 @@ def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, too
         except ChatRefused:
             return
         if whole[: len(asked)] != asked or end not in whole[len(asked) :]:
-            answered = [*renderer._template.ids("xyz"), end]
+            answered = model.sampled("xyz", end)
             assert renderer.extension(tail, given_tools, {}, last_ids=answered, finish="stop") is None
             continue
         answered = whole[len(asked) : whole.index(end, len(asked)) + 1]
@@ -90,8 +93,8 @@ def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, too
 
 
 @pytest.fixture(scope="module")
-def renderers(family):
-    return functools.cache(lambda name: renderer_of(family(name)))
+def models(family):
+    return functools.cache(lambda name: Spoken(family(name)))
 
 
 # --- what a template does to tokens ---
@@ -143,7 +146,7 @@ def test_of_one_conversation_nothing_can_be_had_where_all_is_refused(tmp_path):
 def test_a_vocabulary_that_lacks_words_and_the_end_refuses_and_does_not_fail(tmp_path):
     folder = write_chat_model(tmp_path / "m", CHATML, eos="</s>")
     vocabulary = {letter: id for id, letter in enumerate("Helo.</")} | {"end": 99}
-    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend = Tokenizer(WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text('{"eos_token_id": 99}')

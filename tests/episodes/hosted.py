@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import psutil
+import structlog
 from harness import RUN_ID, SECRET, Net
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.episodes.actor import EpisodesActor
-from asyncrl.episodes.workers import Workers
-from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages import Done
+from asyncrl.messages.actors import Register, Resolve, Resolved, RunState, WatchRun
 from asyncrl.messages.episodes import (
     Chat,
     ChatDelta,
@@ -29,6 +33,7 @@ from asyncrl.messages.episodes import (
     TurnReward,
     TurnRewarded,
 )
+from asyncrl.messages.hosts import Members, WatchMembers
 from asyncrl.runtime.actor import ActorContext, Caller, handler
 from asyncrl.runtime.calls.call import CallFuture
 from asyncrl.runtime.calls.peer import Peer
@@ -36,6 +41,7 @@ from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
 DEADLINE_S = 60.0
+until = partial(harness.until, within_s=DEADLINE_S)
 
 
 class Rollouter:
@@ -99,15 +105,70 @@ async def waits(rollouter: Rollouter, request: Chat) -> str:
     return ""
 
 
-def config_with(**episode: Any) -> Config:
+class Controller:
+    """A run that goes on for ever, and tells where its actors are."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+
+    @handler
+    def register(self, request: Register, caller: Caller) -> Done:
+        if request.record.address:
+            self.net.register(request.record)
+        return Done()
+
+    @handler
+    async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
+        records = self.net.records
+        await until(lambda: request.name in records and records[request.name].incarnation > request.above)
+        return Resolved(record=records[request.name])
+
+    @handler
+    def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
+        return Members(number=0)
+
+    @handler
+    async def watch_run(self, request: WatchRun, caller: Caller) -> RunState:
+        if request.seen >= 0:
+            await asyncio.Event().wait()
+        return RunState(number=0, phase="running")
+
+
+class Host(EpisodesActor):
+    """The actor, whose notices and log are kept for the test."""
+
+    def __init__(self, context: ActorContext) -> None:
+        super().__init__(context)
+        self.told: dict[str, tuple[int, str]] = {}
+        """Count and text of each notice since they were last looked at."""
+        self.printed: list[tuple[str, str, int]] = []
+        self.url = ""
+        self._said = self.log
+        self.log = structlog.wrap_logger(
+            None, processors=[self._write], wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET)
+        )
+
+    def notify(self, key: str, text: str, *, count: int = 1, **more: str) -> None:
+        self.told[key] = (count, text)
+        super().notify(key, text, count=count, **more)
+
+    def _write(self, _logger: Any, method: str, line: Any) -> Any:
+        if line["event"] == "printed":
+            self.printed.append((line["uid"], line["text"], line["dropped_bytes"]))
+        self.url = line.get("endpoint", self.url)
+        getattr(self._said, method)(**line)
+        raise structlog.DropEvent
+
+
+def config_with(*, supervision: Any = None, **episode: Any) -> Config:
     simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
-    return validate_config({**simulated, "episode": {"workers": 2, **episode}})
+    return validate_config({**simulated, "supervision": supervision or {}, "episode": {"workers": 2, **episode}})
 
 
 class Hosted:
     """The actor, and the rollouter that it plays for."""
 
-    def __init__(self, actor: EpisodesActor, rollouter: Rollouter, peer: Peer, net: Net) -> None:
+    def __init__(self, actor: Host, rollouter: Rollouter, peer: Peer, net: Net) -> None:
         self.actor, self.rollouter, self.peer, self.net = actor, rollouter, peer, net
 
     def run(self, prompt: str = "p", *, timeout: float = DEADLINE_S, **changes: Any) -> CallFuture:
@@ -131,40 +192,19 @@ class Hosted:
     @property
     def base_url(self) -> str:
         """The endpoint's, for OpenAI's clients."""
-        return str(self.actor._players._setup.base_url)
-
-    def keeper_pid(self) -> int:
-        """The process that keeps the one program that runs."""
-        (program,) = self.actor._players._running.values()
-        return int(program.process.pid)
+        return f"{self.actor.url}/v1"
 
     def figure(self, name: str) -> float:
         return self.actor.figures()[f"episodes/{name}"]
 
     def watch_output(self) -> list[tuple[str, str, int]]:
-        """Output from now on: uid, text, bytes dropped."""
-        printed: list[tuple[str, str, int]] = []
-        assert self.actor._players is not None
-        self.actor._players._on_output = lambda *said: printed.append(said)
-        return printed
-
-    def slots(self) -> list[Any]:
-        assert isinstance(self.actor._players, Workers)
-        return self.actor._players._slots
-
-    def start_within(self, seconds: float) -> None:
-        """Seconds that a worker may take until it is ready, from now on."""
-        assert isinstance(self.actor._players, Workers)
-        self.actor._players._start_timeout_s = seconds
+        """Output in the log from now on: uid, text, bytes dropped."""
+        self.actor.printed = []
+        return self.actor.printed
 
     def notices(self) -> dict[str, tuple[int, str]]:
-        return {each.key: (each.count, each.text) for each in self.actor._notices.take()}
-
-
-async def until(state: Callable[[], Any], what: str = "") -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not state():
-            await asyncio.sleep(0.01)
+        told, self.actor.told = self.actor.told, {}
+        return told
 
 
 def below() -> list[psutil.Process]:
@@ -196,22 +236,21 @@ async def hosting(
     before, ports = {process.pid for process in below()}, listening()
     files = set(os.listdir("."))
     credentials = Credentials(RUN_ID, SECRET)
-    context = ActorContext(
-        config=config,
-        name=name,
-        incarnation=1,
-        run_dir=run_dir,
-        transport=ZmqTransport(credentials, max_message_bytes=1 << 30),
-        credentials=credentials,
-        controller=None,
-    )
-    actor = EpisodesActor(context)
     async with Net() as net, asyncio.TaskGroup() as tasks:
-        actor._endpoint.resolve = net._resolve
+        net.serve(Controller(net), "controller/0")
+        context = ActorContext(
+            config=config,
+            name=name,
+            incarnation=1,
+            run_dir=run_dir,
+            transport=ZmqTransport(credentials, max_message_bytes=1 << 30),
+            credentials=credentials,
+            controller=net.records["controller/0"].address,
+        )
+        actor = Host(context)
         life = tasks.create_task(actor.main())
         await until(lambda: actor.ready or life.done())
         net.serve(rollouter, "rollouter/0")
-        net.register(ActorRecord(name=name, incarnation=1, address=actor.address))
         peer = rollouter.host = net.client(name, "rollouter/0")
         yield Hosted(actor, rollouter, peer, net)
         actor.begin_drain()

@@ -2,7 +2,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-import structlog
 import uvloop
 from episodes.hosted import config_with, hosting, until
-from structlog.testing import capture_logs
 
 from asyncrl.episodes.command import described, environment, outcome_of
 from asyncrl.episodes.playing.task import Task
@@ -22,6 +19,7 @@ RUN = uvloop.run
 """As an actor's process does."""
 SECONDS = f"1000.{secrets.randbelow(10**9):09d}"
 """For which what a program starts sleeps; by it the processes of this run are known."""
+KEEPER = "asyncrl.runtime.workers.keeper"
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
 with open(os.environ["ASYNCRL_TASK_FILE"]) as file:
@@ -128,12 +126,11 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
 
 async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):
     async with hosting(command(), tmp_path) as host:
-        with capture_logs() as logs:
-            host.actor.log = structlog.get_logger()
-            done = await host.play("key", session="cd" * 16)
+        printed = host.watch_output()
+        done = await host.play("key", session="cd" * 16)
         told = f"key (key of the episode) {'f' * 32}"
         assert done.error.endswith(told)
-        assert [each["text"] for each in logs if each["event"] == "printed"] == [f"{told}\n"]
+        assert [text for _, text, _ in printed] == [f"{told}\n"]
         ((_, text),) = host.notices().values()
         assert told in text
 
@@ -155,7 +152,8 @@ async def test_nothing_of_a_program_outlives_its_episode_and_one_that_is_stopped
             await until(lambda least=started: began.exists() and sleepers() >= least)
             if said is None:
                 # One whose keeper is killed goes with it, and is not to blame.
-                os.kill(host.keeper_pid(), signal.SIGKILL)
+                (keeper,) = running(KEEPER, tmp_path)
+                keeper.kill()
                 assert (await call).blame == "host"
                 await until(lambda: sleepers() == 0)
             else:
@@ -183,13 +181,12 @@ async def main():
 asyncio.run(main())
 """
     )
-    keeper = "asyncrl.runtime.workers.keeper"
     host = subprocess.Popen([sys.executable, "host.py"], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
     # A process that has just been started has no command line for a moment, and is not seen.
-    await until(lambda: (tmp_path / "began").exists() and sleepers() == len(running(keeper, tmp_path)) == 1)
+    await until(lambda: (tmp_path / "began").exists() and sleepers() == len(running(KEEPER, tmp_path)) == 1)
     host.kill()
     host.wait()
-    await until(lambda: sleepers() == len(running(keeper, tmp_path)) == 0)
+    await until(lambda: sleepers() == len(running(KEEPER, tmp_path)) == 0)
 
 
 async def test_output_and_memory_are_bounded_lines_stay_whole_and_the_reward_behind_them_is_found(tmp_path):

@@ -59,7 +59,7 @@ async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
     """The world's player plays at a real host."""
     seat = Seat(world)
     async with world, hosting(world.config, run_dir, seat) as hosted:
-        world.sessions._delta = seat.tell
+        world.tell = seat.tell
         world.player = EpisodePlayer(
             world.config,
             world.sessions,

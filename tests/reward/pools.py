@@ -1,7 +1,6 @@
 """A reward pool at work on a user's module that does whatever a reward function may do to its worker."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -230,12 +229,6 @@ def request(*completions: str, uid: str = "0-1", tokens: int = 5, **row: Any) ->
 
 async def reward(pool: RewardPool, completion: str, uid: str = "0-1", **row: Any) -> float:
     return (await pool.score(request(completion, uid=uid, **row))).rewards[0]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 def lives(pid: int) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import uvloop
 from aiohttp import web
+from harness import until
 from judge_server import CRITERION, chat, cut, cut_at_once, hang, judge_server, late, right, scores, shown, status, told
-from reward.pools import until
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailed, RewardPoolEnded

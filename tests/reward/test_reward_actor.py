@@ -12,8 +12,8 @@ import psutil
 import pytest
 import thief
 import uvloop
-from harness import RUN_ID, SECRET, Net
-from reward.pools import MODULE, request, until, workers
+from harness import RUN_ID, SECRET, Net, until
+from reward.pools import MODULE, request, workers
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -70,7 +70,7 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
     served = Served(config, run_dir)
     async with Net() as net:
         served.life = asyncio.create_task(served.actor.main())
-        await until(lambda: served.actor.ready or served.life.done())
+        await until(lambda: served.actor.ready or served.life.done(), within_s=30.0)
         net.register(ActorRecord(name="reward/0", incarnation=1, address=served.actor.address))
         served.rollouter = net.client("reward/0", "rollouter/0")
         yield served

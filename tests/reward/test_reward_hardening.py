@@ -2,15 +2,16 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
-import time
 from dataclasses import asdict
 
 import pytest
 import uvloop
+from harness import until
 from inprocess import System, sim_config
-from reward.pools import LIMIT, MIB, Printed, lives, reward, started, until, workers
+from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
 from run_files import groups, json_lines
 
 from asyncrl.errors import RewardFailed
@@ -49,7 +50,7 @@ async def test_a_task_that_harms_its_worker_fails_alone_and_the_worker_is_replac
                 await reward(pool, text)
             assert caught.value.retryable
             assert await asyncio.gather(*others) == [3.0] * 20
-            await until(lambda before=before: len(workers()) == 2 and len({*workers()} - {*before}) == 1)
+            await until(lambda before=before: len(workers()) == 2 and len({*workers()} - {*before}) == 1, within_s=30.0)
             found = {name: count - counters[name] for name, count in asdict(pool.counters).items()}
             expected = {"scored": 20, "failed": 1} | dict.fromkeys(counted, 1)
             assert {name: more for name, more in found.items() if more} == expected, text
@@ -71,10 +72,9 @@ async def test_the_limit_holds_for_all_that_the_function_starts_and_for_its_thre
 
 def test_memory_that_processes_share_counts_once():
     held = bytearray(os.urandom(64 * MIB))
-    pid = os.fork()
-    if not pid:
-        time.sleep(60)
-        os._exit(len(held) & 1)
+    child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    child.start()
+    pid = child.pid
     try:
         both = [os.getpid(), pid]
         assert memory.family(os.getpid())[0] == os.getpid()
@@ -82,10 +82,11 @@ def test_memory_that_processes_share_counts_once():
         alone = memory.proportional_bytes(both)
         # The fork has not touched what it inherited.
         assert memory.resident_bytes(both) - alone > 48 * MIB
-        assert alone > 64 * MIB
+        assert alone > len(held)
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        child.kill()
+        child.join()
+        child.close()
     assert memory.resident_bytes([pid]) == memory.proportional_bytes([pid]) == 0
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from reward.pools import MODULE, lives, request, reward, started, until, workers
+from harness import until
+from reward.pools import MODULE, lives, request, reward, started, workers
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import DeadlineExceeded, RewardFailed, RewardPoolEnded
@@ -25,7 +26,11 @@ RUN = uvloop.run
 
 async def outcomes(pool, *texts):
     """Rewards, and errors in their place."""
-    found = await asyncio.gather(*(pool.score(request(text)) for text in texts), return_exceptions=True)
+    return await ends([pool.score(request(text)) for text in texts])
+
+
+async def ends(scoring):
+    found = await asyncio.gather(*scoring, return_exceptions=True)
     return [each.rewards[0] if isinstance(each, Scores) else each for each in found]
 
 
@@ -91,7 +96,7 @@ async def test_the_timeout_counts_from_the_start_in_the_worker_and_is_the_worker
         # The last of them has waited for its worker as long as the timeout.
         assert time.monotonic() - since > 4 * 0.4
         scoring = pool.score(request("sleep 0.1"))
-        await asyncio.sleep(0.05)
+        assert pool.running == 1
         asyncio.get_running_loop().call_soon(time.sleep, 1.5)
         # Its answer was in time, and the event loop late.
         assert (await scoring).rewards == [9.0]
@@ -107,10 +112,10 @@ async def test_workers_killed_at_any_moment_cost_no_more_than_their_task():
         assert await outcomes(pool, *["abc"] * 10) == [3.0] * 10
         assert (pool.counters.failed, pool.counters.workers_died) == (0, 2)
         for round_ in range(4):
-            scoring = asyncio.ensure_future(outcomes(pool, *["abc" * 1000] * 200))
-            await asyncio.sleep(0.003 * round_)
+            scoring = [pool.score(request("abc" * 1000)) for _ in range(200)]
+            await ends(scoring[: 60 * round_])
             os.kill(workers()[0], signal.SIGKILL)
-            failed = [outcome for outcome in await scoring if outcome != 3000.0]
+            failed = [outcome for outcome in await ends(scoring) if outcome != 3000.0]
             assert len(failed) <= 1
             assert all(isinstance(error, RewardFailed) for error in failed)
 
@@ -238,17 +243,14 @@ async def are_quick(pool):
 async def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not():
     async with started(workers=2, timeout_s=5.0) as pool:
         await are_quick(pool)
-        before = asyncio.ensure_future(outcomes(pool, *["abc"] * 100))
-        slow = pool.score(request("sleep 1000"))
-        behind = asyncio.ensure_future(outcomes(pool, *["abc"] * 100))
-        most = 0
-        while not (before.done() and behind.done()):
-            most = max(most, pool.running)
-            await asyncio.sleep(0)
+        tasks = [pool.score(request(text)) for text in [*["abc"] * 100, "sleep 1000", *["abc"] * 100]]
+        slow, running = tasks.pop(100), []
+        for task in tasks:
+            task.add_done_callback(lambda _: running.append(pool.running))
         # The other worker has done them all, those that were behind the slow one included.
-        assert most > 2
+        assert await ends(tasks) == [3.0] * 200
+        assert max(running) > 2
         assert not slow.done()
-        assert await before + await behind == [3.0] * 200
         assert (pool.counters.scored, pool.counters.failed, pool.counters.workers_killed) == (250, 0, 0)
         slow.cancel()
 
@@ -261,8 +263,8 @@ async def test_a_task_that_runs_twice_or_is_cancelled_after_it_was_sent_is_answe
         assert await outcomes(pool, *texts) == [60_000.0, *[2.0] * 5, 9.0, *[4.0] * 20]
         assert [await reward(pool, "a" * n) for n in range(1, 30)] == list(range(1, 30))
         tasks = [pool.score(request(text)) for text in ["abc" * 20_000, *["ab", "abcd"] * 20]]
-        while not tasks[2].done() and pool.running < 3:
-            await asyncio.sleep(0)
+        await tasks[0]
+        assert pool.running > 2, "the others were sent together"
         for task in tasks[1::2]:
             task.cancel()
         assert [scores.rewards for scores in await asyncio.gather(*tasks[2::2])] == [[4.0]] * 20

@@ -23,27 +23,45 @@ async def openai_client(script=None, *, read_s=30.0, retries=2, key=KEY, **optio
     core = ScriptedCore(script)
     async with serving(core, **options) as served:
         client = openai.AsyncOpenAI(
-            base_url=f"{served.url}/v1", api_key=key, timeout=httpx.Timeout(30.0, read=read_s), max_retries=retries
+            base_url=f"{served.url}/v1",
+            api_key=key,
+            timeout=httpx.Timeout(30.0, read=read_s),
+            max_retries=retries,
+            http_client=telling(core, openai),
         )
         async with client:
             yield core, served, client
 
 
+def telling(core, sdk):
+    """The transport of a client, which sets ``core.heard`` when an answer begins."""
+    core.heard = asyncio.Event()
+
+    async def hear(_response):
+        core.heard.set()
+
+    return sdk.DefaultAsyncHttpxClient(event_hooks={"response": [hear]})
+
+
 @asynccontextmanager
 async def anthropic_client(script, **options):
     core = ScriptedCore(script)
-    async with serving(core, **options) as served, anthropic.AsyncAnthropic(base_url=served.url, api_key=KEY) as client:
+    async with (
+        serving(core, **options) as served,
+        anthropic.AsyncAnthropic(base_url=served.url, api_key=KEY, http_client=telling(core, anthropic)) as client,
+    ):
         yield core, served, client
 
 
 async def told_in_pieces(core, call, on_delta):
-    """Pieces, one of which is lost, and the last of which is only in the reply."""
+    """Pieces: the first is heard before the others, one is lost, and the last is only in the reply."""
+    core.heard.clear()
     offset = 0
     for at, piece in enumerate(PIECES[:-1]):
         if at != 1:
             on_delta(ChatDelta(session=call.session, call=call.call, offset=offset, text=piece))
+        await core.heard.wait()
         offset += len(piece)
-        await asyncio.sleep(0.05)
     return reply("".join(PIECES))
 
 
@@ -56,7 +74,8 @@ def ends(late):
     """The episode is over, at once or behind the first sign of life."""
 
     async def script(core, call, on_delta):
-        await asyncio.sleep(0.5 if late else 0.0)
+        if late:
+            await core.heard.wait()
         core.over = "its 32 turns are used up"
         return await core.chat(call.session, call, on_delta)
 

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from scripted_core import KEY, OTHER_KEY, ScriptedCore, played, reply, serving, until
+from harness import until
+from scripted_core import KEY, OTHER_KEY, ScriptedCore, played, reply, serving
 
 from asyncrl.messages.episodes import ChatDelta
 from asyncrl.telemetry.logging import configure_logging
@@ -176,13 +177,21 @@ async def test_a_program_cannot_fill_the_counts(monkeypatch):
 
 
 async def test_an_answer_that_is_not_what_was_streamed_is_an_error_of_the_stream():
+    heard = asyncio.Event()
+
     async def changes_its_mind(core, call, on_delta):
         on_delta(ChatDelta(session=call.session, call=call.call, offset=0, text="Yes"))
-        await asyncio.sleep(0.05)
+        await heard.wait()
         return reply("No")
 
-    async with http_client(ScriptedCore(changes_its_mind)) as (_, client):
-        told = (await client.post(CHAT, json=HI | {"stream": True})).text
+    async with (
+        http_client(ScriptedCore(changes_its_mind)) as (_, client),
+        client.stream("POST", CHAT, json=HI | {"stream": True}) as stream,
+    ):
+        told = ""
+        async for text in stream.aiter_text():
+            told += text
+            heard.set()
     assert '"Yes"' in told and '"error"' in told and "[DONE]" not in told
 
 
@@ -262,21 +271,21 @@ async def test_a_long_body_is_read_as_a_short_one_is():
 async def test_a_client_that_does_not_send_is_closed():
     partly = [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthor", request(b"{", length=100)]
 
-    async def dripped(writer):
-        while True:
-            await asyncio.sleep(0.02)
-            writer.write(b" ")
-
     async with serving(ScriptedCore(), client_timeout_s=0.3) as served:
         for sent in partly:
             async with socket_to(served, sent) as (reader, _):
                 assert await closed(reader) == b""
         assert served.counts["cut/slow sender"] == 1
         async with socket_to(served, request(b"{", length=100_000)) as (reader, writer):
-            dripping = asyncio.create_task(dripped(writer))
+
+            def dripped():
+                if served.counts["cut/slow sender"] == 2:
+                    return True
+                writer.write(b" ")
+                return False
+
+            await until(dripped, "cut although it sends a little")
             assert await closed(reader) == b""
-            dripping.cancel()
-        assert served.counts["cut/slow sender"] == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

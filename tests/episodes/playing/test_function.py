@@ -3,6 +3,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 
 import psutil
 import pytest
@@ -47,26 +48,28 @@ async def test_an_episode_asks_the_policy_and_its_value_or_its_turns_have_the_re
 async def test_many_episodes_share_the_workers_and_begin_when_one_is_ready(tmp_path):
     rollouter = Rollouter("abc")
     async with hosting(play(workers=2), tmp_path, rollouter) as host:
+        printed = host.watch_output()
         calls = [host.run("reply", uid=f"0-{number}") for number in range(30)]
-        waiting = [host.run("wait", uid=f"1-{number}") for number in range(8)]
+        waiting = [host.run("where", uid=f"1-{number}") for number in range(8)]
         assert [done.reward for done in await asyncio.gather(*calls)] == [3.0] * 30
-        await until(lambda: host.figure("open") == 8)
-        assert sorted(len(slot.open) for slot in host.slots()) == [4, 4]
+        await until(lambda: len(printed) == 8)
+        assert Counter(int(text) for _, text, _ in printed) == dict.fromkeys(worker_pids(), 4)
+        assert host.figure("open") == 8
         assert [each.state for each in host.actor.resources()] == ["playing", "playing"]
-        for slot in host.slots():
-            slot.is_ready = False
-        late = host.run("components", session="b" * 32)
-        await until(lambda: host.figure("waiting") == 1)
-        assert "b" * 32 not in rollouter.began
-        for slot in host.slots():
-            slot.is_ready = True
-        waiting.append(host.run("wait"))
-        assert (await late).reward == 1.5
-        await until(lambda: "b" * 32 in rollouter.began)
         for call in waiting:
             call.cancel()
         await until(lambda: host.figure("open") == 0)
-        assert (host.figure("stopped"), host.figure("workers_killed")) == (9, 0)
+        assert (host.figure("stopped"), host.figure("workers_killed")) == (8, 0)
+        (tmp_path / "hang").touch()
+        for pid in worker_pids():
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: [each.state for each in host.actor.resources()] == ["starting", "starting"])
+        late = host.run("components", session="b" * 32)
+        await until(lambda: host.figure("waiting") == 1)
+        assert "b" * 32 not in rollouter.began
+        (tmp_path / "hang").unlink()
+        assert (await late).reward == 1.5
+        await until(lambda: "b" * 32 in rollouter.began)
 
 
 RAISED = {
@@ -179,16 +182,16 @@ async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
-    async with hosting(play(), tmp_path) as host:
+    # Whose workers are given ten seconds.
+    async with hosting(play(supervision={"start_timeout_s": 12.5}), tmp_path) as host:
+        (worker,) = worker_pids()
         assert (await host.play("fork")).reward == 1.0
-        (worker,) = {slot.process.pid for slot in host.slots()}
         children = psutil.Process(worker).children(recursive=True)
         assert len(children) == 2
         waiting = host.run("wait")
         await until(lambda: host.figure("open") == 1)
         # The next one never gets ready, is killed as well and tried again.
         (tmp_path / "hang").touch()
-        host.start_within(3.0)
         psutil.Process(worker).children()[0].kill()
         os.kill(worker, signal.SIGKILL)
         done = await waiting
