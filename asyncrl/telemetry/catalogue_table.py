@@ -51,7 +51,7 @@ def read(table: str) -> Iterator[Metric]:
     where = ""
     for row in table.replace("\n    ", " ").splitlines():
         if heading := _HEADING.fullmatch(row):
-            kinds, where = tuple(heading[1].split()), heading[2]  # type: ignore[assignment]
+            kinds, where = tuple(heading[1].split()), heading[2]  # type: ignore[arg-type]
         elif row:
             found = _ROW.fullmatch(row)
             if found is None or not kinds or bool(found[4]) != ("histogram" in kinds):
