@@ -13,6 +13,7 @@ from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.learner.fsdp.gang import ranks as rendezvous
 from asyncrl.weights.collective.gloo import open_store
+from asyncrl.weights.collective.links import listen
 
 
 def test_a_follower_that_comes_late_hears_every_word_and_the_store_keeps_none_that_was_heard() -> None:
@@ -70,7 +71,7 @@ def _misses(rank: int, addresses: Any, dead: int) -> tuple[str, int, bool, bool]
     store = open_store("127.0.0.1", TIMEOUT_S)
     port = store.port
     if dead == 0:
-        with rendezvous.listen("127.0.0.1") as gone:
+        with listen("127.0.0.1") as gone:
             port, store = gone.getsockname()[1], None
     with pytest.raises(DeadlineExceeded) as failure:
         rendezvous.Ranks(1 - dead, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
