@@ -23,7 +23,7 @@ import msgspec
 import psutil
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.runtime.processes import kill_child, session_members
+from asyncrl.runtime.processes import kill_child, kill_group, session_members
 from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 from asyncrl.runtime.workers.isolation import NOT_ISOLATED_EXIT
@@ -160,7 +160,9 @@ class WorkerProcess:
         self._fault = self._fault or reason
         self.killed = True
         kill_living(self.descendants())
-        self._kill_group()
+        # As long as it is not reaped no other group can have its number.
+        if self._process.returncode is None:
+            kill_group(self.pid)
         if not self.ended:
             self._hang_up()
 
@@ -170,13 +172,6 @@ class WorkerProcess:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-
-    def _kill_group(self) -> None:
-        """Kill its process group: as long as it is not reaped no other group can have its number."""
-        if self._process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         if not self.output.drain(rounds=1):
@@ -209,7 +204,7 @@ class WorkerProcess:
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             # Those that it has left behind; its number is its own until it is reaped.
-            self._kill_group()
+            kill_group(self.pid)
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
                 for pid in session_members(self.pid):
                     kill_child(pid)
@@ -223,7 +218,7 @@ class WorkerProcess:
             # It has closed its socket but lives on; from here on, it is only a matter of time.
             self._fault = self._fault or f"{SOCKET_CLOSED}; the process was killed"
             kill_living(self.descendants())
-            self._kill_group()
+            kill_group(self.pid)
         self._loop.call_later(REAP_INTERVAL_S, self._reap, kill_at)
 
 
