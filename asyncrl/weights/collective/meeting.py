@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from asyncrl.messages.weights import CollectiveGroup
-from asyncrl.weights.collective.framing import Frame, FrameKind
+from asyncrl.weights.collective.framing import Frame, FrameKind, check
 from asyncrl.weights.collective.links import ANY, Link, Listener, dial, dialled
 from asyncrl.weights.collective.waiting import Waiter
 
@@ -169,8 +169,7 @@ def call(group: CollectiveGroup, rank: int, waiter: Waiter) -> tuple[Link, bytes
             )
         )
         frame = next_frame(link, waiter, f"all members of epoch {group.epoch}")
-        if frame.kind is not FrameKind.BEGIN or frame.number != group.epoch:
-            raise ValueError(f"expected the beginning of epoch {group.epoch}, not {frame.kind.name} {frame.number}")
+        check(frame, Frame(kind=FrameKind.BEGIN, number=group.epoch, text=frame.text))
     except BaseException as error:
         link.end(str(error))
         raise
