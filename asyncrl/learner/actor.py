@@ -425,7 +425,7 @@ class Learner(Actor):
         uid = group.ticket.uid
         key = self.context.credentials.seal_key
         if key and not fits(key, group.ticket, caller.name, caller.incarnation):
-            self._endpoint.count(REFUSED)
+            self.counters.add(REFUSED)
             raise NotGranted(caller.name, uid)
         self.progress()
         if group.ticket.purpose != "train":

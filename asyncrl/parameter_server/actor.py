@@ -156,8 +156,8 @@ class ParameterServer(Actor):
     def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
         """Bytes of a held version. Raises VersionGone, InvalidRequest."""
         chunk = self._held.chunk(request)
-        self._count("weights/chunks_served", 1)
-        self._count("weights/bytes_served", request.size)
+        self.counters.add("weights/chunks_served")
+        self.counters.add("weights/bytes_served", request.size)
         self.progress()
         return chunk
 
@@ -216,7 +216,7 @@ class ParameterServer(Actor):
         if request.version != self._engines[0]:
             self._engines = (request.version, request.times.checksum)
         elif request.times.checksum != self._engines[1]:
-            self._count("weights/engines_differ", 1)
+            self.counters.add("weights/engines_differ")
             self.log.error("engines hold different weights", replica=name, version=request.version)
 
     # --- the conductor's clock and effects ---
@@ -311,6 +311,3 @@ class ParameterServer(Actor):
                 self.log.warning("no deltas", version=version, error=str(error))
             self._conductor.publications.publish(version)
             self._changed()
-
-    def _count(self, name: str, by: int) -> None:
-        self.counters[name] = self.counters.get(name, 0) + by

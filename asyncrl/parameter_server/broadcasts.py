@@ -29,7 +29,7 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.weights import Announce, Announced, Collective, CollectiveGroup
 from asyncrl.parameter_server.fleet import Fleet
 from asyncrl.parameter_server.offers import may_broadcast
-from asyncrl.parameter_server.replicas import ELIGIBLE_PHASES, GATHERING_PHASES, Phase, Replica, ReplicaEvent
+from asyncrl.parameter_server.replicas import BROADCAST_PHASES, ELIGIBLE_PHASES, Phase, Replica, ReplicaEvent
 
 AWAY_S = 5.0
 """Seconds for which a replica with no question open is counted on; one that is there comes back at once."""
@@ -269,7 +269,7 @@ class Broadcasts:
         """Note that a replica has left phase ``before`` without a commit: it is to blame, unless it regroups."""
         if self._current is not None and before in (Phase.RECEIVING, Phase.REGROUPING):
             self._current.blamed |= replica.phase is not Phase.REGROUPING
-        if before in GATHERING_PHASES or before is Phase.RECEIVING:
+        if before in BROADCAST_PHASES:
             self._end(f"{replica.name} {why}", now)
 
     def _regroup(self, now: float) -> None:
@@ -316,9 +316,9 @@ class Broadcasts:
         deadline, current = self.deadline(), self._current
         if deadline is None or current is None or now < deadline:
             return
+        within = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
         if current.stage is Stage.BROKEN:
-            waited = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
-            self._give_up(f"{current.learner[0]} did not announce it anew {waited}")
+            self._give_up(f"{current.learner[0]} did not announce it anew {within}")
             return
         if current.stage is Stage.REGROUPING:
             # A replica that has not come back by now is away.
@@ -331,7 +331,6 @@ class Broadcasts:
         for replica in missing:
             self._fleet.move(replica, ReplicaEvent.OVERDUE)
         names = ", ".join(replica.name for replica in missing) or current.learner[0]
-        within = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
         self._end(f"{names} did not come {within}", now)
 
     def _end(self, why: str, now: float) -> None:
@@ -345,7 +344,7 @@ class Broadcasts:
         else:
             current.stage, current.since, word, event = Stage.BROKEN, now, "broken", ReplicaEvent.BROKEN
             self._epochs.broke(current.group.epoch)
-        for replica in list(self._fleet.of(*GATHERING_PHASES, Phase.RECEIVING)):
+        for replica in list(self._fleet.of(*BROADCAST_PHASES)):
             self._fleet.move(replica, event)
         self._declined = max(self._declined, current.version)
         self._fleet.wake(current.learner[0])

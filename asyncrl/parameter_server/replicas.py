@@ -139,9 +139,7 @@ FAILED_PHASES = frozenset({Phase.BEHIND, Phase.REGROUPING})
 """Phases in which the last update did not end in a commit."""
 ELIGIBLE_PHASES = frozenset({Phase.SERVING, Phase.REGROUPING})
 """Phases in which a replica can be made a member of a broadcast."""
-GATHERING_PHASES = frozenset({Phase.ANNOUNCED, Phase.PAUSED})
-"""Phases of the members of a broadcast that has not begun."""
-BROADCAST_PHASES = GATHERING_PHASES | {Phase.RECEIVING}
+BROADCAST_PHASES = frozenset({Phase.ANNOUNCED, Phase.PAUSED, Phase.RECEIVING})
 """Phases of the members of a broadcast."""
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.errors import InvalidRequest, VersionGone
 from asyncrl.messages.weights import Delta, Manifest
-from asyncrl.weights.segments import map_segment, open_segment, verify_bytes
+from asyncrl.weights.segments import map_segment, open_segment, path_of, verify_bytes
 
 WHOLE = -1
 """Base that stands for no delta: the bucket itself."""
@@ -103,7 +103,7 @@ def hold(manifest: Manifest) -> HeldSnapshot:
             os.close(descriptor)
         raise
     buckets = [
-        msgspec.structs.replace(bucket, path=f"/proc/{os.getpid()}/fd/{descriptors[index, WHOLE]}", delta=None)
+        msgspec.structs.replace(bucket, path=path_of(descriptors[index, WHOLE]), delta=None)
         for index, bucket in enumerate(manifest.buckets)
     ]
     return HeldSnapshot(msgspec.structs.replace(manifest, buckets=buckets), descriptors)

@@ -454,7 +454,7 @@ class Actor:
         return self.tasks.create_task(work)
 
     def _handler_failed(self, type: str, error: BaseException) -> None:
-        self._endpoint.count("errors/handler")
+        self._endpoint.counters.add("errors/handler")
         self.log.error("handler failed", type=type, exc_info=error)
 
     def _will_be_restarted(self, error: BaseException) -> bool:

@@ -18,9 +18,7 @@ from asyncrl.telemetry.catalogue_table import METRICS, Kind, Metric
 
 EDGES = {metric.name: metric.edges for metric in METRICS if metric.edges}
 """Upper edges of the buckets, by the name of the histogram."""
-_BY_NAME: dict[str, Metric] = {}
-for _metric in METRICS:
-    _BY_NAME.setdefault(_metric.name, _metric)
+_BY_NAME = {metric.name: metric for metric in METRICS}
 _FAMILIES = tuple(metric for metric in METRICS if metric.name.endswith("/*"))
 
 

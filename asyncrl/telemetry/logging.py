@@ -35,7 +35,7 @@ def configure_logging(level: str) -> None:
             structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(default=str),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        wrapper_class=structlog.make_filtering_bound_logger(_level),
         # Torn and lost lines are those of the whole process.
         logger_factory=lambda *_: _lines,
         cache_logger_on_first_use=True,

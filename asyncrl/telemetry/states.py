@@ -94,10 +94,6 @@ class StateLedger:
         with self._lock:
             return self.state, self.awaiting, self._now() - self._since
 
-    def totals(self) -> dict[str, float]:
-        """Seconds by state up to now; their sum is the age of the ledger."""
-        return self.record("").seconds
-
     def age(self) -> float:
         """Seconds since the ledger was made, or born."""
-        return sum(self.totals().values())
+        return sum(self.record("").seconds.values())

@@ -88,7 +88,7 @@ class Segment:
         self.memory.close()
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         return Bucket(
-            path=f"/proc/{os.getpid()}/fd/{self.fd}",
+            path=path_of(self.fd),
             size=max(self.size, 1),
             checksum=checksum,
             tensors=list(tensors),
@@ -100,6 +100,11 @@ class Segment:
         with suppress(BufferError):
             self.memory.close()
         os.close(self.fd)
+
+
+def path_of(descriptor: int) -> str:
+    """Path by which processes of this user open a descriptor of this one."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[list[TensorSpec], int]:

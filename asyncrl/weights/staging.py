@@ -28,6 +28,7 @@ from asyncrl.weights.segments import (
     Segment,
     map_segment,
     open_segment,
+    path_of,
     size_of,
 )
 
@@ -117,12 +118,11 @@ class StagedVersion:
     """A verified version, held open. ``manifest`` names the descriptors of this process."""
 
     def __init__(self, manifest: Manifest, layout: Layout, descriptors: list[int]) -> None:
-        here = os.getpid()
         self.layout = layout
         self.manifest = msgspec.structs.replace(
             manifest,
             buckets=[
-                msgspec.structs.replace(bucket, path=f"/proc/{here}/fd/{descriptor}", delta=None)
+                msgspec.structs.replace(bucket, path=path_of(descriptor), delta=None)
                 for bucket, descriptor in zip(manifest.buckets, descriptors, strict=True)
             ],
         )

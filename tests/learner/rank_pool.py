@@ -185,12 +185,13 @@ def meet(rank: int, addresses: Any, timeout_s: float = TIMEOUT_S) -> Any:
     import torch.distributed as dist
 
     from asyncrl.learner.fsdp.gang import ranks as rendezvous
+    from asyncrl.weights.collective.gloo import open_store
 
     torch.set_num_threads(1)
     rendezvous.IDLE_WAIT_S = 0.2
     store = None
     if rank == 0:
-        store = rendezvous.open_store("127.0.0.1", RANK_WAIT_S)
+        store = open_store("127.0.0.1", RANK_WAIT_S)
         addresses.put(store.port)
         port = store.port
         # The timeout below is for what the tests do; to import torch may take longer.

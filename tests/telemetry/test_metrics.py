@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.telemetry import catalogue, metrics
 from asyncrl.telemetry.catalogue import EDGES, declare, document, every, find, quantile
-from asyncrl.telemetry.catalogue_table import SECONDS
+from asyncrl.telemetry.catalogue_table import SECONDS, Metric, read
 from asyncrl.telemetry.metrics import Figures, Histograms
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +23,10 @@ def test_the_page_is_what_the_catalogue_says():
     )
 
 
-def test_every_name_is_declared_once_for_a_kind():
-    seen = set()
+def test_every_name_is_declared_once():
+    names = [metric.name for metric in every()]
+    assert len(names) == len(set(names))
     for metric in every():
-        for kind in metric.kinds:
-            for role in re.split(r"[;,] ?", metric.where):
-                assert (metric.name, kind, role) not in seen
-                seen.add((metric.name, kind, role))
         assert metric.text
         assert bool(metric.edges) == ("histogram" in metric.kinds)
         assert list(metric.edges) == sorted(set(metric.edges))
@@ -45,6 +42,41 @@ def test_every_name_in_the_code_is_declared():
 
 NOT_METRICS = {"reward/component"}
 """First part of a name."""
+
+
+def test_rows_of_the_table_have_the_kinds_and_actors_of_their_heading():
+    table = "[gauge line] a; b\nx/y | | not\n    whole\n\n[histogram] c\nx/z_s | s | of x | SECONDS"
+    assert list(read(table)) == [
+        Metric("x/y", ("gauge", "line"), "", "a; b", "not whole"),
+        Metric("x/z_s", ("histogram",), "s", "c", "of x", SECONDS),
+    ]
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        "[counters] a",
+        "[]",
+        "x/y | groups",
+        "x/y | groups | ",
+        "x/y | groups  | trained",
+        "x/y|groups|trained",
+        "x/y | groups | trained | and filtered",
+        "x/y | groups | trained | SECONDS",
+        "  x/y | groups | trained",
+    ],
+)
+def test_a_malformed_row_of_the_table_is_told(malformed):
+    with pytest.raises(ValueError, match=re.escape(malformed)):
+        list(read(f"[counter] a\n{malformed}"))
+
+
+@pytest.mark.parametrize(
+    "table", ["x/y | s | text", "[histogram] a\nx/y | s | text", "[histogram] a\nx | s | t | SOON"]
+)
+def test_a_row_of_the_table_has_kinds_and_a_histogram_has_edges(table):
+    with pytest.raises(ValueError, match=re.escape(table.rpartition("\n")[2])):
+        list(read(table))
 
 
 def test_a_name_is_declared_for_one_figure(monkeypatch):

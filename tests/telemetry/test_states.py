@@ -29,7 +29,7 @@ def test_the_states_add_up_to_the_life(steps, before):
 def test_what_was_before_it_was_made_counts_as_its_start():
     ledger = StateLedger(lambda: 10.0, "rank", born=4.0)
     ledger.enter("waiting", "groups")
-    assert ledger.totals() == {"starting": 6.0, "waiting": 0.0}
+    assert ledger.record("").seconds == {"starting": 6.0, "waiting": 0.0}
 
 
 @pytest.mark.parametrize("kind", STATES)

@@ -106,7 +106,17 @@ def test_rank_0_is_found_at_the_ports_that_it_may_bind() -> None:
         made = Sender("gloo", HOST, PATIENCE_S, ports)
         invitation, _ = gloo.Gloo(HOST, PATIENCE_S, ports).invite(2)
         made.close()
-    assert port < int(invitation) < made.port <= port + 20
+        assert port < int(invitation) < made.port <= port + 20
+        with pytest.raises(OSError, match=f"no port of {port}-{port} at 127.0.0.1 is free; widen network.ports"):
+            gloo.open_store(HOST, PATIENCE_S, f"{port}-{port}")
+
+
+def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
+    first, second = (gloo.open_store(HOST, 5.0) for _ in range(2))
+    assert first.port != second.port
+    # Bound to loopback alone: another local address refuses.
+    with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+        other.connect(("127.0.0.2", first.port))
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.fsdp.gang.ahead import ParcelsAhead
 from asyncrl.learner.fsdp.gang.parcels import pack_step
-from asyncrl.learner.fsdp.gang.ranks import Ranks, open_store
+from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.weights.collective.gloo import open_store
 
 HOST, TIMEOUT_S = "127.0.0.1", 120.0
 

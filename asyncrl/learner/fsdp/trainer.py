@@ -33,7 +33,7 @@ from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.fsdp import commands
 from asyncrl.learner.fsdp.gang.ahead import ParcelsAhead
 from asyncrl.learner.fsdp.gang.parcels import of_step, pack, pack_step, unpack
-from asyncrl.learner.fsdp.gang.ranks import Ranks, open_store
+from asyncrl.learner.fsdp.gang.ranks import Ranks
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.policy import Policy, model_folder
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
@@ -62,6 +62,7 @@ from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
 from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
+from asyncrl.weights.collective.gloo import open_store
 
 
 class Trainer:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from structlog.typing import FilteringBoundLogger
 
@@ -38,29 +38,11 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.runtime.calls.retry import is_refusal, wait_out
 
+if TYPE_CHECKING:
+    from asyncrl.weights.collective.sender import Sender
+
 SealedBucket = tuple[Bucket, int]
 """A bucket and a descriptor of its segment, valid until the broadcast is over."""
-
-
-class BucketSender(Protocol):
-    """Rank 0 of every group; see weights/collective. Only ``abort`` may be called from another thread."""
-
-    host: str
-    port: int
-    """Port that members call."""
-    token: str
-    """Secret that members show there."""
-
-    def send(
-        self, group: CollectiveGroup, version: int, layouts: list[BucketLayout], buckets: Iterator[SealedBucket]
-    ) -> None:
-        """Send all buckets to all members; blocks. Raises AsyncRLError, OSError or RuntimeError."""
-
-    def abort(self) -> None:
-        """Break the group up: the other members see an error at once."""
-
-    def close(self) -> None:
-        """Send no more."""
 
 
 def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | None:
@@ -174,7 +156,7 @@ class Broadcaster:
     def __init__(
         self,
         backend: CollectiveBackend,
-        make_sender: Callable[[], BucketSender],
+        make_sender: Callable[[], Sender],
         *,
         timeout_s: float,
         call: Callable[[Request], asyncio.Future[Any]],
@@ -186,7 +168,7 @@ class Broadcaster:
         self._call = call
         self._log = log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
-        self._sender: BucketSender | None = None
+        self._sender: Sender | None = None
         self._layouts: list[BucketLayout] = []
         self._sending: BucketQueue | None = None
 
@@ -226,7 +208,7 @@ class Broadcaster:
         if self._sending is not None:
             self._sending.close()
 
-    async def _conduct(self, sending: BucketQueue, sender: BucketSender, probe: Probe | None) -> None:
+    async def _conduct(self, sending: BucketQueue, sender: Sender, probe: Probe | None) -> None:
         announcement = Announce(
             version=sending.version,
             backend=self._backend,
@@ -243,7 +225,7 @@ class Broadcaster:
         sending.close()
         self._sending = None
 
-    async def _send(self, sending: BucketQueue, sender: BucketSender, group: CollectiveGroup) -> bool:
+    async def _send(self, sending: BucketQueue, sender: Sender, group: CollectiveGroup) -> bool:
         """Send to one group; whether another is to be asked for, since it did not reach this one."""
         error = ""
         try:
@@ -277,7 +259,7 @@ class Broadcaster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _send(sender: BucketSender, group: CollectiveGroup, sending: BucketQueue) -> None:
+def _send(sender: Sender, group: CollectiveGroup, sending: BucketQueue) -> None:
     try:
         sender.send(group, sending.version, sending.layouts, sending.buckets())
     except BaseException:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from structlog.typing import FilteringBoundLogger
 
@@ -24,11 +24,14 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.exchange.publication import Publication
-from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketQueue, BucketSender, collective_backend
+from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketQueue, collective_backend
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.messages import Request
 from asyncrl.telemetry.trace import Track
+
+if TYPE_CHECKING:
+    from asyncrl.weights.collective.sender import Sender
 
 T = TypeVar("T")
 
@@ -78,7 +81,7 @@ class Versions:
         self._broadcaster: Broadcaster | None = None
         if collective is not None:
 
-            def make_sender() -> BucketSender:
+            def make_sender() -> Sender:
                 # This import brings torch along, which a simulated learner does without.
                 from asyncrl.weights.collective.sender import Sender
 

@@ -21,6 +21,7 @@ from asyncrl.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.weights.chunks import Piece
+from asyncrl.weights.segments import path_of
 from asyncrl.weights.staging import StagedVersion
 
 
@@ -63,7 +64,7 @@ class Relay:
                 held.descriptors[index] = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
         held.whole = True
         self.drop_below(staged.version)
-        return [f"/proc/{os.getpid()}/fd/{held.descriptors[index]}" for index in range(len(staged.manifest.buckets))]
+        return [path_of(held.descriptors[index]) for index in range(len(staged.manifest.buckets))]
 
     def give_up(self, version: int) -> None:
         """Drop a version that does not become whole here."""

@@ -41,10 +41,6 @@ class Endpoint:
     counters: Figures = field(default_factory=Figures)
     histograms: Histograms = field(default_factory=Histograms)
 
-    def count(self, name: str) -> None:
-        """Add one to a counter."""
-        self.counters.add(name)
-
     def header(
         self,
         kind: Kind,

@@ -347,7 +347,7 @@ class Peer:
         try:
             header = decode_header(frames[0])
             if header.incarnation < max(self._incarnation, self._adopted):
-                self._endpoint.count("wire/from_replaced")
+                self._endpoint.counters.add("wire/from_replaced")
                 return
             if header.kind == Kind.REPLY:
                 self._on_reply(header, frames)
@@ -362,7 +362,7 @@ class Peer:
             else:
                 raise ProtocolError(f"a server does not send {Kind(header.kind).name}")
         except (ProtocolError, IndexError):
-            self._endpoint.count("wire/malformed")
+            self._endpoint.counters.add("wire/malformed")
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
         self._unready = False
@@ -461,7 +461,7 @@ class Peer:
 
     def _on_refuse(self, body: Refuse) -> None:
         self._disconnect()
-        self._endpoint.count("wire/refused_by_peer")
+        self._endpoint.counters.add("wire/refused_by_peer")
         for future in list(self._pending.values()):
             # The peer speaks of itself: its "ours" is our "theirs".
             self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))

@@ -131,7 +131,9 @@ class CallServer:
 
     def bind(self, address: str) -> str:
         """Bind and return the real address. Raises OSError."""
-        self._bound = self._endpoint.transport.bind(address, self._receive, lambda: self._endpoint.count(STRANGERS))
+        self._bound = self._endpoint.transport.bind(
+            address, self._receive, lambda: self._endpoint.counters.add(STRANGERS)
+        )
         return self._bound.address
 
     @property
@@ -169,7 +171,7 @@ class CallServer:
                 return
             session = self._sessions.get(routing_id)
             if session is None:
-                self._endpoint.count(STRANGERS)
+                self._endpoint.counters.add(STRANGERS)
                 self._error(routing_id, header.id, "hello_required", "say HELLO first", retryable=True)
                 return
             if owner is not None and owner != session.name:
@@ -177,7 +179,7 @@ class CallServer:
                 self._refuse(routing_id, header.id, "key", f"the key of {owner}", session.name)
                 return
             if header.sender != session.name or header.incarnation != session.incarnation:
-                self._endpoint.count(REFUSED)
+                self._endpoint.counters.add(REFUSED)
                 return
             session.heard = self._loop.time()
             if header.kind == Kind.CALL:
@@ -191,7 +193,7 @@ class CallServer:
             else:
                 raise ProtocolError(f"a client does not send {Kind(header.kind).name}")
         except ProtocolError:
-            self._endpoint.count(MALFORMED)
+            self._endpoint.counters.add(MALFORMED)
 
     def _on_hello(self, routing_id: bytes, header: Header, hello: Hello, owner: str | None) -> None:
         ours = self._endpoint.credentials
@@ -295,7 +297,7 @@ class CallServer:
             )
             return
         if not may_send(session.name, found.senders):
-            self._endpoint.count(REFUSED)
+            self._endpoint.counters.add(REFUSED)
             told = f"{session.name} may not send {header.type}: {listed(found.senders)} may"
             self._error(session.routing_id, header.id, "forbidden", told)
             return
@@ -305,7 +307,7 @@ class CallServer:
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         except ProtocolError as error:
-            self._endpoint.count(MALFORMED)
+            self._endpoint.counters.add(MALFORMED)
             self._error(session.routing_id, header.id, "invalid", str(error))
             return
         deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
@@ -353,7 +355,7 @@ class CallServer:
         """Whether no call is taken from anybody so far, which the caller is told."""
         if self._is_set_up():
             return False
-        self._endpoint.count(EARLY)
+        self._endpoint.counters.add(EARLY)
         self._error(session.routing_id, id, NOT_READY, "this actor is not set up so far", retryable=True)
         return True
 
@@ -402,10 +404,10 @@ class CallServer:
         if found is None or found.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
         if not may_send(session.name, found.senders):
-            self._endpoint.count(REFUSED)
+            self._endpoint.counters.add(REFUSED)
             return
         if not self._is_set_up():
-            self._endpoint.count(EARLY)
+            self._endpoint.counters.add(EARLY)
             return
         message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time(), session.connection)
@@ -454,7 +456,7 @@ class CallServer:
         self._send(routing_id, Kind.ERROR, "ErrorBody", id, self._endpoint.codec.encode(body))
 
     def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:
-        self._endpoint.count(REFUSED)
+        self._endpoint.counters.add(REFUSED)
         body = Refuse(code=code, ours=ours, theirs=theirs)
         self._send(routing_id, Kind.REFUSE, "Refuse", id, self._endpoint.codec.encode(body))
 
@@ -464,4 +466,4 @@ class CallServer:
     def _transmit(self, routing_id: bytes, message: list[Any]) -> None:
         # The caller asks again for a message that cannot go now.
         if self._bound is not None and not self._bound.send(routing_id, message):
-            self._endpoint.count("wire/unsent")
+            self._endpoint.counters.add("wire/unsent")

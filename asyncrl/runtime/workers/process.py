@@ -23,7 +23,7 @@ import msgspec
 import psutil
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.runtime.processes import kill_child, session_members
+from asyncrl.runtime.processes import kill_child, kill_group, session_members
 from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 from asyncrl.runtime.workers.isolation import NOT_ISOLATED_EXIT
@@ -161,7 +161,9 @@ class WorkerProcess:
         self.killed = True
         # First: descendants are found by way of the process, and only while it lives.
         kill_living(self.descendants())
-        self._kill_group()
+        # As long as it is not reaped no other group can have its number.
+        if self._process.returncode is None:
+            kill_group(self.pid)
         if not self.ended:
             self._hang_up()
 
@@ -171,13 +173,6 @@ class WorkerProcess:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-
-    def _kill_group(self) -> None:
-        """Kill its process group: as long as it is not reaped no other group can have its number."""
-        if self._process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         if not self.output.drain(rounds=1):
@@ -210,7 +205,7 @@ class WorkerProcess:
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             # Those that it has left behind; its number is its own until it is reaped.
-            self._kill_group()
+            kill_group(self.pid)
             # The keeper of a program that ends with 0 has ended its session itself; else some may be left there.
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
                 for pid in session_members(self.pid):
@@ -225,7 +220,7 @@ class WorkerProcess:
             # It has closed its socket but lives on; from here on, it is only a matter of time.
             self._fault = self._fault or f"{SOCKET_CLOSED}; the process was killed"
             kill_living(self.descendants())
-            self._kill_group()
+            kill_group(self.pid)
         self._loop.call_later(REAP_INTERVAL_S, self._reap, kill_at)
 
 

@@ -113,8 +113,14 @@ def opening(version: int, layouts: Sequence[BucketLayout]) -> Frame:
     )
 
 
-def heading(version: int, index: int, bucket: Bucket, layouts: Sequence[BucketLayout]) -> Frame:
-    """The frame before bucket ``index``. Raises ValueError for a bucket that is not laid out as announced."""
+def heading(version: int, index: int, checksum: int, layouts: Sequence[BucketLayout]) -> Frame:
+    """The frame before bucket ``index``, which has ``checksum``."""
+    kind = FrameKind.LAST if index == len(layouts) - 1 else FrameKind.BUCKET
+    return Frame(kind=kind, number=version, index=index, size=bytes_of(layouts[index]), checksum=checksum)
+
+
+def check_bucket(bucket: Bucket, index: int, layouts: Sequence[BucketLayout]) -> None:
+    """Raise ValueError unless ``bucket`` is laid out as bucket ``index`` was announced."""
     if index >= len(layouts):
         raise ValueError(f"there is a bucket {index}, but {len(layouts)} were announced")
     layout = layouts[index]
@@ -123,33 +129,10 @@ def heading(version: int, index: int, bucket: Bucket, layouts: Sequence[BucketLa
             f"bucket {index} has {bucket.size} bytes and {len(bucket.tensors)} tensors, not the {bytes_of(layout)} "
             f"bytes and {len(layout.tensors)} tensors that were announced, or others"
         )
-    kind = FrameKind.LAST if index == len(layouts) - 1 else FrameKind.BUCKET
-    return Frame(kind=kind, number=version, index=index, size=bucket.size, checksum=bucket.checksum)
 
 
-def check_opening(frame: Frame, version: int, layouts: Sequence[BucketLayout]) -> None:
-    """Raise ValueError unless ``frame`` opens the broadcast that is expected."""
-    expected = opening(version, layouts)
-    if frame != expected:
-        raise ValueError(f"expected {_shown(expected)}, not {_shown(frame)}")
-
-
-def check_heading(frame: Frame, version: int, index: int, layouts: Sequence[BucketLayout]) -> None:
-    """Raise ValueError unless ``frame`` announces bucket ``index``."""
-    expected = Frame(
-        kind=FrameKind.LAST if index == len(layouts) - 1 else FrameKind.BUCKET,
-        number=version,
-        index=index,
-        size=bytes_of(layouts[index]),
-        checksum=frame.checksum,
-    )
-    if frame != expected:
-        raise ValueError(f"expected {_shown(expected)}, not {_shown(frame)}")
-
-
-def check_done(frame: Frame, version: int) -> None:
-    """Raise ValueError unless ``frame`` says that a member has everything."""
-    expected = Frame(kind=FrameKind.DONE, number=version)
+def check(frame: Frame, expected: Frame) -> None:
+    """Raise ValueError unless ``frame`` is the one that is expected."""
     if frame != expected:
         raise ValueError(f"expected {_shown(expected)}, not {_shown(frame)}")
 

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.messages.weights import BucketLayout
 from asyncrl.weights.collective.framing import pieces
-from asyncrl.weights.collective.links import Link, listen
+from asyncrl.weights.collective.links import ANY, Link, listen
 from asyncrl.weights.collective.waiting import Waiter
 
 c10d: Any = torch.distributed
@@ -48,27 +49,33 @@ class Gloo:
 
     def invite(self, size: int) -> tuple[bytes, Callable[[], GlooGroup]]:
         """Invitation of members to a new group of ``size``, and the call that forms it on this side, which blocks."""
-        with listen(self._host, self._ports) as listener:
-            port = listener.getsockname()[1]
-            # The store takes the descriptor over: the port was never free for anybody else.
-            store = _store(self._host, port, self._timeout_s, master_listen_fd=listener.detach())
-        return str(port).encode(), lambda: GlooGroup(store, 0, size, self._host, self._timeout_s)
+        store = open_store(self._host, self._timeout_s, self._ports)
+        return str(store.port).encode(), lambda: GlooGroup(store, 0, size, self._host, self._timeout_s)
 
 
 def join(invitation: bytes, *, host: str, rank: int, size: int, address: str, timeout_s: float) -> GlooGroup:
     """A member's side of a group to which rank 0 at ``host`` invited; ``address`` is one of this host's. Blocks."""
-    return GlooGroup(_store(host, int(invitation), timeout_s), rank, size, address, timeout_s)
+    port, timeout = int(invitation), timedelta(seconds=timeout_s)
+    store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return GlooGroup(store, rank, size, address, timeout_s)
 
 
-def _store(host: str, port: int, timeout_s: float, master_listen_fd: int | None = None) -> Any:
-    return c10d.TCPStore(
-        host,
-        port,
-        is_master=master_listen_fd is not None,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=master_listen_fd,
-    )
+def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
+    """Rank 0: a store on a free one of ``ports`` of ``host``, bound to that address alone.
+
+    Its ``port`` is the real one. Raises OSError where none is free.
+    """
+    with listen(host, ports) as listener:
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over, so the port was never free for anybody else.
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 class GlooGroup:

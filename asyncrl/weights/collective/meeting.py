@@ -1,4 +1,4 @@
-"""Rank 0 and the members of an epoch find one another.
+"""Rank 0 and the members of an epoch find one another, form its group, and leave it when the epoch is over.
 
 A member calls, says HELLO with epoch and rank, and waits; rank 0 lets all begin at once when all are there. A caller
 for an epoch that is over is turned away; one that comes early for a later epoch is kept for it.
@@ -9,14 +9,66 @@ Fails with TimeoutError naming the ranks that did not come, ConnectionError, Val
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from asyncrl.messages.weights import CollectiveGroup
-from asyncrl.weights.collective.framing import Frame, FrameKind
+from asyncrl.weights.collective.framing import Frame, FrameKind, check
 from asyncrl.weights.collective.links import ANY, Link, Listener, dial, dialled
 from asyncrl.weights.collective.waiting import Waiter
 
 MAX_WAITING = 1024
 """Connections that have not said HELLO, and as many that have said it for a later epoch."""
+
+
+class Group(Protocol):
+    """One rank's end of a group that was formed."""
+
+    def close(self) -> None:
+        """Leave, also in the middle of a transfer. May be repeated."""
+
+
+G = TypeVar("G", bound=Group)
+
+
+class Epoch(Generic[G]):
+    """One rank's part in an epoch. One thread uses it, but for ``call_off``."""
+
+    def __init__(self, group: CollectiveGroup, rank: int, timeout_s: float) -> None:
+        self.group, self.rank = group, rank
+        self.waiter = Waiter(timeout_s)
+        self.links: list[Link] = []
+        """Links of rank 0 to all members, in the order of their ranks; of a member the one to rank 0."""
+        self.formed: G | None = None
+        self.over = ""
+        """Reason that nothing goes on in the epoch."""
+
+    def form(self, form: Callable[[], G]) -> None:
+        """Form the group by ``form``, which blocks, for as long as all links hold."""
+        self.formed = self.waiter.call(
+            form,
+            f"the group of epoch {self.group.epoch} to be formed",
+            discard=lambda formed: formed.close(),
+            watching=self.links,
+        )
+
+    def call_off(self, reason: str) -> None:
+        """Make the thread that uses the epoch stop, and all others that are linked. From any thread."""
+        self.over = self.over or reason
+        self.waiter.stop(reason)
+        for link in self.links:
+            link.hang_up(reason)
+
+    def end(self, reason: str) -> None:
+        """Let go of everything, once nothing is being transferred; the first reason is told. May be repeated."""
+        self.over = self.over or reason
+        # The links go first: rank 0 has the reason before it sees the connections of the group break.
+        for link in self.links:
+            link.end(self.over)
+        if self.formed is not None:
+            self.formed.close()
+        self.links, self.formed = [], None
+        self.waiter.close()
 
 
 class Meeting:
@@ -120,8 +172,7 @@ def call(group: CollectiveGroup, rank: int, waiter: Waiter) -> tuple[Link, bytes
             )
         )
         frame = next_frame(link, waiter, f"all members of epoch {group.epoch}")
-        if frame.kind is not FrameKind.BEGIN or frame.number != group.epoch:
-            raise ValueError(f"expected the beginning of epoch {group.epoch}, not {frame.kind.name} {frame.number}")
+        check(frame, Frame(kind=FrameKind.BEGIN, number=group.epoch, text=frame.text))
     except BaseException as error:
         link.end(str(error))
         raise

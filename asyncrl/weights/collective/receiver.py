@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,21 +21,12 @@ from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.weights import BucketLayout, Collective
 from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.collective import gloo
-from asyncrl.weights.collective.framing import Frame, FrameKind, check_heading, check_opening
+from asyncrl.weights.collective.framing import Frame, FrameKind, check, heading, opening
 from asyncrl.weights.collective.links import Link
-from asyncrl.weights.collective.meeting import call, next_frame
+from asyncrl.weights.collective.meeting import Epoch, G, call, next_frame
 from asyncrl.weights.collective.waiting import Stopped, Waiter
 from asyncrl.weights.segments import verify_bytes
 
-
-class MemberGroup(Protocol):
-    """A member's end of a group that was formed."""
-
-    def close(self) -> None:
-        """Leave, also in the middle of a transfer. May be repeated."""
-
-
-G = TypeVar("G", bound=MemberGroup)
 T = TypeVar("T")
 
 
@@ -63,25 +54,6 @@ class Arrival(Generic[G]):
     watching: Sequence[Link]
 
 
-@dataclass(slots=True)
-class _ReceiverEpoch(Generic[G]):
-    key: tuple[object, ...]
-    waiter: Waiter
-    link: Link | None = None
-    formed: G | None = None
-    over: str = ""
-
-    def end(self, reason: str) -> None:
-        self.over = self.over or reason
-        # The link goes first: rank 0 has the reason before it sees the connections of the group break.
-        if self.link is not None:
-            self.link.end(reason)
-        if self.formed is not None:
-            self.formed.close()
-        self.link = self.formed = None
-        self.waiter.close()
-
-
 class Member(Generic[G]):
     """A worker among those who receive. One thread takes part; ``close`` may come from another."""
 
@@ -90,7 +62,7 @@ class Member(Generic[G]):
         self._join = join
         self._lock = threading.Lock()
         self._busy = threading.Lock()
-        self._epoch: _ReceiverEpoch[G] | None = None
+        self._epoch: Epoch[G] | None = None
         self._closed = False
 
     def take_part(self, weights: BroadcastPart, worker: int, take: Callable[[Arrival[G]], T]) -> list[T]:
@@ -102,7 +74,7 @@ class Member(Generic[G]):
             epoch = self._enter(weights, worker)
             try:
                 if epoch.formed is None:
-                    self._form(epoch, weights, worker)
+                    self._form(epoch, weights.collective)
                 return self._receive(epoch, weights, take)
             except WeightsCorrupt as error:
                 epoch.end(str(error))
@@ -114,44 +86,36 @@ class Member(Generic[G]):
                 epoch.end(f"it failed: {error!r}")
                 raise
 
-    def _enter(self, weights: BroadcastPart, worker: int) -> _ReceiverEpoch[G]:
-        group = weights.collective.group
-        key = (group, weights.collective.first_rank, worker)
+    def _enter(self, weights: BroadcastPart, worker: int) -> Epoch[G]:
+        group, rank = weights.collective.group, weights.collective.first_rank + worker
         with self._lock:
             if self._closed:
                 raise BroadcastFailed(weights.version, "this worker has ended")
             epoch = self._epoch
-            if epoch is not None and epoch.key == key and epoch.over:
-                raise BroadcastFailed(weights.version, f"epoch {group.epoch} is over: {epoch.over}")
-            if epoch is None or epoch.key != key:
+            if epoch is None or (epoch.group, epoch.rank) != (group, rank):
                 if epoch is not None:
                     epoch.end("it has left for another group")
-                epoch = self._epoch = _ReceiverEpoch(key, Waiter(weights.timeout_s))
+                epoch = self._epoch = Epoch(group, rank, weights.timeout_s)
+            elif epoch.over:
+                raise BroadcastFailed(weights.version, f"epoch {group.epoch} is over: {epoch.over}")
             epoch.waiter.timeout_s = weights.timeout_s
             return epoch
 
-    def _form(self, epoch: _ReceiverEpoch[G], weights: BroadcastPart, worker: int) -> None:
-        collective = weights.collective
-        rank = collective.first_rank + worker
-        epoch.link, invitation = call(collective.group, rank, epoch.waiter)
-        place = Place(invitation, collective, rank, epoch.link.local_address, weights.timeout_s)
-        epoch.formed = epoch.waiter.call(
-            lambda: self._join(place),
-            f"the group of epoch {collective.group.epoch} to be formed",
-            discard=lambda formed: formed.close(),
-            watching=[epoch.link],
-        )
+    def _form(self, epoch: Epoch[G], collective: Collective) -> None:
+        link, invitation = call(epoch.group, epoch.rank, epoch.waiter)
+        epoch.links = [link]
+        place = Place(invitation, collective, epoch.rank, link.local_address, epoch.waiter.timeout_s)
+        epoch.form(lambda: self._join(place))
 
-    def _receive(self, epoch: _ReceiverEpoch[G], weights: BroadcastPart, take: Callable[[Arrival[G]], T]) -> list[T]:
-        link, formed, waiter = epoch.link, epoch.formed, epoch.waiter
-        assert link is not None
+    def _receive(self, epoch: Epoch[G], weights: BroadcastPart, take: Callable[[Arrival[G]], T]) -> list[T]:
+        [link], formed, waiter = epoch.links, epoch.formed, epoch.waiter
         assert formed is not None
         version, layouts = weights.version, weights.collective.buckets
-        check_opening(next_frame(link, waiter, f"version {version} to begin"), version, layouts)
+        check(next_frame(link, waiter, f"version {version} to begin"), opening(version, layouts))
         taken = []
         for index, layout in enumerate(layouts):
             frame = next_frame(link, waiter, f"bucket {index} of version {version}")
-            check_heading(frame, version, index, layouts)
+            check(frame, heading(version, index, frame.checksum, layouts))
             taken.append(take(Arrival(formed, frame, layout, waiter, [link])))
         link.send(Frame(kind=FrameKind.DONE, number=version))
         return taken

@@ -13,65 +13,21 @@ from __future__ import annotations
 import mmap
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages.weights import Bucket, BucketLayout, CollectiveBackend, CollectiveGroup
-from asyncrl.weights.collective.framing import Frame, FrameKind, check_done, heading, opening
+from asyncrl.weights.collective.framing import Frame, FrameKind, check, check_bucket, heading, opening
+from asyncrl.weights.collective.gloo import Gloo, GlooGroup
 from asyncrl.weights.collective.links import ANY, Link
-from asyncrl.weights.collective.meeting import Meeting, next_frame
-from asyncrl.weights.collective.waiting import Stopped, Waiter
+from asyncrl.weights.collective.meeting import Epoch, Meeting, next_frame
+from asyncrl.weights.collective.nccl import Nccl, NcclGroup
+from asyncrl.weights.collective.waiting import Stopped
 
-
-class RootGroup(Protocol):
-    """Rank 0's end of a group that was formed. Only one thread uses it."""
-
-    def send(self, memory: torch.Tensor, layout: BucketLayout, waiter: Waiter, watching: Sequence[Link]) -> None:
-        """Broadcast a bucket; ``memory`` (uint8, CPU, all of it) may be read until ``flush``."""
-
-    def flush(self, waiter: Waiter, watching: Sequence[Link]) -> None:
-        """Wait until all that was sent has left."""
-
-    def close(self) -> None:
-        """Leave, also in the middle of a transfer. May be repeated."""
-
-
-class GroupMaker(Protocol):
-    """A maker of groups."""
-
-    def invite(self, size: int) -> tuple[bytes, Callable[[], RootGroup]]:
-        """Invitation of members to a new group of ``size``, and the call that forms it on this side, which blocks."""
-
-
-class _SenderEpoch:
-    """The members of an epoch, once they have been met."""
-
-    def __init__(self, group: CollectiveGroup, timeout_s: float) -> None:
-        self.group = group
-        self.waiter = Waiter(timeout_s)
-        self.links: list[Link] = []
-        self.formed: RootGroup | None = None
-        self.over = ""
-        """Reason that nothing goes on in the epoch."""
-
-    def call_off(self, reason: str) -> None:
-        """Make the sending thread and all members stop. From any thread."""
-        self.over = self.over or reason
-        self.waiter.stop(reason)
-        for link in self.links:
-            link.hang_up(reason)
-
-    def end(self) -> None:
-        """Let go of everything, once it is over. The sending thread, or any when nothing is being sent."""
-        for link in self.links:
-            link.end(self.over)
-        if self.formed is not None:
-            self.formed.close()
-        self.links, self.formed = [], None
-        self.waiter.close()
+RootGroup = GlooGroup | NcclGroup
+"""Rank 0's end of a group. The memory that its ``send`` is given (uint8, CPU) may be read until its ``flush``."""
 
 
 class Sender:
@@ -84,14 +40,14 @@ class Sender:
         """
         self.host = host
         self._timeout_s = timeout_s
-        self._backend = _backend(backend, host, timeout_s, ports)
+        self._backend = Gloo(host, timeout_s, ports) if backend == "gloo" else Nccl()
         self._meeting = Meeting(host, ports)
         self.port = self._meeting.port
         """Port that members call."""
         self.token = secrets.token_hex(16)
         """Secret that members show there; it reaches them by the parameter server."""
         self._lock = threading.Lock()
-        self._epoch: _SenderEpoch | None = None
+        self._epoch: Epoch[RootGroup] | None = None
         self._sending = False
         self._closed = False
 
@@ -125,18 +81,16 @@ class Sender:
         finally:
             self._leave(epoch, problem)
 
-    def _enter(self, group: CollectiveGroup, version: int) -> _SenderEpoch:
+    def _enter(self, group: CollectiveGroup, version: int) -> Epoch[RootGroup]:
         with self._lock:
             assert not self._sending, "one thread sends"
             epoch = self._epoch
             if self._closed:
                 raise BroadcastFailed(version, "the sender is closed")
             if epoch is None or epoch.group.epoch < group.epoch:
-                # An epoch that is over was ended by the thread that found it so.
-                if epoch is not None and not epoch.over:
-                    epoch.over = f"epoch {epoch.group.epoch} is over, the next is {group.epoch}"
-                    epoch.end()
-                epoch = self._epoch = _SenderEpoch(group, self._timeout_s)
+                if epoch is not None:
+                    epoch.end(f"epoch {epoch.group.epoch} is over, the next is {group.epoch}")
+                epoch = self._epoch = Epoch(group, 0, self._timeout_s)
             elif epoch.group != group:
                 raise BroadcastFailed(version, f"{group} cannot follow {epoch.group}")
             elif epoch.over:
@@ -144,30 +98,28 @@ class Sender:
             self._sending = True
             return epoch
 
-    def _leave(self, epoch: _SenderEpoch, problem: str) -> None:
+    def _leave(self, epoch: Epoch[RootGroup], problem: str) -> None:
         with self._lock:
             self._sending = False
-            epoch.over = epoch.over or problem
-            if epoch.over:
-                epoch.end()
+            if epoch.over or problem:
+                epoch.end(problem)
             # ``close`` came while this thread was sending, and left the meeting to it.
             if self._closed:
                 self._meeting.close()
 
-    def _form(self, epoch: _SenderEpoch) -> None:
+    def _form(self, epoch: Epoch[RootGroup]) -> None:
         epoch.links = self._meeting.gather(epoch.group, epoch.waiter)
         invitation, form = self._backend.invite(epoch.group.world_size)
         # The members form the group together with this side: they are told before it blocks.
         _tell(epoch.links, Frame(kind=FrameKind.BEGIN, number=epoch.group.epoch, text=invitation))
-        epoch.formed = epoch.waiter.call(
-            form,
-            f"the group of epoch {epoch.group.epoch} to be formed",
-            discard=lambda formed: formed.close(),
-            watching=epoch.links,
-        )
+        epoch.form(form)
 
     def _broadcast(
-        self, epoch: _SenderEpoch, version: int, layouts: Sequence[BucketLayout], buckets: Iterator[tuple[Bucket, int]]
+        self,
+        epoch: Epoch[RootGroup],
+        version: int,
+        layouts: Sequence[BucketLayout],
+        buckets: Iterator[tuple[Bucket, int]],
     ) -> None:
         waiter, links, formed = epoch.waiter, epoch.links, epoch.formed
         assert formed is not None
@@ -177,14 +129,16 @@ class Sender:
         for bucket, descriptor in buckets:
             # Before the bytes of another bucket are spent on those who are left.
             waiter.check(links)
-            _tell(links, heading(version, count, bucket, layouts))
+            check_bucket(bucket, count, layouts)
+            _tell(links, heading(version, count, bucket.checksum, layouts))
             formed.send(_mapped(descriptor, bucket.size), layouts[count], waiter, links)
             count += 1
         if count < len(layouts):
             raise ValueError(f"{count} buckets instead of the {len(layouts)} that were announced")
         formed.flush(waiter, links)
         for link in links:
-            check_done(next_frame(link, waiter, f"{link.name} to verify version {version}"), version)
+            verified = next_frame(link, waiter, f"{link.name} to verify version {version}")
+            check(verified, Frame(kind=FrameKind.DONE, number=version))
 
     def abort(self, reason: str = "the learner called it off") -> None:
         """End the broadcast under way, and its epoch with it. From any thread; the next epoch may be sent to."""
@@ -194,7 +148,7 @@ class Sender:
                 return
             epoch.call_off(reason)
             if not self._sending:
-                epoch.end()
+                epoch.end(reason)
 
     def close(self) -> None:
         """Send no more: a broadcast under way fails. From any thread; may be repeated."""
@@ -203,16 +157,6 @@ class Sender:
             self._closed = True
             if not self._sending:
                 self._meeting.close()
-
-
-def _backend(backend: CollectiveBackend, host: str, timeout_s: float, ports: str) -> GroupMaker:
-    if backend == "gloo":
-        from asyncrl.weights.collective.gloo import Gloo
-
-        return Gloo(host, timeout_s, ports)
-    from asyncrl.weights.collective.nccl import Nccl
-
-    return Nccl()
 
 
 def _tell(links: Sequence[Link], frame: Frame) -> None:

@@ -27,7 +27,6 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.fsdp.gang.hang_watch import HangWatch, in_words
-from asyncrl.weights.collective.links import ANY, listen
 
 NCCL_AFTER_S = 60.0
 """Time past a limit after which NCCL's own watchdog ends a process that ours has not."""
@@ -36,24 +35,6 @@ LEAVE_WAIT_S = 5.0
 _LOG = logging.getLogger(__name__)
 IDLE_WAIT_S = 300.0
 """One wait of a rank for the next word."""
-
-
-def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
-    """Rank 0: a store on a free one of ``ports`` of ``host``, bound to that address alone.
-
-    Its ``port`` is the real one. Raises OSError where none is free.
-    """
-    with listen(host, ports) as listener:
-        port = listener.getsockname()[1]
-        # The store takes the descriptor over, so the port was never free for anybody else.
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
 
 class Ranks:
@@ -71,7 +52,7 @@ class Ranks:
         replicas: int = 1,
         store: TCPStore | None = None,
     ) -> None:
-        """``store`` is rank 0's from open_store; ``replicas`` divides ``world_size``.
+        """``store`` is rank 0's, as of weights.collective.gloo.open_store; ``replicas`` divides ``world_size``.
 
         Raises DeadlineExceeded when a rank does not come in time.
         """

@@ -71,7 +71,8 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
 
     from asyncrl.errors import DeadlineExceeded
     from asyncrl.learner.fsdp.gang import hang_watch
-    from asyncrl.learner.fsdp.gang.ranks import Ranks, open_store
+    from asyncrl.learner.fsdp.gang.ranks import Ranks
+    from asyncrl.weights.collective.gloo import open_store
 
     hang_watch.BEAT_S, hang_watch.AFTER_S, hang_watch.SILENT_S = 0.2, 0.5, 1.0
     begin = dist.init_process_group

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from typing import Any
@@ -13,28 +12,12 @@ from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.learner.fsdp.gang import ranks as rendezvous
-
-
-def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
-    first, second = (rendezvous.open_store("127.0.0.1", 5.0) for _ in range(2))
-    assert first.port != second.port
-    # Bound to loopback alone: another local address refuses.
-    with socket.socket() as other, pytest.raises(ConnectionRefusedError):
-        other.connect(("127.0.0.2", first.port))
-
-
-def test_the_store_keeps_to_the_ports_that_it_may_bind() -> None:
-    with rendezvous.listen("127.0.0.1") as taken:
-        port = taken.getsockname()[1]
-        ports = f"{port}-{port + 20}"
-        stores = [rendezvous.open_store("127.0.0.1", 5.0, ports) for _ in range(2)]
-        assert port < stores[1].port < stores[0].port <= port + 20
-        with pytest.raises(OSError, match=f"no port of {port}-{port} at 127.0.0.1 is free; widen network.ports"):
-            rendezvous.open_store("127.0.0.1", 5.0, f"{port}-{port}")
+from asyncrl.weights.collective.gloo import open_store
+from asyncrl.weights.collective.links import listen
 
 
 def test_a_follower_that_comes_late_hears_every_word_and_the_store_keeps_none_that_was_heard() -> None:
-    store, words = rendezvous.open_store("127.0.0.1", 5.0), [b"first", b"second", b"third"]
+    store, words = open_store("127.0.0.1", 5.0), [b"first", b"second", b"third"]
     speaks, hears = (rendezvous.StoreLine("command", rank, 2, client=store, interrupter=store) for rank in range(2))
     before = store.num_keys()
     for word in words:
@@ -85,10 +68,10 @@ def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should(pools
 
 def _misses(rank: int, addresses: Any, dead: int) -> tuple[str, int, bool, bool]:
     """The words, the port, whether it may be tried again, and whether a group is left."""
-    store = rendezvous.open_store("127.0.0.1", TIMEOUT_S)
+    store = open_store("127.0.0.1", TIMEOUT_S)
     port = store.port
     if dead == 0:
-        with rendezvous.listen("127.0.0.1") as gone:
+        with listen("127.0.0.1") as gone:
             port, store = gone.getsockname()[1], None
     with pytest.raises(DeadlineExceeded) as failure:
         rendezvous.Ranks(1 - dead, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
