@@ -1,7 +1,8 @@
 """Sessions: calls of agents, over a real chat template and engine host."""
 
 import asyncio
-import time
+import itertools
+import threading
 
 import pytest
 from harness import replace
@@ -95,14 +96,17 @@ async def test_the_noise_of_calls_follows_from_what_they_ask_and_of_equal_ones_f
         assert await keys(world, ["b", "a"]) == first
         assert first["a"] != first["b"]
         session = world.open()
-        render, pauses = world.renderer.render, iter([0.1, 0.0])
+        render, go_on, rendering = world.renderer.render, threading.Event(), itertools.count()
 
         def slower_at_first(*asked):
-            time.sleep(next(pauses))
+            assert next(rendering) or go_on.wait(20)
             return render(*asked)
 
         world.renderer.render = slower_at_first
-        await asyncio.gather(*(world.chat(session.key, [user("hi")], call=name) for name in ("first", "second")))
+        asked = [asyncio.create_task(world.chat(session.key, [user("hi")], call=name)) for name in ("first", "second")]
+        await asked[1]
+        go_on.set()
+        await asked[0]
         assert [session.calls[name].key.rpartition("/")[2] for name in ("first", "second")] == ["1", "2"]
 
 
