@@ -141,11 +141,7 @@ class LiveRun:
     def engine_cores(self, actor: str) -> list[int]:
         """Processes of a rollouter's engine."""
         pid = self.pid(actor)
-        if pid is None:
-            return []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [child.pid for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in title(child)]
-        return []
+        return [] if pid is None else engine_cores(pid)
 
     # --- waiting ---
 
@@ -238,6 +234,13 @@ class LogTail:
                     with contextlib.suppress(ValueError):
                         found.append(json.loads(line))
         return [line for line in found if isinstance(line, dict)]
+
+
+def engine_cores(pid: int) -> list[int]:
+    """Processes of engines below a process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in title(child)]
+    return []
 
 
 def title(process: psutil.Process) -> str:

@@ -2,9 +2,9 @@
 
 import asyncio
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from unittest import mock
 
-from harness import replace
+from harness import replace, until
 from inprocess import CREDENTIALS, sim_config
 from test_messages import make_group
 
@@ -14,10 +14,10 @@ from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
 from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
-from asyncrl.rollouter.actor import Rollouter
+from asyncrl.rollouter import actor
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.calls.handlers import Caller, handler
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.wire.envelope import Kind, decode_header
 
 
 def group_of(ticket):
@@ -31,6 +31,7 @@ class Learner:
         self.uids, self.refusals = [], refusals
         self.open = asyncio.Event()
         self.came = asyncio.Event()
+        self.answered = False
         if open:
             self.open.set()
 
@@ -44,6 +45,7 @@ class Learner:
         self.uids.append(uid)
         self.came.set()
         await self.open.wait()
+        self.answered = True
         return Delivered(duplicate=duplicate)
 
     @handler
@@ -92,43 +94,73 @@ class Dataloader:
         return Done()
 
 
-class Life:
-    """One incarnation of a rollouter."""
+class Ears:
+    """A transport that is deaf to some actors, and does things in the callback that takes in a reply."""
 
-    def __init__(self, net, run_dir, *, incarnation=1, attempt=0, **rollout):
-        transport = net._network.transport() if net._network else ZmqTransport(CREDENTIALS, max_message_bytes=1 << 30)
-        self.net, self.incarnation = net, incarnation
-        self.rollouter = Rollouter(
-            ActorContext(
-                config=sim_config(rollout=rollout),
-                name="rollouter/0",
-                incarnation=incarnation,
-                run_dir=run_dir,
-                transport=transport,
-                credentials=CREDENTIALS,
-                controller=None,
-                attempt=attempt,
-            )
-        )
-        self.rollouter._endpoint.resolve = net._resolve
-        self.gates = {}
-        """Groups that are not finished before their event."""
-        self.rollouter._groups = SimpleNamespace(run=self._generate)
-        self.task = asyncio.create_task(self.rollouter.main())
+    def __init__(self, transport):
+        self._transport = transport
+        self.bind, self.admit, self.close = transport.bind, transport.admit, transport.close
+        self.deaf_to = set()
+        self.after_reply = {}
+        """For each actor the thing to do when its next reply has been taken in."""
 
-    async def _generate(self, ticket, _account):
+    def connect(self, address, routing_id, receive, lost, peer):
+        def hear(frames):
+            if peer in self.deaf_to:
+                return
+            receive(frames)
+            if peer in self.after_reply and decode_header(frames[0]).kind == Kind.REPLY:
+                self.after_reply.pop(peer)()
+
+        return self._transport.connect(address, routing_id, hear, lost, peer)
+
+
+class ScriptedGroups:
+    """In the place of a GroupRunner: groups are finished at once, or at the event that ``gates`` has for them."""
+
+    def __init__(self, generated, score):
+        self.gates, self.score, self._generated = {}, score, generated
+
+    async def run(self, ticket, _account):
         try:
             if ticket.uid in self.gates:
                 await self.gates[ticket.uid].wait()
         finally:
             for _ in range(ticket.samples):
-                self.rollouter._trajectory_generated(ticket)
+                self._generated(ticket)
         return group_of(ticket)
 
+
+class Life:
+    """One incarnation of a rollouter."""
+
+    def __init__(self, net, run_dir, *, incarnation=1, attempt=0, **rollout):
+        self.net, self.incarnation = net, incarnation
+        outward = net.endpoint("rollouter/0", incarnation)
+        self.ears = Ears(outward.transport)
+        with mock.patch.object(actor, "GroupRunner", self._script):
+            self.rollouter = actor.Rollouter(
+                ActorContext(
+                    config=sim_config(rollout=rollout),
+                    name="rollouter/0",
+                    incarnation=incarnation,
+                    run_dir=run_dir,
+                    transport=self.ears,
+                    credentials=CREDENTIALS,
+                    controller=None,
+                    attempt=attempt,
+                )
+            )
+        self.rollouter._endpoint.resolve = outward.resolve
+        self.gates = self.groups.gates
+        self.task = asyncio.create_task(self.rollouter.main())
+
+    def _script(self, _config, *, generated, score, **_others):
+        self.groups = ScriptedGroups(generated, score)
+        return self.groups
+
     async def ready(self):
-        while not self.rollouter.ready:
-            assert not self.task.done() or self.task.result()
-            await asyncio.sleep(0.005)
+        await self.until(lambda: self.rollouter.ready)
         return self
 
     def open_tickets(self, learner, dataloader=1) -> TicketsHeld:
@@ -138,26 +170,24 @@ class Life:
 
     def within_the_next_reply(self, name, act):
         """Run ``act`` in the very callback that takes in the next reply of a peer, before anybody has it."""
-        peer = self.rollouter.peer(name)
-        take, results = peer._on_reply, []
-
-        def took(header, frames):
-            take(header, frames)
-            peer._on_reply = take
-            results.append(act())
-
-        peer._on_reply = took
+        results = []
+        self.ears.after_reply[name] = lambda: results.append(act())
         return results
 
     async def until(self, condition):
-        async with asyncio.timeout(20):
-            while not condition():
-                assert not self.task.done(), self.task
-                await asyncio.sleep(0.005)
+        """Wait for a condition of a rollouter that lives."""
+
+        def met():
+            found = condition()
+            assert found or not self.task.done(), self.task
+            return found
+
+        await until(met)
 
     @property
     def held(self):
-        return set(self.rollouter._held)
+        """The grant of each ticket that it holds, as peers are told that are no newer than those it believes."""
+        return {ticket.uid: ticket.grant for ticket in self.open_tickets(learner=0, dataloader=0).tickets}
 
     async def die(self):
         """As far as a task can: nothing more is said to anybody."""

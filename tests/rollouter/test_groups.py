@@ -188,26 +188,32 @@ async def scoring(folder, count, patience_s=30.0):
     async with asyncio.timeout(30), Net(memory=True) as net:
         for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner())):
             net.serve(served, name, 1)
-        bound = net.serve(pool, "reward/0", 1)._bound
+        net.serve(pool, "reward/0", 1)
         async with living(net, folder) as life:
             rollouter = life.rollouter
             network = rollouter.config.network.model_copy(update={"call_timeout_s": patience_s})
             reward = rollouter.config.reward.model_copy(update={"timeout_s": 3600.0})
             rollouter.config = rollouter.config.model_copy(update={"network": network, "reward": reward})
             request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
-            call = asyncio.create_task(rollouter._call_reward(request, set()))
+            call = asyncio.create_task(life.groups.score(request, set()))
             await pool.came.wait()
-            yield rollouter, pool, bound, call
+            yield life, call
             pool.answers.set()
 
 
 async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call_and_not_when_it_is_silent(tmp_path):
     """However long its queue: that of a large run may honestly take hours. A group reward is one call for all."""
-    async with scoring(tmp_path, SAMPLES, patience_s=0.3) as (rollouter, _, bound, call):
+    async with scoring(tmp_path, SAMPLES, patience_s=0.3) as (life, call):
+        rollouter = life.rollouter
         assert rollouter.figures()["rollout/scoring"] == SAMPLES
-        await asyncio.sleep(1.0)
+
+        def waited_s():
+            return max(on.seconds for on in rollouter.heartbeat(1, 0.0).awaits if on.what == "Score")
+
+        # Longer than one that is silent is waited for.
+        await life.until(lambda: waited_s() > 1.0)
         assert not call.done()
-        bound.deliver = lambda client, frames: None
+        life.ears.deaf_to.add("reward/0")
         with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
             await call
         assert rollouter.figures()["rollout/scoring"] == 0

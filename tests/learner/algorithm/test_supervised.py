@@ -20,6 +20,7 @@ from learner.learner_cases import (
 )
 from learner.rank_pool import run_alone
 from segment_reading import weights_of
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.config.sft import SftConfig
 from asyncrl.errors import NonFiniteStep
@@ -153,8 +154,10 @@ def _warm_then_train(backend, config, save_at: int, target: Path) -> dict[str, A
         metrics = backend.train(steps.warm_step(backend.warm_steps + 1))
         losses.append(metrics["loss/sft"])
         lrs.append(metrics["learner/lr"])
-    fresh = not backend._optimizer.state
+    fresh: list[bool] = []
+    watch = register_optimizer_step_pre_hook(lambda optimizer, *_: fresh.append(not optimizer.state))
     losses += [backend.train(_mixed(config, step, packed=backend.packed))["loss/sft"] for step in (1, 2, 3)]
+    watch.remove()
     return {"losses": losses, "lrs": lrs, "fresh": fresh, "weights": _weights(backend), "steps": backend.steps}
 
 
@@ -170,7 +173,7 @@ def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(fold
     warm, mixed = found["losses"][:14], found["losses"][14:]
     assert max(warm[-3:]) < 0.5 * warm[0]
     assert max(mixed) < 0.5 * warm[0]
-    assert found["fresh"] and found["steps"] == 3
+    assert found["fresh"] == [True, False, False] and found["steps"] == 3
     assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 15) for step in range(1, 15)]
     resumed = run_alone(config, _load_then_train, target)
     assert resumed["before"] == (10, 0)

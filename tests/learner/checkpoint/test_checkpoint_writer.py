@@ -14,11 +14,19 @@ import msgspec
 import numpy as np
 import pytest
 from disks import fill, small_disk
-from learner.learner_cases import make_config, make_state, random_groups
+from harness import until
+from learner.learner_cases import make_config, make_state, plan_of, random_groups
 from virtual import LoopClock
 
 from asyncrl.checkpoint import contents as contents_module
-from asyncrl.checkpoint.contents import GROUPS, STATE, read_contents, read_state, write_contents
+from asyncrl.checkpoint.contents import (
+    GROUPS,
+    STATE,
+    read_contents,
+    read_state,
+    read_trainer_contents,
+    write_contents,
+)
 from asyncrl.checkpoint.damage import reading
 from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
@@ -173,7 +181,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
         assert checkpoints.newest == Kept(version=4, step=8, path=folder / "v00000004")
 
     world = _World(folder, thread)
-    world.backend._steps = 8
+    for step in range(8):
+        world.backend.train(plan_of(world.backend, CONFIG, step))
     world.play(first)
     assert [(w.version, w.step, w.path.name) for w in world.written] == [(3, 6, "v00000003"), (4, 8, "v00000004")]
     assert all(0 <= w.staged_s <= w.seconds for w in world.written)
@@ -184,7 +193,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
     assert contents.state == make_state(4, buffered=3, filtered=1, **fields) == read_state(folder / "v00000004")
     assert not Ledger.restore(contents.state.ledger).is_open(0, 5)
     assert same_groups(contents.buffered, groups[:3]) and same_groups(contents.filtered, groups[3:])
-    assert second.backend._steps == 8
+    second.backend.save(folder / "again").result()
+    assert read_trainer_contents(folder / "again").steps == 8
     with pytest.raises(BaseExceptionGroup) as caught:
         world.play(lambda checkpoints: checkpoints.restore())
     assert isinstance(caught.value.exceptions[0], CheckpointError)
@@ -257,8 +267,7 @@ def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(contents_module, "write_file", _full)
             await checkpoints.write(make_state(5), [], [])
-            while len(await asyncio.to_thread(os.listdir, folder)) < 4:
-                await asyncio.sleep(0)
+            await until(lambda: len(os.listdir(folder)) >= 4, "the folder of another")
             # The ranks still write: nothing is removed before they have ended.
             assert world.failed[1:] == [] and held.savings[-1][0].parent.exists()
             held.finish()
@@ -306,8 +315,7 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
         assert not checkpoints.busy and not checkpoints.owed
         assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000002", "v00000003", "writer.json"]
         ballast.unlink()
-        while not checkpoints.owed:
-            await asyncio.sleep(0.01)
+        await until(lambda: checkpoints.owed, "room")
         assert await checkpoints.write(make_state(5), [], [])
         assert checkpoints.failed is None and not checkpoints.owed
         held.finish()
@@ -328,19 +336,22 @@ def test_a_quota_that_is_used_up_is_no_disk_to_wait_for(folder, thread, monkeypa
     monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
     held = _Held(create(CONFIG, 0))
 
-    async def script(checkpoints: Checkpoints) -> None:
+    async def script(checkpoints: Checkpoints) -> Checkpoints:
         await checkpoints.restore()
-        await checkpoints.write(make_state(3), [], [])
-        held.finish(error=CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT))
-        await checkpoints.settle()
-        await asyncio.sleep(0.2)
-        assert not checkpoints.owed
-        assert await checkpoints.write(make_state(4), [], [])
-        held.finish()
+        for version in (3, 4, 5):
+            assert not checkpoints.owed
+            assert await checkpoints.write(make_state(version), [], [])
+            used_up = CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT)
+            held.finish(error=None if version == 4 else used_up)
+            await checkpoints.settle()
+        return checkpoints
 
     world = _World(folder, thread, backend=held)
-    world.play(script)
-    assert world.failed[0].reason.startswith(f"the disk quota is used up on {folder}: ")
+    # Its tasks have ended: one that looked for room would have found it.
+    assert not world.play(script).owed
+    assert [failed.version for failed in world.failed] == [3, 5]
+    for failed in world.failed:
+        assert failed.reason.startswith(f"the disk quota is used up on {folder}: ")
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000004", "writer.json"]
 
 

@@ -68,12 +68,12 @@ class World:
         self.sendings.withdraw()
 
     @property
-    def _sends(self) -> bool:
+    def sends(self) -> bool:
         return self.planned is not None or self.announced is not None
 
     def expect_another(self) -> bool:
         """Groups came: what was planned for the next step is planned anew."""
-        if self._sends:
+        if self.sends:
             return False
         self._withdraw()
         self.planned = self.sendings.begin()
@@ -150,7 +150,7 @@ def test_what_was_taken_is_trained_once_and_what_was_withdrawn_never(happens: li
     while any(do(world) for do in (World.send, World.receive, World.command, World.train)):
         pass
     assert world.step is None
-    assert not world._sends
+    assert not world.sends
     event(f"{len(world.trained)} trained, {len(world.withdrawn)} withdrawn")
     assert world.trained == world.taken
     assert not world.withdrawn.intersection(world.trained)

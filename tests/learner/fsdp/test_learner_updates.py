@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from learner.learner_cases import TEMPERATURE, exact_model, gradients_of, make_config, random_groups
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.loss.objective import Objective
@@ -148,9 +149,10 @@ def _poison_an_update(backend, config) -> tuple[Any, int, int]:
     victim.behaviour[0] = np.nan
     uids = [plan.updates[1].sequences[victim.sequences[0]].uid]
     taken: list[Any] = []
-    backend._optimizer.register_step_pre_hook(lambda *_: taken.append(None))
+    watch = register_optimizer_step_pre_hook(lambda *_: taken.append(None))
     with pytest.raises(NonFiniteStep) as caught:
         backend.train(plan)
+    watch.remove()
     error, first = caught.value, len(taken)
     facts = (error.what, error.uids == uids, error.trained == plan.updates[0].uids, bool(error.metrics), str(error))
     assert all(np.isfinite(value) for value in backend.train(_plan(config, 1, packed=backend.packed)).values())

@@ -24,6 +24,7 @@ from learner.learner_cases import (
 from learner.publishing.publications import open_descriptors
 from safetensors.torch import load_file
 from segment_reading import weights_of
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import rewards_of
@@ -107,16 +108,21 @@ def test_training_does_not_depend_on_how_the_batch_is_cut(ranks, extra, micro_ba
 
 def _overflow(backend, config) -> tuple[str, list[str], list[str]]:
     """A step whose loss is finite, and whose gradient is too large for float32."""
+    stepped: list[torch.optim.Optimizer] = []
+    watch = register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer))
     backend.train(plan_of(backend, config, 0))
     plan = plan_of(backend, config, 1)
-    before = [p.detach().clone() for p in backend._parameters]
+    parameters = [parameter for group in stepped[0].param_groups for parameter in group["params"]]
+    before = [p.detach().clone() for p in parameters]
     victim = only(plan).ranks[-1][-1]
     assert victim.sequences[0] >= 0
     victim.advantages[:] = 3e38 / len(victim.advantages)
     plan = dataclasses.replace(plan, updates=[dataclasses.replace(only(plan), denominator=4.0)])
     with pytest.raises(NonFiniteStep) as caught:
         backend.train(plan)
-    for old, new in zip(before, backend._parameters, strict=True):
+    watch.remove()
+    assert len(stepped) == 1
+    for old, new in zip(before, parameters, strict=True):
         assert torch.equal(old.to_local(), new.to_local()) and new.grad is None
     assert backend.steps == 1
     return caught.value.what, caught.value.uids, only(plan).uids

@@ -13,6 +13,7 @@ from learner.rank_pool import RANK_WAIT_S
 from segment_reading import weights_of
 
 from asyncrl.learner.exchange.sent_ahead import Sending
+from asyncrl.learner.fsdp.updates import Updates
 
 STEPS = 3
 
@@ -26,25 +27,25 @@ def _ahead_and_at_begin(backend: Any, config: Any, start: Path) -> tuple[list[st
     the next one is there."""
     plans = [plan_of(backend, config, step) for step in range(STEPS)]
     events: list[str] = []
-    step = backend._updates.step
+    step = Updates.step
 
     def send(number: int) -> None:
         backend.send(plans[number], Sending(number, number - 1))
         events.append(f"{number} is held")
 
-    def slow(*arguments: Any, **named: Any) -> Any:
+    def slow(updates: Updates, *arguments: Any, **named: Any) -> Any:
         number = backend.steps + 1
         events.append(f"step {number} begins")
         if number < STEPS:
             sending = threading.Thread(target=send, args=(number,))
             sending.start()
             sending.join(RANK_WAIT_S)
-        found = step(*arguments, **named)
+        found = step(updates, *arguments, **named)
         events.append(f"step {number} ends")
         return found
 
     backend.save(start).result(60)
-    with mock.patch.object(backend._updates, "step", slow):
+    with mock.patch.object(Updates, "step", slow):
         ahead = [backend.train(plan, number) for number, plan in enumerate(plans)], _bytes(backend)
     backend.load(start)
     return events, [ahead, ([backend.train(plan) for plan in plans], _bytes(backend))]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from inprocess import sim_config
 
@@ -56,9 +55,3 @@ def no_segment_left_open() -> Iterator[None]:
         # A collection takes long where much is loaded.
         gc.collect()
     assert open_segments() <= before
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)

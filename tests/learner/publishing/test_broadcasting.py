@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Net, replace
+from harness import Net, replace, until
 from inprocess import sim_config
-from learner.publishing.publications import WAIT_S, make_publication, no_segment_left_open, open_segments, until
+from learner.publishing.publications import WAIT_S, make_publication, no_segment_left_open, open_segments
 from probes import make_probe
 
 from asyncrl.config.load import validate_config

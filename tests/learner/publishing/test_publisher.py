@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from harness import Net
-from learner.publishing.publications import make_publication, no_segment_left_open, open_segments, until
+from harness import Net, until
+from learner.publishing.publications import make_publication, no_segment_left_open, open_segments
 from virtual import run_virtual
 
 from asyncrl.errors import ProtocolError, RemoteError
@@ -25,6 +25,8 @@ class Stub:
     """Holds what it is told; answers nothing while it is frozen."""
 
     def __init__(self) -> None:
+        self.reached: list[int] = []
+        """Versions that came, those included that are not answered."""
         self.told: list[int] = []
         self.kept: list[int] = []
         self.spoiled = -1
@@ -34,6 +36,7 @@ class Stub:
 
     @handler
     async def publish(self, request: Publish, caller: Caller) -> Done:
+        self.reached.append(request.manifest.version)
         await self.awake.wait()
         if self.told and request.manifest.version < self.told[-1]:
             raise ProtocolError("version_reused")
@@ -126,7 +129,7 @@ def test_a_newer_version_takes_the_place_of_those_that_a_frozen_parameter_server
         await scene.acknowledged(0)
         scene.stub.awake.clear()
         scene.publisher.offer(made[1])
-        await asyncio.sleep(0.05)
+        await until(lambda: 1 in scene.stub.reached)
         for publication in made[2:]:
             scene.publisher.offer(publication)
         # The one that is held, the one that may be being taken in at this moment, and the newest.

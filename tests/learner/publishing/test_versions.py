@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Net
+from harness import Net, until
 from inprocess import sim_config
-from learner.publishing.publications import BUCKETS, make_publication, no_segment_left_open, until
+from learner.publishing.publications import BUCKETS, make_publication, no_segment_left_open
 from virtual import run_virtual
 
 from asyncrl.learner.exchange.publication import OnSealed, Publication

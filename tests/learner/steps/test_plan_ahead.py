@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import until
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from inprocess import sim_config
@@ -220,9 +221,9 @@ class Planner:
         self.counters = Figures()
         self.config = config or configure()
         self.sent: list[int] = []
-        self.ahead = PlanAhead(lambda: self.expected, self._plan, self._send, self.counters)
+        self.ahead = PlanAhead(lambda: self.expected, self.plan, self._send, self.counters)
 
-    def _plan(self, basis: Basis) -> StepPlan:
+    def plan(self, basis: Basis) -> StepPlan:
         if "planning" in self.errors:
             raise self.errors["planning"]
         return build(basis, self.config)
@@ -236,9 +237,7 @@ class Planner:
         """A basis is expected, until its plan is sent under this number."""
         self.expected = basis
         self.ahead.look_again()
-        async with asyncio.timeout(WAIT_S):
-            while number not in self.sent:
-                await asyncio.sleep(0)
+        await until(lambda: number in self.sent, f"plan {number}", WAIT_S)
 
     async def take(self, basis: Basis) -> tuple[list[Any], int]:
         """The plan of a basis that is expected, once it was made early."""
@@ -292,10 +291,10 @@ def test_planning_ahead_takes_at_most_half_of_the_time_however_often_groups_beco
     times: list[tuple[float, float]] = []
 
     class Slow(Planner):
-        def _plan(self, basis: Basis) -> StepPlan:
+        def plan(self, basis: Basis) -> StepPlan:
             began = time.monotonic()
             time.sleep(0.02)
-            plan = super()._plan(basis)
+            plan = super().plan(basis)
             times.append((began, time.monotonic()))
             return plan
 
@@ -303,10 +302,7 @@ def test_planning_ahead_takes_at_most_half_of_the_time_however_often_groups_beco
 
     async def scene() -> None:
         for number, planner.expected in enumerate(itertools.islice(itertools.cycle((FIRST, SECOND)), 6), 1):
-            async with asyncio.timeout(WAIT_S):
-                while len(times) < number:
-                    planner.ahead.look_again()
-                    await asyncio.sleep(0.001)
+            await until(lambda: planner.ahead.look_again() or len(times) >= number, f"plan {number}", WAIT_S)  # noqa: B023
 
     play(planner, scene)
     # A busy machine makes pauses longer, never shorter.
@@ -335,7 +331,7 @@ class Held(TimedTrainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._sent, self._left = threading.Semaphore(0), config.learner.steps
+        self._sent, self.left = threading.Semaphore(0), config.learner.steps
         self.on_sent: Callable[[StepPlan], bool] = lambda plan: True
         """Whether the step in training may end now."""
 
@@ -349,8 +345,8 @@ class Held(TimedTrainer):
             self._sent.release()
 
     def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
-        self._left -= 1
-        assert not self._left or self._sent.acquire(timeout=WAIT_S)
+        self.left -= 1
+        assert not self.left or self._sent.acquire(timeout=WAIT_S)
         self.trained.append(ahead)
         assert not ahead or self.sent[ahead] == written(plan)
         return super().train(plan, ahead)
@@ -415,7 +411,7 @@ def test_what_was_sent_ahead_of_a_step_that_is_not_finite_is_void() -> None:
     def refuse_the_first(loop: Loop) -> None:
         train = loop.trainer.train
         # One training more than there are steps.
-        loop.trainer._left += 1  # type: ignore[attr-defined]
+        loop.trainer.left += 1  # type: ignore[attr-defined]
 
         def refuses(plan: StepPlan, ahead: int = 0) -> dict[str, float]:
             found = train(plan, ahead)

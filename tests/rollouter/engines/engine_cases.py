@@ -8,8 +8,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import harness
 import pytest
 import torch
 from published_weights import stage
@@ -24,6 +26,7 @@ from asyncrl.weights.collective.sender import Sender
 
 PROMPT = [(7 * i + 3) % 90 for i in range(40)]
 LONG_S = 60.0
+until = partial(harness.until, within_s=LONG_S)
 
 _numbers = itertools.count()
 
@@ -71,12 +74,6 @@ async def in_parts(engine: Engine, length: int, each: int, **fields: Any) -> tup
         if part.reason != "abort":
             return whole, submissions
     raise AssertionError("unreachable")
-
-
-async def until(condition: Callable[[], bool], within_s: float = LONG_S) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def worst(found: list[float], expected: list[float]) -> float:

@@ -51,8 +51,9 @@ def played(folder, model, on_update, *, updates):
             data={"max_prompt_tokens": 400},
         )
         async with world:
-            updating = asyncio.ensure_future(world.update_every(UPDATE_EVERY) if updates else asyncio.sleep(0))
-            trajectory = await world.player.play(world.ticket, world.account)
+            playing = asyncio.create_task(world.player.play(world.ticket, world.account))
+            updating = asyncio.create_task(world.update_every(UPDATE_EVERY)) if updates else playing
+            trajectory = await playing
             updating.cancel()
             await asyncio.wait({updating})
         publisher.close()

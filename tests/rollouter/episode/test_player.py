@@ -56,7 +56,8 @@ def test_time_that_is_over_is_an_outcome_and_what_does_not_close_is_ended(tmp_pa
                 await asyncio.sleep(0.05)
         except EpisodeOver as over:
             reasons.append(str(over))
-        await asyncio.sleep(0.0 if closes else WAIT_S)
+        if not closes:
+            await asyncio.Event().wait()
         return EpisodeDone(error="raised EpisodeOver")
 
     limits = {"timeout_s": 0.2, "close_timeout_s": 9.0 if closes else 0.1}

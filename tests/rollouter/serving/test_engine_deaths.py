@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from harness import until
 from hosting import Engine, Hosted, simulated
 from virtual import LoopClock, run_virtual
 
@@ -81,9 +82,12 @@ class World(Hosted):
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())
-        while self.host.version < 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: self.host.version >= 0, "the first weights")
         return self
+
+    async def sampled(self, tokens):
+        """Until engines have handed over so many tokens."""
+        await until(lambda: len(self.steps) >= tokens, f"{tokens} tokens")
 
     async def __aexit__(self, *_exc):
         self.living.cancel()
@@ -111,7 +115,7 @@ async def caught(work):
 async def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
     async with World(on_update=mode) as world:
         running = asyncio.create_task(world.response("0-1", 8))
-        await asyncio.sleep(3.5)
+        await world.sampled(3)
         world.version = 4
         await world.host.engine.close()
         trajectory = await running
@@ -124,9 +128,9 @@ async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
     """I3: of those nobody can say which version sampled them."""
     async with World(on_update="keep") as world:
         running = asyncio.create_task(world.response("0-1", 10))
-        await asyncio.sleep(3.5)
+        await world.sampled(3)
         await world.update(1)
-        await asyncio.sleep(3.0)
+        await world.sampled(6)
         await world.host.engine.close()
         assert versions(await running, "0-1", 10) == [0] * 3 + [1] * 7
         assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
@@ -136,9 +140,9 @@ async def test_its_states_tell_of_the_update_and_an_engine_that_dies_under_it_is
     async with World(on_update="keep") as world:
         world.entered.clear()
         running = asyncio.create_task(world.response("0-1", 8))
-        await asyncio.sleep(2.5)
+        await world.sampled(2)
         updating = asyncio.create_task(world.update(4))
-        await asyncio.sleep(0.05)
+        await until(lambda: world.entered[-1][1] == "loading", "a load")
         killed = LoopClock().now()
         await world.host.engine.close()
         await running
@@ -185,7 +189,7 @@ async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode
 async def test_what_dies_of_a_load_is_no_fault_of_what_is_frozen_in_it():
     async with World(on_update="keep", max_attempts=1) as world:
         running = asyncio.create_task(world.response("0-1", 8, alone=True))
-        await asyncio.sleep(2.5)
+        await world.sampled(2)
         world.unloadable = {1}
         await world.update(1)
         world.unloadable = set()
@@ -199,8 +203,9 @@ async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused(
     async with World(poison={"0-1": 0, "0-2": 0, "0-3": 0}, max_attempts=2) as world:
         results = await asyncio.gather(*[caught(world.response(f"0-{n}")) for n in (1, 2, 3)])
         assert all(isinstance(result, TrajectoryFailed) for result in results)
-        await asyncio.sleep(1.0)
-        assert world.excused == [False] * 2 + [True, False, False] * 2
+        deaths = [False] * 2 + [True, False, False] * 2
+        await until(lambda: len(world.excused) >= len(deaths), "the last engine's replacement")
+        assert world.excused == deaths
 
 
 async def test_an_engine_that_dies_of_an_abort_is_replaced():
@@ -209,8 +214,7 @@ async def test_an_engine_that_dies_of_an_abort_is_replaced():
     async with World(stop=[chr(0x100 + tokens[3])], dies_of_an_abort=True) as world:
         trajectory = await world.response("0-1", 8)
         assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == (tokens, "stop")
-        while not world.reasons:
-            await asyncio.sleep(0.01)
+        await until(lambda: world.reasons, "a death")
         assert "abort" in world.reasons[0]
 
 
@@ -220,7 +224,7 @@ async def test_the_requests_of_a_response_have_its_seed_or_none(own):
         async with asyncio.TaskGroup() as tasks:
             for sample in range(2):
                 tasks.create_task(world.response("0-1", 8, sample))
-            await asyncio.sleep(3.5)
+            await world.sampled(6)
             await world.host.engine.close()
         first, again, other, other_again = (seed for _, seed in sorted(world.seeds))
         assert (first, other) == (again, other_again)

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from harness import until
 from hosting import Hosted, simulated
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,12 +48,17 @@ def played(meanwhile, **rollout):
         async with asyncio.TaskGroup() as tasks:
             for sample in range(SIBLINGS):
                 tasks.create_task(world.response("0-1", TOKENS, sample, PROMPT))
-            await asyncio.sleep(10.5)
+            await sampled(world, 10)
             await meanwhile(world)
         await world.host.close()
         return world.host.reprefill.tokens, world.host.sampled_tokens
 
     return run_virtual(main())
+
+
+async def sampled(world, tokens):
+    """Until each sibling has so many."""
+    await until(lambda: world.host.sampled_tokens >= SIBLINGS * tokens, f"{tokens} tokens each")
 
 
 async def updated(world):
@@ -61,7 +67,7 @@ async def updated(world):
 
 async def updated_thrice(world):
     await world.load(1)
-    await asyncio.sleep(10.0)
+    await sampled(world, 20)
     # On its heels another: nothing is sampled in between.
     await world.load(2)
     await world.load(3)

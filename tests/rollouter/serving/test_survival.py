@@ -2,11 +2,15 @@
 
 import asyncio
 
+from harness import until
 from inprocess import System, sim_config
 from run_files import groups
 
 from asyncrl.errors import EngineDied
+from asyncrl.messages.learner import Holds
+from asyncrl.messages.rollouter import OpenTickets
 from asyncrl.rollouter.engines.sim import SimEngine
+from asyncrl.runtime.calls.handlers import Caller
 
 
 def trained_uids(system):
@@ -61,14 +65,33 @@ def test_i1_what_a_dead_rollouter_had_finished_returns_to_the_gate_and_is_genera
     async def main():
         system = System(config, tmp_path / "run")
         running = asyncio.create_task(system.run())
-        while (learner := system.actors.get("learner/0")) is None or not learner.ready or learner.step < 1:
-            await asyncio.sleep(0.002)
-        rollouter = system.actors["rollouter/0"]
-        # Nothing that it delivers from here on arrives.
-        rollouter.peer("learner/0")._transmit = lambda future: None
-        while len(finished := {uid for uid, left in rollouter._ungenerated.items() if left == 0}) < 2:
-            await asyncio.sleep(0.002)
-        assert not any(learner._has(uid) for uid in finished)
+        learner = None
+
+        def has_trained():
+            nonlocal learner
+            learner = system.actors.get("learner/0")
+            return learner is not None and learner.ready and learner.step >= 1
+
+        await until(has_trained, "the first step", 60)
+        rollouter, server = system.actors["rollouter/0"], system.network.servers[learner.address]
+        deliver, its_own = server.deliver, f"{rollouter.name}/{rollouter.context.incarnation}/".encode()
+
+        def deliver_others(client, frames):
+            if not client.routing_id.startswith(its_own):
+                deliver(client, frames)
+
+        # Nothing that it sends from here on arrives.
+        server.deliver = deliver_others
+        anybody = Caller("dataloader/0", 0, -1, asyncio.get_running_loop().time() + 60)
+
+        def finished_alone():
+            """What it has finished, and the learner has not, once it generates no more."""
+            held = [ticket.uid for ticket in rollouter.open_tickets(OpenTickets(learner=0), anybody).tickets]
+            has = learner.holds(Holds(uids=held), anybody).uids
+            return set() if rollouter.figures()["rollout/in_flight"] or has else set(held)
+
+        await until(lambda: len(finished_alone()) >= 2, "groups that nobody has", 60)
+        finished = finished_alone()
         await system.replace("rollouter/0")
         return system, await running, finished
 

@@ -279,7 +279,7 @@ async def test_a_cancelled_stream_leaves_nothing(serving):
     async def stop(request, chunk):
         if server.served.total() > 3:
             arrived.set()
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         return chunk
 
     server, offer = serving(stop)
@@ -337,7 +337,7 @@ async def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delt
         async def die(request, chunk):
             if first.served.total() > (1 if delta else 2):
                 reached.set()
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()
             return chunk
 
         old = held(3, [stepped(content, share=0.6) for content in BIG])

@@ -78,7 +78,7 @@ class StubEngine:
         if not index:
             self.off = self.offs.pop(0) if self.offs else 0.0
         if self.off == "hang":
-            await asyncio.sleep(10_000)
+            await asyncio.Event().wait()
         return scores_of(PROBE, self.off)[index]
 
     async def generate(self, request):
@@ -93,7 +93,7 @@ class StubEngine:
         if isinstance(problem, Exception):
             raise problem
         if problem == "hang":
-            await asyncio.sleep(10_000)
+            await asyncio.Event().wait()
 
 
 class Server:
@@ -123,8 +123,7 @@ class Server:
             if self.offers:
                 return Update(offer=self.offers.pop(0))
             self.done.set()
-            await asyncio.sleep(3600)
-            return Update()
+            await asyncio.Event().wait()
         if isinstance(request, RequestPause):
             self.paths.append(request.paths)
             return PauseGranted(granted=True)

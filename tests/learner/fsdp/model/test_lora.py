@@ -105,8 +105,11 @@ def _step_twice(backend, config, target: Path) -> dict[str, Any]:
     first = train(backend, config, 0)
     backend.export(target)
     gradients = gradients_of(backend)
-    assert isinstance(backend._scorers.reference, WithoutAdapters)
-    return {"metrics": [first, train(backend, config, 1)], "gradients": gradients}
+    score = WithoutAdapters.score
+    with mock.patch.object(WithoutAdapters, "score", autospec=True, side_effect=score) as scored:
+        second = train(backend, config, 1)
+    assert scored.called
+    return {"metrics": [first, second], "gradients": gradients}
 
 
 def _of_whole_model(backend, config) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -174,13 +177,14 @@ def _leave(backend, config, run: Path) -> dict[str, Any]:
         train(backend, config, step)
     backend.save(run / "trainer").result(60)
     backend.export(run / "export")
-    real, go_on = gather._write_bucket, threading.Event()
+    go_on = threading.Event()
 
-    def write(name: str, tensors: dict[str, torch.Tensor]) -> Any:
-        assert go_on.wait(60)
-        return real(name, tensors)
+    class Held(gather.Segment):
+        def __init__(self, name: str, size: int) -> None:
+            assert go_on.wait(60)
+            super().__init__(name, size)
 
-    with mock.patch.object(gather, "_write_bucket", write):
+    with mock.patch.object(gather, "Segment", Held):
         version = backend.publish(1)
         loss = train(backend, config, 2)["loss/policy"]
         assert not version.done()

@@ -35,12 +35,12 @@ from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import EngineLoad
-from asyncrl.rollouter.engines.vllm.adapter import LoadLogger, submission_seed
+from asyncrl.rollouter.engines.vllm.adapter import AsyncLLM, LoadLogger, submission_seed
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving import generation
 from asyncrl.rollouter.serving.drift import ROUNDING
 from asyncrl.weights.collective.sender import Sender
-from tools.live_run import lives, title
+from tools.live_run import engine_cores, lives, title
 
 pytestmark = LEAVES_CONTEXTS
 
@@ -197,18 +197,18 @@ async def test_i3_tokens_on_both_sides_of_each_update_are_those_of_their_own_wei
     assert any(len(generated.spans) > 2 for generated in found)
 
 
-def _without_the_salt(monkeypatch: pytest.MonkeyPatch, _engine: VllmEngine) -> None:
+def _without_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     request = generation.GenerationRequest
     monkeypatch.setattr(
         generation, "GenerationRequest", lambda **fields: request(**(fields | {"cache_salt": "of all versions"}))
     )
 
 
-def _without_the_drop(monkeypatch: pytest.MonkeyPatch, engine: VllmEngine) -> None:
-    async def nothing(**_: object) -> bool:
+def _without_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object, **__: object) -> bool:
         return True
 
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", nothing)
+    monkeypatch.setattr(AsyncLLM, "reset_prefix_cache", nothing)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ async def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
 ):
     """Prompts of several blocks come again under each version. Each of two guards is enough: the drop of the cache in a
     load, and the salt of the version."""
-    without(monkeypatch, served.engine)
+    without(monkeypatch)
     changing = Changing(served.engine, served.versions, models, on_update=on_update, keep_kv=keep_kv)
     changing.prompts = LONG_PROMPTS
     found = await changing.run(4, 4, 4, 4, 4, max_tokens=80)
@@ -275,7 +275,7 @@ async def test_i5_a_killed_core_is_noticed_everywhere(served, models):
         asyncio.ensure_future(collect(engine, ask(max_tokens=512, temperature=0.0), answer)) for answer in answers
     ]
     await until(lambda: all(answer.tokens for answer in answers))
-    [core] = engine._processes.pids
+    [core] = engine_cores(os.getpid())
     # A call that is under way when the core dies: it cannot answer any more.
     os.kill(core, signal.SIGSTOP)
     call = asyncio.ensure_future(engine.pause("wait"))

@@ -25,6 +25,7 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.staging import StagedVersion
+from tools.live_run import engine_cores
 
 pytestmark = [pytest.mark.slow, *LEAVES_CONTEXTS]
 
@@ -127,7 +128,8 @@ async def test_i5_a_core_that_hangs_counts_as_dead(served, monkeypatch):
     answer = Answer()
     stream = asyncio.ensure_future(collect(served.engine, ask(max_tokens=512, temperature=0.0), answer))
     await until(lambda: bool(answer.tokens))
-    os.kill(served.engine._processes.pids[0], signal.SIGSTOP)
+    [core] = engine_cores(os.getpid())
+    os.kill(core, signal.SIGSTOP)
     async with asyncio.timeout(90):
         with pytest.raises(EngineDied, match="sampled nothing"):
             await stream
