@@ -13,7 +13,9 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CallServer
+from asyncrl.telemetry.metrics import Figures
 from asyncrl.wire.keys import Credentials
+from asyncrl.wire.transport import Transport
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.memory_transport import MemoryNetwork
 
@@ -52,12 +54,16 @@ class Net:
 
     def endpoint(self, name: str, incarnation: int = 1, **changes: Any) -> Endpoint:
         credentials = self._credentials(name)
-        transport = self._network.transport() if self._network else ZmqTransport(credentials, max_message_bytes=1 << 30)
+        transport: Transport = (
+            self._network.transport() if self._network else ZmqTransport(credentials, max_message_bytes=1 << 30)
+        )
+        if (tap := changes.pop("tap", None)) is not None:
+            transport = tap.around(transport)
         endpoint = Endpoint(
             name=name,
             incarnation=incarnation,
             credentials=changes.pop("credentials", credentials),
-            transport=transport,
+            transport=changes.pop("transport", transport),
             call_timeout_s=changes.pop("call_timeout_s", 10.0),
             max_message_bytes=changes.pop("max_message_bytes", 1 << 30),
             resolve=self._resolve,
@@ -66,6 +72,10 @@ class Net:
         )
         self.endpoints.append(endpoint)
         return endpoint
+
+    def counters(self, name: str) -> Figures:
+        """Counters of the endpoint of this name that was made last."""
+        return next(endpoint.counters for endpoint in reversed(self.endpoints) if endpoint.name == name)
 
     def serve(
         self,
