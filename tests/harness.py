@@ -54,16 +54,14 @@ class Net:
 
     def endpoint(self, name: str, incarnation: int = 1, **changes: Any) -> Endpoint:
         credentials = self._credentials(name)
-        transport: Transport = (
-            self._network.transport() if self._network else ZmqTransport(credentials, max_message_bytes=1 << 30)
-        )
+        transport: Transport = changes.pop("transport", None) or self._transport(credentials)
         if (tap := changes.pop("tap", None)) is not None:
             transport = tap.around(transport)
         endpoint = Endpoint(
             name=name,
             incarnation=incarnation,
             credentials=changes.pop("credentials", credentials),
-            transport=changes.pop("transport", transport),
+            transport=transport,
             call_timeout_s=changes.pop("call_timeout_s", 10.0),
             max_message_bytes=changes.pop("max_message_bytes", 1 << 30),
             resolve=self._resolve,
@@ -72,6 +70,11 @@ class Net:
         )
         self.endpoints.append(endpoint)
         return endpoint
+
+    def _transport(self, credentials: Credentials) -> Transport:
+        if self._network is not None:
+            return self._network.transport()
+        return ZmqTransport(credentials, max_message_bytes=1 << 30)
 
     def counters(self, name: str) -> Figures:
         """Counters of the endpoint of this name that was made last."""
