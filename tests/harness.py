@@ -13,7 +13,9 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CallServer
+from asyncrl.telemetry.metrics import Figures
 from asyncrl.wire.keys import Credentials
+from asyncrl.wire.transport import Transport
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.memory_transport import MemoryNetwork
 
@@ -52,7 +54,9 @@ class Net:
 
     def endpoint(self, name: str, incarnation: int = 1, **changes: Any) -> Endpoint:
         credentials = self._credentials(name)
-        transport = self._network.transport() if self._network else ZmqTransport(credentials, max_message_bytes=1 << 30)
+        transport: Transport = changes.pop("transport", None) or self._transport(credentials)
+        if (tap := changes.pop("tap", None)) is not None:
+            transport = tap.around(transport)
         endpoint = Endpoint(
             name=name,
             incarnation=incarnation,
@@ -66,6 +70,15 @@ class Net:
         )
         self.endpoints.append(endpoint)
         return endpoint
+
+    def _transport(self, credentials: Credentials) -> Transport:
+        if self._network is not None:
+            return self._network.transport()
+        return ZmqTransport(credentials, max_message_bytes=1 << 30)
+
+    def counters(self, name: str) -> Figures:
+        """Counters of the endpoint of this name that was made last."""
+        return next(endpoint.counters for endpoint in reversed(self.endpoints) if endpoint.name == name)
 
     def serve(
         self,

@@ -57,7 +57,8 @@ class LiveRun:
         self._seen: dict[int, psutil.Process] = {}
         tree = {**tree, "run": {**tree.get("run", {}), "name": "live", "dir": str(folder / "runs")}}
         (folder / "config.toml").write_text(to_toml(tree))
-        self._process = self._launch()
+        self.launcher = self._launch()
+        """The process of asyncrl-launch."""
 
     def _launch(self, *further: str) -> subprocess.Popen[bytes]:
         launch = [sys.executable, "-m", "asyncrl.cli.launch", str(self.folder / "config.toml")]
@@ -74,13 +75,13 @@ class LiveRun:
 
     def resume(self) -> None:
         """Start it again, once it has ended."""
-        assert self._process.poll() is not None
-        self._process = self._launch("--resume", "auto")
+        assert self.launcher.poll() is not None
+        self.launcher = self._launch("--resume", "auto")
 
     @property
     def exit_code(self) -> int | None:
         """Exit code of its launcher; None while that lives."""
-        return self._process.poll()
+        return self.launcher.poll()
 
     @property
     def output(self) -> str:
@@ -123,7 +124,7 @@ class LiveRun:
         if self._processes is not None:
             return self._processes()
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._process.pid).children(recursive=True):
+            for process in psutil.Process(self.launcher.pid).children(recursive=True):
                 self._seen.setdefault(process.pid, process)
         return [process for process in self._seen.values() if lives(process)]
 
@@ -149,7 +150,7 @@ class LiveRun:
         """Wait until ``condition`` gives something true, and return that. Raises RunEnded or TimeoutError."""
         deadline = time.monotonic() + timeout
         while not (found := condition()):
-            if self._process.poll() is not None:
+            if self.launcher.poll() is not None:
                 raise RunEnded(f"while waiting for {what}: " + self.output[-2000:])
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: not within {timeout:g} s; served {self.served()}, step {self.step}")
@@ -158,12 +159,12 @@ class LiveRun:
 
     def wait(self, timeout: float) -> int:
         """Its exit code, once it has ended by itself."""
-        return self._process.wait(timeout)
+        return self.launcher.wait(timeout)
 
     def stop(self) -> int:
         """Ctrl-C; returns the exit code."""
-        self._process.send_signal(signal.SIGINT)
-        return self._process.wait(END_S)
+        self.launcher.send_signal(signal.SIGINT)
+        return self.launcher.wait(END_S)
 
     def left(self) -> list[str]:
         """Titles of the processes that still live of all that it started."""
@@ -171,20 +172,20 @@ class LiveRun:
 
     def close(self) -> None:
         """End all that is left of it."""
-        if self._process.poll() is None:
+        if self.launcher.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.stop()
-        if self._process.poll() is None:
+        if self.launcher.poll() is None:
             # Its guard ends the rest.
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            os.killpg(self.launcher.pid, signal.SIGKILL)
+            self.launcher.wait()
 
     def kill_everything(self) -> None:
         """SIGKILL to all of its processes at one moment; returns when none is left."""
         known: set[int] = set()
         while True:
             found = self.processes()
-            if not found and self._process.poll() is not None:
+            if not found and self.launcher.poll() is not None:
                 raise RunEnded(f"before it could be killed: {self.output[-2000:]}")
             for process in found:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -193,7 +194,7 @@ class LiveRun:
             if found and {process.pid for process in found} <= known:
                 break
             known |= {process.pid for process in found}
-        self._process.wait(END_S)
+        self.launcher.wait(END_S)
         deadline = time.monotonic() + END_S
         while left := self.left():
             if time.monotonic() > deadline:

@@ -75,7 +75,7 @@ def test_a_tiny_run_of_calls(monkeypatch):
 
 
 def test_the_ratio_of_two_runs_steps():
-    ratio, low, high = episode_runs._ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
+    ratio, low, high = episode_runs.ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
     assert ratio == pytest.approx(4.0)
     assert 3.0 < low < ratio < high < 5.0
 

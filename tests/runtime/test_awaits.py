@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from harness import Net
+from harness import Net, until
 
 from asyncrl.messages import Done, Request
 from asyncrl.messages.monitor import AwaitRecord
@@ -104,7 +104,7 @@ class Park(Request, frozen=True, kw_only=True):
 class Deaf:
     @handler
     async def ask(self, request: Ask, caller: Caller) -> Done:
-        await asyncio.sleep(caller.remaining_s)
+        await asyncio.wait_for(asyncio.Event().wait(), caller.remaining_s)
         return Done()
 
     @handler
@@ -117,10 +117,9 @@ async def test_calls_in_flight_are_waits_too_and_say_which_of_them_are_idleness(
         net.serve(Deaf(), "server/0")
         peer = net.client("server/0")
         calls = [peer.call(request()) for request in (Ask, Ask, Park)]
-        await asyncio.sleep(0.05)
+        await until(lambda: all(wait.seconds > 0 for wait in peer.oldest_calls()))
         found = {(wait.whom, wait.what, wait.idle) for wait in peer.oldest_calls()}
         assert found == {("server/0", "Ask", False), ("server/0", "Park", True)}
-        assert all(wait.seconds > 0 for wait in peer.oldest_calls())
         for call in calls:
             call.cancel()
         assert peer.oldest_calls() == []

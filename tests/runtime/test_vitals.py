@@ -1,9 +1,11 @@
 """Vitals of an actor's process: lag and load of its event loop, its processors and memory, its GPUs."""
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -92,6 +94,23 @@ def test_who_belongs_to_a_process_is_looked_up_now_and_then_only(monkeypatch):
     assert times.read() == (0.0, 10)
 
 
+def at(reference, kind):
+    """A value that a caller has passed by reference, as C finds it."""
+    return ctypes.cast(reference, ctypes.POINTER(kind)).contents
+
+
+class Used(ctypes.Structure):
+    """nvmlUtilization_t."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
 class Nvml:
     """A driver with two GPUs, of which the second is a part of one."""
 
@@ -99,19 +118,20 @@ class Nvml:
         return 0
 
     def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
-        handle._obj.value = index.value + 1
+        at(handle, ctypes.c_void_p).value = index.value + 1
         return 0 if index.value < 2 else 6
 
     def nvmlDeviceGetHandleByUUID(self, word, handle):
-        handle._obj.value = 2
+        at(handle, ctypes.c_void_p).value = 2
         return 0 if word == b"MIG-1" else 6
 
     def nvmlDeviceGetMemoryInfo(self, handle, memory):
-        memory._obj.total, memory._obj.used = 100, 10 * handle.value
+        found = at(memory, Memory)
+        found.total, found.used = 100, 10 * handle.value
         return 0
 
     def nvmlDeviceGetUtilizationRates(self, handle, used):
-        used._obj.gpu = 50
+        at(used, Used).gpu = 50
         return 0 if handle.value == 1 else 3
 
 
@@ -132,4 +152,10 @@ def test_the_gpus_that_it_may_use(monkeypatch, visible, seen):
 
 def test_a_host_without_a_driver_has_none(monkeypatch):
     monkeypatch.setattr(machine, "NVML", "libno-such-thing.so.1")
-    assert machine._open_nvml() is None
+    before = threading.enumerate()
+    watch = GpuWatch(0.01, {"CUDA_VISIBLE_DEVICES": "0"})
+    for thread in set(threading.enumerate()) - set(before):
+        # It goes on asking only where there is somebody to ask.
+        thread.join(20)
+        assert not thread.is_alive()
+    assert watch.newest == []

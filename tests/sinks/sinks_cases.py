@@ -1,14 +1,17 @@
 """Helpers that the tests of the sinks share."""
 
-import asyncio
+import functools
 import json
 import threading
 import time
+
+import harness
 
 from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 
 NET_S = 60.0
 """For what must come to pass."""
+until = functools.partial(harness.until, within_s=NET_S)
 
 
 def train(step, start=1, **figures):
@@ -55,12 +58,6 @@ def wait_for(what, timeout=NET_S):
         assert time.monotonic() < until, what
         time.sleep(0.02)
     return found
-
-
-async def until(what, timeout=NET_S):
-    async with asyncio.timeout(timeout):
-        while not what():
-            await asyncio.sleep(0.01)
 
 
 def address_of(run_dir):

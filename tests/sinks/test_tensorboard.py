@@ -1,6 +1,6 @@
 """Event files, as TensorBoard's own reader sees them."""
 
-from pathlib import Path
+import time
 
 import pytest
 from disks import room_for
@@ -33,15 +33,15 @@ def test_everything_that_is_written_is_read_back(sink, tmp_path):
     assert "staleness/limit" not in found
 
 
-def test_steps_that_are_done_again_count_once_also_by_a_resumed_run_in_another_file(sink, tmp_path):
+def test_steps_that_are_done_again_count_once_also_by_a_resumed_run_in_another_file(sink, tmp_path, monkeypatch):
     write(sink, *(train(step) for step in range(1, 7)), evaluation(6))
     write(sink, *(train(step, start=2, reward__mean=0.9) for step in (4, 5)))
     found = scalars(tmp_path)
     assert found["reward/mean"] == [(1, 0.01), (2, 0.02), (3, 0.03), (4, 0.9), (5, 0.9)]
     assert found["eval/gsm/mean"] == []
+    later = time.time() + 10.0
+    monkeypatch.setattr(time, "time", lambda: later)
     resumed = TensorBoardSink(tmp_path)
-    # As of another process, later.
-    resumed._path = Path(str(sink._path) + ".later")
     resumed.open()
     write(resumed, *(train(step, start=3) for step in (5, 6)))
     resumed.close()
@@ -51,11 +51,12 @@ def test_steps_that_are_done_again_count_once_also_by_a_resumed_run_in_another_f
 
 def test_a_disk_that_fills_up_costs_whole_events_only(sink, tmp_path):
     write(sink, train(1))
-    size = sink._path.stat().st_size
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    size = path.stat().st_size
     # The beginning of the next event finds room.
     with room_for(size + 20), pytest.raises(OSError, match="too large"):
         write(sink, train(2))
-    assert sink._path.stat().st_size == size
+    assert path.stat().st_size == size
     sink.close()
     sink.open()
     write(sink, train(3))

@@ -84,6 +84,7 @@ class Peer:
     process: Any
     pipe: Connection
     waiting: bool = False
+    ended: bool = False
 
     @classmethod
     def start(cls) -> Peer:
@@ -114,6 +115,7 @@ class Peer:
         self.process.join()
         self.pipe.close()
         self.process.close()
+        self.ended = True
 
     def stop(self) -> None:
         """Freeze it, and wait until it is."""

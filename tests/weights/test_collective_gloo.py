@@ -37,7 +37,7 @@ class Peers:
         self._peers: list[Peer] = []
 
     def take(self, count: int) -> list[Peer]:
-        self._peers = [peer for peer in self._peers if peer.process._closed is False]
+        self._peers = [peer for peer in self._peers if not peer.ended]
         while len(self._peers) < count:
             self._peers.append(Peer.start())
         return self._peers[:count]

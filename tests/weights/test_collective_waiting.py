@@ -23,10 +23,15 @@ def waiter() -> Iterator[Waiter]:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, Link]]:
+def connection() -> tuple[socket.socket, socket.socket]:
+    """Two sockets that are connected; their links close them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = socket.create_connection(server.getsockname())
-        near, far = Link(connection, "the learner"), Link(server.accept()[0], "rank 1")
+        return socket.create_connection(server.getsockname()), server.accept()[0]
+
+
+@pytest.fixture
+def ends(connection) -> Iterator[tuple[Link, Link]]:
+    near, far = Link(connection[0], "the learner"), Link(connection[1], "rank 1")
     yield near, far
     near.end("over")
     far.end("over")
@@ -79,9 +84,9 @@ def test_end_of_a_watched_link_is_noticed_behind_unread_frames(waiter: Waiter, e
         waiter.check([near])
 
 
-def test_end_without_a_word_is_noticed(waiter: Waiter, ends) -> None:
-    near, far = ends
-    later(far._socket.close)
+def test_end_without_a_word_is_noticed(waiter: Waiter, ends, connection) -> None:
+    near, _ = ends
+    later(connection[1].close)
     with pytest.raises(ConnectionError, match="the learner is gone"):
         waiter.until(never, "it", watching=[near])
     with pytest.raises(ConnectionError, match="the learner is gone"):

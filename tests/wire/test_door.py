@@ -82,7 +82,7 @@ async def test_a_flood_is_kept_outside_while_friends_are_served_and_new_ones_get
             assert await friend.call(Knock()) == Done(), "who stands inside is not touched"
             begun = sum(_is_connected(stranger) for stranger in flood)
             assert 10 <= begun < 300, "most are outside"
-            assert server._endpoint.counters["wire/strangers"] >= 1
+            assert net.counters("server/0")["wire/strangers"] >= 1
         finally:
             for stranger in flood:
                 stranger.close()

@@ -55,7 +55,7 @@ class Speaker(Actor):
     async def wait(self, request: Wait, caller: Caller) -> Done:
         self.waiting += 1
         try:
-            await asyncio.sleep(caller.remaining_s)
+            await asyncio.wait_for(asyncio.Event().wait(), caller.remaining_s)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -23,7 +23,7 @@ from asyncrl.runtime.calls import server as serving
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
-from asyncrl.wire.keys import create_credentials, load_credentials
+from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
 from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES
 
 FRAMES = 1500
@@ -65,7 +65,7 @@ class Everything:
         self.running += 1
         self.deadlines.append(caller.remaining_s)
         try:
-            await asyncio.sleep(caller.remaining_s + 60)
+            await asyncio.wait_for(asyncio.Event().wait(), caller.remaining_s + 60)
         finally:
             self.running -= 1
 
@@ -131,7 +131,7 @@ async def test_i6_strangers_are_refused_and_counted_while_friends_are_served(doo
         people = strangers(guise("client/0"), guise("friend/0"))
         problems = await asyncio.to_thread(knock, context, server.address, people, 20)
         assert problems == {}
-        counters = server._endpoint.counters
+        counters = net.counters("server/0")
         refused = [one for one in people if one.code not in (None, "hello_required")]
         assert counters["wire/refused"] == len(refused)
         await until(lambda: counters["wire/strangers"] >= len(people) - len(refused), "the silent to be counted")
@@ -176,7 +176,7 @@ async def test_i6_nothing_malformed_reaches_a_handler_or_harms_the_server_and_wi
     async with Net(credentials=credentials) as net:
         owner = Everything()
         server = net.serve(owner, "server/0")
-        counters = server._endpoint.counters
+        counters = net.counters("server/0")
         mutator, knocker = Mutator(own, seed=1), Knocker(context, server.address, own)
         for number in range(FRAMES // 2):
             knocker.send(mutator.message() if number % 2 else mutator.malformed())
@@ -210,7 +210,8 @@ async def test_i6_nothing_malformed_reaches_a_handler_or_harms_the_server_and_wi
         assert knocker.codes <= {"invalid", "unknown_type", "protocol", "run_id", "secret", "name"}
         assert [request.name for request in owner.taken] == ["last"]
         assert net.errors == [] and counters["wire/malformed"] > FRAMES / 3
-        assert len(server._sessions) <= 2 and not any(s.stored or s.running for s in server._sessions.values())
+        assert len(server._sessions) <= 2 and not server.being_served
+        assert not any(session.stored for session in server._sessions.values())
         assert await friend.call(Once()) == Done()
         knocker.close()
 
@@ -278,24 +279,23 @@ async def test_i6_calls_beyond_the_credit_and_storms_of_cancels_leave_nothing_be
             knocker.send([own.header(8, "", in_reply_to=id), b"\xc0"])
         await heard(knocker, 50)
         assert knocker.codes == {"over_credit", "cancelled"} and owner.running == 0
-        [session] = server._sessions.values()
-        assert session.running == {} and server._deadlines._ticks == {}
+        assert server.being_served == 0 and server._deadlines._ticks == {}
 
 
 async def test_i6_replies_are_not_stored_without_end_for_a_peer_that_never_confirms(alone, monkeypatch):
     monkeypatch.setattr(serving, "MAX_STORED", 20)
-    async with alone() as (server, _owner, knocker):
+    async with alone() as (_server, _owner, knocker):
         own = knocker.guise
-        for id in range(2, 102):
-            knocker.send(own.call("Once", {}, id))
-        answers = await heard(knocker, 100)
-        [session] = server._sessions.values()
-        assert len(session.stored) == 20
-        assert [body.get("code") for _, body in answers] == [None] * 20 + ["over_credit"] * 80
-        # Once it confirms, it goes on.
-        knocker.send(own.call("Once", {}, 200, answered_below=102))
-        [(header, _)] = await heard(knocker)
-        assert header[1] == 5 and len(session.stored) == 1
+
+        async def codes_of(ids, **fields):
+            for id in ids:
+                knocker.send(own.call("Once", {}, id, **fields))
+            return [body.get("code") for _, body in await heard(knocker, len(ids))]
+
+        assert await codes_of(range(2, 102)) == [None] * 20 + ["over_credit"] * 80
+        # Once it confirms, it goes on: of all its replies none is kept but the next.
+        assert await codes_of([200], answered_below=102) == [None]
+        assert await codes_of(range(201, 221)) == [None] * 19 + ["over_credit"]
 
 
 async def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(alone, context, monkeypatch):
@@ -334,6 +334,11 @@ async def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(a
             knocker.send(own.hello())
             await heard(knocker)
 
+        async def codes_after_a_call(knocker):
+            knocker.send(own.call("Slow", {}, 2))
+            await heard(knocker)
+            return knocker.codes
+
         for knocker in crowd[:6]:
             await knock(knocker)
         for knocker in crowd[:5]:
@@ -346,11 +351,9 @@ async def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(a
         monkeypatch.setattr(serving, "UNUSED_S", 0.0)
         await knock(crowd[7])
         await knock(crowd[8])
-        crowd[5].send(own.call("Slow", {}, 2))
-        await heard(crowd[5])
-        assert [crowd[at].codes for at in (5, 7, 8)] == [{"hello_required"}, set(), set()]
+        assert [crowd[at].codes for at in (5, 7, 8)] == [set()] * 3
+        assert [await codes_after_a_call(crowd[at]) for at in (5, 7, 8)] == [{"hello_required"}] * 2 + [{"deadline"}]
         assert [knocker.codes for knocker in crowd[:5]] == [set()] * 5 and owner.running == 5
-        assert sum(session.name == LAUNCHER for session in server._sessions.values()) == 6
         for knocker in crowd:
             knocker.close()
 
@@ -374,11 +377,8 @@ async def test_what_is_wrong_is_told_in_few_words(alone):
 async def test_i6_a_frame_over_the_limit_ends_the_connection_and_no_other(context):
     async with Net() as net:
         owner = Everything()
-        endpoint = net.endpoint("server/0")
-        endpoint.transport._max_message_bytes = 100_000
-        server = serving.CallServer(endpoint, owner, lambda *_: None, lambda *_: None)
-        address = server.bind("tcp://127.0.0.1:0")
-        net.servers.append(server)
+        small = zeromq.ZmqTransport(Credentials(RUN_ID, SECRET), max_message_bytes=100_000)
+        address = net.serve(owner, "server/0", transport=small).address
         own = Guise(name="client/0", incarnation=7, run_id=RUN_ID, secret=SECRET)
         other, knocker = Knocker(context, address, own), Knocker(context, address, own)
         gone = knocker.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -418,7 +418,7 @@ async def test_i6_whoever_never_gets_through_the_handshake_is_hung_up_on(tmp_pat
             await asyncio.sleep(0.02)
         for one in idle:
             one.close()
-        await until(lambda: server._endpoint.counters["wire/strangers"] >= len(idle), "all to be counted")
+        await until(lambda: net.counters("server/0")["wire/strangers"] >= len(idle), "all to be counted")
 
 
 @pytest.mark.parametrize(("size", "stays"), [(PIECE_BYTES, True), (PIECE_BYTES + 2 * CURVE_BYTES, False)])

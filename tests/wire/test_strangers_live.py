@@ -23,7 +23,7 @@ class Shown:
         """By place, the different contents that it had: a process that gives itself a title hides its environment."""
 
     def look(self):
-        for pid in [process.pid for process in self._run.processes()] + [self._run._process.pid]:
+        for pid in [process.pid for process in self._run.processes()] + [self._run.launcher.pid]:
             for what in ("environ", "cmdline"):
                 with contextlib.suppress(OSError):
                     place = Path(f"/proc/{pid}/{what}")
@@ -68,7 +68,7 @@ def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
             assert f"/proc/{pid}/environ" in where_found({"": "CANARY=in the environment"}, run, shown)
             assert f"/proc/{pid}/cmdline" in where_found({"": str(run.run_dir)}, run, shown)
 
-        open_ports = listening([process.pid for process in run.processes()] + [run._process.pid])
+        open_ports = listening([process.pid for process in run.processes()] + [run.launcher.pid])
         assert set(open_ports) == set(actors.values()), "nobody else listens"
         people, problems = {}, {}
 

@@ -182,7 +182,7 @@ def measure_async(report: Report, *, steps: int) -> None:
         mean = float(np.mean(times[name]))
         report.figures[name] = {"steps": len(times[name]), "step_s": {"mean": mean, "median": np.median(times[name])}}
         report.say(f"{name:13} {len(times[name])} steps, mean {mean:.2f} s, median {np.median(times[name]):.2f} s")
-    ratio, low, high = _ratio_of_means(times["synchronous"], times["asynchronous"])
+    ratio, low, high = ratio_of_means(times["synchronous"], times["asynchronous"])
     report.figures["synchronous_vs_asynchronous"] = {"ratio": ratio, "low": low, "high": high}
     target = Target(">=", ASYNC_TARGET)
     report.ratio("synchronous_vs_asynchronous", ratio, target)
@@ -205,7 +205,7 @@ def _step_times(chosen: dict[str, Any]) -> list[float]:
             run.close()
 
 
-def _ratio_of_means(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
+def ratio_of_means(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
     """Ratio of the means with its percentile bootstrap interval, over steps."""
     chance = np.random.default_rng(0)
     means = [

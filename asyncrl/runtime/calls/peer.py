@@ -215,6 +215,14 @@ class Peer:
         self._hellos = 0
         self._say_hello()
 
+    def _connect_for_all(self) -> None:
+        """Connect; where that cannot be done the calls in flight end with the reason."""
+        try:
+            self.connect()
+        except OSError as error:
+            for future in list(self._pending.values()):
+                self._finish(future).set_exception(error)
+
     def _connect_for(self, future: CallFuture) -> None:
         """Connect; where that cannot be done the call ends with the reason."""
         try:
@@ -282,7 +290,7 @@ class Peer:
                 if record is not None and record.incarnation >= self._adopted and not self.ready:
                     self._record = record
                     self._disconnect()
-                    self.connect()
+                    self._connect_for_all()
                     return
         finally:
             self._resolving = None

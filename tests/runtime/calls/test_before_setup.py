@@ -93,9 +93,8 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
         call, second = peer.call(Take(), timeout=60.0), taker(20)
         second.may_answer.set()
         life = asyncio.create_task(second.main())
-        while second.counters.get("wire/early", 0) < 3:
-            assert not life.done()
-            await asyncio.sleep(0.01)
+        await until(lambda: second.counters.get("wire/early", 0) >= 3 or life.done())
+        assert not life.done()
         assert (second.address, call.done()) == (first.address, False)
         # A cast is lost, as any may be.
         assert peer.cast(Note())

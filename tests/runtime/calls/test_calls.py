@@ -2,22 +2,20 @@
 
 import asyncio
 import errno
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import zmq
 from harness import Net, until
+from tapped import Tap, pass_on
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
-from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls import server as server_module
 from asyncrl.runtime.calls.handlers import Caller, handler
-from asyncrl.runtime.calls.peer import Peer
+from asyncrl.wire import zeromq
 from asyncrl.wire.keys import create_credentials, load_credentials
 from asyncrl.wire.pieces import PIECE_BYTES
 
@@ -166,7 +164,7 @@ async def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(mem
         monkeypatch.setattr(kind, "senders", frozenset({"learner", "agent"}))
     async with Net(memory=memory) as net:
         server = Server()
-        bound = net.serve(server, "server/0")
+        net.serve(server, "server/0")
         reward, learner = net.client("server/0", "reward/0"), net.client("server/0", "learner/3")
         with pytest.raises(RemoteError, match="reward/0 may not send Echo: agent, learner may") as caught:
             await reward.call(Echo(n=1))
@@ -174,7 +172,7 @@ async def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(mem
         assert reward.cast(Note(text="mine"))
         # What it may send, so that the cast has been there.
         await reward.call(Count())
-        assert bound._endpoint.counters["wire/refused"] == 2
+        assert net.counters("server/0")["wire/refused"] == 2
         await learner.call(Echo(n=2))
         assert learner.cast(Note(text="yours"))
         assert await server.noted.get() == "yours"
@@ -182,31 +180,25 @@ async def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(mem
 
 
 async def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.05)
+    # No timer helps.
+    monkeypatch.setattr(peer_module, "REPEAT_S", 1000.0)
+    # Those of two connections, and less than a third one takes.
+    monkeypatch.setattr(zeromq, "MOST_SOCKETS", 8)
     async with Net() as net:
-        endpoint, most = net.endpoint("client/0"), 8
-        context = endpoint.transport._context
-        context.set(zmq.MAX_SOCKETS, most)
-        nobody = ActorRecord(name="server/0", incarnation=0, address="tcp://127.0.0.1:9")
-        peer = Peer(endpoint, "server/0", nobody)
-        net.peers.append(peer)
-        repeated, held = [peer.call(Echo(n=n)) for n in range(3)], []
-        peer._disconnect()
-        # Without a turn of the loop, until ZeroMQ has let go of the peer's sockets too.
-        while len(held) < most:
-            try:
-                held.append(context.socket(zmq.PAIR))
-            except zmq.ZMQError:
-                time.sleep(0.001)  # noqa: ASYNC251 - the loop is to stand still
-        try:
-            for call in [*repeated, peer.call(Echo())]:
+        net.serve(Server(), "server/0")
+        endpoint = net.endpoint("client/0")
+        for number in range(2):
+            endpoint.transport.connect(
+                "tcp://127.0.0.1:9", b"%d" % number, lambda frames: None, lambda: None, "nobody/0"
+            )
+        peer = net.peer(endpoint, "server/0")
+        # The first find out who it is, the next know it.
+        for _ in range(2):
+            for call in [peer.call(Echo(n=n)) for n in range(3)]:
                 with pytest.raises(OSError, match="no connection to server/0") as caught:
                     await call
                 assert caught.value.errno == errno.EMFILE
-            assert not peer.in_flight
-        finally:
-            for socket in held:
-                socket.close(0)
+        assert not peer.in_flight
 
 
 async def test_a_handler_ends_with_its_call_and_the_error_names_everybody(memory):
@@ -231,47 +223,49 @@ async def test_a_handler_ends_with_its_call_and_the_error_names_everybody(memory
             await lost.call(Echo(), timeout=0.2)
 
 
-def lose_replies(server, count):
-    transmit, left = server._transmit, [count]
+def lose_replies(tap, count):
+    def lossy(header, go_on):
+        nonlocal count
+        if count and header.type == "Done":
+            count -= 1
+        else:
+            go_on()
 
-    def lossy(routing_id, message):
-        if left[0] and b"Done" in bytes(message[0]):
-            left[0] -= 1
-            return
-        transmit(routing_id, message)
-
-    server._transmit = lossy
+    tap.answers = lossy
 
 
 async def test_a_lost_reply_is_asked_for_again_and_nothing_is_done_twice(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+    monkeypatch.setattr(server_module, "MAX_STORED", 60)
     async with Net(memory=memory) as net:
-        server = Server()
-        bound = net.serve(server, "server/0")
+        server, tap = Server(), Tap()
+        net.serve(server, "server/0", tap=tap)
         peer = net.client("server/0")
         await peer.call(Echo())
-        lose_replies(bound, 3)
+        lose_replies(tap, 3)
         await peer.call(Count())
         assert server.counted == 1
         await asyncio.gather(*[peer.call(Count()) for _ in range(50)])
         assert server.counted == 51
+        for _ in range(20):
+            # Stored replies are pruned: else there would be no room for those of the last.
+            await peer.call(Count())
+        # A server that has forgotten a peer, as for others of its name, is said HELLO again.
+        for _ in range(server_module.MAX_SESSIONS_PER_NAME):
+            await net.client("server/0").call(Echo())
+        hellos = tap.taken["HELLO"]
         await peer.call(Count())
-        (session,) = bound._sessions.values()
-        assert len(session.stored) <= 2, "stored replies are pruned"
-        # A server that has forgotten its peers is said HELLO again.
-        bound._sessions.clear()
-        await peer.call(Count())
-        assert server.counted == 53
+        assert (server.counted, tap.taken["HELLO"]) == (72, hellos + 1)
 
 
 async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
     async with Net(memory=memory) as net:
-        old = Server()
-        bound = net.serve(old, "server/0", 1)
+        old, tap = Server(), Tap()
+        bound = net.serve(old, "server/0", 1, tap=tap)
         peer = net.client("server/0")
         await peer.call(Echo())
-        lose_replies(bound, 1000)
+        lose_replies(tap, 1000)
         echo, count = peer.call(Echo()), peer.call(Count())
         await until(lambda: old.counted)
         bound.close()
@@ -288,19 +282,22 @@ async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(
 async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_the_older_one_is_not_believed(memory):
     """The older one lives on and answers: it may be cut off from everybody but us."""
     async with Net(memory=memory) as net:
-        old, new = Server(), Server()
-        net.serve(old, "server/0", 1)
-        peer = net.client("server/0")
+        old, new, tap, answered = Server(), Server(), Tap(), []
+        net.serve(old, "server/0", 1, tap=tap)
+        tap.answers = lambda header, go_on: answered.append(header.in_reply_to) or go_on()
+        peer, witness = net.client("server/0"), net.client("server/0", "witness/0")
+        await witness.call(Echo())
         parked, count = peer.call(Park()), peer.call(Count())
         await old.parked.wait()
-        while not count.done():
-            await asyncio.sleep(0)
+        await until(count.done)
         lost = peer.call(Count())
         peer.adopt(2)
         assert not peer.ready
         assert (await count, count.answered_by) == (Done(), 1), "the reply was there just before"
         old.answer.set()
-        await asyncio.sleep(0.1)
+        await until(lambda: parked.id in answered)
+        # When this one has its answer, the other's would have come.
+        await witness.call(Echo())
         assert not parked.done()
         # It was sent, so nobody knows whether it was done.
         net.serve(new, "server/0", 2)
@@ -319,29 +316,31 @@ async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_the_older_one
 async def test_what_an_older_incarnation_still_says_after_an_adoption_is_dropped(memory):
     """Also where its reply, or its WELCOME, is on its way already."""
     async with Net(memory=memory) as net:
-        old = Server()
-        bound = net.serve(old, "server/0", 1)
-        peer = net.client("server/0")
+        old, theirs, ours, late = Server(), Tap(), Tap(), []
+        bound = net.serve(old, "server/0", 1, tap=theirs)
+        peer = net.client("server/0", tap=ours)
         await peer.call(Echo())
-        replies, transmit = [], bound._transmit
-        bound._transmit = lambda routing_id, message: replies.append(message)
+        ours.hears = lambda header, go_on: late.append(go_on)
         echo = peer.call(Echo())
-        await until(lambda: replies)
+        await until(lambda: late)
         peer.adopt(2)
-        peer._receive(replies[0])
+        late[0]()
         assert not echo.done()
-        assert peer._endpoint.counters["wire/from_replaced"] == 1
-        bound._transmit = transmit
+        assert net.counters("client/0")["wire/from_replaced"] == 1
+        ours.hears = pass_on
         # Whoever resolves it meanwhile, or has found it before, knows the older one, and does not connect to it.
-        early, found = net.client("server/0"), net.client("server/0", "found/0")
+        early, found = net.client("server/0", "early/0"), net.client("server/0", "found/0")
         early.adopt(2)
         await found.call(Echo())
-        found._disconnect()
+        bound.fence("found/0", 1)
+        with pytest.raises(Refused):
+            await found.call(Echo())
         found.adopt(2)
-        seen = set(bound._sessions)
+        hellos = theirs.taken["HELLO"]
         calls = [echo, early.call(Echo()), found.call(Echo())]
-        await asyncio.sleep(0.1)
-        assert not any(call.done() for call in calls) and set(bound._sessions) == seen
+        # Time enough to connect.
+        await net.client("server/0", "another/0").call(Echo())
+        assert not any(call.done() for call in calls) and theirs.taken["HELLO"] == hellos + 1
         new = Server()
         net.serve(new, "server/0", 2)
         await asyncio.gather(*calls)

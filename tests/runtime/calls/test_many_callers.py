@@ -5,28 +5,52 @@ import asyncio
 from harness import Net
 from work import steps_of
 
+from asyncrl.wire.envelope import Kind, decode_header
+
 
 class Nothing:
     """Serves no call."""
 
 
+class Wire:
+    """A transport that keeps the way to its owner, and who was welcomed."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self):
+        self.welcomed = set()
+
+    def bind(self, address, receive, turned_away):
+        self.receive = receive
+        return self
+
+    def send(self, routing_id, frames):
+        if decode_header(frames[0]).kind == Kind.WELCOME:
+            self.welcomed.add(routing_id)
+        return True
+
+    def close(self):
+        """Nothing is open."""
+
+
 async def work_with(callers):
     """Costs of a HELLO of one more, and of the death of one."""
     async with Net(memory=True) as net:
-        server = net.serve(Nothing(), "learner/0")
+        wire = Wire()
+        server = net.serve(Nothing(), "learner/0", transport=wire)
 
         def hello(name):
             endpoint = net.endpoint(name)
-            server._receive(f"{name} socket".encode(), endpoint.hello(1), None)
+            wire.receive(f"{name} socket".encode(), endpoint.hello(1), None)
 
         for i in range(callers):
             hello(f"rollouter/{i}")
-        assert len(server._sessions) == callers
+        assert len(wire.welcomed) == callers
         new = net.endpoint("rollouter/new").hello(1)
-        first = steps_of(lambda: server._receive(b"new socket", new, None))
-        again = steps_of(lambda: server._receive(b"another socket", new, None))
+        first = steps_of(lambda: wire.receive(b"new socket", new, None))
+        again = steps_of(lambda: wire.receive(b"another socket", new, None))
         death = steps_of(lambda: server.fence("rollouter/new", 1))
-        assert len(server._sessions) == callers
+        assert len(wire.welcomed) == callers + 2
         return first, again, death
 
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from collections import Counter
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 import zmq
 from harness import Net, until
+from tapped import Tap, pass_on
 from virtual import run_virtual
 
 from asyncrl.errors import DeadlineExceeded
@@ -18,6 +18,7 @@ from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.calls.server import MAX_SESSIONS_PER_NAME
 from asyncrl.runtime.calls.turns import BUDGET_BYTES
 from asyncrl.wire.codec import Codec
 from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Kind, Welcome, decode_header, encode_header
@@ -55,22 +56,6 @@ class Receiver:
         return Done()
 
 
-class Seen:
-    """The messages that come to a server, by kind. ``drop`` says of one whether it is lost."""
-
-    def __init__(self, server, drop=lambda header: False):
-        self.kinds = Counter()
-        receive = server._bound._on_message
-
-        def count(routing_id, frames, owner):
-            header = decode_header(frames[0])
-            self.kinds[Kind(header.kind).name] += 1
-            if not drop(header):
-                receive(routing_id, frames, owner)
-
-        server._bound._on_message = count
-
-
 def ones(size):
     return Give(data=np.ones(size, np.uint8))
 
@@ -91,21 +76,22 @@ def seldom(monkeypatch):
 
 @pytest.mark.parametrize("size", [10, MB10])
 async def test_a_call_that_is_lost_on_a_living_connection_is_sent_again(often, size):
-    lost = []
+    lost, tap = [], Tap()
 
-    def drop(header):
+    def lossy(header, go_on):
         if header.kind == Kind.CALL and len(lost) < 2:
             lost.append(header.id)
-            return True
-        return False
+        else:
+            go_on()
 
+    tap.takes = lossy
     async with Net() as net:
         receiver = Receiver()
         receiver.go_on.set()
-        seen = Seen(net.serve(receiver, "server/0"), drop)
+        net.serve(receiver, "server/0", tap=tap)
         await net.client("server/0").call(ones(size))
         assert lost == [lost[0]] * 2
-        assert (seen.kinds["CALL"], receiver.sums) == (3, [size])
+        assert (tap.taken["CALL"], receiver.sums) == (3, [size])
 
 
 def test_many_questions_about_a_lost_call_send_it_again_once():
@@ -113,54 +99,52 @@ def test_many_questions_about_a_lost_call_send_it_again_once():
 
     async def main():
         async with Net(memory=True) as net:
-            receiver, late, calls = Receiver(), [], []
-            bound, peer = net.serve(receiver, "server/0")._bound, net.client("server/0")
+            receiver, tap, questions = Receiver(), Tap(), []
+            net.serve(receiver, "server/0", tap=tap)
+            peer = net.client("server/0")
             await peer.call(Ping())
-            deliver, bound.deliver = bound.deliver, lambda client, frames: late.append((client, frames))
+            tap.takes = lambda header, go_on: questions.extend([go_on] * (header.kind == Kind.ASK))
             call = peer.call(ones(MB10), 1000.0)
             await asyncio.sleep(200.0)
-            questions = [item for item in late if decode_header(item[1][0]).kind == Kind.ASK]
             assert len(questions) > 3
-
-            def count(client, frames):
-                calls.extend([frames] * (decode_header(frames[0]).kind == Kind.CALL))
-                deliver(client, frames)
-
-            bound.deliver = count
-            for item in questions:
-                count(*item)
+            tap.takes = pass_on
+            calls = tap.taken["CALL"]
+            for go_on in questions:
+                go_on()
             await asyncio.sleep(10.0)
-            assert len(calls) == 1
+            assert tap.taken["CALL"] == calls + 1
             receiver.go_on.set()
             await call
 
     run_virtual(main())
 
 
+def is_bound(server):
+    """Bind it where it was, if that is free."""
+    with contextlib.suppress(OSError):
+        return bool(server.bind(server.address))
+    return False
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 async def test_a_connection_that_comes_back_costs_a_payload_only_where_it_is_lost(seldom, forgets):
     """No timer helps: the HELLO after the break finds out."""
     async with Net() as net:
-        receiver = Receiver()
-        server = net.serve(receiver, "server/0")
+        receiver, tap = Receiver(), Tap()
+        server = net.serve(receiver, "server/0", tap=tap)
         call = net.client("server/0").call(ones(MB10), timeout=50.0)
         await receiver.came.wait()
-        server._bound.close()
-        if forgets:
-            for session in list(server._sessions.values()):
-                server._drop(session)
+        tap.server.close()
+        for number in range(MAX_SESSIONS_PER_NAME if forgets else 0):
+            # The first of its name makes way.
+            tap.server.take(b"another %d" % number, net.endpoint("client/0").hello(1), None)
+        tap.taken.clear()
         # Once ZeroMQ's thread has let go of the port.
-        async with asyncio.timeout(10):
-            while True:
-                with contextlib.suppress(OSError):
-                    server.bind(server.address)
-                    break
-                await asyncio.sleep(0.01)
-        again = Seen(server)
-        await until(lambda: again.kinds["ASK"] and len(receiver.sums) == 1 + forgets)
+        await until(lambda: is_bound(server))
+        await until(lambda: tap.taken["ASK"] and len(receiver.sums) == 1 + forgets)
         receiver.go_on.set()
         await call
-        assert (again.kinds["CALL"], receiver.sums) == (forgets, [MB10] * (1 + forgets))
+        assert (tap.taken["CALL"], receiver.sums) == (forgets, [MB10] * (1 + forgets))
 
 
 class Frozen:
@@ -233,20 +217,22 @@ async def test_large_payloads_on_their_way_keep_within_the_budget_and_small_ones
 def test_what_arrives_after_its_caller_has_given_up_or_is_lost_makes_room(is_lost):
     async def main():
         async with Net(memory=True) as net:
-            receiver, late = Receiver(), []
+            receiver, tap, late = Receiver(), Tap(), []
             receiver.go_on.set()
-            bound, peer = net.serve(receiver, "server/0")._bound, net.client("server/0")
+            net.serve(receiver, "server/0", tap=tap)
+            peer = net.client("server/0")
             await peer.call(Ping())
-            deliver, bound.deliver = bound.deliver, lambda client, frames: late.append((client, frames))
+            tap.takes = lambda header, go_on: late.append(go_on)
             given_up, waits = peer.call(ones(BUDGET_BYTES), 1.0), peer.call(ones(BUDGET_BYTES), 200.0)
             with pytest.raises(DeadlineExceeded):
                 await given_up
             assert not waits.done()
-            bound.deliver = deliver
-            for client, frames in () if is_lost else late:
-                deliver(client, frames)
+            tap.takes = pass_on
+            for go_on in () if is_lost else late:
+                go_on()
             await waits
-            assert not peer._turns.under_way
+            # Nothing is under way: else there would be no room for all of this one.
+            await peer.call(ones(BUDGET_BYTES), 0.01)
 
     run_virtual(main())
 
@@ -254,15 +240,27 @@ def test_what_arrives_after_its_caller_has_given_up_or_is_lost_makes_room(is_los
 async def test_a_receiver_that_takes_large_payloads_in_gets_them_all_though_it_answers_none(seldom):
     """It says that it has them, which makes room for the next."""
     async with Net() as net:
-        receiver, peer = Receiver(), net.client("server/0")
-        seen = Seen(net.serve(receiver, "server/0"))
+        receiver, tap, under_way, most = Receiver(), Tap(), set(), []
+
+        def say(header, go_on):
+            if header.kind == Kind.CALL:
+                under_way.add(header.id)
+                most.append(len(under_way))
+            go_on()
+
+        def hear(header, go_on):
+            if header.kind == Kind.HELD:
+                under_way.discard(header.in_reply_to)
+            go_on()
+
+        tap.says, tap.hears = say, hear
+        net.serve(receiver, "server/0")
+        peer = net.client("server/0", tap=tap)
         calls = [peer.call(ones(MB10), timeout=50.0) for _ in range(5)]
-        while len(receiver.sums) < 5:
-            assert peer._turns.under_way <= BUDGET_BYTES
-            await asyncio.sleep(0.001)
+        await until(lambda: len(receiver.sums) == 5)
         receiver.go_on.set()
         await asyncio.gather(*calls)
-        assert seen.kinds["CALL"] == 5
+        assert most == [1] * 5, "each is sent once, and no two are on their way"
 
 
 async def test_more_calls_than_may_wait_fail_at_once_and_say_on_whom(monkeypatch):
@@ -281,21 +279,14 @@ def test_silence_ends_a_call_and_the_word_that_it_is_held_does_not():
 
     async def main():
         async with Net(memory=True) as net:
-            receiver, loop = Receiver(), asyncio.get_running_loop()
-            server = net.serve(receiver, "server/0")
+            receiver, loop, tap = Receiver(), asyncio.get_running_loop(), Tap()
+            net.serve(receiver, "server/0", tap=tap)
             peer = net.client("server/0")
-            deliver, kinds = server._bound.deliver, Counter()
-
-            def lose_half(client, frames):
-                kinds[decode_header(frames[0]).kind] += 1
-                if kinds[Kind.ASK] % 2 == 0:
-                    deliver(client, frames)
-
-            server._bound.deliver = lose_half
+            tap.takes = lambda header, go_on: None if tap.taken["ASK"] % 2 else go_on()
             call = peer.call(ones(MB10), timeout=2 * 3600.0, silence=30.0)
             await asyncio.sleep(3600.0)
-            assert not call.done() and kinds[Kind.CALL] == 1
-            server._bound.deliver = lambda client, frames: None
+            assert not call.done() and tap.taken["CALL"] == 1
+            tap.takes = lambda header, go_on: None
             began = loop.time()
             with pytest.raises(DeadlineExceeded, match=r"which said \d+\.\d s ago that it has the call"):
                 await call

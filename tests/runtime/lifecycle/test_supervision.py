@@ -1,12 +1,17 @@
 """The restart policy."""
 
+import asyncio
+
 import pytest
+from harness import until
 from hypothesis import given
 from hypothesis import strategies as st
+from inprocess import System, sim_config
 
 from asyncrl.errors import ActorFailed, ConfigError, DeadlineExceeded, RunChanged
+from asyncrl.messages.actors import WatchRun
 from asyncrl.roles import ROLES, drain_rank
-from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.lifecycle.supervision import LONGEST_BACKOFF_S, GiveUp, Restart, Supervisor
 
 
@@ -69,10 +74,24 @@ def test_roles_end_before_those_that_they_need():
         (RunChanged("seed", "run.seed", was="1", now="2"), False),
     ],
 )
-def test_an_error_says_whether_a_restart_may_mend_it(error, restarted):
-    class Doomed(Actor):
-        role = "learner"
+async def test_an_error_says_whether_a_restart_may_mend_it(tmp_path, monkeypatch, error, restarted):
+    """The controller, which ends the run for it, is told only of one that none mends."""
+    system = System(sim_config(), tmp_path)
+    controller = system.make(CONTROLLER)
+    life = asyncio.create_task(controller.main())
 
-    doomed = Doomed.__new__(Doomed)
-    assert doomed._will_be_restarted(error) == restarted
+    async def fail(_self):
+        raise error
+
+    try:
+        await until(lambda: controller.ready)
+        doomed = system.make("dataloader/0")
+        monkeypatch.setattr(type(doomed), "setup", fail)
+        with pytest.raises(type(error)):
+            await doomed.main()
+        state = await controller.watch_run(WatchRun(), system.caller("agent/0"))
+        assert state.failed_actor == ("" if restarted else "dataloader/0")
+    finally:
+        life.cancel()
+        await asyncio.wait({life})
     assert getattr(error, "restartable", True) == restarted

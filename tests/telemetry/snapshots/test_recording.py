@@ -1,5 +1,9 @@
 """The recording of a run: bounded, whole, and readable whatever became of its writer."""
 
+import io
+from pathlib import Path
+
+import msgpack
 import msgspec
 import pytest
 from disks import room_for
@@ -63,11 +67,11 @@ def test_the_latest_are_read_without_what_lies_before_them(tmp_path, monkeypatch
         put(recorder, number, size=9)
     paths = [segment.path for segment in segments(tmp_path)]
     # A writer that died while it thinned has left some twice.
-    both = [entry for path in paths[-3:-1] for entry in recording._entries(path)]
+    both = [entry for path in paths[-3:-1] for entry in msgpack.Unpacker(io.BytesIO(path.read_bytes()))]
     paths[-3].write_bytes(b"".join(msgspec.msgpack.encode(entry) for entry in both[::2]))
     opened = []
-    entries = recording._entries
-    monkeypatch.setattr(recording, "_entries", lambda path, *rest: opened.append(path) or entries(path, *rest))
+    opens = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *how: opened.append(path) or opens(path, *how))
     every = list(read_bodies(tmp_path))
     for seconds in (0.0, 2.0, 40.0, 1e9):
         opened.clear()
@@ -133,10 +137,11 @@ def test_a_full_disk_on_which_nothing_can_be_thinned_keeps_no_half_a_segment(tmp
     while len(segments(tmp_path)) < 6:
         put(recorder, number)
         number += 1
-    recorder._most_bytes = 1000
-    with room_for(100), pytest.raises(OSError, match="too large"):
-        recorder._thin()
-    assert steps(tmp_path) == list(range(number))
+    # There is room for one more snapshot, and not for what two segments become.
+    largest = max(segment.path.stat().st_size for segment in segments(tmp_path))
+    with room_for(largest // 2), pytest.raises(OSError, match="too large"):
+        put(Recorder(tmp_path, 1, 1000), number)
+    assert steps(tmp_path) == list(range(number + 1))
     assert not list(tmp_path.rglob("*.new"))
 
 

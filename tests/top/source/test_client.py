@@ -8,20 +8,23 @@ import math
 import time
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import zmq
 from every_message import EVERY_MESSAGE
+from harness import until
 from wire.knocking import Guise, Knocker
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
-from asyncrl.controller.observation.snapshots import SNAPSHOT_S
+from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Snapshots
 from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.run_folder.folders import is_living, make_run_keyring
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
 from asyncrl.runtime.calls import server
+from asyncrl.runtime.calls.handlers import Caller
 from asyncrl.snapshot import Snapshot
 from asyncrl.top.source.client import Away, Viewer, WatchedRun, find_target, watch
 from asyncrl.top.source.reach import why_unreachable
@@ -39,6 +42,10 @@ def config_with(curve):
             "security": {"curve": "required" if curve else "off"},
         }
     )
+
+
+def caller():
+    return Caller("agent/0", 1, -1, asyncio.get_running_loop().time() + 20.0)
 
 
 @asynccontextmanager
@@ -61,9 +68,8 @@ async def controller(tmp_path, config, incarnation=7):
     )
     life = asyncio.create_task(actor.main())
     try:
-        while not actor.ready:
-            assert not life.done(), life
-            await asyncio.sleep(0.005)
+        await until(lambda: actor.ready or life.done())
+        assert not life.done(), life
         yield actor
     finally:
         life.cancel()
@@ -86,7 +92,8 @@ async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
             assert viewer.controller.cast(MetricsLine(line={"kind": "train", "step": 99}))
             await viewer.controller.call(WatchSnapshot())
             assert actor.counters["wire/refused"] == refused + 1
-        assert actor._run.phase == "starting" and actor._lines.last == 0
+        state = await actor.watch_run(WatchRun(seen_line=0), caller())
+        assert (state.phase, state.last_line) == ("starting", 0)
 
 
 @pytest.mark.parametrize("curve", [False, True])
@@ -125,12 +132,12 @@ def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_pa
                     while not silent.send(call):
                         await asyncio.sleep(0.001)
                     if id % (asked // 5) == 0:
-                        assert isinstance(await anext(news), Snapshot)
+                        snapshot = await anext(news)
+                        assert isinstance(snapshot, Snapshot)
+                        sizes.append(len(msgspec.msgpack.encode(snapshot)))
                         seen += 1
-                    sizes.append(actor._watching.snapshots.bytes)
-                while len(sent.get(b"silent", ())) < asked:
-                    await asyncio.sleep(0.01)
-                given = [size for size in sent[b"silent"] if size > min(filter(None, sizes)) / 2]
+                await until(lambda: len(sent.get(b"silent", ())) >= asked)
+                given = [size for size in sent[b"silent"] if size > min(sizes) / 2]
                 most = 2 + math.log2(max(1.0, (time.monotonic() - began) / SNAPSHOT_S))
                 assert 1 <= len(given) <= most and seen == 5
                 assert sum(sent[b"silent"]) <= most * max(sizes) + 500 * asked
@@ -167,7 +174,7 @@ async def test_viewers_do_not_fence_one_another_and_none_can_claim_a_larger_inca
 
 async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
     monkeypatch.setitem(server.SHARED, VIEWER, 2)
-    async with controller(tmp_path, config_with(False)) as actor:
+    async with controller(tmp_path, config_with(False)):
         target = find_target(str(tmp_path))
         with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
             for viewer in (one, other):
@@ -176,7 +183,9 @@ async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path,
                 await third.controller.call(WatchSnapshot())
             with pytest.raises(ActorFailed, match="at most 2 at once, and as many do: detach one"):
                 await anext(watch(target))
-            assert len(actor._server._sessions) == 2
+            # They have not lost their places.
+            for viewer in (one, other):
+                await viewer.controller.call(WatchSnapshot())
         monkeypatch.setattr(server, "UNUSED_S", 0.0)
         with Viewer(target) as fourth:
             await fourth.controller.call(WatchSnapshot())
@@ -194,8 +203,7 @@ async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
     async with controller(tmp_path, config, incarnation=8) as successor:
         while not isinstance(seen[-1], Snapshot):
             seen.append(await anext(news))
-        successor._run.stop("enough", successor.clock.now())
-        successor._tell()
+        successor.stop_run(StopRun(reason="enough"), caller())
         seen += [one async for one in news]
     assert seen[-1].run.phase == "done"
     assert seen[-1].actors[0].incarnation == 8
@@ -205,12 +213,12 @@ async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
 async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_speed(tmp_path, monkeypatch):
     pause_s = 0.3
     monkeypatch.setattr("asyncrl.top.source.client.AGAIN_S", pause_s)
-    async with controller(tmp_path, config_with(False)) as actor:
 
-        async def fail(request, caller):
-            raise ValueError("no snapshot")
+    async def fail(self, request, caller):
+        raise ValueError("no snapshot")
 
-        actor._watching.snapshots.watch = fail
+    monkeypatch.setattr(Snapshots, "watch", fail)
+    async with controller(tmp_path, config_with(False)):
         began = time.monotonic()
         news = watch(find_target(str(tmp_path)))
         seen = [await anext(news) for _ in range(4)]
