@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun
+from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
 from asyncrl.roles import ROLES, gang_of, is_optional, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
@@ -57,10 +60,8 @@ def sim_config(**tables: dict[str, Any]) -> Config:
     return validate_config(tree)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition of actors that live on this loop."""
-    while not condition():
-        await asyncio.sleep(0.002)
+until = partial(harness.until, within_s=100.0)
+"""Wait for a condition of actors that live on this loop, as long as a run may live."""
 
 
 class System:
@@ -97,8 +98,7 @@ class System:
         """Returns the state in which the run ended."""
         controller = self.make(CONTROLLER)
         last = asyncio.create_task(controller.main())
-        while not controller.ready:
-            await asyncio.sleep(0.001)
+        await until(lambda: controller.ready)
         for name in self.config.actors:
             if name != CONTROLLER:
                 self.start(name)
@@ -114,7 +114,7 @@ class System:
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise failures[0]
-        state: RunState = controller._state_and_lines(0)
+        state: RunState = await controller.watch_run(WatchRun(seen_line=0), self.caller(LAUNCHER))
         return state
 
     async def replace(self, name: str, meanwhile: Callable[[], object] = lambda: None) -> None:
@@ -174,8 +174,12 @@ class System:
         await asyncio.wait([self._lives[name] for name in host.rollouters])
         await controller.host_left(HostLeft(), self.caller(host.agent))
 
-    def caller(self, name: str) -> Caller:
-        return Caller(name, 1, -1, asyncio.get_running_loop().time() + 20.0)
+    def caller(self, name: str, incarnation: int = 1) -> Caller:
+        return Caller(name, incarnation, -1, asyncio.get_running_loop().time() + 20.0)
+
+    def learner_as_caller(self) -> Caller:
+        """The learner that lives, as the caller of another's handler."""
+        return self.caller("learner/0", self.actors["learner/0"].context.incarnation)
 
     async def stop(self, *, preempt: bool = False) -> None:
         """As the launcher would."""

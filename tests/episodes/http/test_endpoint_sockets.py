@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from scripted_core import KEY, OTHER_KEY, ScriptedCore, played, reply, serving, until
+from harness import until
+from scripted_core import KEY, OTHER_KEY, ScriptedCore, played, reply, serving
 
 from asyncrl.messages.episodes import ChatDelta
 from asyncrl.telemetry.logging import configure_logging
