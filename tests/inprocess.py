@@ -118,10 +118,8 @@ class System:
         return state
 
     async def replace(self, name: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Let an actor die in the middle of whatever it does, and start its successor."""
-        life = self._lives[name]
-        life.cancel()
-        await asyncio.wait({life})
+        """Let an actor die, and start its successor."""
+        await self.kill(name)
         meanwhile()
         self.start(name)
 
@@ -129,9 +127,11 @@ class System:
         """Start an actor, of which none lives."""
         self._lives[name] = asyncio.create_task(self._live(name))
 
-    def kill(self, name: str) -> None:
-        """Let an actor die, and start no successor."""
-        self._lives[name].cancel()
+    async def kill(self, name: str) -> None:
+        """Let an actor die in the middle of whatever it does, and start no successor."""
+        life = self._lives[name]
+        life.cancel()
+        await asyncio.wait({life})
 
     async def _live(self, name: str) -> None:
         """An actor, and at its end the node agent's word of it."""
@@ -167,15 +167,15 @@ class System:
             self.start(name)
         return found
 
-    async def leave(self, host: JoinedHost, within_s: float) -> None:
-        """A host that has joined leaves; its agent says so when its rollouters have ended."""
+    async def leave(self, host: JoinedHost, within_s: float, answer_s: float = 20.0) -> None:
+        """A host that has joined leaves; its agent says so when its rollouters have ended. Raises InvalidRequest."""
         controller = self.actors[CONTROLLER]
-        await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER))
+        await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER, within_s=answer_s))
         await asyncio.wait([self._lives[name] for name in host.rollouters])
         await controller.host_left(HostLeft(), self.caller(host.agent))
 
-    def caller(self, name: str, incarnation: int = 1) -> Caller:
-        return Caller(name, incarnation, -1, asyncio.get_running_loop().time() + 20.0)
+    def caller(self, name: str, incarnation: int = 1, within_s: float = 20.0) -> Caller:
+        return Caller(name, incarnation, -1, asyncio.get_running_loop().time() + within_s)
 
     def learner_as_caller(self) -> Caller:
         """The learner that lives, as the caller of another's handler."""

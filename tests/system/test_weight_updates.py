@@ -119,9 +119,10 @@ def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp
 
     async def kill():
         await until(sending.is_set)
-        replicas = system.actors["parameter_server/0"]._conductor.fleet.replicas
-        versions.append(replicas["rollouter/1"].target)
-        assert {replicas[name].phase for name in survivors} == {"receiving"}
+        # All of them are paused for the same weights.
+        (paused,) = {system.actors[name].states.present()[:2] for name in ("rollouter/1", *survivors)}
+        assert paused[0] == "paused"
+        versions.append(int(paused[1].removeprefix("weights v")))
         await system.replace("rollouter/1")
         dead.set()
 
