@@ -119,10 +119,13 @@ def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp
 
     async def kill():
         await until(sending.is_set)
-        # All of them are paused for the same weights.
-        (paused,) = {system.actors[name].states.present()[:2] for name in ("rollouter/1", *survivors)}
-        assert paused[0] == "paused"
-        versions.append(int(paused[1].removeprefix("weights v")))
+
+        def states():
+            return {system.actors[name].states.present()[:2] for name in ("rollouter/1", *survivors)}
+
+        await until(lambda: {state for state, _ in states()} == {"loading"})
+        ((_, weights),) = states()
+        versions.append(int(weights.removeprefix("weights v")))
         await system.replace("rollouter/1")
         dead.set()
 
