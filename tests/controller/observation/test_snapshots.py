@@ -233,19 +233,23 @@ async def test_the_end_is_seen_and_recorded_though_it_takes_longer_than_from_one
     assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
 
 
-@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_bytes": 0, "record_s": 0.01}}))
-async def test_for_nobody_no_snapshot_is_made(cluster, monkeypatch):
+def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
     taken, take = [], watching_module.take_picture
     monkeypatch.setattr(watching_module, "take_picture", lambda *of, **facts: taken.append(of) or take(*of, **facts))
-    await asyncio.wait({cluster.main}, timeout=0.1)
-    assert not taken
-    # Who watches gets them, and the end.
-    viewer = cluster.caller(VIEWER)
-    number, _ = await look(viewer)
-    await look(viewer, number)
-    assert taken
-    await cluster.caller().call(StopRun(reason="enough"))
-    assert (await seen_by(viewer, lambda s: s.run.phase == "done")).run.reason == "enough"
+
+    async def scenario(cluster):
+        await asyncio.wait({cluster.main}, timeout=0.1)
+        assert not taken
+        # Who watches gets them, and the end.
+        viewer = cluster.caller(VIEWER)
+        number, _ = await look(viewer)
+        await look(viewer, number)
+        assert taken
+        await cluster.caller().call(StopRun(reason="enough"))
+        assert (await seen_by(viewer, lambda s: s.run.phase == "done")).run.reason == "enough"
+
+    unrecorded = {"monitor": {"record_bytes": 0, "record_s": 0.01}}
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | unrecorded))
 
 
 def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatch):
