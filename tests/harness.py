@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ class Net:
         self._network = MemoryNetwork() if memory else None
         self._credentials = credentials or (lambda _name: Credentials(RUN_ID, SECRET))
         self._registered = asyncio.Event()
+        self._spawned: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Net:
         self.tasks = asyncio.TaskGroup()
@@ -48,7 +49,7 @@ class Net:
             server.close()
         for endpoint in self.endpoints:
             endpoint.transport.close()
-        for task in list(self.tasks._tasks):
+        for task in self._spawned:
             task.cancel()
         await self.tasks.__aexit__(None, None, None)
 
@@ -65,7 +66,7 @@ class Net:
             call_timeout_s=changes.pop("call_timeout_s", 10.0),
             max_message_bytes=changes.pop("max_message_bytes", 1 << 30),
             resolve=self._resolve,
-            spawn=self.tasks.create_task,
+            spawn=self._spawn,
             **changes,
         )
         self.endpoints.append(endpoint)
@@ -116,6 +117,12 @@ class Net:
 
     def client(self, server: str, name: str = "client/0", incarnation: int = 1, **changes: Any) -> Peer:
         return self.peer(self.endpoint(name, incarnation, **changes), server)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self.tasks.create_task(work)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+        return task
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:
         while True:

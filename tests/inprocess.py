@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun
+from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
 from asyncrl.roles import ROLES, gang_of, is_optional, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
@@ -57,10 +60,8 @@ def sim_config(**tables: dict[str, Any]) -> Config:
     return validate_config(tree)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition of actors that live on this loop."""
-    while not condition():
-        await asyncio.sleep(0.002)
+until = partial(harness.until, within_s=100.0)
+"""Wait for a condition of actors that live on this loop, as long as a run may live."""
 
 
 class System:
@@ -97,8 +98,7 @@ class System:
         """Returns the state in which the run ended."""
         controller = self.make(CONTROLLER)
         last = asyncio.create_task(controller.main())
-        while not controller.ready:
-            await asyncio.sleep(0.001)
+        await until(lambda: controller.ready)
         for name in self.config.actors:
             if name != CONTROLLER:
                 self.start(name)
@@ -114,14 +114,12 @@ class System:
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise failures[0]
-        state: RunState = controller._state_and_lines(0)
+        state: RunState = await controller.watch_run(WatchRun(seen_line=0), self.caller(LAUNCHER))
         return state
 
     async def replace(self, name: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Let an actor die in the middle of whatever it does, and start its successor."""
-        life = self._lives[name]
-        life.cancel()
-        await asyncio.wait({life})
+        """Let an actor die, and start its successor."""
+        await self.kill(name)
         meanwhile()
         self.start(name)
 
@@ -129,9 +127,11 @@ class System:
         """Start an actor, of which none lives."""
         self._lives[name] = asyncio.create_task(self._live(name))
 
-    def kill(self, name: str) -> None:
-        """Let an actor die, and start no successor."""
-        self._lives[name].cancel()
+    async def kill(self, name: str) -> None:
+        """Let an actor die in the middle of whatever it does, and start no successor."""
+        life = self._lives[name]
+        life.cancel()
+        await asyncio.wait({life})
 
     async def _live(self, name: str) -> None:
         """An actor, and at its end the node agent's word of it."""
@@ -167,15 +167,19 @@ class System:
             self.start(name)
         return found
 
-    async def leave(self, host: JoinedHost, within_s: float) -> None:
-        """A host that has joined leaves; its agent says so when its rollouters have ended."""
+    async def leave(self, host: JoinedHost, within_s: float, answer_s: float = 20.0) -> None:
+        """A host that has joined leaves; its agent says so when its rollouters have ended. Raises InvalidRequest."""
         controller = self.actors[CONTROLLER]
-        await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER))
+        await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER, within_s=answer_s))
         await asyncio.wait([self._lives[name] for name in host.rollouters])
         await controller.host_left(HostLeft(), self.caller(host.agent))
 
-    def caller(self, name: str) -> Caller:
-        return Caller(name, 1, -1, asyncio.get_running_loop().time() + 20.0)
+    def caller(self, name: str, incarnation: int = 1, within_s: float = 20.0) -> Caller:
+        return Caller(name, incarnation, -1, asyncio.get_running_loop().time() + within_s)
+
+    def learner_as_caller(self) -> Caller:
+        """The learner that lives, as the caller of another's handler."""
+        return self.caller("learner/0", self.actors["learner/0"].context.incarnation)
 
     async def stop(self, *, preempt: bool = False) -> None:
         """As the launcher would."""

@@ -65,7 +65,7 @@ def status(code, text="busy", **headers):
 
 
 async def hang(request, body):
-    await asyncio.sleep(1000)
+    await asyncio.Event().wait()
 
 
 async def cut(request, body):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psutil
 import uvloop
 
 from asyncrl.episodes.http.endpoint import PolicyEndpoint
@@ -109,8 +110,9 @@ class Serving:
 
     @property
     def connections(self) -> list[Any]:
-        """Connections that are open."""
-        return list(self.endpoint._runner.server.connections)
+        """Connections that are open at this end."""
+        found = psutil.Process().net_connections("tcp")
+        return [each for each in found if each.laddr.port == self.port and each.status != psutil.CONN_LISTEN]
 
     @property
     def port(self) -> int:
@@ -130,14 +132,6 @@ async def serving(core: ScriptedCore, **options: Any) -> AsyncIterator[Serving]:
         await served.endpoint.close()
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-
-
-async def until(true: Callable[[], object], what: str) -> None:
-    """Wait until something holds."""
-    async with asyncio.timeout(30):
-        while not true():
-            await asyncio.sleep(0.005)
-    assert true(), what
 
 
 def played(episode: Coroutine[Any, Any, None]) -> None:

@@ -56,29 +56,34 @@ class Terminal:
 
     def until(self, text, within_s=60.0, *, escaped=False):
         """The screen once it holds ``text``; with its escapes where these are looked for."""
-        end = time.monotonic() + within_s
-        while text not in (seen := self.escaped() if escaped else self.text()):
-            assert time.monotonic() < end, f"{text!r} does not appear:\n{seen}"
-            time.sleep(0.1)
-        return seen
+
+        def shown():
+            seen = self.escaped() if escaped else self.text()
+            return seen if text in seen else None
+
+        return self._await(shown, within_s, f"{text!r} does not appear")
 
     def until_gone(self, text, within_s=60.0):
         """Wait until it holds ``text`` no more."""
-        end = time.monotonic() + within_s
-        while text in (seen := self.text()):
-            assert time.monotonic() < end, f"{text!r} stays:\n{seen}"
-            time.sleep(0.1)
+        self._await(lambda: text not in self.text(), within_s, f"{text!r} stays")
 
     def ended(self, within_s=30.0):
         """Wait until the command is over, and tmux with it."""
-        end = time.monotonic() + within_s
-        while time.monotonic() < end:
+
+        def over():
             try:
                 self._tmux("list-panes")
             except subprocess.CalledProcessError:
-                return
+                return True
+
+        self._await(over, within_s, "it goes on")
+
+    def _await(self, look, within_s, otherwise):
+        end = time.monotonic() + within_s
+        while not (found := look()):
+            assert time.monotonic() < end, f"{otherwise}:\n{self.text()}"
             time.sleep(0.1)
-        raise AssertionError(f"it goes on:\n{self.text()}")
+        return found
 
     def pid(self):
         """Pid of the command."""

@@ -97,10 +97,11 @@ def in_child(way: Callable[[], Any]) -> bool:
     """Whether it came true in a process of its own."""
     pid = os.fork()
     if not pid:
+        code = 0
         try:
-            os._exit(3 if tried(way) else 0)
+            code = 3 if tried(way) else 0
         finally:
-            os._exit(0)
+            os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
 

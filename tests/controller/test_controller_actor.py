@@ -1,6 +1,7 @@
 """The controller's shell, on the in-memory transport."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -71,11 +72,7 @@ class Cluster:
     async def start(self, incarnation, **changes):
         self.controller = Controller(self.context(CONTROLLER, incarnation, **changes))
         self.main = asyncio.create_task(self.controller.main())
-        for _ in range(5000):
-            if self.controller.ready:
-                return
-            await asyncio.sleep(0.001)
-        raise TimeoutError("the controller does not get ready")
+        await until(lambda: self.controller.ready, "the controller")
 
     async def die(self):
         self.main.cancel()
@@ -127,8 +124,13 @@ on_cluster = played(run)
 
 
 async def is_parked(call):
-    await asyncio.sleep(0.03)
+    await asyncio.wait({call}, timeout=0.03)
     return not call.done()
+
+
+async def resolved(cluster, name):
+    """The record of an actor, once it can be called."""
+    return (await cluster.caller().call(Resolve(name=name))).record
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,8 @@ async def beats(peer, *, until):
     while not until.is_set():
         beat += 1
         peer.cast(Heartbeat(beat=beat, progress=0, state="ready"))
-        await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(until.wait(), 0.05)
 
 
 @on_cluster()
@@ -222,10 +225,12 @@ def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
             await peer.call(WatchRun())
             peer.cast(Heartbeat(beat=1, progress=1, state="ready", counters={"logs/lost": lost}))
         agent, told = cluster.caller(), {}
-        while not {"logs", "recording"} <= told.keys() or told["logs"]["count"] < 7:
-            lines = (await agent.call(WatchRun(seen_line=0))).lines
-            told = {line["key"]: line for line in lines if line["actor"] == CONTROLLER}
-            await asyncio.sleep(0.01)
+        state = await agent.call(WatchRun(seen_line=0))
+        while True:
+            told |= {line["key"]: line for line in state.lines if line["actor"] == CONTROLLER}
+            if {"logs", "recording"} <= told.keys() and told["logs"]["count"] >= 7:
+                break
+            state = await agent.call(WatchRun(seen=state.number, seen_line=state.last_line))
         assert told["logs"]["count"] == 7
         assert str(cluster.run_dir / "logs") in told["logs"]["text"]
         assert f"no space left on {cluster.run_dir}: 0 B free" in told["recording"]["text"]
@@ -323,7 +328,8 @@ async def test_a_successor_is_told_everything_by_those_who_come_back(cluster):
         for name in OTHERS:
             if name != "rollouter/0":
                 await cluster.register(name)
-        await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
+        assert await resolved(cluster, "rollouter/0")
+        await until(lambda: states)
         await launcher.call(StopRun(reason="preempted", preempt=True))
         await until(lambda: actor.times == 1)
         # A cast goes where there is a connection.
@@ -332,18 +338,17 @@ async def test_a_successor_is_told_everything_by_those_who_come_back(cluster):
         await until(lambda: any(1 in lines for _, lines in states))
         last = max(number for number, _ in states)
         await cluster.die()
-        await asyncio.sleep(0.05)
+        await asyncio.wait(lives, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
         assert not any(life.done() for life in lives)
         await cluster.start(8)
         assert cluster.controller.address == address
-        await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
-        record = cluster.controller._registry.resolve("rollouter/0")
+        record = await resolved(cluster, "rollouter/0")
         assert (record.incarnation, record.address, record.facts) == (9, actor.address, {"port": 7})
         await until(lambda: "successor" in states and states[-1] != "successor")
         after = states[states.index("successor") + 1 :]
         assert all(number > last for number, _ in after)
         # It is not yet asked to make way, and is not told twice when it is.
-        assert cluster.controller._state().phase == "starting"
+        assert (await learner.call(WatchRun())).phase == "starting"
         await launcher.call(StopRun(reason="preempted", preempt=True))
         await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
         assert actor.times == 1
@@ -361,7 +366,7 @@ async def test_a_successor_is_told_everything_by_those_who_come_back(cluster):
 async def test_an_actor_that_the_successor_refuses_ends(cluster):
     actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
     life = asyncio.create_task(actor.main())
-    await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
+    assert await resolved(cluster, "rollouter/0")
     await cluster.die()
     await cluster.start(8)
     await cluster.register("rollouter/0", incarnation=11)

@@ -50,14 +50,14 @@ async def test_while_a_run_starts_no_actor_is_told_of_the_others(cluster, names)
     follower = cluster.caller("agent/1")
     for name in names[:-1]:
         await cluster.register(name)
-    await asyncio.sleep(1.0)
-    assert not any(call.done() for call in parked)
+    done, _ = await asyncio.wait(parked, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+    assert not done
     shown = await follower.call(WatchRun(seen=first.number, seen_line=0))
     assert shown.waiting_for == names[-1:] and shown.number > first.number
     # To come back with what it has seen since changes nothing for an actor, either.
     again = cluster.caller("agent/2").call(WatchRun(seen=shown.number), timeout=1000.0)
-    await asyncio.sleep(1.0)
-    assert not again.done()
+    done, _ = await asyncio.wait({again}, timeout=1.0)
+    assert not done
     await cluster.register(names[-1])
     states = await asyncio.gather(*parked, again)
     assert {(state.phase, *state.waiting_for) for state in states} == {("running",)}

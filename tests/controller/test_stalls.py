@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 from controller.test_controller_actor import on_cluster
+from harness import until
 
 from asyncrl.config.load import validate_config
 from asyncrl.messages.actors import ActorEnded, WatchRun
@@ -38,7 +39,7 @@ class Beating:
 
     def __init__(self, cluster, cut_off=()):
         self.cluster, self.cut_off = cluster, cut_off
-        self.peers, self.silent, self.tokens = {}, set(), 0.0
+        self.peers, self.silent, self.tokens, self.beats = {}, set(), 0.0, 0
 
     async def comes_up(self, name, incarnation=1):
         """It beats in the place of the one before it."""
@@ -46,14 +47,14 @@ class Beating:
         self.peers[name] = self.cluster.caller(name, incarnation)
 
     async def beat(self):
-        began, number = asyncio.get_running_loop().time(), 0
+        began = asyncio.get_running_loop().time()
         while True:
-            number += 1
+            self.beats += 1
             for name in self.peers.keys() - self.silent:
                 state, awaits = STATES.get(name, ("ready", []))
                 missed = UnreachedRecord("learner/0", asyncio.get_running_loop().time() - began)
                 beat = Heartbeat(
-                    beat=number,
+                    beat=self.beats,
                     progress=0,
                     state=state,
                     state_s=5.0,
@@ -129,7 +130,7 @@ async def test_policy_stop_ends_the_run_with_the_report_as_its_reason(cluster):
 @on_cluster(config(stall_s=60.0, silence_s=1.5))
 async def test_silence_is_told_in_the_same_words_before_the_kill(cluster):
     async with beating(cluster) as actors:
-        await asyncio.sleep(3 * BEAT_S)
+        await until(lambda: actors.beats > 3)
         actors.silent.add("rollouter/0")
         state = await is_killed(cluster, "rollouter/0", 1)
         assert state.stuck[0].report.startswith("rollouter/0 has not been heard of for ")

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import Net, replace
+from harness import Net, replace, until
 from inprocess import CREDENTIALS, sim_config
 
 from asyncrl.config import Config
@@ -129,12 +129,6 @@ class Running:
 
     def supply(self, seen: int = -1, wait_s: float = 10.0) -> asyncio.Future[Supply]:
         return self.call(LEARNER, WatchSupply(seen=seen), self.learner_incarnation, wait_s)
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, run, running, small_config, until
+from harness import until
+from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, run, running, small_config
 
 from asyncrl.config import Config
 from asyncrl.errors import RemoteError

@@ -84,11 +84,15 @@ def marked(mark: object) -> dict[int, str]:
 
 def end_marked(mark: object) -> None:
     """Kill whatever names ``mark``, so that a failing test leaves nothing."""
-    while found := marked(mark):
+
+    def all_ended() -> bool:
+        found = marked(mark)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+        return not found
+
+    wait_until(all_ended, f"the end of all that name {mark}")
 
 
 def wait_until(condition: Any, what: str | Callable[[], str]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 from conductor_play import announcement
-from harness import RUN_ID, SECRET, Net, replace
+from harness import RUN_ID, SECRET, Net, replace, until
 from inprocess import sim_config
 from played import played
 from probes import make_probe
@@ -86,8 +86,7 @@ class Stage:
         )
         self.server = ParameterServer(context)
         self.life = asyncio.create_task(self.server.main())
-        while not self.server.ready:
-            await asyncio.sleep(0.001)
+        await until(lambda: self.server.ready)
         self.net.register(ActorRecord(name=NAME, incarnation=incarnation, address=self.server.address))
 
     async def end(self, *, crash=False):

@@ -9,6 +9,7 @@ from inprocess import System, until
 from system.test_restarts import STEPS, audit, config
 
 from asyncrl.errors import InvalidRequest
+from asyncrl.messages.dataloader import WatchSupply
 
 SUPERVISION = {"supervision": {"silence_s": 1e6, "host_lost_s": 1e6}}
 # Generation is the slower side: were training, the few places that each step frees could go to the same rollouters
@@ -48,22 +49,25 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         await step(system, 3)
         tickets = system.actors["dataloader/0"]
         async with asyncio.timeout(20):
-            await until(lambda: system.actors["rollouter/2"]._host.sampled_tokens)
+            await until(lambda: system.actors["rollouter/2"].figures()["rollout/sampled_tokens"])
             await until(lambda: len(tickets._tickets._holders) == 3)
         assert "rollouter/2" in tickets.roster.actors
         await step(system, 2)
         await system.leave(found, within_s)
         await until(lambda: "rollouter/2" not in tickets.roster.actors)
         assert len(tickets._tickets._holders) == 2
-        assert "rollouter/2" not in system.actors["parameter_server/0"]._conductor.fleet.replicas
+        assert system.actors["parameter_server/0"].counters["weights/replicas"] == 2
         assert tickets.counters["tickets/granted_alone"] == 0
         # A name is given once.
         again = await system.join("c2")
         assert again.rollouters == ["rollouter/3"]
         await step(system, 2)
 
+    async def supply(system):
+        return await system.actors["dataloader/0"].watch_supply(WatchSupply(seen=-1), system.learner_as_caller())
+
     system = live(tmp_path, scenario)
-    assert not list(system.actors["dataloader/0"]._tickets.ledger.attempts)
+    assert not asyncio.run(supply(system)).attempts
 
 
 def test_a_host_that_has_joined_dies_and_starts_again_as_any_other(tmp_path):
@@ -74,7 +78,7 @@ def test_a_host_that_has_joined_dies_and_starts_again_as_any_other(tmp_path):
         await step(system, 2)
         for victim in ("rollouter/3", "dataloader/0", "rollouter/2", "learner/0", "parameter_server/0"):
             await system.replace(victim)
-            await asyncio.sleep(0.3)
+            await step(system, 1)
         assert "rollouter/3" in system.actors["dataloader/0"].roster.actors
 
     live(tmp_path, scenario)
@@ -84,13 +88,11 @@ def test_the_last_rollouter_stays(tmp_path):
     async def scenario(system):
         found = await system.join("c")
         await step(system, 2)
-        entries = system.actors["controller/0"]._registry.entries
-        others = [entries[f"rollouter/{index}"] for index in range(2)]
-        for entry in others:
-            entry.condemned = "test"
+        for index in range(2):
+            await system.kill(f"rollouter/{index}")
         with pytest.raises(InvalidRequest, match="c cannot leave: no other host has a rollouter that serves"):
-            await system.leave(found, 1.0)
-        for entry in others:
-            entry.condemned = ""
+            await system.leave(found, 1.0, answer_s=1.0)
+        for index in range(2):
+            system.start(f"rollouter/{index}")
 
     live(tmp_path, scenario)

@@ -171,7 +171,7 @@ def _merged(spans):
 def test_the_story_goes_on_with_another_rollouter_when_the_first_dies(tmp_path, logs):
     async def kill(system):
         await system.at_step(2)
-        await until(lambda: system.actors["rollouter/1"]._accounts)
+        await until(lambda: system.actors["rollouter/1"].figures()["rollout/held"])
         await system.replace("rollouter/1")
 
     system = live(tmp_path, kill)

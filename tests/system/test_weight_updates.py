@@ -119,9 +119,13 @@ def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp
 
     async def kill():
         await until(sending.is_set)
-        replicas = system.actors["parameter_server/0"]._conductor.fleet.replicas
-        versions.append(replicas["rollouter/1"].target)
-        assert {replicas[name].phase for name in survivors} == {"receiving"}
+
+        def states():
+            return {system.actors[name].states.present()[:2] for name in ("rollouter/1", *survivors)}
+
+        await until(lambda: {state for state, _ in states()} == {"loading"})
+        ((_, weights),) = states()
+        versions.append(int(weights.removeprefix("weights v")))
         await system.replace("rollouter/1")
         dead.set()
 

@@ -5,12 +5,17 @@ import pytest
 from inprocess import System, sim_config, until
 from run_files import assert_spans_cover, groups, json_lines
 
+from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import NonFiniteStep, RemoteError
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.messages.learner import Deliver
+from asyncrl.messages.actors import NOTICE
+from asyncrl.messages.learner import Deliver, Holds
+from asyncrl.messages.rollouter import OpenTickets
+from asyncrl.rollouter import actor as rollouter_module
 from asyncrl.rollouter.delivery import Delivery
-from asyncrl.runtime.awaits import Await
+from asyncrl.runtime.actor import Caller
+from asyncrl.runtime.awaits import Awaits
 
 
 @pytest.fixture
@@ -19,8 +24,8 @@ def played(tmp_path):
 
     def play(**tables):
         system = System(sim_config(**({"run": {"samples_per_step": 100}} | tables)), tmp_path / "run")
-        state = system.play()
-        assert state.phase == "done", state
+        system.ended = system.play()
+        assert system.ended.phase == "done", system.ended
         return system
 
     return play
@@ -42,7 +47,7 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(played, on_update
     assert lines[-1]["ledger/trained"] == 12 * 4
     uids = trained_uids(system)
     assert len(uids) == len(set(uids)) == 48 and not any(uid.startswith("held") for uid in uids)
-    assert system.actors["dataloader/0"]._tickets.outstanding == 0
+    assert system.actors["dataloader/0"].counters["tickets/outstanding"] == 0
     for trajectory in (each for group in groups(system.run_dir) for each in group["trajectories"]):
         assert_spans_cover(trajectory)
     assert not list((system.run_dir / "private").glob("*.tmp"))
@@ -54,20 +59,25 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(played, on_update
 def test_a_group_is_taken_from_whom_it_was_granted_to_alone(tmp_path, monkeypatch):
     """Another rollouter that delivers it first is refused for good, and it is trained as its holder brings it."""
     system = System(sim_config(run={"samples_per_step": 100}), tmp_path / "run")
-    deliver, refused = Delivery.deliver, []
+    refused = []
 
-    async def after_a_thief(self, group):
-        thief = system.actors["rollouter/1"]
-        if self is not thief._delivery and len(refused) < 3:
-            stolen = msgspec.structs.replace(group, failure="stolen")
-            claimed = msgspec.structs.replace(stolen, ticket=msgspec.structs.replace(group.ticket, uid="0-63"))
-            for attempt in (stolen, claimed):
-                with pytest.raises(RemoteError, match="rollouter/1 does not hold the ticket of 0-") as caught:
-                    await thief.peer("learner/0").call(Deliver(group=attempt))
-                refused.append((group.ticket.uid, caught.value.code, caught.value.retryable))
-        await deliver(self, group)
+    class AfterAThief(Delivery):
+        def __init__(self, learner, services, **how):
+            super().__init__(learner, services, **how)
+            self.holder = services.name
 
-    monkeypatch.setattr(Delivery, "deliver", after_a_thief)
+        async def deliver(self, group):
+            thief = system.actors["rollouter/1"]
+            if self.holder != thief.name and len(refused) < 3:
+                stolen = msgspec.structs.replace(group, failure="stolen")
+                claimed = msgspec.structs.replace(stolen, ticket=msgspec.structs.replace(group.ticket, uid="0-63"))
+                for attempt in (stolen, claimed):
+                    with pytest.raises(RemoteError, match="rollouter/1 does not hold the ticket of 0-") as caught:
+                        await thief.peer("learner/0").call(Deliver(group=attempt))
+                    refused.append((group.ticket.uid, caught.value.code, caught.value.retryable))
+            await super().deliver(group)
+
+    monkeypatch.setattr(rollouter_module, "Delivery", AfterAThief)
     assert system.play().phase == "done"
     assert {told[1:] for told in refused} == {("forbidden", False)}
     assert system.actors["learner/0"].counters["wire/refused"] == len(refused) >= 2
@@ -91,8 +101,13 @@ def test_no_token_that_is_trained_is_late_whatever_is_done_about_late_ones(
     played, late, steps_per_version, on_update, monkeypatch
 ):
     """I1 and I2: stragglers of a long tail outlive the limit, and each prompt is trained once."""
-    waits, begin = [], Await.begin
-    monkeypatch.setattr(Await, "begin", lambda wait: waits.append(wait._key) or begin(wait))
+    waits, on = [], Awaits.on
+
+    def noted(awaits, whom, what, **how):
+        waits.append((whom, what))
+        return on(awaits, whom, what, **how)
+
+    monkeypatch.setattr(Awaits, "on", noted)
     system = played(
         data={"size": 80},
         rollout=LONG_TAIL | {"on_update": on_update},
@@ -117,7 +132,9 @@ def test_no_token_that_is_trained_is_late_whatever_is_done_about_late_ones(
         for line in lines:
             assert ("staleness/requeued_length_mean" in line) == (line["staleness/requeued_groups"] > 0)
         # Of prompts that have an outcome nothing is remembered.
-        assert learner._intake.ledger.requeues == dataloader._tickets.ledger.requeues == {}
+        last = CheckpointFolder(system.run_dir / "checkpoints").newest()
+        assert last.step == 20
+        assert read_state(last.path).ledger.requeues == dataloader._tickets.ledger.requeues == {}
     if late == "wait":
         assert masked == 0 and {line["staleness/late_groups"] for line in lines} == {0.0}
         assert sum(line["staleness/waited_groups"] for line in lines) == waited
@@ -125,7 +142,7 @@ def test_no_token_that_is_trained_is_late_whatever_is_done_about_late_ones(
             assert (line["time/wait_for_late_s"] > 0) == (line["staleness/waited_groups"] > 0)
             assert line["time/wait_for_late_s"] <= line["time/wait_for_groups_s"]
         # It was seen for whom, and is no more.
-        named = [(whom, what) for whom, what, _ in waits if what.endswith("versions old")]
+        named = [(whom, what) for whom, what in waits if what.endswith("versions old")]
         assert len(named) == waited
         assert all(whom.startswith("rollouter/") and what.startswith("group ") for whom, what in named)
         assert not any(record.what.endswith("versions old") for record in learner.awaits.records())
@@ -177,14 +194,14 @@ def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(pla
     empty = learner.counters["learner/empty_steps"]
     # A version is published for each step that was taken, and for no other.
     assert [line["step"] for line in lines] == [line["weights/version"] for line in lines] == list(range(1, 13))
-    assert (lines[-1]["ledger/trained"], learner._intake.ledger.count("filtered")) == (12, empty)
+    assert (lines[-1]["ledger/trained"], learner.figures()["ledger/filtered"]) == (12, empty)
     assert 0 < empty < 12
     uids = trained_uids(system)
     assert len(set(uids)) == len(uids) == 12
-    (notice,) = learner._notices._known.values()
-    assert notice.count == empty
-    assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in notice.text
-    assert 'reward.truncated = "mask"' in notice.text
+    told = [line for line in system.ended.lines if (line["kind"], line.get("actor")) == (NOTICE, "learner/0")]
+    assert len({notice["key"] for notice in told}) == 1 and told[-1]["count"] == empty
+    assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in told[-1]["text"]
+    assert 'reward.truncated = "mask"' in told[-1]["text"]
 
 
 def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path):
@@ -216,14 +233,15 @@ def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
         await system.stop()
 
     assert system.play(stop).phase in ("failed", "done")
-    tickets, learner = system.actors["dataloader/0"]._tickets, system.actors["learner/0"]
-    for uid in list(tickets._holders.uids):
-        granted = tickets._holders[uid]
-        in_learner = uid in learner._intake.claims
-        unreported = uid in {outcome.uid for outcome in learner._intake.outcomes._pending}
+    holders, learner = system.actors["dataloader/0"]._tickets._holders, system.actors["learner/0"]
+    # Of a dataloader that is older than any other: nothing changes for it.
+    dataloader = Caller("dataloader/0", 0, -1, 0.0)
+    in_learner = learner.holds(Holds(uids=list(holders.uids)), dataloader).uids
+    for uid in holders.uids:
+        granted = holders[uid]
         # A grant whose reply was on its way when its rollouter ended has never been seen.
-        unseen = granted.number > system.actors[granted.rollouter]._seen
-        assert in_learner or unreported or unseen, f"{uid} was neither delivered nor returned"
+        seen = system.actors[granted.rollouter].open_tickets(OpenTickets(learner=0), dataloader).seen
+        assert uid in in_learner or granted.number > seen, f"{uid} was neither delivered nor returned"
 
 
 def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_nothing(tmp_path):
@@ -237,7 +255,9 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
 
     def evaluates():
         rollouter = system.actors.get("rollouter/0")
-        return rollouter is not None and rollouter._generating > 0 and any("@" in uid for uid in rollouter._held)
+        if rollouter is None or not rollouter.figures()["rollout/in_flight"]:
+            return False
+        return any("@" in uid for uid in rollouter._held)
 
     async def kill():
         while len(deaths) < 3:

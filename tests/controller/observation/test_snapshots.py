@@ -20,7 +20,7 @@ from asyncrl.controller.observation import observers as watching_module
 from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, RecentMetrics
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
-from asyncrl.messages.actors import ActorEnded, StopRun
+from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, WatchSnapshot
 from asyncrl.snapshot import UPDATE_LINES
 from asyncrl.telemetry.snapshots.recording import Recorder
@@ -184,6 +184,7 @@ def test_who_reads_waits_for_nothing_even_after_it_has_lost_some():
 @on_cluster()
 async def test_the_last_one_is_told_to_everybody_and_once(cluster, monkeypatch):
     monkeypatch.setattr(snapshots_module, "SNAPSHOT_S", 1e6)
+    monkeypatch.setattr(actor_module, "FAREWELL_S", 20.0)
     viewer = cluster.caller(VIEWER)
     await look(viewer)
     # Who got nothing is not told that it has seen something.
@@ -191,8 +192,8 @@ async def test_the_last_one_is_told_to_everybody_and_once(cluster, monkeypatch):
     assert (taken.number, taken.snapshot) == (-1, b"")
     asked = viewer.call(WatchSnapshot(seen=-1))
     assert await is_parked(asked)
-    await cluster.controller._watching.conclude()
-    assert decode_snapshot((await asked).snapshot).run.phase == "starting"
+    await cluster.caller().call(StopRun(reason="enough"))
+    assert decode_snapshot((await asked).snapshot).run.reason == "enough"
     assert (await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)).snapshot == b""
 
 
@@ -210,7 +211,7 @@ async def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_s
     assert len(seen.updates) == UPDATE_LINES and seen.updates[-1]["replica"] == f"rollouter/{UPDATE_LINES + 4}"
     assert [line.get("eval/held/mean", line.get("eval/other/mean")) for line in seen.evals] == [0.2, 0.5]
     assert seen.run.step == 3
-    assert {line["kind"] for line in cluster.controller._state_and_lines(0).lines} == {"eval", "train"}
+    assert {line["kind"] for line in (await cluster.caller().call(WatchRun(seen_line=0))).lines} == {"eval", "train"}
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
@@ -232,16 +233,23 @@ async def test_the_end_is_seen_and_recorded_though_it_takes_longer_than_from_one
     assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
 
 
-@on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_bytes": 0, "record_s": 0.01}}))
-async def test_for_nobody_no_snapshot_is_made(cluster):
-    await asyncio.sleep(0.1)
-    assert cluster.controller._watching.snapshots.taken == 0
-    # Who watches gets them, and the end.
-    viewer = cluster.caller(VIEWER)
-    number, _ = await look(viewer)
-    await look(viewer, number)
-    await cluster.caller().call(StopRun(reason="enough"))
-    assert (await seen_by(viewer, lambda s: s.run.phase == "done")).run.reason == "enough"
+def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
+    taken, take = [], watching_module.take_picture
+    monkeypatch.setattr(watching_module, "take_picture", lambda *of, **facts: taken.append(of) or take(*of, **facts))
+
+    async def scenario(cluster):
+        await asyncio.wait({cluster.main}, timeout=0.1)
+        assert not taken
+        # Who watches gets them, and the end.
+        viewer = cluster.caller(VIEWER)
+        number, _ = await look(viewer)
+        await look(viewer, number)
+        assert taken
+        await cluster.caller().call(StopRun(reason="enough"))
+        assert (await seen_by(viewer, lambda s: s.run.phase == "done")).run.reason == "enough"
+
+    unrecorded = {"monitor": {"record_bytes": 0, "record_s": 0.01}}
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | unrecorded))
 
 
 def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatch):
@@ -341,7 +349,8 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cl
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
 async def test_a_successor_takes_over_nothing_of_another_run(cluster, tmp_path):
-    cluster.controller._watching.happened("warning", "reward/0", "something")
+    await cluster.register("reward/0")
+    await cast(cluster.caller("reward/0"), beat(1, events=[EventRecord(1, 5.0, "warning", "something")]))
     await recorded(tmp_path, lambda s: ("reward/0", "something") in texts(s))
     await cluster.die()
     [*_, last] = read_recording(tmp_path)

@@ -20,10 +20,22 @@ RUN = SimpleNamespace(
 )
 
 
-def member(index):
-    made = SimpleNamespace(index=index, over=False, contact=SimpleNamespace(), sent=[])
-    made.send, made.contact.kill = made.sent.append, lambda: made.sent.append("killed")
-    return made
+class Member:
+    """An agent that heeds no command, and is lost once its connection is cut."""
+
+    host, ended, lost, loss_words = "c", None, True, "lost"
+
+    def __init__(self, index):
+        self.index, self.over, self.sent, self.contact = index, False, [], self
+        self.send, self.cut = self.sent.append, asyncio.Event()
+
+    def kill(self):
+        self.sent.append("killed")
+        self.cut.set()
+
+    async def hear(self, *_):
+        await self.cut.wait()
+        self.over = True
 
 
 def guests(members, controller):
@@ -41,9 +53,13 @@ LAST = UsageError("c cannot leave: no other host has a rollouter that serves")
 )
 def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_end_in_time(answer, second):
     """I5: the first signal asks the controller, be it away or not; a host may be the last that the run has."""
-    members = [member(2), member(3)]
+    members = [Member(2), Member(3)]
 
     class Controller:
+        async def members(self):
+            await asyncio.Event().wait()
+            yield
+
         async def ask(self, request, timeout=None):
             if answer == "never":
                 await asyncio.Event().wait()
@@ -52,7 +68,7 @@ def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_en
 
     async def work():
         followed = guests(members, Controller())
-        ending = asyncio.create_task(followed._end_when_asked())
+        ending = asyncio.create_task(followed.main())
         followed.interrupts.note(signal.SIGINT)
         if second:
             # The controller that does not answer is waited for no longer than the second one takes.
@@ -67,14 +83,14 @@ def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_en
 
 def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
     """I5: as when everything on its head was killed."""
-    deaf = member(2)
+    deaf = Member(2)
 
     class Controller:
         async def members(self):
             for number in (1, 2):
                 yield Members(number=number)
 
-    run_virtual(guests([deaf], Controller())._watch_members())
+    run_virtual(guests([deaf], Controller()).main())
     assert deaf.sent == [STOP, KILL, "killed"]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from run_settings import simulated_run
@@ -9,12 +10,12 @@ from run_settings import simulated_run
 from asyncrl.cli import launch
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, UsageError
 from asyncrl.launcher.fleet import addresses
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.live import join as joining
 from asyncrl.launcher.live import live_run
-from asyncrl.launcher.live.join import _Joining
 from asyncrl.launcher.live.live_run import find_living
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
-from asyncrl.launcher.terms.placement import PlacementHost
-from asyncrl.launcher.terms.spec import Routes
+from asyncrl.launcher.terms.spec import HostOffer, Routes
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, WatchMembers
 from asyncrl.runtime.calls.server import CROWDED
 
@@ -55,7 +56,10 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
     ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
     ends += [RemoteError("controller/0", "invalid", "c cannot leave"), crowded, crowded]
 
-    class Peer:
+    class Scripted:
+        def __init__(self, *_):
+            """Ends as listed, whoever it is of."""
+
         async def call(self, request, timeout):
             if error := ends.pop(0):
                 raise error
@@ -69,7 +73,6 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
         assert (found.folder, found.address, found.lives) == (lived, "tcp://127.0.0.1:7000", True)
         assert found.credentials.run_id == lived.run_id
         async with live_run.LiveController(found) as controller:
-            controller._peer = Peer()
             assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
             for said in ("^c cannot leave$", "at most 64 at once, .*wait until one has ended$"):
                 with pytest.raises(UsageError, match=said):
@@ -77,6 +80,7 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
             with pytest.raises(UsageError, match="wait until one has ended$"):
                 await anext(controller.members())
 
+    monkeypatch.setattr(live_run, "Peer", Scripted)
     asyncio.run(main())
 
 
@@ -113,6 +117,12 @@ class Told:
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), []
 
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
     async def ask(self, request, timeout=None):
         self.asked.append(request)
         if isinstance(request, Join):
@@ -122,16 +132,34 @@ class Told:
             return answer
 
 
+class Near:
+    """The hosts, all of them reached."""
+
+    def __init__(self, *_, **how):
+        self.contacts = {}
+
+    async def reach(self, names):
+        for name in names:
+            facts = HostOffer(version="", hostname=name, cpus=8, gpus=[], interfaces={"eth0": "10.0.0.3"})
+            self.contacts[name] = SimpleNamespace(facts=facts)
+
+    async def ask(self, questions, *_):
+        return dict.fromkeys(questions, Routes(named=[], via={"10.0.0.1": "10.0.0.3"}))
+
+    async def close(self):
+        pass
+
+
 @pytest.mark.parametrize("ends", [UsageError("let go before it could begin"), DeadlineExceeded("a", "b", "Join", 20.0)])
-def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends):
+def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends, monkeypatch):
     """Else the run would wait for the other hosts of the request."""
     speak(lived, "tcp://10.0.0.1:7000")
     named = Joined(hosts=[JoinedHost(host="c", agent="agent/1", rollouters=["rollouter/1"])], waiting_for=["reward/0"])
     controller = Told(named, ends)
-    joining = _Joining(find_living(str(lived.path)), [], None, False, None)
-    joining.hosts, joining.replicas = {"c": PlacementHost(name="c", cpus=8)}, {"c": 1}
+    monkeypatch.setattr(joining, "Reached", Near)
+    monkeypatch.setattr(joining, "LiveController", lambda run: controller)
     with pytest.raises(type(ends)):
-        asyncio.run(joining._begin(controller))
+        joining.join_run(find_living(str(lived.path)), [HostLine("c")], None)
     join, again, leave = controller.asked
     assert (again, leave.host, leave.ask) == (join, "c", join.ask)
 

@@ -3,16 +3,18 @@
 import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from launcher.launched import end_marked, marked
 from run_settings import simulated_run
 
-from asyncrl.errors import ActorFailed
+from asyncrl.errors import Refused
+from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
 from asyncrl.launcher.run_folder.folders import PART
-from asyncrl.launcher.terms.spec import ARRIVED, AgentSpec
-from asyncrl.messages.actors import RunState
+from asyncrl.launcher.terms.spec import ARRIVED, CONTROLLER_AT, AgentSpec
+from asyncrl.messages.actors import Leaving, RunState
 
 CONFIG = simulated_run()
 
@@ -36,34 +38,60 @@ def test_the_part_of_a_host_that_has_joined_again_meanwhile_stays(tmp_path, othe
     assert sorted(path.name for path in run_dir.iterdir()) == sorted(["private-2", *others, *left])
 
 
+class Link:
+    """The ear of a controller that hears nothing so far, or refuses the agent."""
+
+    controller = 1
+
+    def __init__(self, monkeypatch, refuses):
+        self.refuses = refuses
+        self.living, self.said, self.heard = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.events = SimpleNamespace(add=None)
+        self.measure = self.stop_measuring = lambda: None
+        beats = SimpleNamespace(start=lambda: None, stop=lambda: None)
+        monkeypatch.setattr(host_agent, "make_link", self.make)
+        monkeypatch.setattr(host_agent, "HeartbeatThread", lambda *_: beats)
+        monkeypatch.setattr(host_agent, "listen", lambda _: None)
+
+    def make(self, *_, on_state, **how):
+        self.on_state = on_state
+        return self
+
+    async def main(self):
+        if self.refuses:
+            raise Refused("controller/0", "incarnation", ours="2", theirs="1")
+        self.living.set()
+        await asyncio.Event().wait()
+
+    async def say_farewell(self, timeout):
+        assert timeout == (FAREWELL_S if self.refuses else CONFIG.supervision.host_grace_s)
+        self.said.set()
+        await self.heard.wait()
+
+
 @pytest.mark.parametrize("ends", ["the controller has heard it", "the run ends", "it has failed"])
-def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_path, ends):
+def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_path, ends, monkeypatch):
     """I5: unless the run ends meanwhile; a host that has failed, with the run perhaps, waits but for a moment."""
     spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), attempts=1, actors=[], index=2)
 
-    class Link:
-        heard = asyncio.Event()
-
-        async def say_farewell(self, timeout):
-            assert timeout == (FAREWELL_S if ends == "it has failed" else CONFIG.supervision.host_grace_s)
-            await self.heard.wait()
-
     async def main():
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-            agent = Agent(spec, CONFIG, None)
-            agent._tasks = tasks
-            agent._host.leave(1.0, 0.0)
-            if ends == "it has failed":
-                agent._host.failure = ActorFailed("rollouter/2", "gave up")
-            parting = asyncio.create_task(agent._say_farewell(Link()))
-            agent._news.set()
-            await asyncio.sleep(0.01)
-            assert not parting.done()
+        commands, nobody = asyncio.StreamReader(), SimpleNamespace(is_closing=lambda: True)
+        commands.feed_data(CONTROLLER_AT + b"tcp://127.0.0.1:7000\n")
+        async with asyncio.timeout(20):
+            link = Link(monkeypatch, refuses=ends == "it has failed")
+            living = asyncio.create_task(Agent(spec, CONFIG, nobody).main(commands))
+            if ends != "it has failed":
+                await link.living.wait()
+                leaving = [Leaving("agent/2", 1.0)]
+                link.on_state(RunState(number=1, phase="running", leaving=leaving))
+            await link.said.wait()
+            done, _ = await asyncio.wait({living}, timeout=0.01)
+            assert not done
             if ends == "the run ends":
-                agent._do(agent._host.state(RunState(number=1, phase="draining"), 1.0))
-                await parting
-            Link.heard.set()
-            await parting
+                link.on_state(RunState(number=2, phase="draining"))
+                await living
+            link.heard.set()
+            assert await living == (1 if ends == "it has failed" else 0)
 
     asyncio.run(main())
 
