@@ -21,14 +21,14 @@ MAX_WAITING = 1024
 """Connections that have not said HELLO, and as many that have said it for a later epoch."""
 
 
-class Group(Protocol):
+class FormedGroup(Protocol):
     """One rank's end of a group that was formed."""
 
     def close(self) -> None:
         """Leave, also in the middle of a transfer. May be repeated."""
 
 
-G = TypeVar("G", bound=Group)
+G = TypeVar("G", bound=FormedGroup)
 
 
 class Epoch(Generic[G]):
