@@ -24,6 +24,7 @@ from asyncrl.errors import BroadcastFailed
 from asyncrl.rollouter.engines.vllm.worker import nccl as worker_side
 from asyncrl.rollouter.engines.vllm.worker.nccl import NcclReceiver
 from asyncrl.weights.collective import nccl as learner_side
+from asyncrl.weights.collective import sender as sender_side
 from asyncrl.weights.collective.packing import packed_bytes
 from asyncrl.weights.collective.sender import Sender
 
@@ -87,7 +88,7 @@ def wire(monkeypatch):
             made.aborted.set()
             made.buckets.put(None)
 
-    monkeypatch.setattr(learner_side, "Nccl", Backend)
+    monkeypatch.setattr(sender_side, "Nccl", Backend)
     monkeypatch.setattr(worker_side, "NCCLWeightTransferEngine", Engine)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     return made
