@@ -170,7 +170,8 @@ async def test_a_port_in_use_is_told_to_the_user_and_costs_the_others_nothing(tm
             other.close()
             # It is bound as soon as it is free.
             await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
-            assert "asyncrl_step" in await exposed(cluster.run_dir)
+            while "asyncrl_step" not in await exposed(cluster.run_dir):
+                pass  # It answers before it has been fed.
 
 
 async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(tmp_path, monkeypatch):

@@ -128,7 +128,9 @@ class Peer:
 def freeze(pid: int) -> None:
     """SIGSTOP, and wait until it has its effect."""
     os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + PATIENCE_S
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
+        assert time.monotonic() < until, f"{pid} does not stop"
         time.sleep(0.001)
 
 
