@@ -124,14 +124,13 @@ def loiterers(victims: list[Victim]) -> Iterator[list[socket.socket]]:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("curve", "frames", "steps"), [("required", 100_000, 1500), ("off", 20_000, 400)])
-def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_as_it_is(
-    tmp_path: Path, curve: str, frames: int, steps: int
-) -> None:
+@pytest.mark.parametrize(("curve", "frames"), [("required", 100_000), ("off", 20_000)])
+def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_as_it_is(tmp_path: Path, curve: str, frames: int) -> None:
+    # It is stopped when all frames are dealt with, however long that takes.
     tree = SIM_RUN | {
         "security": {"curve": curve},
         "network": {"max_message_bytes": MAX_MESSAGE_BYTES},
-        "learner": SIM_RUN["learner"] | {"steps": steps, "sim": {"step_s": 0.1, "publish_bytes": 4096}},
+        "learner": SIM_RUN["learner"] | {"steps": 100_000, "sim": {"step_s": 0.1, "publish_bytes": 4096}},
     }
     run = LiveRun(tree, tmp_path)
     context: zmq.Context[Any] = zmq.Context()
@@ -162,7 +161,7 @@ def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_as_it_is(
         print(
             f"growth (MiB) { {n: g >> 20 for n, g in growth.items()} }, slowest answer (s) {slowest}, steps {run.step}"
         )
-        assert run.wait(600) == 0, run.output[-2000:]
+        assert run.stop() == 75, run.output[-2000:]
     finally:
         for victim in victims:
             victim.close()
