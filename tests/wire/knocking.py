@@ -396,8 +396,10 @@ class Mutator:
 
     def _bad_header(self, frames: list[bytes]) -> list[bytes]:
         fields = msgpack.unpackb(frames[0])
-        for _ in range(self._random.choice((1, 1, 3))):
-            fields[self._random.randrange(len(fields))] = self._random.choice((*_STRANGE, "x" * self._long))
+        for number in range(self._random.choice((1, 1, 3))):
+            # One long value at most: two would be more than a frame may have, and end the connection.
+            values = _STRANGE if number else (*_STRANGE, "x" * self._long)
+            fields[self._random.randrange(len(fields))] = self._random.choice(values)
         return [msgpack.packb(fields), *frames[1:]]
 
     def _bad_body(self, frames: list[bytes]) -> list[bytes]:
