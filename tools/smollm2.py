@@ -49,7 +49,7 @@ def convert(source: str, folder: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     models: Any = AutoModelForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     quantised = models.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)

@@ -48,7 +48,7 @@ def _measure(lr: float, steps: int, width: int) -> dict[str, float]:
         eos_token_id=None,
         use_cache=False,
     )
-    model: Any = transformers.Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: Any = transformers.Qwen2ForCausalLM(config)
     model.float().train()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -35,13 +35,13 @@ def make_model(folder: Path) -> None:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # type: ignore[call-arg]
+        head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=vocabulary[EOS],
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def publish(folder: Path) -> Publication:

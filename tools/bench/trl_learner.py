@@ -43,9 +43,7 @@ class Step(GRPOTrainer):  # type: ignore[misc]
 def make_trainer(model: str, settings: dict[str, Any], rows: int) -> Step:
     """A trainer on CPU whose step takes all of the batch, ``rows`` of it at a time."""
     words = {str(token): token for token in range(settings["vocabulary"])}
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=Tokenizer(WordLevel(words, "0")), pad_token="0", eos_token="0"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "0")), pad_token="0", eos_token="0")
     sequences = settings["sequences"]
     arguments = GRPOConfig(
         output_dir=settings["scratch"],

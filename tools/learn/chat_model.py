@@ -40,7 +40,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in (END, *ROLES)])
     # Text that a parser reads, so no special tokens.
     backend.add_tokens([AddedToken(token, normalized=False) for token in CALL])
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = TEMPLATE
@@ -50,7 +50,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(settings: Settings, vocabulary: int) -> Qwen2ForCausalLM:
     """A Qwen2 with seeded initial weights, float32. Its embeddings are not tied, which vLLM on CPU needs."""
     torch.manual_seed(settings.seed)
-    return Qwen2ForCausalLM(  # type: ignore[no-untyped-call]
+    return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
             hidden_size=settings.width,
@@ -71,6 +71,6 @@ def make_model(settings: Settings, vocabulary: int) -> Qwen2ForCausalLM:
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write both in the layout of a Hugging Face model folder."""
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

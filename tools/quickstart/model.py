@@ -23,7 +23,7 @@ def make_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )
 
@@ -31,7 +31,7 @@ def make_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
 def make_model(settings: Settings) -> Qwen2ForCausalLM:
     """A Qwen2 with seeded initial weights, float32. Its embeddings are not tied, which vLLM on CPU needs."""
     torch.manual_seed(settings.seed)
-    return Qwen2ForCausalLM(  # type: ignore[no-untyped-call]
+    return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(settings.characters) + 1,
             hidden_size=settings.width,
@@ -52,6 +52,6 @@ def make_model(settings: Settings) -> Qwen2ForCausalLM:
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json."""
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -67,7 +67,7 @@ def solved_share(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pr
     """Share of ``problems`` whose answer ends a response sampled at temperature 1."""
     prompts = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left")
     length = prompts["input_ids"].shape[1]
-    ids = model.generate(  # type: ignore[misc]
+    ids = model.generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
         do_sample=True,

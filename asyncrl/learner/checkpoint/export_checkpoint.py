@@ -45,7 +45,7 @@ def export_checkpoint(
     """
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     checkpoints.verify(found)
     policy, lora, kind = load_policy(model), config.lora, getattr(torch, dtype)
     if lora.is_on:

@@ -74,7 +74,7 @@ def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
     """All ranks together: the model that ``config`` names; ``mesh`` is of their host memory. Raises ConfigError."""
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     reasons = ranks.agree(_obstacle(config), "looking at the files of the model")
     if reasons and not ranks.rank:
         _LOG.warning("%s: learner/0 reads it whole and hands it out: %s", config.path, reasons[0])

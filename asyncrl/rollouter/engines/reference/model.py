@@ -67,7 +67,7 @@ class Model:
 
         assert config.path is not None
         torch.set_num_threads(1)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers.utils.logging.disable_progress_bar()
         try:
             self._settings: Any = transformers.AutoConfig.from_pretrained(
                 config.path, local_files_only=True, trust_remote_code=config.trust_remote_code
