@@ -182,7 +182,7 @@ class Training:
 
     async def run(self) -> None:
         """Train to the last step, or to the boundary at which a preempted run stops; all is published then."""
-        learner = self._config.learner
+        learner, last_boundary = self._config.learner, self.step
         while self.step < learner.steps:
             began = self._clock.now()
             if not await self._groups.there():
@@ -202,16 +202,19 @@ class Training:
             step.line["time/step_s"] = self._clock.now() - began
             await self._lines.put(step)
             self._progress()
-            # The checkpoint after the last step is that of LastWrites.
-            if boundary and self.step < learner.steps and self._checkpoint_is_due():
-                self._states.enter("checkpointing")
-                await self._checkpoint()
+            if boundary:
+                # The checkpoint after the last step is that of LastWrites.
+                if self.step < learner.steps and self._checkpoint_is_due(last_boundary):
+                    self._states.enter("checkpointing")
+                    await self._checkpoint()
+                last_boundary = self.step
         self._planner.foresee(None)
         await self._publish_the_rest()
 
-    def _checkpoint_is_due(self) -> bool:
+    def _checkpoint_is_due(self, last_boundary: int) -> bool:
+        """Whether a multiple was passed since the step ``last_boundary``: a run may go on inside a version."""
         every = self._config.checkpoint.every_versions * self._config.learner.steps_per_version
-        return bool(every and self.step % every == 0) or self._checkpoint_owed()
+        return bool(every and self.step // every > last_boundary // every) or self._checkpoint_owed()
 
     async def finish(self) -> None:
         """Do the work after the last step: the last evaluations, and the writing of files that the user keeps.

@@ -1,0 +1,135 @@
+"""The loop of rank 0 on its own: its checkpoints, and the end of a run that makes way."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from learner.learner_cases import make_group, make_trajectory
+from services import services
+from virtual import LoopClock, run_virtual
+
+from asyncrl.config.load import validate_config
+from asyncrl.learner.backends.backend import create
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.loop import Training
+from asyncrl.messages.dataloader import Supply
+from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.trace import STEPS, Trace
+
+ASKED_S = 1.0
+"""Time that the dataloader takes to say whether a round is open."""
+
+
+class Versions:
+    """Versions that nobody takes up; there is no memory for those that are tried ``before`` a time, s."""
+
+    spoiled, whole = False, -1
+
+    def __init__(self) -> None:
+        self.next_number, self.before = 0, 0.0
+        self.metrics: dict[str, float] = {}
+
+    async def make(self, probed: object) -> int:
+        if LoopClock().now() < self.before:
+            raise OSError(errno.ENOMEM, "no memory")
+        self.next_number += 1
+        return self.next_number - 1
+
+    async def settled(self) -> bool:
+        return True
+
+
+class Dataloader:
+    """Has no more groups than were delivered, and a round of evaluation that stays open."""
+
+    limit, supply = 1.0, Supply(number=0, exhausted=True, outstanding=0)
+
+    def changed(self) -> None:
+        """Nobody asks."""
+
+    async def all_acknowledged(self) -> None:
+        """All is."""
+
+    async def rounds_over(self) -> bool:
+        await asyncio.sleep(ASKED_S)
+        return False
+
+
+class Scene:
+    """The training of a run with a step's groups in the buffer for each step from ``step`` on."""
+
+    def __init__(self, *, step: int = 0, steps: int, **tables: Any) -> None:
+        learner = tables.pop("learner", {})
+        config = validate_config(
+            {
+                "data": {"source": "synthetic"},
+                "rollout": {"engine": "sim"},
+                "reward": {"function": "constant"},
+                "learner": {
+                    "backend": "sim",
+                    "steps": steps,
+                    "groups_per_step": 1,
+                    "dynamic_sampling": False,
+                    "sim": {"step_s": 0.0},
+                    **learner,
+                },
+                **tables,
+            }
+        )
+        self.versions, self.written = Versions(), list[int]()
+        self.thread, clock, intake = ThreadPoolExecutor(1), LoopClock(), Intake(config.learner)
+        for index in range(step, steps):
+            intake.deliver(make_group(index, [1, 2], [make_trajectory([3, 4], reward=float(at)) for at in range(2)]))
+
+        async def put(step: object) -> None:
+            """Nobody reads it."""
+
+        async def checkpoint() -> None:
+            self.written.append(self.training.step)
+
+        self.training = Training(
+            config,
+            services(clock=clock),
+            backend=create(config, 0),
+            thread=self.thread,
+            intake=intake,
+            supply=Dataloader(),  # type: ignore[arg-type]
+            versions=self.versions,  # type: ignore[arg-type]
+            lines=SimpleNamespace(put=put),  # type: ignore[arg-type]
+            story=StoryLog("learner/0"),
+            checkpoint=checkpoint,
+            checkpoint_owed=lambda: False,
+            published=lambda version: None,
+            track=Trace(clock.now, clock.wall, window_s=0.0).track("steps", STEPS),
+            supervised=None,
+            teacher=None,
+            step=step,
+        )
+
+    async def run(self) -> None:
+        await self.training.begin([])
+        await self.training.run()
+
+    def make_way(self) -> None:
+        self.training.preempted = True
+        self.training.tell_news()
+
+    def close(self) -> None:
+        self.training.close()
+        self.thread.shutdown()
+
+
+@pytest.mark.parametrize(("begins", "written"), [(0, [6, 12]), (6, [12]), (7, [13]), (11, [13])])
+def test_checkpoints_come_as_often_after_a_resumption_inside_a_version(begins: int, written: list[int]) -> None:
+    async def main() -> list[int]:
+        scene = Scene(step=begins, steps=16, learner={"steps_per_version": 2}, checkpoint={"every_versions": 3})
+        await scene.run()
+        scene.close()
+        return scene.written
+
+    assert run_virtual(main()) == written
