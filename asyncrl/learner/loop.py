@@ -228,8 +228,11 @@ class Training:
         await self._supply.all_acknowledged()
         owed_until = self.boundaries.patient_until
         with self._awaits.on("rollouter", "last evaluations"):
-            while not (self.preempted or await self._supply.rounds_over()):
+            while True:
+                # Before it is looked, since news that come meanwhile may tell of what was not seen.
                 self._groups.news.clear()
+                if self.preempted or await self._supply.rounds_over():
+                    return
                 if self._versions.spoiled:
                     await self.boundaries.insist(owed_until)
                 else:

@@ -133,3 +133,19 @@ def test_checkpoints_come_as_often_after_a_resumption_inside_a_version(begins: i
         return scene.written
 
     assert run_virtual(main()) == written
+
+
+@pytest.mark.parametrize("after_s", [0.5 * ASKED_S, 1.5 * ASKED_S])
+def test_a_run_that_is_to_make_way_gives_up_its_last_evaluations(after_s: float) -> None:
+    """Also while the dataloader is asked whether they are over."""
+
+    async def main() -> None:
+        scene = Scene(steps=2)
+        await scene.run()
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(scene.training.finish())
+            await asyncio.sleep(after_s)
+            scene.make_way()
+        scene.close()
+
+    run_virtual(main())
