@@ -8,7 +8,8 @@ the last one admits, and the run ends with the reason only when those are used u
 ``checkpoint.room_wait_s``. A checkpoint that cannot be written is told, and owed where its disk is full: it is tried
 again at the first boundary with room; the last complete one stays.
 
-Preempted, it takes the groups that rollouters still deliver, comes to a version boundary, and writes a checkpoint.
+Preempted, it takes the groups that rollouters still deliver, comes to a version boundary, and writes a checkpoint, also
+without the version that it owes: its successor publishes those steps.
 
 A step in which every trajectory is masked is none: optimizer, step number and version stay as they are, its groups are
 filtered, and others take their places.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -181,7 +183,9 @@ class Training:
         self._first_version = self.version
 
     async def run(self) -> None:
-        """Train to the last step, or to the boundary at which a preempted run stops; all is published then."""
+        """Train to the last step, or to the boundary at which a preempted run stops. All is published then, but for
+        a version that a preempted run cannot make at once.
+        """
         learner, last_boundary = self._config.learner, self.step
         while self.step < learner.steps:
             began = self._clock.now()
@@ -354,6 +358,10 @@ class Training:
     async def _publish_the_rest(self) -> None:
         owed_until = self.boundaries.patient_until
         while self.boundaries.unpublished or not await self._versions.settled():
+            if self.preempted:
+                # Tried once: nobody is to load it, and the checkpoint, which has to be there in time, holds the steps.
+                await self.boundaries.publish_owed(math.inf)
+                return
             await self.boundaries.insist(owed_until)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

@@ -14,7 +14,9 @@ from services import services
 from virtual import LoopClock, run_virtual
 
 from asyncrl.config.load import validate_config
+from asyncrl.errors import ActorFailed
 from asyncrl.learner.backends.backend import create
+from asyncrl.learner.boundaries import OWED_RETRY_S
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.loop import Training
 from asyncrl.messages.dataloader import Supply
@@ -146,6 +148,56 @@ def test_a_run_that_is_to_make_way_gives_up_its_last_evaluations(after_s: float)
             tasks.create_task(scene.training.finish())
             await asyncio.sleep(after_s)
             scene.make_way()
+        scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.5 * OWED_RETRY_S])
+def test_a_run_that_makes_way_does_without_the_version_that_it_owes(after_s: float) -> None:
+    """From the beginning of the wait for that version, or in the middle of it; its steps are for the checkpoint."""
+
+    async def main() -> None:
+        scene, clock = Scene(steps=2), LoopClock()
+        await scene.training.begin([])
+        scene.versions.before = clock.now() + 1e6
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(after_s)
+        scene.make_way()
+        asked = clock.now()
+        await running
+        assert clock.now() - asked <= OWED_RETRY_S
+        assert (scene.training.version, scene.training.boundaries.unpublished) == (0, scene.training.step)
+        assert scene.training.step
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_run_that_makes_way_inside_a_version_publishes_its_steps() -> None:
+    async def main() -> None:
+        scene = Scene(steps=4, learner={"steps_per_version": 4})
+        await scene.training.begin([])
+        running = asyncio.create_task(scene.training.run())
+        while not scene.training.step:
+            await asyncio.sleep(0)
+        scene.make_way()
+        await running
+        assert 0 < scene.training.step < 4
+        assert (scene.training.version, scene.training.boundaries.unpublished) == (1, 0)
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_version_that_stays_owed_at_the_end_fails_the_run_after_the_wait_for_room() -> None:
+    async def main() -> None:
+        scene, clock = Scene(steps=2, checkpoint={"room_wait_s": 60}), LoopClock()
+        await scene.training.begin([])
+        scene.versions.before = 1e6
+        with pytest.raises(ActorFailed, match=r"no version could be published for 60 s .*no memory"):
+            await scene.training.run()
+        assert 60 <= clock.now() <= 60 + 2 * OWED_RETRY_S
         scene.close()
 
     run_virtual(main())
