@@ -22,7 +22,7 @@ from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
-from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted
+from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted, RemoteError
 from asyncrl.learner.algorithm.advantage.group_metrics import rewards_of
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend, create
@@ -47,7 +47,7 @@ from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutSta
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
 from asyncrl.messages.seals import fits
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.calls.retry import log_away
+from asyncrl.runtime.calls.retry import is_refusal, wait_out
 from asyncrl.runtime.calls.server import REFUSED
 from asyncrl.sft.conversations import Conversations, load_conversations
 from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN, StoryLog
@@ -302,8 +302,9 @@ class Learner(Actor):
         own = self.context.incarnation
         while loop.time() < deadline:
             # Rank 0 gets ready only when all ranks have met; ``above`` passes over those of earlier generations.
-            reply: Resolved = await self.peer(CONTROLLER).call(Resolve(name=RANK_0, above=own - 1, unready=True))
-            if reply.record is not None:
+            request = Resolve(name=RANK_0, above=own - 1, unready=True)
+            reply: Resolved | None = await self._ask_controller(request)
+            if reply is not None and reply.record is not None:
                 return store_of(reply.record, own)
         raise DeadlineExceeded(
             self.name, RANK_0, "the rendezvous of the ranks", self.config.supervision.start_timeout_s
@@ -581,10 +582,15 @@ class Learner(Actor):
 
     async def _until_answered(self, request: Request) -> None:
         with self.awaits.on(CONTROLLER, type(request).__name__):
-            while True:
-                try:
-                    await self.peer(CONTROLLER).call(request)
-                except DeadlineExceeded as error:
-                    log_away(self.log, "controller", error)
-                else:
-                    return
+            while await self._ask_controller(request) is None:
+                pass
+
+    async def _ask_controller(self, request: Request) -> Any:
+        """The reply; None where the controller, or its successor, is to be asked again. Raises RemoteError."""
+        try:
+            return await self.peer(CONTROLLER).call(request)
+        except (DeadlineExceeded, RemoteError) as error:
+            if is_refusal(error):
+                raise
+            await wait_out(self.log, "controller", error)
+            return None

@@ -7,6 +7,7 @@ from run_files import assert_spans_cover, groups, json_lines
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import NonFiniteStep, RemoteError
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.messages.actors import NOTICE
@@ -16,6 +17,7 @@ from asyncrl.rollouter import actor as rollouter_module
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.runtime.actor import Caller
 from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.lifecycle.registry import Registry
 
 
 @pytest.fixture
@@ -301,3 +303,23 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
 def test_a_run_that_cannot_learn_ends_and_says_why(played, tables, told):
     with pytest.raises(Exception, match=f"(?s){told}"):
         played(**tables)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Registry, "resolve"), (RunStateMachine, "checkpoint_written"), (RunStateMachine, "finish")],
+)
+def test_a_learner_asks_again_where_its_controller_fails_to_answer(played, monkeypatch, owner, name):
+    """Where all ranks meet, that a checkpoint is complete, and that the run is at its end."""
+
+    def once(self, *arguments, **more):
+        # Only a rank of the learner asks for somebody who is not ready.
+        if not failed and (owner is not Registry or more["unready"]):
+            failed.append(name)
+            raise RuntimeError("not now")
+        return real(self, *arguments, **more)
+
+    failed, real = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, once)
+    played(learner={"ranks": 2}, checkpoint={"every_versions": 2})
+    assert failed == [name]
