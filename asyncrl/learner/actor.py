@@ -87,6 +87,7 @@ class Learner(Actor):
         """Rounds of evaluation whose line is written, as NAME@ROUND."""
         self._rounds_changed = asyncio.Event()
         self._quarantine_changed = asyncio.Event()
+        self._writing_found = asyncio.Lock()
         self._lines: StepLines
         self._versions: Versions
         self._checkpoints: Checkpoints
@@ -553,10 +554,12 @@ class Learner(Actor):
             await self._write_found()
 
     async def _write_found(self) -> None:
-        found, self._intake.quarantined = self._intake.quarantined, []
-        for item in found:
-            self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
-        await self._lines.quarantined(self._training.step, found)
+        # One after the other: a checkpoint is not to be complete while lines of what it holds are under way.
+        async with self._writing_found:
+            found, self._intake.quarantined = self._intake.quarantined, []
+            for item in found:
+                self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
+            await self._lines.quarantined(self._training.step, found)
 
     def _tell_lost_records(self, lost: int, error: OSError) -> None:
         where = in_words(error, self.context.run_dir)

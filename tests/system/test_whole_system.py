@@ -1,5 +1,7 @@
 """Every real actor in one process, simulated engines and learner: the loop as a whole."""
 
+import threading
+
 import msgspec
 import pytest
 from inprocess import System, sim_config, until
@@ -10,6 +12,9 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import NonFiniteStep, RemoteError
 from asyncrl.learner.backends.sim import SimTrainer
+from asyncrl.learner.groups import intake
+from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.learner import Deliver, Holds
 from asyncrl.messages.rollouter import OpenTickets
@@ -323,3 +328,34 @@ def test_a_learner_asks_again_where_its_controller_fails_to_answer(played, monke
     monkeypatch.setattr(owner, name, once)
     played(learner={"ranks": 2}, checkpoint={"every_versions": 2})
     assert failed == [name]
+
+
+def test_a_checkpoint_is_complete_only_once_all_that_it_quarantines_is_written(played, monkeypatch):
+    """Even if its lines take longer than the checkpoint itself: who goes on from there does not write them again."""
+
+    def slowly(records, step, found):
+        # The first that come are long under way, those after them are not.
+        if not begun.is_set():
+            begun.set()
+            committing.wait(1.0)
+        write(records, step, found)
+
+    def complete(folder, partial, **facts):
+        quarantined = read_state(partial).ledger.counts["quarantined"]
+        held.append((quarantined, len(json_lines(partial.parents[1] / "quarantine.jsonl"))))
+        if quarantined:
+            committing.set()
+        return commit(folder, partial, **facts)
+
+    async def written(lines, step):
+        """The line of the step was there before."""
+
+    held, begun, committing = [], threading.Event(), threading.Event()
+    write, commit = RecordFiles.quarantined, CheckpointFolder.commit
+    monkeypatch.setattr(RecordFiles, "quarantined", slowly)
+    monkeypatch.setattr(CheckpointFolder, "commit", complete)
+    monkeypatch.setattr(StepLines, "written", written)
+    monkeypatch.setattr(intake, "check_group", lambda group: "odd" if group.ticket.index % 8 == 3 else None)
+    played(checkpoint={"every_versions": 1}, learner={"steps": 12, "sim": {"step_s": 0.05}})
+    assert held[-1][0]
+    assert all(written >= quarantined for quarantined, written in held), held
