@@ -365,7 +365,9 @@ class Learner(Actor):
             await training.finish()
             if training.preempted:
                 self.notify("last evaluations", "evaluations at the end were given up: the run was asked to make way")
-                await self._last_writes.begin(preempted=True)
+                if not self.config.checkpoint.every_versions:
+                    # Else it was begun above, and nothing was trained since.
+                    await self._last_writes.begin(preempted=True)
         failure = await self._last_writes.finish(preempted=preempted)
         await self._write_found()
         await self._lines.finish()

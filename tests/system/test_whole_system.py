@@ -211,11 +211,12 @@ def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(pla
     assert 'reward.truncated = "mask"' in told[-1]["text"]
 
 
-def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path):
+@pytest.mark.parametrize("every", [0, 20])
+def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path, every):
     config = sim_config(
         eval={"held": {"data": {"source": "synthetic", "size": 500}, "at_start": False, "n": 8}},
         rollout={"concurrency": 8, "sim": {"decode_step_s": 0.02}},
-        checkpoint={"every_versions": 0},
+        checkpoint={"every_versions": every},
         preempt={"grace_s": 300.0},
     )
     system = System(config, tmp_path / "run")
@@ -229,6 +230,7 @@ def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(t
     assert (state.phase, state.exit_code) == ("done", 0)
     left = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert left is not None and left.step == 6
+    assert left.serial == 0, "it was written twice"
     assert [line for line in system.lines("eval") if line["eval/held/prompts"] == 500] == []
 
 
