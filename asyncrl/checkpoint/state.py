@@ -52,7 +52,9 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     version: Count
-    """Newest published version: that of the weights in the checkpoint."""
+    """Newest published version: that of the weights in the checkpoint, unless a run that made way could not publish
+    the steps after it.
+    """
     trained_at_version: Count
     """T(version): groups trained when it was published."""
     step: Count

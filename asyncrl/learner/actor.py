@@ -22,7 +22,7 @@ from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
-from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted
+from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted, RemoteError
 from asyncrl.learner.algorithm.advantage.group_metrics import rewards_of
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend, create
@@ -47,7 +47,7 @@ from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutSta
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
 from asyncrl.messages.seals import fits
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.calls.retry import log_away
+from asyncrl.runtime.calls.retry import is_refusal, wait_out
 from asyncrl.runtime.calls.server import REFUSED
 from asyncrl.sft.conversations import Conversations, load_conversations
 from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN, StoryLog
@@ -87,6 +87,7 @@ class Learner(Actor):
         """Rounds of evaluation whose line is written, as NAME@ROUND."""
         self._rounds_changed = asyncio.Event()
         self._quarantine_changed = asyncio.Event()
+        self._writing_found = asyncio.Lock()
         self._lines: StepLines
         self._versions: Versions
         self._checkpoints: Checkpoints
@@ -302,8 +303,9 @@ class Learner(Actor):
         own = self.context.incarnation
         while loop.time() < deadline:
             # Rank 0 gets ready only when all ranks have met; ``above`` passes over those of earlier generations.
-            reply: Resolved = await self.peer(CONTROLLER).call(Resolve(name=RANK_0, above=own - 1, unready=True))
-            if reply.record is not None:
+            request = Resolve(name=RANK_0, above=own - 1, unready=True)
+            reply: Resolved | None = await self._ask_controller(request)
+            if reply is not None and reply.record is not None:
                 return store_of(reply.record, own)
         raise DeadlineExceeded(
             self.name, RANK_0, "the rendezvous of the ranks", self.config.supervision.start_timeout_s
@@ -363,7 +365,9 @@ class Learner(Actor):
             await training.finish()
             if training.preempted:
                 self.notify("last evaluations", "evaluations at the end were given up: the run was asked to make way")
-                await self._last_writes.begin(preempted=True)
+                if not self.config.checkpoint.every_versions:
+                    # Else it was begun above, and nothing was trained since.
+                    await self._last_writes.begin(preempted=True)
         failure = await self._last_writes.finish(preempted=preempted)
         await self._write_found()
         await self._lines.finish()
@@ -552,10 +556,12 @@ class Learner(Actor):
             await self._write_found()
 
     async def _write_found(self) -> None:
-        found, self._intake.quarantined = self._intake.quarantined, []
-        for item in found:
-            self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
-        await self._lines.quarantined(self._training.step, found)
+        # One after the other: a checkpoint is not to be complete while lines of what it holds are under way.
+        async with self._writing_found:
+            found, self._intake.quarantined = self._intake.quarantined, []
+            for item in found:
+                self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
+            await self._lines.quarantined(self._training.step, found)
 
     def _tell_lost_records(self, lost: int, error: OSError) -> None:
         where = in_words(error, self.context.run_dir)
@@ -581,10 +587,15 @@ class Learner(Actor):
 
     async def _until_answered(self, request: Request) -> None:
         with self.awaits.on(CONTROLLER, type(request).__name__):
-            while True:
-                try:
-                    await self.peer(CONTROLLER).call(request)
-                except DeadlineExceeded as error:
-                    log_away(self.log, "controller", error)
-                else:
-                    return
+            while await self._ask_controller(request) is None:
+                pass
+
+    async def _ask_controller(self, request: Request) -> Any:
+        """The reply; None where the controller, or its successor, is to be asked again. Raises RemoteError."""
+        try:
+            return await self.peer(CONTROLLER).call(request)
+        except (DeadlineExceeded, RemoteError) as error:
+            if is_refusal(error):
+                raise
+            await wait_out(self.log, "controller", error)
+            return None

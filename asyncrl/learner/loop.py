@@ -8,7 +8,8 @@ the last one admits, and the run ends with the reason only when those are used u
 ``checkpoint.room_wait_s``. A checkpoint that cannot be written is told, and owed where its disk is full: it is tried
 again at the first boundary with room; the last complete one stays.
 
-Preempted, it takes the groups that rollouters still deliver, comes to a version boundary, and writes a checkpoint.
+Preempted, it takes the groups that rollouters still deliver, comes to a version boundary, and writes a checkpoint, also
+without the version that it owes: its successor publishes those steps.
 
 A step in which every trajectory is masked is none: optimizer, step number and version stay as they are, its groups are
 filtered, and others take their places.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -181,8 +183,10 @@ class Training:
         self._first_version = self.version
 
     async def run(self) -> None:
-        """Train to the last step, or to the boundary at which a preempted run stops; all is published then."""
-        learner = self._config.learner
+        """Train to the last step, or to the boundary at which a preempted run stops. All is published then, but for
+        a version that a preempted run cannot make at once.
+        """
+        learner, last_boundary = self._config.learner, self.step
         while self.step < learner.steps:
             began = self._clock.now()
             if not await self._groups.there():
@@ -202,16 +206,19 @@ class Training:
             step.line["time/step_s"] = self._clock.now() - began
             await self._lines.put(step)
             self._progress()
-            # The checkpoint after the last step is that of LastWrites.
-            if boundary and self.step < learner.steps and self._checkpoint_is_due():
-                self._states.enter("checkpointing")
-                await self._checkpoint()
+            if boundary:
+                # The checkpoint after the last step is that of LastWrites.
+                if self.step < learner.steps and self._checkpoint_is_due(last_boundary):
+                    self._states.enter("checkpointing")
+                    await self._checkpoint()
+                last_boundary = self.step
         self._planner.foresee(None)
         await self._publish_the_rest()
 
-    def _checkpoint_is_due(self) -> bool:
+    def _checkpoint_is_due(self, last_boundary: int) -> bool:
+        """Whether a multiple was passed since the step ``last_boundary``: a run may go on inside a version."""
         every = self._config.checkpoint.every_versions * self._config.learner.steps_per_version
-        return bool(every and self.step % every == 0) or self._checkpoint_owed()
+        return bool(every and self.step // every > last_boundary // every) or self._checkpoint_owed()
 
     async def finish(self) -> None:
         """Do the work after the last step: the last evaluations, and the writing of files that the user keeps.
@@ -225,8 +232,11 @@ class Training:
         await self._supply.all_acknowledged()
         owed_until = self.boundaries.patient_until
         with self._awaits.on("rollouter", "last evaluations"):
-            while not (self.preempted or await self._supply.rounds_over()):
+            while True:
+                # Before it is looked, since news that come meanwhile may tell of what was not seen.
                 self._groups.news.clear()
+                if self.preempted or await self._supply.rounds_over():
+                    return
                 if self._versions.spoiled:
                     await self.boundaries.insist(owed_until)
                 else:
@@ -348,6 +358,10 @@ class Training:
     async def _publish_the_rest(self) -> None:
         owed_until = self.boundaries.patient_until
         while self.boundaries.unpublished or not await self._versions.settled():
+            if self.preempted:
+                # Tried once: nobody is to load it, and the checkpoint, which has to be there in time, holds the steps.
+                await self.boundaries.publish_owed(math.inf)
+                return
             await self.boundaries.insist(owed_until)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

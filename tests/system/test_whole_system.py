@@ -1,5 +1,7 @@
 """Every real actor in one process, simulated engines and learner: the loop as a whole."""
 
+import threading
+
 import msgspec
 import pytest
 from inprocess import System, sim_config, until
@@ -7,8 +9,12 @@ from run_files import assert_spans_cover, groups, json_lines
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import NonFiniteStep, RemoteError
 from asyncrl.learner.backends.sim import SimTrainer
+from asyncrl.learner.groups import intake
+from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.learner import Deliver, Holds
 from asyncrl.messages.rollouter import OpenTickets
@@ -16,6 +22,7 @@ from asyncrl.rollouter import actor as rollouter_module
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.runtime.actor import Caller
 from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.lifecycle.registry import Registry
 
 
 @pytest.fixture
@@ -204,11 +211,12 @@ def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(pla
     assert 'reward.truncated = "mask"' in told[-1]["text"]
 
 
-def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path):
+@pytest.mark.parametrize("every", [0, 20])
+def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path, every):
     config = sim_config(
         eval={"held": {"data": {"source": "synthetic", "size": 500}, "at_start": False, "n": 8}},
         rollout={"concurrency": 8, "sim": {"decode_step_s": 0.02}},
-        checkpoint={"every_versions": 0},
+        checkpoint={"every_versions": every},
         preempt={"grace_s": 300.0},
     )
     system = System(config, tmp_path / "run")
@@ -222,6 +230,7 @@ def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(t
     assert (state.phase, state.exit_code) == ("done", 0)
     left = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert left is not None and left.step == 6
+    assert left.serial == 0, "it was written twice"
     assert [line for line in system.lines("eval") if line["eval/held/prompts"] == 500] == []
 
 
@@ -301,3 +310,54 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
 def test_a_run_that_cannot_learn_ends_and_says_why(played, tables, told):
     with pytest.raises(Exception, match=f"(?s){told}"):
         played(**tables)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Registry, "resolve"), (RunStateMachine, "checkpoint_written"), (RunStateMachine, "finish")],
+)
+def test_a_learner_asks_again_where_its_controller_fails_to_answer(played, monkeypatch, owner, name):
+    """Where all ranks meet, that a checkpoint is complete, and that the run is at its end."""
+
+    def once(self, *arguments, **more):
+        # Only a rank of the learner asks for somebody who is not ready.
+        if not failed and (owner is not Registry or more["unready"]):
+            failed.append(name)
+            raise RuntimeError("not now")
+        return real(self, *arguments, **more)
+
+    failed, real = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, once)
+    played(learner={"ranks": 2}, checkpoint={"every_versions": 2})
+    assert failed == [name]
+
+
+def test_a_checkpoint_is_complete_only_once_all_that_it_quarantines_is_written(played, monkeypatch):
+    """Even if its lines take longer than the checkpoint itself: who goes on from there does not write them again."""
+
+    def slowly(records, step, found):
+        # The first that come are long under way, those after them are not.
+        if not begun.is_set():
+            begun.set()
+            committing.wait(1.0)
+        write(records, step, found)
+
+    def complete(folder, partial, **facts):
+        quarantined = read_state(partial).ledger.counts["quarantined"]
+        held.append((quarantined, len(json_lines(partial.parents[1] / "quarantine.jsonl"))))
+        if quarantined:
+            committing.set()
+        return commit(folder, partial, **facts)
+
+    async def written(lines, step):
+        """The line of the step was there before."""
+
+    held, begun, committing = [], threading.Event(), threading.Event()
+    write, commit = RecordFiles.quarantined, CheckpointFolder.commit
+    monkeypatch.setattr(RecordFiles, "quarantined", slowly)
+    monkeypatch.setattr(CheckpointFolder, "commit", complete)
+    monkeypatch.setattr(StepLines, "written", written)
+    monkeypatch.setattr(intake, "check_group", lambda group: "odd" if group.ticket.index % 8 == 3 else None)
+    played(checkpoint={"every_versions": 1}, learner={"steps": 12, "sim": {"step_s": 0.05}})
+    assert held[-1][0]
+    assert all(written >= quarantined for quarantined, written in held), held

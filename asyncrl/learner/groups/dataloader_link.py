@@ -114,8 +114,6 @@ class DataloaderLink:
             # A new dataloader counts its words anew: the next question is to be answered at once.
             self.supply = Supply(number=-1, exhausted=False, outstanding=0)
             self._restored += 1
-            # The outcomes that were pending went with the ledger.
-            self._acknowledged.set()
             self._log.info("dataloader goes on", fingerprint=resumed.fingerprint, seed=resumed.seed)
 
     async def sample_prompts(self) -> list[np.ndarray]:
@@ -149,13 +147,14 @@ class DataloaderLink:
     async def report(self) -> None:
         """Report outcomes until cancelled."""
         while True:
-            report = self._intake.outcomes.next_report()
+            # A restore drops the report that it meets: none is taken while one is under way, whose word may know less.
+            async with self._restoring:
+                report, restored = self._intake.outcomes.next_report(), self._restored
             if report is None:
                 self._acknowledged.set()
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            restored = self._restored
             with self._awaits.on(DATALOADER, "Outcomes"):
                 # A restore meanwhile has told these outcomes with the ledger.
                 while self._restored == restored:

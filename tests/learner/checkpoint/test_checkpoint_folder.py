@@ -392,6 +392,8 @@ def _found(version: int, step: int, serial: int = 0) -> Found:
         ([10, 20, 30], 2, 0, [1]),
         ([10, 20, 30, 40], 1, 20, [1, 3]),
         ([0, 5], 1, 5, [1]),
+        # No multiple is there: the run goes on between two of them.
+        ([11, 21, 25, 31, 41, 45], 1, 20, [1, 3, 4]),
         # What the most was trained for stays, whatever its number.
         ([40, 20, 35], 1, 0, [2]),
         ([40, 40, 35], 1, 0, [1]),

@@ -8,10 +8,11 @@ from structlog.testing import capture_logs
 from virtual import LoopClock, run_virtual
 
 from asyncrl.config import LearnerConfig
+from asyncrl.errors import RemoteError, RestoreNeeded
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed
+from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed, Supply, WatchSupply
 
 
 class Dataloader:
@@ -35,6 +36,34 @@ class Dataloader:
         return answer
 
 
+class StartingAgain:
+    """Has just started: asks to be told where the run stands, and takes two seconds over that word."""
+
+    def __init__(self):
+        self.number, self.words, self.up, self.finished = 0, 0, False, False
+
+    def call(self, request):
+        return asyncio.ensure_future(self._answer(request))
+
+    async def _answer(self, request):
+        if isinstance(request, Restored):
+            self.words += 1
+            await asyncio.sleep(2.0)
+            self.up, self.number, self.finished = True, request.outcomes_number, request.finished
+            return Resumed(fingerprint="f", seed=1, limit=2.0, first_epoch=0, prompts=3)
+        await asyncio.sleep(0.1)
+        if not self.up:
+            raise RemoteError("dataloader/0", RestoreNeeded.code, "where does the run stand?", retryable=True)
+        if isinstance(request, WatchSupply):
+            await asyncio.sleep(0.0 if request.seen < 0 else 30.0)
+            return Supply(number=1, exhausted=True, outstanding=0)
+        assert isinstance(request, Outcomes)
+        if request.number == self.number + 1:
+            self.number = request.number
+            self.finished |= request.finished
+        return OutcomesSeen(number=self.number, limit=1.0)
+
+
 @pytest.mark.parametrize("lost", [set(), {1}, {1, 2}, {0, 1, 2, 3}])
 def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the_run_stands(lost):
     async def main():
@@ -55,6 +84,36 @@ def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the
         known = sorted(dataloader.versions + dataloader.restored)
         assert known == [0, 1, 2, 3]
         assert set(dataloader.restored) == lost
+
+    with capture_logs():
+        run_virtual(main())
+
+
+@pytest.mark.parametrize("at_s", [0.5, 1.0, 1.5])
+def test_what_comes_while_a_dataloader_is_told_where_the_run_stands_is_reported_after_it(at_s):
+    """It is the end of the training: with no more steps to come nothing would tell the dataloader later."""
+
+    async def main():
+        dataloader, intake, finished = StartingAgain(), Intake(LearnerConfig()), False
+        link = DataloaderLink(
+            dataloader.call,
+            intake,
+            EvalCollector(),
+            services(clock=LoopClock()),
+            stand=lambda: Stand(version=9, trained_at_version=0, groups_left=0, finished=finished),
+            news=lambda: None,
+        )
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(work) for work in (link.watch(), link.report())]
+            await asyncio.sleep(at_s)
+            finished = True
+            intake.outcomes.finished()
+            await link.all_acknowledged()
+            known = dataloader.finished
+            for loop in loops:
+                loop.cancel()
+        assert known
+        assert dataloader.words == 1
 
     with capture_logs():
         run_virtual(main())
