@@ -31,7 +31,7 @@ DESCRIPTION = "Post-train a language model with asynchronous reinforcement learn
 EPILOG = """\
 Configuration: the CONFIG files (TOML) are merged left to right, then flags with dotted keys are laid on top:
 
-  asyncrl-launch configs/small.toml --learner.lr 1e-6 --run.name=trial --rollout.stop '["\\n"]'
+  asyncrl-launch configs/quickstart.toml --learner.lr 1e-6 --run.name=trial --rollout.stop '["\\n"]'
 
 A value is read as TOML, and as plain text where it is none or the key holds text. --help-config lists every key.
 

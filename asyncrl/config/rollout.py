@@ -66,8 +66,8 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: EngineName = "vllm"
-    """Inference engine: vLLM, a timing model, or transformers one sequence at a time (slow, and the same in every bit
-    each time)."""
+    """Inference engine. sim is a timing model; reference computes one sequence at a time with transformers: slow, and
+    the same in every bit each time."""
     replicas: Positive = 1
     """Number of rollouters; each holds one engine."""
     min_replicas: Positive = 1

@@ -54,7 +54,7 @@ from asyncrl.launcher.launch import passed_on
 from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.terms.spec import RouteQuery, Routes
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
-from asyncrl.roles import role_of
+from asyncrl.roles import ROLES, role_of
 
 T = TypeVar("T")
 REMOTE = ("-m", "asyncrl.doctor.host")
@@ -65,8 +65,6 @@ CONNECT_S = 5.0
 """Longest wait of one host for a connection to another."""
 ANY = "0"
 LOOPBACK = "127.0.0.1"
-AWAY_FROM_HEAD = ("learner", "rollouter", "episodes")
-"""Roles that other hosts than the head may have."""
 MARK = ".asyncrl-doctor-"
 DEFAULT_RUNS = "runs"
 
@@ -263,7 +261,7 @@ class Examination:
             return []
         if self._placed:
             return [actor.name for actor in self._placed if actor.host == host]
-        return [name for name in self.config.actors if host == self._head or role_of(name) in AWAY_FROM_HEAD]
+        return [name for name in self.config.actors if host == self._head or ROLES[role_of(name)].place != "head"]
 
     # --- each host for itself ---
 
