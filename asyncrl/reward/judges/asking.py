@@ -97,7 +97,9 @@ class Asker:
     async def vote(self, question: Question) -> Any:
         """The judge's answer, as ``question.read`` gives it. Raises VoteFailed."""
         options = self._options
-        key = key_of(options.url, options.model, options.extra, question.messages, question.schema)
+        # The first vote has the key of a question that is asked once.
+        number = (question.vote,) if question.vote else ()
+        key = key_of(options.url, options.model, options.extra, question.messages, question.schema, *number)
         kept = await asyncio.to_thread(self._cache.find, key) if self._cache is not None else None
         if kept is not None:
             try:
