@@ -183,3 +183,19 @@ async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_alon
                 await life.until(lambda: life.held.keys() == {"0-2"} and told().get("learner/0", 0.0) > 0.1)
                 await way.open()
                 await life.until(lambda: not life.held)
+
+
+async def test_a_group_over_what_the_learner_accepts_is_delivered_as_failed_and_the_rollouter_goes_on(tmp_path):
+    learner, dataloader = Learner(), Dataloader()
+    async with Net(memory=True) as net:
+        net.serve(learner, "learner/0", max_message_bytes=4000)
+        net.serve(dataloader, "dataloader/0")
+        async with living(net, tmp_path) as life:
+            dataloader.grant("0-1", samples=100)
+            await life.until(lambda: learner.uids and not life.held)
+            dataloader.grant("0-2")
+            await life.until(lambda: len(learner.uids) == 2 and not life.held)
+    assert learner.uids == ["0-1", "0-2"]
+    told, none = learner.failures
+    assert none is None
+    assert "it cannot be brought to the learner" in told and "raise network.max_message_bytes" in told
