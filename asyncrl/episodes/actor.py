@@ -141,7 +141,7 @@ class EpisodesActor(Actor):
     def peer_died(self, name: str, incarnation: int) -> None:
         """End the episodes of a rollouter that has died."""
         for session in self._sessions.values():
-            if session.rollouter == name:
+            if session.rollouter == name and session.incarnation <= incarnation:
                 session.end("the rollouter has died")
 
     def asked_to_leave(self, within_s: float) -> None:
@@ -163,7 +163,7 @@ class EpisodesActor(Actor):
         assert self._players is not None
         if self._most is not None and len(self._sessions) >= self._most:
             raise EpisodeHostFull(self._most)
-        session = PolicySession(request, self.peer(caller.name), caller.deadline)
+        session = PolicySession(request, self.peer(caller.name), caller.deadline, caller.incarnation)
         self._sessions[session.key] = session
         began = self.clock.now()
         try:

@@ -493,7 +493,8 @@ class Rollouter(Actor):
 
     def peer_died(self, name: str, incarnation: int) -> None:
         """Begin anew the episodes of a host that has died."""
-        if self._player is not None:
+        # Where word comes late, a successor plays all that is played there.
+        if self._player is not None and name in self._peers and self.peer(name).incarnation <= incarnation:
             self._sessions.host_died(name)
 
     @property

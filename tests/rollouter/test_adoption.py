@@ -5,6 +5,7 @@ The answer says which tickets are held; whatever is on its way at that moment, i
 
 import asyncio
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import pytest
 from cuts import way_to
@@ -199,3 +200,20 @@ async def test_a_group_over_what_the_learner_accepts_is_delivered_as_failed_and_
     told, none = learner.failures
     assert none is None
     assert "it cannot be brought to the learner" in told and "raise network.max_message_bytes" in told
+
+
+async def test_word_of_the_death_of_a_host_that_comes_late_begins_no_episode_of_its_successor_anew(
+    tmp_path, monkeypatch
+):
+    async with between(Learner(), Dataloader(), tmp_path) as life:
+        life.net.serve(object(), "episodes/0", 2)
+        host = life.rollouter.peer("episodes/0")
+        host.connect()
+        await life.until(lambda: host.ready)
+        with monkeypatch.context() as playing:
+            playing.setattr(life.rollouter, "_player", object())
+            playing.setattr(life.rollouter, "_sessions", mock.Mock(), raising=False)
+            life.rollouter.peer_died("episodes/0", 1)
+            life.rollouter._sessions.host_died.assert_not_called()
+            life.rollouter.peer_died("episodes/0", 2)
+            life.rollouter._sessions.host_died.assert_called_once_with("episodes/0")

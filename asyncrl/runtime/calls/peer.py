@@ -182,6 +182,11 @@ class Peer:
         return self._record is not None
 
     @property
+    def incarnation(self) -> int:
+        """Incarnation that has answered HELLO last; 0 before the first. What was sent to an older one has ended."""
+        return self._incarnation
+
+    @property
     def unreached_s(self) -> float:
         """Seconds for which it was not reached though it is known to live and this actor wants to; 0 if it is.
 
