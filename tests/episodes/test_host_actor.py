@@ -199,7 +199,10 @@ async def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path, monkeypa
         await until(lambda: host.actor.clock.now() > enough)
         assert not host.actor.draining
         waiting.cancel()
+        failed = host.actor.clock.now()
         await until(lambda: host.actor.draining)
+        # Of three attempts the last comes 1 s after the second has failed, at the latest.
+        assert host.actor.clock.now() - failed > 1.2
 
 
 async def test_the_host_ends_while_episodes_hang(tmp_path):
