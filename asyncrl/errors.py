@@ -336,6 +336,10 @@ class ProtocolError(WireError, ValueError):
     """A message does not follow docs/protocol.md."""
 
 
+class MessageTooLarge(ProtocolError):
+    """A message is over what its receiver accepts; the sender has not sent it."""
+
+
 class Refused(WireError):
     """The peer answered HELLO with REFUSE. ``ours`` and ``theirs`` are the values that do not agree."""
 

@@ -8,6 +8,7 @@ messages[3].content[0].type.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,15 +153,24 @@ def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; None where it is none, as for NaN, which Python would read."""
+    """The value of a JSON text; None where it is none, as for NaN, or beyond what a float holds, as for 1e999: Python
+    would read both, and write what is no JSON.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number} is more than a float holds")
+    return value
 
 
 def _object(value: Any, field: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.chat.answers import FIELD
 from asyncrl.chat.messages import Message, Tool
-from asyncrl.chat.parsers import Parsed, ParsedCall
+from asyncrl.chat.parsers import Parsed, make_call
 from asyncrl.chat.probe import CASES, TOOLS, Shape, TurnCheck, example
 from asyncrl.chat.report import CaseFinding, ChatReport
 from asyncrl.config.episode import ChatConfig
@@ -90,9 +90,9 @@ class PackageRenderer:
             return Parsed(self._tokenizer.decode(ids), malformed=1)
         calls, content = [], found.content or ""
         for call in found.tool_calls:
-            arguments = call.arguments
-            if tools and call.status == "ok" and call.name and isinstance(arguments, dict):
-                calls.append(ParsedCall(call.name, json.dumps(arguments)))
+            made = make_call(call.name, call.arguments) if tools and call.status == "ok" else None
+            if made is not None:
+                calls.append(made)
             else:
                 content = "\n".join(text for text in (content, call.raw) if text)
         malformed = len(found.tool_calls) - len(calls) if tools else 0

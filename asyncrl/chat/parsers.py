@@ -149,23 +149,22 @@ def write_calls(calls: Sequence[dict[str, Any]]) -> str:
 def _read_calls(text: str) -> list[ParsedCall]:
     """The call in a text, or those of a list; none where one of them cannot be read."""
     value = read_json(text)
-    calls = [_read_call(each) for each in (value if isinstance(value, list) else [value])]
+    each = [one if isinstance(one, dict) else {} for one in (value if isinstance(value, list) else [value])]
+    calls = [make_call(one.get("name"), one.get("arguments", {})) for one in each]
     return [call for call in calls if call is not None] if None not in calls else []
 
 
-def _read_call(value: Any) -> ParsedCall | None:
-    if not isinstance(value, dict):
-        return None
-    name, arguments = value.get("name"), value.get("arguments", {})
+def make_call(name: Any, arguments: Any) -> ParsedCall | None:
+    """A call of a name with an object, or with the text of one; None where it is no call that could be sent."""
     if isinstance(arguments, str):
         # Some models write the text of the object.
         arguments = read_json(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    written = json.dumps(arguments, ensure_ascii=False)
     try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         f"{name}{written}".encode()
-    except UnicodeEncodeError:
-        # Half of a surrogate pair, escaped: no text that could be sent.
+    except ValueError:
+        # A number that JSON does not have, or half of a surrogate pair, escaped: no text that could be sent.
         return None
     return ParsedCall(name, written)

@@ -63,6 +63,11 @@ class DataConfig(Section):
     shuffle: bool = True
     """Order of an epoch: shuffled by (fingerprint, seed, epoch), or as it stands."""
 
+    @property
+    def prompt_column(self) -> str:
+        """The column of a row that holds its prompt; sources that make their prompts have one of their own."""
+        return "question" if self.source in ("reasoning_gym", "synthetic") else self.prompt_key
+
 
 class OverlongPenalty(Section):
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13)."""

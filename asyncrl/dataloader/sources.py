@@ -30,15 +30,15 @@ def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow], str]:
     """The source's name, its rows as they are read, and the column that holds the prompt. Reading raises DataError."""
     path = config.path or ""
     if config.source == "jsonl":
-        return path, read_jsonl(path), config.prompt_key
+        return path, read_jsonl(path), config.prompt_column
     if config.source == "parquet":
-        return path, _parquet(path, config.prompt_key), config.prompt_key
+        return path, _parquet(path, config.prompt_column), config.prompt_column
     if config.source == "hf":
-        return path, _hf(path, config.split, config.prompt_key), config.prompt_key
+        return path, _hf(path, config.split, config.prompt_column), config.prompt_column
     if config.source == "reasoning_gym":
         name = f"reasoning_gym/{config.task}"
-        return name, _reasoning_gym(config, name), "question"
-    return "synthetic", _synthetic(config.size), "question"
+        return name, _reasoning_gym(config, name), config.prompt_column
+    return "synthetic", _synthetic(config.size), config.prompt_column
 
 
 def _parquet(pattern: str, prompt_key: str) -> Iterator[RawRow]:

@@ -38,7 +38,8 @@ START_SHARE = 0.8
 LEAVE_SHARE = 0.9
 """Share of the time to leave that is spent on finishing what is begun."""
 QUIET_S = 2.0
-"""Seconds without an episode after which no more are to come from a rollouter that leaves."""
+"""Seconds without an episode after which no more are to come from a rollouter that leaves; beyond the longest pause
+before another attempt, for the one beside it."""
 LOOK_S = 0.1
 MOST_OVER = 4096
 """Sessions that have ended and are still known, so that later calls are told the reason."""
@@ -141,7 +142,7 @@ class EpisodesActor(Actor):
     def peer_died(self, name: str, incarnation: int) -> None:
         """End the episodes of a rollouter that has died."""
         for session in self._sessions.values():
-            if session.rollouter == name:
+            if session.rollouter == name and session.incarnation <= incarnation:
                 session.end("the rollouter has died")
 
     def asked_to_leave(self, within_s: float) -> None:
@@ -151,7 +152,10 @@ class EpisodesActor(Actor):
     async def _leave(self, within_s: float) -> None:
         until = quiet = self.clock.now()
         until += LEAVE_SHARE * within_s
-        while (now := self.clock.now()) < until and now - quiet < QUIET_S:
+        rollout, quiet_s = self.config.rollout, QUIET_S
+        if self._most is None:
+            quiet_s += rollout.retry_backoff_s * 2 ** (rollout.max_attempts - 2)
+        while (now := self.clock.now()) < until and now - quiet < quiet_s:
             if self._sessions:
                 quiet = now
             await asyncio.sleep(LOOK_S)
@@ -163,7 +167,7 @@ class EpisodesActor(Actor):
         assert self._players is not None
         if self._most is not None and len(self._sessions) >= self._most:
             raise EpisodeHostFull(self._most)
-        session = PolicySession(request, self.peer(caller.name), caller.deadline)
+        session = PolicySession(request, self.peer(caller.name), caller.deadline, caller.incarnation)
         self._sessions[session.key] = session
         began = self.clock.now()
         try:

@@ -51,7 +51,7 @@ async def play(
     luck = random.Random(f"{task.seed}/{task.sample}/{task.attempt}")
     count = max(1, round(lognormal(chance, turns, turns_sigma)))
     fails_at = luck.randint(1, count) if luck.random() < failure else None
-    messages: list[Message] = [{"role": "user", "content": task.prompt}]
+    messages: list[Message] = list(task.messages)
     with suppress(EpisodeOver):
         async with _asking(client, http=http) as ask:
             for turn in range(1, count + 1):

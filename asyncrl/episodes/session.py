@@ -61,11 +61,12 @@ class Playing(asyncio.Future[EpisodeDone]):
 
 
 class PolicySession:
-    """The policy for one episode. ``deadline`` is on the loop's clock."""
+    """The policy for one episode. ``deadline`` is on the loop's clock, ``incarnation`` that of the rollouter."""
 
-    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float) -> None:
+    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float, incarnation: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self._rollouter, self._deadline = rollouter, deadline
+        self.incarnation = incarnation
         self._calls: set[asyncio.Future[Any]] = set()
         self._deltas: dict[str, OnDelta] = {}
         self._credits: set[asyncio.Task[int]] = set()

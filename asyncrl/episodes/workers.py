@@ -201,10 +201,11 @@ class Workers:
         inside, slot.open = list(slot.open.values()), {}
         self.counts.workers_killed += process.killed
         self.counts.workers_died += not process.killed
-        if not slot.guilty:
+        # An episode whose lone worker has not come up had not begun, and has no part in its end.
+        if was_ready and not slot.guilty:
             self._suspects.died(opened.session.task.episode_id for opened in inside)
         for opened in inside:
-            own = slot.lone or opened.session.key == slot.guilty
+            own = was_ready and (slot.lone or opened.session.key == slot.guilty)
             self._over(opened, EpisodeDone(error=f"the episode's worker {reason}", blame="episode" if own else "host"))
         slot.guilty = ""
         if self._end.done():

@@ -17,9 +17,11 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.rollout import AUTO_START
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, WireError
+from asyncrl.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, RemoteError, WireError
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, RunEpisode, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Group, Ticket, Trajectory
@@ -343,7 +345,12 @@ class Rollouter(Actor):
         """Generate a group and have it acknowledged."""
         group = await self._groups.run(ticket, account)
         began = self.clock.now()
-        await self._delivery.deliver(group)
+        try:
+            await self._delivery.deliver(group)
+        except MessageTooLarge as error:
+            # No other rollouter could bring it.
+            group = replace(group, trajectories=[], failure=f"it cannot be brought to the learner: {error}")
+            await self._delivery.deliver(group)
         self.histograms.observe("rollout/deliver_s", self.clock.now() - began)
         # Without waiting in between: an acknowledgement is worth something only for as long as nobody else is adopted.
         del self._held[ticket.uid], self._ungenerated[ticket.uid], self._leased[ticket.uid]
@@ -486,7 +493,8 @@ class Rollouter(Actor):
 
     def peer_died(self, name: str, incarnation: int) -> None:
         """Begin anew the episodes of a host that has died."""
-        if self._player is not None:
+        # Where word comes late, a successor plays all that is played there.
+        if self._player is not None and name in self._peers and self.peer(name).incarnation <= incarnation:
             self._sessions.host_died(name)
 
     @property

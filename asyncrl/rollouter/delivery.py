@@ -7,7 +7,7 @@ uid, so that one which arrives twice is trained once.
 
 It has no deadline of its own: a learner that dies has a successor, and of two that do not reach each other for
 ``supervision.unreachable_s`` the controller ends one. Fails with WireError where the learner refuses the group for
-good.
+good, with MessageTooLarge where it accepts none of that size.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ def test_what_the_policy_answered_may_come_back_as_clients_send_it():
         (None, {}),
         ("[1]", "[1]"),
         ('{"a": NaN}', '{"a": NaN}'),
+        ('{"a": 1e999}', '{"a": 1e999}'),
         ('{"a": 1%s}' % ("0" * 5000), '{"a": 1%s}' % ("0" * 5000)),
     ],
 )

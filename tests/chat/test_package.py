@@ -66,4 +66,6 @@ def test_it_reads_answers(model):
     assert [(call.name, call.arguments) for call in parsed.calls] == [("lookup", '{"word": "x"}')]
     broken = renderer.parse([*encode('<tool_call>\n{"name": \n</tool_call>'), END], TOOLS)
     assert (broken.calls, broken.malformed) == ([], 1) and '{"name":' in broken.content
+    huge = renderer.parse([*encode(CALL.replace('"x"', "1e999")), END], TOOLS)
+    assert (huge.calls, huge.malformed) == ([], 1) and "1e999" in huge.content
     assert renderer.parse(encode("<think>\nsay"), TOOLS).unfinished

@@ -12,6 +12,8 @@ from asyncrl.chat.parsers import Both, JsonCallParser, NoParser, Parsed, ThinkPa
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 HALF = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
 """Half of a surrogate pair is no argument."""
+HUGE = '<tool_call>{"name": "f", "arguments": {"a": [-1e999]}}</tool_call>'
+"""Nor is more than a float holds, which Python reads as an infinity that JSON does not have."""
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 
 
@@ -39,6 +41,7 @@ def calls(text, tools=TOOLS):
             1,
         ),
         (HALF, HALF, [], 1),
+        (HUGE, HUGE, [], 1),
         (f"<tool_call>nonsense</tool_call>{CALL}", "<tool_call>nonsense</tool_call>", [("f", '{"a": "é"}')], 1),
     ],
 )

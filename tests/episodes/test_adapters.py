@@ -13,8 +13,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def task(**changes):
-    plain = {"prompt": "Play.", "messages": [], "row": {}, "seed": 3, "uid": "0-1", "sample": 0, "attempt": 0}
-    return Task(**plain | changes)
+    plain = {"prompt": "<user>Play.", "messages": [{"role": "user", "content": "Play."}], "row": {}, "seed": 3}
+    return Task(**plain | {"uid": "0-1", "sample": 0, "attempt": 0} | changes)
 
 
 def said(text):
@@ -50,14 +50,20 @@ def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last():
     from asyncrl.episodes.adapters.gymnasium import Gymnasium
 
     lake = Gymnasium("FrozenLake-v1", actions=["left", "down", "right", "up"], is_slippery=False)
-    first = lake.reset(task())
-    assert first.startswith("Play.\n") and "FHFH" in first
+    (opening,) = lake.reset(task())
+    first = opening["content"]
+    assert opening["role"] == "user" and first.startswith("Play.\n") and "FHFH" in first
     assert first.endswith("Answer with one action of: left, down, right, up.")
     text, reward, done = lake.step(said("hm"))
     assert (reward, done) == (None, False) and "no action" in text
     path = ["Up, no: DOWN", "down", "right", "right", "down", "right"]
     steps = [lake.step(said(text)) for text in path]
     assert [step[1:] for step in steps] == [(0.0, False)] * 5 + [(1.0, True)]
+    system, parts = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": "Play."}]
+    assert lake.reset(task(messages=[system, {"role": "user", "content": parts}])) == [
+        system,
+        {"role": "user", "content": [*parts, {"type": "text", "text": first.removeprefix("Play.\n")}]},
+    ]
     lake.close()
     numbered = Gymnasium("Taxi-v4", prompt="Drive.")
     assert numbered.reset(task(seed=2**40)).endswith("Answer with one action of: 0, 1, 2, 3, 4, 5.")
@@ -77,7 +83,7 @@ def test_skyrl_gym_scores_by_the_row():
         assert env.step(said(answer)) == ([], reward, True)
         env.close()
     del row["prompt"]
-    assert SkyRLGym("gsm8k").reset(task(row=row)) == [{"role": "user", "content": "Play."}]
+    assert SkyRLGym("gsm8k").reset(task(row=row)) == task().messages
 
 
 def test_reasoning_gym_asks_again_and_scores_the_last_try():

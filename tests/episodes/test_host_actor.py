@@ -120,6 +120,23 @@ async def test_episodes_of_a_dead_rollouter_end_with_its_successor(tmp_path):
             call.cancel()
 
 
+async def test_word_of_a_death_that_comes_late_ends_no_episode_of_the_successor(tmp_path):
+    told = asyncio.Event()
+
+    async def answer(_rollouter, _request):
+        await told.wait()
+        return "yes"
+
+    async with hosting(FUNCTION, tmp_path) as host:
+        second = Rollouter(answer)
+        host.net.serve(second, "rollouter/0", 2)
+        playing = host.net.client("episodes/0", "rollouter/0", incarnation=2).call(requested("reply"))
+        await until(lambda: second.chats)
+        host.actor.fence([Dead("rollouter/0", 1)])
+        told.set()
+        assert await playing == EpisodeDone(reward=3.0)
+
+
 async def test_a_host_for_all_plays_for_whoever_asks_as_many_as_a_rollouter_may_have(tmp_path):
     """Each episode asks the rollouter that it belongs to, and what is too much is refused."""
     tree = FUNCTION.model_dump(mode="json")
@@ -182,7 +199,10 @@ async def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path, monkeypa
         await until(lambda: host.actor.clock.now() > enough)
         assert not host.actor.draining
         waiting.cancel()
+        failed = host.actor.clock.now()
         await until(lambda: host.actor.draining)
+        # Of three attempts the last comes 1 s after the second has failed, at the latest.
+        assert host.actor.clock.now() - failed > 1.2
 
 
 async def test_the_host_ends_while_episodes_hang(tmp_path):

@@ -27,7 +27,8 @@ def played(sample=0, attempt=0, most=1000, **options):
             return Reply("so", None, [], "stop", 1, 1)
 
     async def main():
-        task = Task(prompt="p", messages=[], row={}, seed=7, uid="0-1", sample=sample, attempt=attempt)
+        begins = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
+        task = Task(prompt="<p>", messages=begins, row={}, seed=7, uid="0-1", sample=sample, attempt=attempt)
         reward = await play(task, Client(), **options)
         return reward, asked[-1], asyncio.get_running_loop().time()
 
@@ -44,11 +45,12 @@ def test_the_same_task_is_played_alike_and_siblings_are_not():
 def test_turns_observations_and_tools_are_what_the_options_say():
     options = {"turns": 5, "turns_sigma": 0, "tool_s": 2, "tool_sigma": 0, "observation": 30, "observation_sigma": 0}
     reward, asked, seconds = played(**options)
-    assert [message["role"] for message in asked] == ["user", *["assistant", "user"] * 4]
-    assert [len(message["content"]) for message in asked[2::2]] == [30] * 4
+    assert [message["role"] for message in asked] == ["system", "user", *["assistant", "user"] * 4]
+    assert asked[1]["content"] == "p"
+    assert [len(message["content"]) for message in asked[3::2]] == [30] * 4
     assert seconds == pytest.approx(4 * 2)
     over, asked, _ = played(most=3, **options)
-    assert (over, len(asked)) == (reward, 5), "one that is over has its reward"
+    assert (over, len(asked)) == (reward, 6), "one that is over has its reward"
     chance = random.Random(1)
     assert median(lognormal(chance, 3.0, 1.0) for _ in range(4000)) == pytest.approx(3.0, rel=0.1)
     assert [len(text(chance, size)) for size in (0.0, 1, 7.4, 500)] == [1, 1, 7, 500]

@@ -222,7 +222,8 @@ async def test_a_server_that_takes_no_schema_is_asked_without():
             return web.Response(status=400, text="response_format is not supported")
         return chat(right(body))
 
-    async with judging(picky) as (server, pool):
+    # The refusal is none of the tries: the server is there, and answers what it is asked next.
+    async with judging(picky, tries=1) as (server, pool):
         for _ in range(2):
             assert (await pool.score(group())).rewards == WORTH
         assert ["response_format" in body for body in server.bodies] == [True, False, False]
@@ -354,6 +355,17 @@ async def test_verdicts_that_cannot_be_used_leave_the_trajectory_unjudged(answer
     async with judging(answer, function="rubric", rubric=RUBRIC) as (server, pool):
         await fails(pool, group(1), "rubric: unjudged: its answer cannot be used")
         assert len(server.bodies) == 2
+
+
+async def test_a_vote_that_is_kept_counts_once_also_where_all_are_asked_in_the_same_words(tmp_path):
+    yes, no = verdicts(right="yes"), verdicts(right="no")
+    how = {"function": "rubric", "rubric": RUBRIC[:1], "votes": 3, "tries": 1, "concurrency": 1}
+    async with judging(status(500), status(500), yes, no, folder=tmp_path, **how) as (server, pool):
+        await fails(pool, group(1), "unjudged: 2 of 3 votes failed")
+        found = await pool.score(group(1))
+        assert len({json.dumps(body) for body in server.bodies}) == 1
+        assert (len(server.bodies), pool.judged.cached) == (5, 1)
+        assert found.rewards == [pytest.approx(1 / 3)] and found.components[0]["judge_spread"] == 1.0
 
 
 async def test_a_row_may_bring_its_rubric():

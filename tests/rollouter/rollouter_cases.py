@@ -29,6 +29,8 @@ class Learner:
 
     def __init__(self, *, open=True, refusals=0):
         self.uids, self.refusals = [], refusals
+        self.failures = []
+        """The failure of each group, None where it has none."""
         self.open = asyncio.Event()
         self.came = asyncio.Event()
         self.answered = False
@@ -43,6 +45,7 @@ class Learner:
         uid = request.group.ticket.uid
         duplicate = uid in self.uids
         self.uids.append(uid)
+        self.failures.append(request.group.failure)
         self.came.set()
         await self.open.wait()
         self.answered = True

@@ -5,6 +5,7 @@ The answer says which tickets are held; whatever is on its way at that moment, i
 
 import asyncio
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import pytest
 from cuts import way_to
@@ -183,3 +184,36 @@ async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_alon
                 await life.until(lambda: life.held.keys() == {"0-2"} and told().get("learner/0", 0.0) > 0.1)
                 await way.open()
                 await life.until(lambda: not life.held)
+
+
+async def test_a_group_over_what_the_learner_accepts_is_delivered_as_failed_and_the_rollouter_goes_on(tmp_path):
+    learner, dataloader = Learner(), Dataloader()
+    async with Net(memory=True) as net:
+        net.serve(learner, "learner/0", max_message_bytes=4000)
+        net.serve(dataloader, "dataloader/0")
+        async with living(net, tmp_path) as life:
+            dataloader.grant("0-1", samples=100)
+            await life.until(lambda: learner.uids and not life.held)
+            dataloader.grant("0-2")
+            await life.until(lambda: len(learner.uids) == 2 and not life.held)
+    assert learner.uids == ["0-1", "0-2"]
+    told, none = learner.failures
+    assert none is None
+    assert "it cannot be brought to the learner" in told and "raise network.max_message_bytes" in told
+
+
+async def test_word_of_the_death_of_a_host_that_comes_late_begins_no_episode_of_its_successor_anew(
+    tmp_path, monkeypatch
+):
+    async with between(Learner(), Dataloader(), tmp_path) as life:
+        life.net.serve(object(), "episodes/0", 2)
+        host = life.rollouter.peer("episodes/0")
+        host.connect()
+        await life.until(lambda: host.ready)
+        with monkeypatch.context() as playing:
+            playing.setattr(life.rollouter, "_player", object())
+            playing.setattr(life.rollouter, "_sessions", mock.Mock(), raising=False)
+            life.rollouter.peer_died("episodes/0", 1)
+            life.rollouter._sessions.host_died.assert_not_called()
+            life.rollouter.peer_died("episodes/0", 2)
+            life.rollouter._sessions.host_died.assert_called_once_with("episodes/0")

@@ -1,9 +1,9 @@
 """Environments of Gymnasium with countable actions, as text: env = "asyncrl.episodes.adapters.gymnasium:Gymnasium".
 
 episode.options: ``env_id`` (FrozenLake-v1), ``actions`` (their names, by number; by default the numbers), ``prompt``
-(what is said before the first observation; by default the row's prompt) and arguments of gymnasium.make. The last
-action that a message names is taken; one that names none costs a turn. Each step's reward is that of its turn. Source:
-gymnasium 1.4.
+(text in front of the first observation; by default the row's prompt, whose messages begin the conversation) and
+arguments of gymnasium.make. The last action that a message names is taken; one that names none costs a turn. Each
+step's reward is that of its turn. Source: gymnasium 1.4.
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ class Gymnasium:
         by_length = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, by_length))})(?!\w)", re.IGNORECASE)
 
-    def reset(self, task: Task) -> str:
-        """Rules and the first observation."""
+    def reset(self, task: Task) -> str | list[dict[str, Any]]:
+        """The prompt, the first observation and the rules, in one message."""
         seen, _ = self._env.reset(seed=task.seed % 2**31)
         rules = f"Answer with one action of: {', '.join(self._names)}."
-        return f"{task.prompt if self._prompt is None else self._prompt}\n{self._shown(seen)}\n{rules}"
+        board = f"{self._shown(seen)}\n{rules}"
+        if self._prompt is not None:
+            return f"{self._prompt}\n{board}"
+        *before, last = task.messages
+        content = last["content"]
+        joined = f"{content}\n{board}" if isinstance(content, str) else [*content, {"type": "text", "text": board}]
+        return [*before, {**last, "content": joined}]
 
     def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
         """The action that the message names last."""

@@ -2,7 +2,7 @@
 
 episode.options: ``env_id`` (gsm8k), ``config`` (the environment's own settings), ``max_turns``. The row is the
 environment's extras, as ``reward_spec`` with ``ground_truth``; a column ``prompt`` that holds messages comes
-first, else the row's prompt as the user's. Each step's reward is that of its turn. Source: skyrl-gym 0.4.
+first, else the messages of the row's prompt. Each step's reward is that of its turn. Source: skyrl-gym 0.4.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SkyRLGym:
         self._env = skyrl_gym.make(self._id, env_config=self._config, extras=extras)
         prompt = task.row.get("prompt")
         if not isinstance(prompt, list):
-            prompt = [{"role": "user", "content": task.prompt}]
+            prompt = list(task.messages)
         messages, _ = self._env.init(prompt)
         return list(messages)
 

@@ -12,13 +12,13 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.reward.judges.answers import BadAnswer
 from asyncrl.reward.judges.cache import AnswerCache, key_of
-from asyncrl.reward.judges.client import AskFailed, JudgeClient, JudgeReply
+from asyncrl.reward.judges.client import AskFailed, JudgeClient, JudgeReply, SchemaRefused
 from asyncrl.reward.judges.limits import JudgeLimits
 from asyncrl.reward.judges.options import JudgeOptions
 from asyncrl.reward.judges.questions import Question
@@ -97,7 +97,9 @@ class Asker:
     async def vote(self, question: Question) -> Any:
         """The judge's answer, as ``question.read`` gives it. Raises VoteFailed."""
         options = self._options
-        key = key_of(options.url, options.model, options.extra, question.messages, question.schema)
+        # The first vote has the key of a question that is asked once.
+        number = (question.vote,) if question.vote else ()
+        key = key_of(options.url, options.model, options.extra, question.messages, question.schema, *number)
         kept = await asyncio.to_thread(self._cache.find, key) if self._cache is not None else None
         if kept is not None:
             try:
@@ -142,6 +144,10 @@ class Asker:
         tokens = int(sum(len(message["content"]) for message in messages) / CHARS_PER_TOKEN) + ANSWER_TOKENS
         for number in range(1, self._options.tries + 1):
             try:
+                with suppress(SchemaRefused):
+                    return await self._request(messages, schema, tokens, time_left)
+                # The same try: it goes without the schema now, and cannot be refused so again.
+                self._counters.retries += 1
                 return await self._request(messages, schema, tokens, time_left)
             except AskFailed as error:
                 if not error.passing or number == self._options.tries:

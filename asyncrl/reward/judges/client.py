@@ -37,6 +37,10 @@ class AskFailed(Exception):
         super().__init__(reason)
 
 
+class SchemaRefused(AskFailed):
+    """The server takes no JSON schema, and is asked without one from here on."""
+
+
 class _Message(msgspec.Struct):
     content: str | None = None
     refusal: str | None = None
@@ -81,7 +85,7 @@ class JudgeClient:
         self._decoder = msgspec.json.Decoder(_Reply)
 
     async def ask(self, messages: Sequence[dict[str, str]], schema: dict[str, Any]) -> JudgeReply:
-        """The model's answer. Raises AskFailed; the caller keeps the time."""
+        """The model's answer. Raises AskFailed, SchemaRefused; the caller keeps the time."""
         body: dict[str, Any] = {"model": self._options.model, "messages": list(messages), **self._options.extra}
         takes_schema = self._takes_schema
         if takes_schema:
@@ -106,7 +110,7 @@ class JudgeClient:
             told = f"{self._url} answers with status {status}: {said}"
             if takes_schema and status in WITHOUT_SCHEMA and any(word in said for word in SCHEMA_WORDS):
                 self._takes_schema = False
-                raise AskFailed("no schema", told, passing=True, pause_s=0.0)
+                raise SchemaRefused("no schema", told, passing=True)
             raise AskFailed(f"status {status}", told, passing=status in PASSING, pause_s=pause_s)
         return self._answer(data)
 

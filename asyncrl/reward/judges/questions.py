@@ -70,6 +70,8 @@ class Question:
     schema: dict[str, Any]
     read: Any
     """Reader of the answer's text; gives what the judge's ``outcomes`` takes. Raises BadAnswer."""
+    vote: int
+    """Number of the vote, from 0: several may be asked in the same words."""
 
 
 class RelativeJudge:
@@ -91,22 +93,22 @@ class RelativeJudge:
         )
         row = _row_text(request.row, options)
         return [
-            self._question(system, shown.shared, row, shown.bodies, shown.body_of, f"{request.uid}/{vote}")
+            self._question(system, shown.shared, row, shown.bodies, shown.body_of, request.uid, vote)
             for vote in range(options.votes)
         ]
 
     def _question(
-        self, system: str, shared: str, row: str, bodies: list[str], body_of: list[int], seed: str
+        self, system: str, shared: str, row: str, bodies: list[str], body_of: list[int], uid: str, vote: int
     ) -> Question:
         # From uid and vote, so that a resumed run asks the same question, and finds the answer that is kept.
-        drawn = random.Random(seed)
+        drawn = random.Random(f"{uid}/{vote}")
         ids = draw_ids(drawn, len(bodies), [shared, row, *bodies])
         order = list(range(len(bodies)))
         drawn.shuffle(order)
         parts = [_block("task", shared), *([_block("reference", row)] if row else [])]
         parts += [_block(f"trajectory {ids[at]}", bodies[at]) for at in order]
         read = partial(_read_scores, ids, body_of, self.options.low, self.options.high)
-        return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read)
+        return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read, vote)
 
     def outcomes(self, request: Score, answers: Sequence[list[float]]) -> list[Outcome]:
         """The rewards of the completions, by the answers to at least one vote."""
@@ -151,7 +153,8 @@ class Rubric:
             )
             parts = [_block("task", shown.shared), *([_block("reference", row)] if row else [])]
             parts.append(_block("trajectory", shown.bodies[0]))
-            found.append(Question(_chat(system, "\n\n".join(parts)), VERDICTS_SCHEMA, partial(read_verdicts, criteria)))
+            messages = _chat(system, "\n\n".join(parts))
+            found.append(Question(messages, VERDICTS_SCHEMA, partial(read_verdicts, criteria), vote))
         return found
 
     def _criteria(self, row: Mapping[str, Any]) -> list[Criterion]:

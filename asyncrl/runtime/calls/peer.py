@@ -21,7 +21,7 @@ import random
 import secrets
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError
+from asyncrl.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, ProtocolError, Refused, RemoteError
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import AwaitRecord
@@ -180,6 +180,11 @@ class Peer:
     def known(self) -> bool:
         """Whether the registry has told of a living actor of this name."""
         return self._record is not None
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation that has answered HELLO last; 0 before the first. What was sent to an older one has ended."""
+        return self._incarnation
 
     @property
     def unreached_s(self) -> float:
@@ -509,8 +514,8 @@ class Peer:
         waited = self._loop.time() - future.started
         return DeadlineExceeded(self._endpoint.name, self.name, future.kind.__name__, waited, hint)
 
-    def _too_large(self, what: str, frames: list[Any]) -> ProtocolError:
-        return ProtocolError(
+    def _too_large(self, what: str, frames: list[Any]) -> MessageTooLarge:
+        return MessageTooLarge(
             f"{self._endpoint.name}: {what} of {size_of(frames)} bytes is over the {self._limit} that {self.name} "
             "accepts; raise network.max_message_bytes"
         )

@@ -181,6 +181,23 @@ async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_
         assert [host.figure(name) for name in names] == [1, 1, 1, 2]
 
 
+async def test_who_waits_for_a_lone_worker_that_does_not_come_up_is_not_blamed_for_its_end(tmp_path):
+    async with hosting(play(), tmp_path) as host:
+        assert [(await host.play("exit", attempt=attempt)).blame for attempt in range(2)] == ["host", "host"]
+        assert (await host.play("reply", uid="0-2")).reward == 3.0
+        (other,) = worker_pids()
+        (tmp_path / "hang").touch()
+        playing = host.run("reply", attempt=2)
+        await until(lambda: len(worker_pids()) == 2)
+        (lone,) = set(worker_pids()) - {other}
+        os.kill(lone, signal.SIGKILL)
+        done = await playing
+        assert done.blame == "host" and "SIGKILL" in done.error
+        (tmp_path / "hang").unlink()
+        assert (await host.play("reply", attempt=2)).reward == 3.0
+        assert host.figure("played_alone") == 2
+
+
 async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
     # Whose workers are given ten seconds.
     async with hosting(play(supervision={"start_timeout_s": 12.5}), tmp_path) as host:

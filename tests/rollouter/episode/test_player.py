@@ -119,10 +119,18 @@ async def test_cancelling_it_ends_the_episode(tmp_path):
     ],
 )
 def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, expected):
-    config = sim_config(data={"template": "chat", "system": system} if system else {})
+    said = {"template": "chat", "system": system} if system else {}
+    config = sim_config(data={"source": "jsonl", "path": "prompts.jsonl"} | said)
     found = first_messages(config, replace(make_group().ticket, row=row))
     assert [message["content"] for message in found] == expected
     assert (found[0]["role"] == "system") == (system is not None)
+
+
+@pytest.mark.parametrize("source", [{"source": "synthetic"}, {"source": "reasoning_gym", "task": "chain_sum"}])
+def test_a_conversation_begins_with_the_question_of_a_source_that_makes_its_prompts(source):
+    config = sim_config(data=source | {"template": "chat", "system": "Be brief."})
+    ticket = replace(make_group().ticket, row={"question": "1+1?"}, prompt="system: Be brief.\nuser: 1+1?\nassistant:")
+    assert first_messages(config, ticket) == [{"role": "system", "content": "Be brief."}, user("1+1?")]
 
 
 async def one_turn(world, key):

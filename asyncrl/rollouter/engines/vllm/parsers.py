@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.chat.messages import Tool, read_json
-from asyncrl.chat.parsers import Parsed, ParsedCall
+from asyncrl.chat.messages import Tool
+from asyncrl.chat.parsers import Parsed, ParsedCall, make_call
 from asyncrl.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ class VllmParser:
     def _parse(
         self, text: str, tools: Sequence[Tool], ids: Sequence[int], options: Mapping[str, Any] | None
     ) -> tuple[str | None, str, list[ParsedCall]]:
-        """Reasoning, content and calls. Raises ValueError for a call whose arguments are no object."""
+        """Reasoning, content and calls. Raises ValueError for a call with no object that could be sent."""
         request = self._request(
             messages=[{"role": "user", "content": ""}],
             tools=list(tools) or None,
@@ -95,8 +95,8 @@ class VllmParser:
         reasoning, content, found = parser.parse(text, request, bool(tools), ids)
         calls = []
         for call in found or ():
-            if not isinstance(read_json(call.arguments), dict):
-                raise ValueError(f"the arguments of {call.name} are no object")
+            if make_call(call.name, call.arguments) is None:
+                raise ValueError(f"the arguments of {call.name} are no object that could be sent")
             calls.append(ParsedCall(call.name, call.arguments))
         return reasoning or None, content or "", calls
 

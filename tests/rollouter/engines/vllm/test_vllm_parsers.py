@@ -42,7 +42,12 @@ def folder(tmp_path_factory):
         # A call that cannot be read stays in the content and is counted.
         *[
             ("hermes", None, f"Well.{broken}", TOOLS, (None, f"Well.{broken}", [], 1))
-            for broken in ('<tool_call>{"name": "lookup"', '<tool_call>{"name": 1}</tool_call>')
+            for broken in (
+                '<tool_call>{"name": "lookup"',
+                '<tool_call>{"name": 1}</tool_call>',
+                '<tool_call>{"name": "lookup", "arguments": {"a": 1e999}}</tool_call>',
+                '<tool_call>{"name": "lookup", "arguments": {"a": "\\ud800"}}</tool_call>',
+            )
         ],
         # One that reasoning quotes is none.
         ("hermes", "deepseek_r1", f"<think>say {CALL}</think>{CALL}", TOOLS, (f"say {CALL}", "", READ, 0)),
