@@ -154,7 +154,7 @@ class EpisodesActor(Actor):
         until += LEAVE_SHARE * within_s
         rollout, quiet_s = self.config.rollout, QUIET_S
         if self._most is None:
-            quiet_s += rollout.retry_backoff_s * 2 ** (rollout.max_attempts - 2)
+            quiet_s += rollout.retry_backoff_s * 2 ** min(rollout.max_attempts - 2, 64)
         while (now := self.clock.now()) < until and now - quiet < quiet_s:
             if self._sessions:
                 quiet = now
