@@ -82,8 +82,15 @@ async def test_a_call_of_who_leaves_that_is_still_parked_is_granted_nothing(tmp_
         granted, rest = await it.granted(A, 2), await it.granted(B, 2)
         parked = it.lease(A, 2, seen=2, holding=" ".join(granted))
         assert await it.is_parked(parked)
+        asked = len(it.learner.asked)
         await it.call(A, ReturnTickets(uids=[], leaving=True, holding=granted if holds else []))
         assert await parked == Leased()
+        if holds:
+            # That is granted to nobody else, nor is the learner asked about it.
+            other = it.lease(B, 2, seen=2, holding=" ".join(rest))
+            assert await it.is_parked(other)
+            other.cancel()
+            assert len(it.learner.asked) == asked
         await it.report(rest[0], kind="filtered")
         if holds:
             await it.call(A, ReturnTickets(uids=granted, leaving=True))
