@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.chat.report import FILE as CHAT_FILE
@@ -193,8 +194,7 @@ class Dataloader(Actor):
                 self._orphaned.set()
                 continue
             tickets.settle(orphans, held.uids)
-            for uid in set(orphans).difference(held.uids):
-                self._granted.pop(uid, None)
+            self._forget_ages(tickets, orphans)
             for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
                 if uids:
                     self._story.tell(SETTLED, uids=uids, held=by_learner)
@@ -417,8 +417,7 @@ class Dataloader(Actor):
         if tickets is None:
             raise RestoreNeeded
         tickets.give_back(caller.name, caller.incarnation, request.uids)
-        for uid in request.uids:
-            self._granted.pop(uid, None)
+        self._forget_ages(tickets, request.uids)
         self._story.tell(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
             tickets.left(caller.name, caller.incarnation, request.holding)
@@ -434,9 +433,8 @@ class Dataloader(Actor):
         """Take in the outcomes of groups. Raises RestoreNeeded, and ProtocolError for one that cannot be."""
         tickets = self._for_learner(caller)
         number = tickets.report(request)
-        for outcome in request.outcomes:
-            if (granted := self._granted.pop(outcome.uid, None)) is not None:
-                self.histograms.observe("tickets/age_s", self.clock.now() - granted)
+        for age in self._forget_ages(tickets, [outcome.uid for outcome in request.outcomes]):
+            self.histograms.observe("tickets/age_s", age)
         self.param_version = tickets.gate.newest_version
         self.progress()
         self._changed()
@@ -467,6 +465,12 @@ class Dataloader(Actor):
         return GrantsOpen(supply_number=tickets.supply_number, grants=grants)
 
     # --- within ---
+
+    def _forget_ages(self, tickets: Tickets, uids: Iterable[str]) -> list[float]:
+        """The ages (s) of those of these prompts that are out no more; those of the others are kept."""
+        ended = [uid for uid in uids if not tickets.is_out(uid)]
+        granted = [self._granted.pop(uid) for uid in ended if uid in self._granted]
+        return [self.clock.now() - at for at in granted]
 
     def _ticket(self, grant: Grant) -> Ticket:
         prompt, rollout = grant.prompt, self.config.rollout

@@ -1,9 +1,9 @@
 """Leftovers on this host of runs that were killed as a whole, and their removal.
 
 Certainly dead is: a private folder whose lock is free; the unfinished checkpoints of a run none of whose locks is held;
-an engine's scratch folder whose process is no more; a process of asyncrl that has been orphaned, since
-a living run's processes all descend from its guard or its agent. Nothing else is ever removed. A lock says nothing
-where the file system keeps locks for each host by itself, or not at all: what lies there is only named.
+an engine's scratch folder whose process is no more and whose lock is free; a process of asyncrl that has been orphaned,
+since a living run's processes all descend from its guard or its agent. Nothing else is ever removed. A lock says
+nothing where the file system keeps locks for each host by itself, or not at all: what lies there is only named.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, PART, PRIVATE, try
 from asyncrl.preflight.findings import Finding, listed, ok, warn
 
 SCRATCH = "asyncrl-engine-"
+SCRATCH_LOCK = "lock"
 LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
 """Mount options under which the locks of other hosts are not seen."""
 TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.runtime\.workers\.keeper ")
@@ -186,7 +187,9 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
     for folder in sorted(parent.glob(f"{SCRATCH}*")):
         pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid)):
+            is_gone = pid.isdecimal() and folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid))
+            # A process of another container is not seen from here, and its lock is.
+            if is_gone and _lock_is_free(folder / SCRATCH_LOCK):
                 yield Leftover(str(folder), folder)
 
 

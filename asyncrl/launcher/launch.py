@@ -51,6 +51,8 @@ from asyncrl.launcher.run_folder.folders import (
     RUN_ID,
     RunFolder,
     create_run_folder,
+    in_use,
+    is_living,
     make_run_keyring,
     private_folder,
     remove_abandoned,
@@ -275,7 +277,10 @@ class Launch:
         keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
         if self.head_is_here:
             lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
-        # After the private folder, which is held where the head is here: a resumed run is changed from here on.
+        elif is_living(folder.path):
+            # The head takes the lock; it may have done so for another launch since the run was found.
+            raise in_use(folder.path)
+        # After the look at who holds the private folder: a resumed run is changed from here on.
         above = begin(folder, self.resumption, self.config, self.progress, self.command)
         if self.detached is not None:
             self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)

@@ -8,15 +8,20 @@ import os
 import tempfile
 from collections.abc import Sequence
 
+from asyncrl.disk import in_bytes
 from asyncrl.runtime.lifecycle.supervision import describe_exit
 
 END_S = 5.0
+READ_BYTES = 1 << 16
+LONGEST_ANSWER_BYTES = 256 << 20
+LAST_WORDS_BYTES = 1 << 16
+"""Bytes at the end of what it writes to standard error in which its last line is looked for."""
 
 
 async def ask_process(argv: Sequence[str], order: bytes, limit_s: float) -> tuple[bytes, str]:
     """Its answer to ``order``, and how it ended, with its last words. It ends here, with what it has started.
 
-    Raises TimeoutError.
+    An answer of more than LONGEST_ANSWER_BYTES is none: it is empty. Raises TimeoutError.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         # A file cannot fill up as a pipe does where the process does not read its order.
@@ -28,7 +33,9 @@ async def ask_process(argv: Sequence[str], order: bytes, limit_s: float) -> tupl
         try:
             assert process.stdout is not None
             async with asyncio.timeout(limit_s):
-                answer = await process.stdout.read()
+                answer = bytearray()
+                while chunk := await process.stdout.read(READ_BYTES):
+                    answer += chunk[: LONGEST_ANSWER_BYTES + 1 - len(answer)]
                 await process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -36,7 +43,9 @@ async def ask_process(argv: Sequence[str], order: bytes, limit_s: float) -> tupl
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await process.wait()
-        errors.seek(0)
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
         last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    if len(answer) > LONGEST_ANSWER_BYTES:
+        return b"", f"it wrote more than {in_bytes(LONGEST_ANSWER_BYTES)}"
     code = process.returncode
-    return answer, ": ".join([describe_exit(-9 if code is None else code), *last])
+    return bytes(answer), ": ".join([describe_exit(-9 if code is None else code), *last])

@@ -20,8 +20,10 @@ from asyncrl.preflight.needs import Need
 
 TRIAL_BYTES = 4096
 SPARE = 2
-"""Ports wanted for each actor: the one before may still be held when its successor binds."""
+"""Ports wanted for each: the one before may still be held when its successor binds."""
 ANY = "0"
+BROADCAST_PORTS = {"gloo": 2, "nccl": 1}
+"""Ports at which the members of a broadcast meet, by transport: that of the links, and the store of gloo's group."""
 
 
 def write_problem(path: Path) -> OSError | None:
@@ -103,14 +105,26 @@ def ports_of(ports: str) -> range:
 
 def ports_needed(config: Config, actors: list[str]) -> int:
     """Number of ports in network.ports that the host of these actors needs."""
-    needed = len(actors)
+    # One of each actor, and one of the host's agent.
+    needed = len(actors) + bool(actors)
     controller = config.network.controller_port
     if "controller/0" in actors and controller and controller not in ports_of(config.network.ports):
         needed -= 1
     if "learner/0" in actors and config.learner.backend != "sim":
         # The port at which the ranks of the learner meet.
         needed += 1
+    if "learner/0" in actors:
+        needed += BROADCAST_PORTS.get(_broadcast(config), 0)
     return needed
+
+
+def _broadcast(config: Config) -> str:
+    """The transport by which whole versions are broadcast; empty for none, as far as that is settled."""
+    transport, learner = config.weights.transport, config.learner
+    if transport != "auto":
+        return transport
+    on_gpu = learner.backend != "sim" and learner.device != "cpu" and config.rollout.on_gpu
+    return "nccl" if on_gpu and not config.publishes_adapter else ""
 
 
 def bind(address: str, port: int) -> socket.socket:

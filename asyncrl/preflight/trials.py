@@ -54,8 +54,11 @@ class Trial:
     """The outcome of the calls on the samples of one set of prompts."""
 
     rewards: list[float] = field(default_factory=list)
+    """Rewards of the completions; a call on a whole group gives one for each of them."""
     errors: list[str] = field(default_factory=list)
-    """Reasons of failures, with the place of the row."""
+    """Reasons of failures, with the place of the row: one for each call that failed."""
+    answered: int = 0
+    """Calls that gave rewards."""
 
 
 class RewardTrial:
@@ -108,6 +111,7 @@ class RewardTrial:
                     asked = Score(uid="1/0", prompt=sample.prompt, row=sample.row, completions=completions)
                     try:
                         trial.rewards += (await self._pool.score(asked)).rewards
+                        trial.answered += 1
                     except RewardFailed as error:
                         trial.errors.append(f"{error.reason}, on {sample.place}")
         except TimeoutError:
@@ -148,7 +152,8 @@ def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_o
         fix = "make it return a number for any completion; where it raises or returns none, nothing can be trained"
         return fail("reward", told, fix, key=KEY)
     if errors:
-        told = f"{function} fails on {len(errors)} of {len(errors) + len(rewards)} samples: {errors[0]}"
+        called = len(errors) + sum(trial.answered for trial in trials.values())
+        told = f"{function} fails on {len(errors)} of {called} samples: {errors[0]}"
         fix = "see whether it gives a number for any completion: each failure costs a trajectory or its group"
         return warn("reward", told, faster if timed_out else fix, key=KEY)
     if timed_out:

@@ -195,13 +195,15 @@ class Rollouter(Actor):
             work.append(self._adapt_concurrency())
         tasks = [self.tasks.create_task(item) for item in work]
         await self.drained()
+        # Before their tasks are cancelled: whatever ends counts as generated.
+        ungenerated = {uid for uid in self._held if self._ungenerated[uid]}
         ending = [*tasks, *self._running]
         for task in ending:
             task.cancel()
         await asyncio.wait(ending)
         # One that leaves says so also where it holds nothing.
         if self._held or self._leaves:
-            await self._return_held()
+            await self._return_held(ungenerated)
 
     def preempted(self) -> None:
         """Generate nothing any more; generated samples are scored and delivered, for the learner's checkpoint."""
@@ -244,9 +246,9 @@ class Rollouter(Actor):
             for uid in uids:
                 del self._held[uid], self._ungenerated[uid], self._leased[uid]
 
-    async def _return_held(self) -> None:
+    async def _return_held(self, ungenerated: Collection[str]) -> None:
         # While the run goes on the learner is asked about the rest: it may just be taking in what is generated.
-        uids = [uid for uid in self._held if self._ungenerated[uid] or not self._leaves]
+        uids = [uid for uid in self._held if uid in ungenerated or not self._leaves]
         await self._give_back(uids, holding=[], leaving=self._leaves)
 
     async def _give_back(self, uids: list[str], *, holding: list[str], leaving: bool) -> bool:

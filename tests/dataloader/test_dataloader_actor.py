@@ -13,7 +13,7 @@ from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Leased, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
+from asyncrl.messages.dataloader import Leased, OpenGrants, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
 
 RUN = run
 ONE_STEP = {"learner": {"steps": 1}}
@@ -82,8 +82,15 @@ async def test_a_call_of_who_leaves_that_is_still_parked_is_granted_nothing(tmp_
         granted, rest = await it.granted(A, 2), await it.granted(B, 2)
         parked = it.lease(A, 2, seen=2, holding=" ".join(granted))
         assert await it.is_parked(parked)
+        asked = len(it.learner.asked)
         await it.call(A, ReturnTickets(uids=[], leaving=True, holding=granted if holds else []))
         assert await parked == Leased()
+        if holds:
+            # That is granted to nobody else, nor is the learner asked about it.
+            other = it.lease(B, 2, seen=2, holding=" ".join(rest))
+            assert await it.is_parked(other)
+            other.cancel()
+            assert len(it.learner.asked) == asked
         await it.report(rest[0], kind="filtered")
         if holds:
             await it.call(A, ReturnTickets(uids=granted, leaving=True))
@@ -100,6 +107,24 @@ async def test_a_call_of_who_leaves_is_granted_nothing_by_a_gate_that_opens_agai
         await it.restore()
         assert (await parked, await leaving) == (Leased(), Done())
         assert len(await it.granted(B, 2)) == 2
+
+
+async def test_ages_are_of_all_that_is_out_whatever_is_said_in_vain(tmp_path: Path) -> None:
+    async def aged() -> dict[str, bool]:
+        told = await it.call(LEARNER, OpenGrants())
+        return {grant.uid: grant.age_s is not None for grant in told.grants}
+
+    async with running(tmp_path) as it:
+        granted = await it.granted(A, 2)
+        # By one who does not hold it, and in a report behind one that has not come.
+        await it.call(B, ReturnTickets(uids=granted[:1]))
+        it.reports += 1
+        assert (await it.report(*granted)).number == 0
+        assert await aged() == dict.fromkeys(granted, True)
+        it.reports = 0
+        await it.report(granted[0])
+        await it.call(A, ReturnTickets(uids=granted[1:]))
+        assert await aged() == {}
 
 
 async def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(tmp_path: Path) -> None:

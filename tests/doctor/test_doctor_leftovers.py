@@ -156,8 +156,14 @@ def test_scratch_of_engines_goes_with_their_process(tmp_path, nobody):
     mine = tmp_path / "tmp" / f"asyncrl-engine-{os.getpid()}-x"
     dead.mkdir()
     mine.mkdir()
-    assert check_leftovers(None, is_head=True, fix=True).detail == f"removed {dead}"
-    assert mine.exists() and not dead.exists()
+    # Of a process that is not seen from here, as one of another container.
+    unseen = dead.with_name(f"{dead.name}y")
+    unseen.mkdir()
+    with (unseen / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert check_leftovers(None, is_head=True, fix=True).detail == f"removed {dead}"
+        assert mine.exists() and unseen.exists() and not dead.exists()
+    assert check_leftovers(None, is_head=True, fix=True).detail == f"removed {unseen}"
 
 
 ACTOR, WORKER, ENGINE = "asyncrl rollouter/0 trial", "asyncrl reward worker", "VLLM::EngineCore"

@@ -10,7 +10,7 @@ from run_settings import simulated_run
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.lora import LoraConfig
-from asyncrl.preflight import inputs
+from asyncrl.preflight import inputs, process
 from asyncrl.preflight.inputs import check_inputs, read_inputs
 from asyncrl.preflight.model import check_model, check_served, check_window, digest, measure
 from asyncrl.preflight.needs import ModelSize
@@ -313,11 +313,15 @@ def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
 
 
 def test_the_same_is_found_in_a_process_of_its_own_and_one_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "LONGEST_ANSWER_BYTES", 256 << 10)
     config = data(tmp_path, [HELLO, "{"])
     assert asyncio.run(check_inputs(config)) == read_inputs(config, with_rows=True)
     for code, limit_s, result, said in (
         ("import os, sys; print('last', file=sys.stderr, flush=True); os._exit(3)", 60.0, "fail", "3: last"),
         ("import time; time.sleep(600)", 0.5, "warn", "not read within 0.5 s"),
+        ("print('x' * 300_000)", 60.0, "fail", "it wrote more than 256.0 KiB"),
+        # As of a loop that prints: its last line alone is read.
+        ("import sys; sys.stderr.write('lasts ' * 100_000); sys.exit(3)", 60.0, "fail", "code 3: sts lasts"),
     ):
         monkeypatch.setattr(inputs, "ARGV", (sys.executable, "-c", code))
         (found,) = asyncio.run(check_inputs(config, limit_s=limit_s)).findings

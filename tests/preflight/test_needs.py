@@ -177,17 +177,26 @@ def test_descriptors_grow_with_the_run():
 
 
 SIM = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
+ON_GPU = {"rollout": {"gpus_per_replica": 1}}
 
 
 @pytest.mark.parametrize(
     ("settings", "actors", "count"),
     [
-        # And the ranks one where they meet.
-        ({}, ["controller/0", "learner/0", "rollouter/0"], 4),
-        ({}, ["learner/1", "rollouter/0"], 2),
-        (SIM, ["controller/0", "learner/0", "rollouter/0"], 3),
-        ({"network": {"ports": "5000-5010", "controller_port": 6000}}, ["controller/0", "rollouter/0"], 1),
-        ({"network": {"ports": "5000-5010", "controller_port": 5003}}, ["controller/0", "rollouter/0"], 2),
+        # The host's agent needs one too, and the ranks one where they meet.
+        ({}, ["controller/0", "learner/0", "rollouter/0"], 5),
+        ({}, ["learner/1", "rollouter/0"], 3),
+        (SIM, ["controller/0", "learner/0", "rollouter/0"], 4),
+        # The members of a broadcast meet the learner: at its links, and under gloo at a store besides.
+        (SIM | {"weights": {"transport": "gloo"}}, ["controller/0", "learner/0", "rollouter/0"], 6),
+        (ON_GPU | {"weights": {"transport": "nccl"}}, ["learner/0"], 4),
+        (ON_GPU, ["learner/0"], 4),
+        ({}, [], 0),
+        (ON_GPU | {"learner": {"device": "cpu"}}, ["learner/0"], 3),
+        (ON_GPU | {"lora": {"rank": 8}}, ["learner/0"], 3),
+        (ON_GPU | {"weights": {"transport": "nccl"}}, ["learner/1", "rollouter/0"], 3),
+        ({"network": {"ports": "5000-5010", "controller_port": 6000}}, ["controller/0", "rollouter/0"], 2),
+        ({"network": {"ports": "5000-5010", "controller_port": 5003}}, ["controller/0", "rollouter/0"], 3),
     ],
 )
 def test_each_actor_needs_a_port(settings, actors, count):

@@ -33,6 +33,7 @@ def prints(*, completion, row):
 def eats(*, completion, row): return len(bytearray(10 << 30))
 def short(*, completions, row): return [1.0]
 def whole(*, completions, row): return [float(len(completions))] * len(completions)
+def grudging(*, completions, row): return [1.0] * len(completions) if row["answer"] == "1" else None
 async def play(task, client): raise AssertionError("nothing is played")
 def odd(task, client, size): return 1
 """,
@@ -93,6 +94,7 @@ def test_a_reward_function_that_is_not_found_says_why(function, said):
         ("mine:eats", {"max_memory_bytes": 64 << 20}, "fail", "reward.max_memory_bytes"),
         ("mine:short", {"per": "group"}, "fail", "returned 1 rewards for a group of 3"),
         ("mine:whole", {"per": "group"}, "ok", "gives on samples: 3, 3, 3, 3, 3, 3"),
+        ("mine:grudging", {"per": "group"}, "warn", "fails on 1 of 2 samples: returned None"),
         ("exact", {"options": {"answer_key": "solution"}}, "fail", "the row has no column 'solution'"),
         # The time for all calls is bounded, whatever the function may take.
         ("mine:sleeps", {"timeout_s": 0.5, "bounds": {"calls_s": 0.9}}, "fail", "; there was time for 1 of 4 calls"),

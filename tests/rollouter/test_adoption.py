@@ -159,6 +159,23 @@ async def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(tmp
         assert learner.uids == ["0-1", "0-2"]
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_who_stops_returns_what_it_holds_and_one_that_leaves_only_what_is_not_generated(tmp_path, leaves):
+    """I1: of what is generated while the run goes on, the learner is asked: it may just be taking it in."""
+    learner, dataloader = Learner(open=False), Dataloader()
+    async with between(learner, dataloader, tmp_path) as life:
+        life.gates["0-2"] = asyncio.Event()
+        dataloader.grant("0-1", "0-2")
+        await life.until(lambda: learner.uids == ["0-1"] and life.held.keys() == {"0-1", "0-2"})
+        if leaves:
+            life.rollouter.asked_to_leave(0.1)
+            await life.task
+        else:
+            await life.drain()
+        assert dataloader.returned == (["0-2"] if leaves else ["0-1", "0-2"])
+        assert dataloader.partings == ([["0-1", "0-2"], []] if leaves else [])
+
+
 async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_along_and_tells_whom_it_misses(tmp_path):
     def told():
         return {record.whom: record.seconds for record in life.rollouter.heartbeat(1, 0.0).unreached}

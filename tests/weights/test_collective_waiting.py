@@ -93,6 +93,16 @@ def test_end_without_a_word_is_noticed(waiter: Waiter, ends, connection) -> None
         send_on(near)
 
 
+def test_who_has_long_read_nothing_is_hung_up_on_all_the_same(ends, connection) -> None:
+    near, _ = ends
+    with pytest.raises(ConnectionError, match="does not read"):
+        send_on(near)
+    near.hang_up("the learner called it off")
+    connection[1].settimeout(LONG_S)
+    while connection[1].recv(1 << 20):
+        pass
+
+
 def test_whoever_has_done_may_leave(waiter: Waiter, ends) -> None:
     near, far = ends
     near.send(Frame(kind=FrameKind.DONE, number=3))

@@ -24,6 +24,16 @@ HINT_BYTES = 8192
 HINT_CHARACTERS = 300
 
 
+def environment_of(host: Mapping[str, str], actor: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an actor's process: this host's, and before it what is the actor's own. Pure.
+
+    Without CUDA_VISIBLE_DEVICES the host has offered its GPUs by their numbers in the order of the bus, which is the
+    driver's; by default CUDA counts the fastest first.
+    """
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if "CUDA_VISIBLE_DEVICES" not in host else {}
+    return {**order, **host, **actor}
+
+
 @dataclass(slots=True)
 class Child:
     """A process that this one has spawned; its pid is its own until ``wait`` has reaped it."""

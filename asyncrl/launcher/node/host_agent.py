@@ -21,7 +21,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.node.agent_state import AgentState
-from asyncrl.launcher.node.child import Child
+from asyncrl.launcher.node.child import Child, environment_of
 from asyncrl.launcher.node.instructions import (
     AnnounceRestart,
     AskStop,
@@ -308,7 +308,7 @@ class Agent:
             self._starts[name] = attempt + 1
             argv += ["--attempt", str(min(attempt, self._spec.attempts - 1)), "--controller", self._address]
         log = Path(self._host.logs[name])
-        child = Child.spawn(name, incarnation, argv, {**os.environ, **actor.env}, log)
+        child = Child.spawn(name, incarnation, argv, environment_of(os.environ, actor.env), log)
         self._children[name] = child
         self._carry_out(self._host.spawned(name, incarnation))
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)

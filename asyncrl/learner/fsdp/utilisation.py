@@ -7,10 +7,14 @@ is usual. None where the peak of the device is not known.
 
 from __future__ import annotations
 
+import re
+
 PEAK_FLOPS = (
     ("B300", 2.25e15),
     ("B200", 2.25e15),
+    ("GB300", 2.25e15),
     ("GB200", 2.25e15),
+    ("GH200", 9.89e14),
     ("H200", 9.89e14),
     ("H100 PCIe", 7.56e14),
     ("H100", 9.89e14),
@@ -25,7 +29,9 @@ PEAK_FLOPS = (
     ("A10", 1.25e14),
     ("RTX 4090", 1.65e14),
 )
-"""Dense bfloat16 operations a second by a part of the device's name, as its maker states them; the first counts."""
+"""Dense bfloat16 operations a second by words of the device's name, as its maker states them; the first counts."""
+SLOWER = re.compile(r"\b(Laptop|MIG|D)\b")
+"""Words in the name of a card, or of a part of one, that has less than the card whose name it bears."""
 OPERATIONS, OF_TRAINED = 4, 2
 """Operations of each parameter for each token, 2 forward and 2 for the gradient of the layer's input; and those that a
 trained one adds, for its own gradient."""
@@ -33,7 +39,9 @@ trained one adds, for its own gradient."""
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 operations a second of a device; None where they are not known."""
-    return next((peak for part, peak in PEAK_FLOPS if part in device_name), None)
+    if SLOWER.search(device_name):
+        return None
+    return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), None)
 
 
 def mfu(*, parameters: int, trained: int, tokens: int, seconds: float, devices: int, device_name: str) -> float | None:

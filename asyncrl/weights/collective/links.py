@@ -113,6 +113,8 @@ class Link:
         """Tell the other side the reason that nothing follows, as far as that is still possible. From any thread."""
         with contextlib.suppress(OSError):
             self._socket.send(encode(abort(reason)), socket.MSG_NOSIGNAL)
+        # Apart from the word, for which there is no room where the other side has long read nothing.
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, reason: str) -> None:

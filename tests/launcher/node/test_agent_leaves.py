@@ -11,6 +11,7 @@ from run_settings import simulated_run
 
 from asyncrl.errors import Refused
 from asyncrl.launcher.node import host_agent
+from asyncrl.launcher.node.child import environment_of
 from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
 from asyncrl.launcher.run_folder.folders import PART
 from asyncrl.launcher.terms.spec import ARRIVED, CONTROLLER_AT, AgentSpec
@@ -138,3 +139,18 @@ def test_what_one_actor_leaves_behind_ends_with_it(tmp_path):
     end_marked(tmp_path)
     assert done.returncode == 0, done.stderr
     assert left == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "order"),
+    [
+        ({}, "PCI_BUS_ID"),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST"),
+        # Numbers of the user's own, who may count the fastest first.
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, None),
+    ],
+)
+def test_gpus_that_the_driver_has_counted_are_counted_alike_by_cuda(host, order):
+    found = environment_of({"HOME": "/h", "X": "host"} | host, {"X": "own", "CUDA_VISIBLE_DEVICES": "1"})
+    assert found.pop("CUDA_DEVICE_ORDER", None) == order
+    assert found == {"HOME": "/h", "X": "own", "CUDA_VISIBLE_DEVICES": "1"}

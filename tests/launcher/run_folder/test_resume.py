@@ -1,5 +1,6 @@
 """Checkpoints that a run is resumed from, and reasons that keep it from being resumed."""
 
+import asyncio
 import io
 import os
 import shutil
@@ -15,6 +16,8 @@ from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.files import write_file
+from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.launch import Launch
 from asyncrl.launcher.local import begin
 from asyncrl.launcher.run_folder import resume
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
@@ -177,6 +180,16 @@ def test_a_run_that_lives_is_refused(tmp_path, left):
             pass
         assert (left / "private" / "run.json").exists()
     assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]
+
+
+def test_a_run_that_a_head_elsewhere_has_begun_since_it_was_found_is_left_as_it_is(tmp_path, left):
+    settings, resumption = find_resumption(config(tmp_path), str(left / "checkpoints" / "v00000002"))
+    launch = Launch(settings, [HostLine("elsewhere")], head="elsewhere", resumption=resumption)
+    with private_folder(resumption.folder, settings), pytest.raises(UsageError, match="in use"):
+        asyncio.run(launch.run())
+    assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]
+    assert os.listdir(left / "logs") == ["attempt_1"]
+    assert CheckpointFolder(left / "checkpoints").newest().version == 4
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

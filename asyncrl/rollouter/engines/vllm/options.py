@@ -5,6 +5,8 @@ Fails with ConfigError where vLLM would only fail later, in another process and 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import getpass
 import os
 import shutil
@@ -23,6 +25,7 @@ from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 from asyncrl.rollouter.engines.vllm.lora_layout import targets
 
 SCRATCH_PREFIX = "asyncrl-engine-"
+SCRATCH_LOCK = "lock"
 SHORT_PARENT = "/tmp"
 """Parent of an engine's folder where the temporary folder has too long a path for sockets."""
 SOCKET_PATH_LIMIT = 107
@@ -69,15 +72,27 @@ def environment(config: Config) -> dict[str, str]:
     return variables
 
 
-def make_scratch_folder() -> str:
-    """A new folder for an engine's sockets and temporary files; its name says whose: asyncrl-engine-PID-..."""
+def make_scratch_folder() -> tuple[str, int]:
+    """A new folder for an engine's sockets and temporary files, and the descriptor of its lock, to be held as long.
+
+    Its name says whose it is: asyncrl-engine-PID-... A process of another container that sees the folder knows by the
+    lock that it is used. Raises OSError.
+    """
     _remove_scratch_of_the_dead()
     prefix = f"{SCRATCH_PREFIX}{os.getpid()}-"
     parent = tempfile.gettempdir()
     # 8 random characters, and 36 for a socket's name.
     if len(parent) + len(prefix) + 8 + 36 + 2 > SOCKET_PATH_LIMIT:
         parent = SHORT_PARENT
-    return tempfile.mkdtemp(prefix=prefix, dir=parent)
+    # It gets its name once its lock is held, so that nobody finds it free.
+    made = tempfile.mkdtemp(prefix="asyncrl-new-", dir=parent)
+    lock = os.open(os.path.join(made, SCRATCH_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+    # Where the file system has no locks, nobody takes it for free either.
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = os.path.join(parent, prefix + made[-8:])
+    os.rename(made, folder)
+    return folder, lock
 
 
 def _remove_scratch_of_the_dead() -> None:
@@ -85,8 +100,23 @@ def _remove_scratch_of_the_dead() -> None:
     parents = {tempfile.gettempdir(), SHORT_PARENT}
     for folder in (each for parent in parents for each in Path(parent).glob(f"{SCRATCH_PREFIX}*")):
         pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and _is_free(folder / SCRATCH_LOCK):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds this lock, for sure; one that is not there is that of a version without."""
+    try:
+        lock = os.open(path, os.O_RDWR)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def scratch_environment(folder: str) -> dict[str, str]:

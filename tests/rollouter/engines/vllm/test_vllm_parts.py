@@ -237,16 +237,30 @@ def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the
     with tempfile.TemporaryDirectory() as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         dead, other = Path(short, f"asyncrl-engine-{ended.pid}-x"), Path(short, "asyncrl-engine-x")
-        dead.mkdir()
-        other.mkdir()
-        first, second = (Path(options.make_scratch_folder()) for _ in range(2))
-        assert sorted(Path(short).iterdir()) == sorted([other, first, second])
+        mine = Path(short, f"asyncrl-engine-{os.getpid()}-x")
+        for folder in (dead, other, mine):
+            folder.mkdir()
+        locks = []
+        for _ in range(2):
+            folder, lock = options.make_scratch_folder()
+            locks.append(lock)
+            # As a process of another container sees it: the number is that of nobody there.
+            unseen = Path(short, f"asyncrl-engine-{ended.pid}-{len(locks)}")
+            os.rename(folder, unseen)
+        assert sorted(Path(short).iterdir()) == sorted([other, mine, unseen.with_name(f"{unseen.name[:-1]}1"), unseen])
+        for lock in locks:
+            os.close(lock)
+        folder, lock = options.make_scratch_folder()
+        assert sorted(Path(short).iterdir()) == sorted([other, mine, Path(folder)])
+        assert Path(folder).name.startswith(f"asyncrl-engine-{os.getpid()}-")
+        os.close(lock)
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(options, "SHORT_PARENT", short)
         Path(short, f"asyncrl-engine-{ended.pid}-x").mkdir()
-        folder = options.make_scratch_folder()
+        folder, lock = options.make_scratch_folder()
+        os.close(lock)
         assert [str(left) for left in Path(short).iterdir()] == [folder]
         assert len(folder) + 37 <= options.SOCKET_PATH_LIMIT
