@@ -201,13 +201,19 @@ class Printed(list[tuple[str, str, int]]):
 
 @asynccontextmanager
 async def started(
-    function: str = "act_rewards:act", *, printed: Printed | None = None, faults: list[Any] | None = None, **fields: Any
+    function: str = "act_rewards:act",
+    *,
+    printed: Printed | None = None,
+    faults: list[Any] | None = None,
+    start_timeout_s: float = 120.0,
+    **fields: Any,
 ) -> AsyncIterator[RewardPool]:
     """A pool of one worker by default; what is ``printed`` is taken, and the uid and fault of each task."""
     config = RewardConfig(**{"workers": 1, "timeout_s": 20.0, "function": function, **fields})
     pool = RewardPool(
         config,
         max_tokens=100,
+        start_timeout_s=start_timeout_s,
         on_output=(Printed() if printed is None else printed).take,
         on_outcome=lambda *outcome: None if faults is None else faults.append(outcome),
     )
