@@ -157,6 +157,10 @@ def act(*, completion, row=None):
             return float("nan")
         case "none":
             return None
+        case "half_a_pair":
+            return {"\\ud83d": 1.0}
+        case "shown_as_half_a_pair":
+            return type("Odd", (), {"__repr__": lambda self: "\\ud83d"})()
         case "text":
             return "good"
     if completion.startswith("sleep "):

@@ -54,6 +54,8 @@ async def test_an_error_of_the_function_or_its_task_fails_it_alone_and_keeps_the
         "odd": "raised Odd",
         "nan": "act_rewards:act: returned nan",
         "none": "returned None",
+        "half_a_pair": r"returned a mapping with the key '\\ud83d'",
+        "shown_as_half_a_pair": r"returned Odd \\ud83d",
         "huge": "returned components of .* bytes",
     }
     async with started() as pool:
