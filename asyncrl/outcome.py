@@ -39,6 +39,12 @@ def read_outcome(value: Any) -> Outcome:
     for name, component in value.items():
         if not isinstance(name, str):
             raise BadOutcome(f"returned a mapping with the key {reprlib.repr(name)}; names of components are text")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            # As half of an emoji that the function has cut out of a response.
+            what = f"returned a mapping with the key {reprlib.repr(name)}, which holds half of a surrogate pair"
+            raise BadOutcome(f"{what}; names of components are text that UTF-8 can hold") from None
         components[name] = read_number(component, f"returned for the component {name!r}", value)
     reward = components.pop("reward", None)
     if reward is None:

@@ -48,6 +48,7 @@ def test_a_number_or_a_mapping_of_numbers_is_a_reward(value: Any, expected: Any)
         ({}, "empty"),
         ({"a": None}, "'a'"),
         ({1: 1.0}, "key 1"),
+        ({"a": 1.0, "\ud83d": 1.0}, r"key '\ud83d', which holds half of a surrogate pair"),
         ({"reward": None}, "'reward'"),
         ({"a": 6e17, "b": 6e17}, "sum is 1.2e+18"),
         (-1e300, "returned -1e+300; a number of a magnitude up to 1e+18"),

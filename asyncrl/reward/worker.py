@@ -27,7 +27,16 @@ from asyncrl.reward.scoring.functions import BUILT_IN
 from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import framed
 from asyncrl.runtime.workers.memory import MemoryLimit
-from asyncrl.runtime.workers.user_code import Keys, NotCallable, accepted, describe, did_you_mean, kind_of, load
+from asyncrl.runtime.workers.user_code import (
+    Keys,
+    NotCallable,
+    accepted,
+    describe,
+    did_you_mean,
+    encodable,
+    kind_of,
+    load,
+)
 from asyncrl.runtime.workers.worker import (
     NO_MEMORY_EXIT,
     NO_SOCKET_EXIT,
@@ -163,7 +172,8 @@ def _score(scorer: Scorer, task: RewardTask) -> tuple[list[tuple[float, dict[str
     except MemoryError:
         raise
     except BadOutcome as error:
-        return [], str(error), "no reward"
+        # It may quote a value in the words of the user's own class.
+        return [], encodable(str(error)), "no reward"
     except BaseException as error:
         # Nothing that the function raises, SystemExit included, may end the worker: only its task fails.
         return [], f"raised {describe(error)}", kind_of(error)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +28,8 @@ ADDRESS_FILE = "monitor/prometheus.json"
 """``{"address": "http://HOST:PORT/metrics"}``, while the endpoint is there."""
 CONNECTIONS = 16
 CONNECTION_S = 10.0
+ACCEPT_PAUSE_S = 0.1
+"""Pause after a connection that could not be accepted."""
 
 
 class PrometheusSink:
@@ -120,6 +123,15 @@ def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         block_on_close = False
         clients: ClassVar[dict[Any, threading.Timer]] = {}
+
+        def get_request(self) -> Any:
+            """Accept a connection."""
+            try:
+                return super().get_request()
+            except OSError:
+                # Where no descriptor is left, the connection waits on, and would be tried again at once, without end.
+                time.sleep(ACCEPT_PAUSE_S)
+                raise
 
         def verify_request(self, request: Any, client_address: Any) -> bool:
             """Whether there is room for the connection, which is cut off after CONNECTION_S."""

@@ -157,6 +157,10 @@ def act(*, completion, row=None):
             return float("nan")
         case "none":
             return None
+        case "half_a_pair":
+            return {"\\ud83d": 1.0}
+        case "shown_as_half_a_pair":
+            return type("Odd", (), {"__repr__": lambda self: "\\ud83d"})()
         case "text":
             return "good"
     if completion.startswith("sleep "):
@@ -201,13 +205,19 @@ class Printed(list[tuple[str, str, int]]):
 
 @asynccontextmanager
 async def started(
-    function: str = "act_rewards:act", *, printed: Printed | None = None, faults: list[Any] | None = None, **fields: Any
+    function: str = "act_rewards:act",
+    *,
+    printed: Printed | None = None,
+    faults: list[Any] | None = None,
+    start_timeout_s: float = 120.0,
+    **fields: Any,
 ) -> AsyncIterator[RewardPool]:
     """A pool of one worker by default; what is ``printed`` is taken, and the uid and fault of each task."""
     config = RewardConfig(**{"workers": 1, "timeout_s": 20.0, "function": function, **fields})
     pool = RewardPool(
         config,
         max_tokens=100,
+        start_timeout_s=start_timeout_s,
         on_output=(Printed() if printed is None else printed).take,
         on_outcome=lambda *outcome: None if faults is None else faults.append(outcome),
     )

@@ -75,7 +75,25 @@ def test_all_that_is_wrong_with_an_answer_is_said():
     }
 
 
-@pytest.mark.parametrize("text", ['{"a":' * 40_000, '{ "' * 60_000, '{"scores": ' + "[" * 190_000, "x" * 200_001])
+@pytest.mark.parametrize("before", ["", "<think>hm</think>", '<think>{"scores": []} or "</think>", {"</think>'])
+def test_an_answer_may_quote_the_end_of_reasoning_and_a_draft_is_none(before):
+    entries = [{"id": id, "explanation": "its </think> is missing", "score": 1} for id in "ab"]
+    assert read_entries(f"{before}So: {json.dumps({'scores': entries})}", "scores") == entries
+    for draft in ({"scores": []}, {"scores": entries}):
+        with pytest.raises(BadAnswer, match="no JSON object"):
+            read_entries(f"{before}{json.dumps(draft)}</think>They are all good.", "scores")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":' * 40_000,
+        '{ "' * 60_000,
+        '{"scores": ' + "[" * 190_000,
+        '</think>{"a":' * 15_000,
+        "x" * 200_001,
+    ],
+)
 def test_a_hostile_answer_takes_no_time(text):
     began = time.process_time()
     with pytest.raises(BadAnswer):

@@ -168,6 +168,16 @@ async def test_a_pause_that_the_server_asks_for_is_waited_by_all_and_not_counted
         await fails(pool, group(), "asks for a pause of 3600 s")
 
 
+@pytest.mark.parametrize("asked", [None, "0", "Fri, 01 Jan 2021 00:00:00 GMT", "0.01"])
+async def test_pauses_grow_also_where_the_server_asks_for_less(asked, monkeypatch):
+    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.1)
+    headers = {} if asked is None else {"Retry_After": asked}
+    async with judging(status(429, **headers), tries=3) as (server, pool):
+        began = time.monotonic()
+        await fails(pool, group(), "unjudged: .* status 429")
+        assert time.monotonic() - began >= 0.5 * (0.1 + 0.2) and len(server.bodies) == 3
+
+
 @pytest.mark.parametrize("answer", [hang, status(500)], ids=["hang", "refused again and again"])
 async def test_a_judge_that_says_nothing_ends_by_the_deadline(answer):
     async with judging(answer, timeout_s=0.3, tries=20) as (_, pool):

@@ -54,6 +54,8 @@ async def test_an_error_of_the_function_or_its_task_fails_it_alone_and_keeps_the
         "odd": "raised Odd",
         "nan": "act_rewards:act: returned nan",
         "none": "returned None",
+        "half_a_pair": r"returned a mapping with the key '\\ud83d'",
+        "shown_as_half_a_pair": r"returned Odd \\ud83d",
         "huge": "returned components of .* bytes",
     }
     async with started() as pool:
@@ -152,6 +154,22 @@ async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had_and_not_befor
             await reward(pool, "abc")
         # No task is to blame, and the pool is started again with its actor.
         assert caught.value.retryable
+
+
+async def test_a_worker_that_hangs_while_it_is_started_again_is_killed_and_tried_again(tmp_path):
+    hangs = tmp_path / "hangs"
+    (tmp_path / "act_rewards.py").write_text(
+        f"import os, time\nif os.path.exists({str(hangs)!r}):\n    time.sleep(1000)\n" + MODULE
+    )
+    async with started(start_timeout_s=4.0) as pool:
+        hangs.touch()
+        first, waits = pool.score(request("exit")), pool.score(request("abc"))
+        with pytest.raises(RewardFailed, match="exit code 3"):
+            await first
+        await until(lambda: pool.counters.workers_killed > 0)
+        hangs.unlink()
+        assert (await waits).rewards == [3.0]
+        assert (pool.counters.workers_died, pool.counters.failed) == (1, 1)
 
 
 def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path):

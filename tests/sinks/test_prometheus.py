@@ -1,7 +1,10 @@
 """The endpoint for Prometheus, with real clients: good ones, and those that hold on to it."""
 
+import errno
 import json
 import socket
+import socketserver
+import time
 import urllib.request
 from urllib.parse import urlsplit
 
@@ -104,6 +107,23 @@ def test_those_who_take_too_long_are_cut_off_and_make_room(sink, monkeypatch):
     finally:
         for client in silent:
             client.close()
+
+
+def test_connections_that_there_is_no_descriptor_for_wait_and_cost_no_core(sink, monkeypatch):
+    asked = []
+
+    def refuses(_server):
+        asked.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr(socketserver.TCPServer, "get_request", refuses)
+        with socket.create_connection(where(sink), timeout=30) as client:
+            wait_for(lambda: len(asked) >= 3)
+            assert asked[2] - asked[0] >= 2 * prometheus.ACCEPT_PAUSE_S
+            full.undo()
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert b"200 OK" in client.recv(1 << 16)
 
 
 def test_an_end_does_not_wait_for_clients(sink, monkeypatch):

@@ -184,6 +184,26 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
         assert "step 51/1000" in head
 
 
+async def test_of_a_run_whose_recording_cannot_be_read_the_end_is_made_of_what_was_seen(tmp_path, monkeypatch):
+    # A folder that leads to itself: root, too, cannot read it.
+    (tmp_path / "monitor").symlink_to("monitor")
+    first = [Run(steps=1000).at(100.0)]
+
+    async def watched(_target):
+        for each in first:
+            yield each
+
+    monkeypatch.setattr(sources, "watch", watched)
+    target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
+    async with shown(Source(feed=lambda: sources.follow(target))) as (app, pilot):
+        await until(pilot, "the run has ended")
+        await until(pilot, "failed: nothing is known after this, when it was running")
+        assert "step 50/1000" in text_of(app).splitlines()[0]
+    first.clear()
+    async with shown(Source(feed=lambda: sources.follow(target))) as (_, pilot):
+        await until(pilot, "the run has ended")
+
+
 async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     written = asyncio.Queue()
     async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):

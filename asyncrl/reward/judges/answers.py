@@ -19,6 +19,7 @@ LONGEST_ANSWER = 200_000
 MOST_STARTS = 200
 """Places at which JSON may begin in prose."""
 MOST_PROBLEMS = 12
+REASONING_END = "</think>"
 _OBJECT_START = re.compile(r'\{\s*"')
 
 
@@ -37,8 +38,13 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
         raise BadAnswer(["the answer is empty"])
     if len(text) > LONGEST_ANSWER:
         raise BadAnswer([f"the answer has {len(text)} characters; {LONGEST_ANSWER} are allowed"])
-    # The reasoning of a model may hold drafts.
-    found = [each for each in _objects(text.rpartition("</think>")[2]) if name in each]
+    # The reasoning of a model may hold drafts, which end before it does; an answer may quote the mark of its end.
+    first, last = text.find(REASONING_END), text.rfind(REASONING_END)
+    found: list[dict[str, Any]] = []
+    for begin in sorted({0, max(0, first), max(0, last)}, reverse=True):
+        found = [each for each, end in _objects(text, begin) if end > last and name in each]
+        if found:
+            break
     if not found:
         raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
     # Not by equality, for which 1 and true are the same.
@@ -90,17 +96,17 @@ def read_number(value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def _objects(text: str) -> list[dict[str, Any]]:
-    """JSON objects that stand in ``text``, outside of one another."""
+def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
+    """JSON objects that stand in ``text`` from ``begin`` on, outside of one another, with the place of their end."""
     decoder = json.JSONDecoder(object_pairs_hook=_single)
-    found, at = [], 0
+    found, at = [], begin
     for _ in range(MOST_STARTS):
         start = _OBJECT_START.search(text, at)
         if start is None:
             break
         try:
             value, at = decoder.raw_decode(text, start.start())
-            found.append(value)
+            found.append((value, at))
         except (ValueError, RecursionError):
             at = start.start() + 1
     return found

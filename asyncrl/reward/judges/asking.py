@@ -1,9 +1,9 @@
 """One vote of a judge: a question asked until its answer can be used, or the vote fails.
 
 A request that the server refuses for the moment is sent again, after the pause that the server asks for, which holds
-back all others too, or after a growing one of its own. An answer that cannot be used is sent back once, with what is
-wrong. Invariant: a vote ends within its time, which only waiting under the shared limits does not count, in what the
-judge said or in VoteFailed.
+back all others too, and not before a growing one of its own is over. An answer that cannot be used is sent back once,
+with what is wrong. Invariant: a vote ends within its time, which only waiting under the shared limits does not count,
+in what the judge said or in VoteFailed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHARS_PER_TOKEN = 3.5
 ANSWER_TOKENS = 500
 """Tokens that an answer is taken to have before it is there."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
-"""First and longest pause (s) between two tries where the server asks for none."""
+"""First and longest pause (s) between two tries where the server asks for none that is longer."""
 LONGEST_ASKED_PAUSE_S = 120.0
 """Longest pause (s) that a server may ask for; one that asks for more is not waited for."""
 REPAIR = """Your answer cannot be used:
@@ -156,13 +156,15 @@ class Asker:
                     told = f"{error.reason} (it asks for a pause of {error.pause_s:.0f} s)"
                     raise AskFailed(error.kind, told, passing=True) from error
                 self._counters.retries += 1
+                # Pauses differ in length, so that requests that failed together do not all come back together.
+                own_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
                 if error.pause_s is not None:
                     self.limits.pause(error.pause_s)
-                    continue
-            # Pauses differ in length, so that requests that failed together do not all come back together.
-            longest = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
+                    if error.pause_s >= own_s:
+                        continue
+            # Also where the server asks for less, as for none at all, or the tries would be over at once.
             async with time_left.counted():
-                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
+                await asyncio.sleep(own_s)
         raise AssertionError("unreachable")
 
     async def _request(

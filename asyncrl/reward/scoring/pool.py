@@ -3,8 +3,9 @@
 Invariant: each call of ``score`` ends within ``timeout_s`` of its start in a worker, in rewards that the function
 returned for it, in RewardFailed, or, past that time and only then, in the reward that reward.on_timeout says; what one
 task does to its worker (loop, exit, crash, eat memory, print) fails no other task. The timeout counts from the moment a
-worker can begin with the task: waiting for a worker counts as nothing. A worker that is killed or dies is replaced;
-only when no worker can be started any more, or its owner gives it up, does the pool fail as a whole (``watch``).
+worker can begin with the task: waiting for a worker counts as nothing. A worker that is killed or dies is replaced, and
+one that is not ready ``start_timeout_s`` after any of its starts is killed; only when no worker can be started any
+more, or its owner gives it up, does the pool fail as a whole (``watch``).
 
 Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
 leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
@@ -195,10 +196,10 @@ class RewardPool:
             self._queue.popleft().fail(self._ended_error())
         helpers = []
         for slot in self._slots:
-            for timer in (slot.timer, slot.restart):
+            for timer in (slot.timer, slot.restart, slot.start_timer):
                 if timer is not None:
                     timer.cancel()
-            slot.timer = slot.restart = None
+            slot.timer = slot.restart = slot.start_timer = None
             if slot.process is None:
                 continue
             helpers += slot.process.descendants()
@@ -229,6 +230,15 @@ class RewardPool:
             )
         except OSError as error:
             self._start_failed(slot, f"cannot have a worker process: {error}")
+            return
+        late = f"was not ready within {self._start_timeout_s:g} s of its worker's start; its worker process was killed"
+        slot.start_timer = self._loop.call_later(self._start_timeout_s, slot.process.kill, late)
+
+    def _end_start(self, slot: RewardSlot) -> None:
+        """The start of a worker is over, well or not."""
+        if slot.start_timer is not None:
+            slot.start_timer.cancel()
+            slot.start_timer = None
 
     def _take(self, slot: RewardSlot, frame: bytes | bytearray) -> None:
         if slot.is_ready:
@@ -237,6 +247,7 @@ class RewardPool:
             self._ready(slot, self._ready_decoder.decode(frame))
 
     def _ready(self, slot: RewardSlot, ready: RewardReady) -> None:
+        self._end_start(slot)
         if ready.problems:
             if not slot.ready.done():
                 slot.ready.set_exception(ConfigError(ready.problems))
@@ -406,6 +417,7 @@ class RewardPool:
 
     def _ended(self, slot: RewardSlot, process: WorkerProcess, reason: str) -> None:
         self._hand_out(process, slot.given[0].request.uid if slot.given else slot.last_uid, end_of_call=True)
+        self._end_start(slot)
         slot.process, slot.is_ready = None, False
         if slot in self._idle:
             self._idle.remove(slot)

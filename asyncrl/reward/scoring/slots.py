@@ -75,6 +75,8 @@ class RewardSlot:
     """Uid of the task that was answered last."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None
+    start_timer: asyncio.TimerHandle | None = None
+    """Timer that ends its process while that is not ready."""
 
 
 @dataclass(slots=True)

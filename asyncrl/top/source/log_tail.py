@@ -19,7 +19,7 @@ PROBE = 1 << 18
 
 def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = None) -> list[str] | None:
     """The last lines up to ``until`` (Unix time, s), or of all, oldest first; None when there is no such file that can
-    be read, as when it is on another host."""
+    be read, as when it is on another host. Of a last line longer than ``BYTES`` its end."""
     path = run_dir / "logs" / f"attempt_{attempt}" / f"{actor.replace('/', '-')}.log"
     try:
         with path.open("rb") as file:
@@ -31,8 +31,8 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
             lines = file.read(end - begin).decode(errors="replace").splitlines()
     except OSError:
         return None
-    # The first of a part of a file may be torn.
-    return (lines[1:] if begin else lines)[-LINES:]
+    # The first of a part of a file may be torn: it is shown only where it is all that there is.
+    return ((lines[1:] if begin else []) or lines)[-LINES:]
 
 
 def _end_of(file: BinaryIO, size: int, until: float) -> int:

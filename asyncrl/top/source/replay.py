@@ -139,9 +139,13 @@ def ended(last: Snapshot, *, lives: bool) -> Snapshot:
 
 
 def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """End of a run that does not live, as far as it is recorded or was ``seen``; None if neither. Blocks."""
+    """End of a run that does not live, as far as it is recorded, readably, or was ``seen``; None if neither. Blocks."""
     last = seen
-    for _, body in reversed(read_latest(run_dir, 0.0)):
+    try:
+        entries = read_latest(run_dir, 0.0)
+    except OSError:
+        entries = []
+    for _, body in reversed(entries):
         if (found := decode(body)) is not None:
             if seen is None or (found.run.run_id == seen.run.run_id and found.wall > seen.wall):
                 last = found

@@ -44,6 +44,13 @@ def test_what_was_printed_without_a_timestamp_belongs_to_the_line_before(written
     assert read(BEGAN + 9)[-1] == line(9)
 
 
+def test_of_a_last_line_that_is_longer_than_what_is_read_its_end_is_shown(written):
+    long = line(2).replace("at 2", "at 2" + "x" * log_tail.BYTES)
+    read = written([line(1), long, line(3)])
+    assert read(BEGAN + 2.5) == [long[-log_tail.BYTES + 1 :]]
+    assert read() == [line(3)]
+
+
 @pytest.fixture
 def looked_at(monkeypatch):
     """Sizes of the lines in which a timestamp was looked for."""
