@@ -382,9 +382,11 @@ class Dataloader(Actor):
             # It has asked before the gate was opened.
             self._meet(ask)
         grants = tickets.lease(ask)
+        if grants or tickets.supply_number != self._supply_number:
+            # A prompt may be rejected in its turn, and nothing be granted.
+            self._count()
         if grants:
             self.progress()
-            self._count()
             for grant in grants:
                 if not isinstance(grant.prompt, EvalPrompt):
                     # A grant that is given again keeps its age.

@@ -83,13 +83,11 @@ class Holders:
 
     def __init__(self) -> None:
         self._rollouters: dict[str, Holder] = {}
+        self._leaving: set[str] = set()
+        """Rollouters that ask no more, and live until they are removed."""
         self._held: dict[str, HeldPrompt] = {}
         self.outstanding = 0
         """Training prompts among those that are out."""
-
-    def __len__(self) -> int:
-        """Rollouters that live as far as is known."""
-        return len(self._rollouters)
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._held
@@ -103,6 +101,11 @@ class Holders:
         return self._held.keys()
 
     @property
+    def asking(self) -> int:
+        """Number of rollouters that live as far as is known, and may ask for more."""
+        return len(self._rollouters) - len(self._leaving)
+
+    @property
     def oldest_served(self) -> int:
         """The oldest version that anybody serves; there must be somebody."""
         return min(holder.served_version for holder in self._rollouters.values())
@@ -112,10 +115,12 @@ class Holders:
         return self._rollouters.get(rollouter)
 
     def current(self, ask: Ask) -> Holder | None:
-        """The rollouter that asks; None if a later call of the same one, or a newer incarnation of it, was heard."""
+        """The rollouter that asks; None if it leaves, or a later call or a newer incarnation of it was heard."""
         holder = self._rollouters.get(ask.rollouter)
         # A call that was overtaken would be granted again what a later one has said that it has seen.
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
+            return None
+        if ask.rollouter in self._leaving:
             return None
         return holder
 
@@ -141,6 +146,7 @@ class Holders:
         mistake costs time, to be rejected by mistake the prompt.
         """
         holder = self._rollouters.pop(rollouter)
+        self._leaving.discard(rollouter)
         found = []
         for number, grant in holder.grants.items():
             held = self._held[grant.prompt.uid]
@@ -151,6 +157,10 @@ class Holders:
                 held.suspect = not grant.alone
             found.append(held)
         return found
+
+    def leaves(self, rollouter: str) -> None:
+        """A rollouter asks no more; it is a holder until it is removed, and takes no share of the gate."""
+        self._leaving.add(rollouter)
 
     def keep(self, rollouter: str, uids: Collection[str]) -> list[HeldPrompt]:
         """A rollouter that takes no more holds at most these: all else that it was granted has no holder."""

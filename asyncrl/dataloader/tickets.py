@@ -127,7 +127,7 @@ class Tickets:
     def lease(self, ask: Ask) -> list[Grant]:
         """Grant as much as may be granted now; may be asked again with the same ``ask`` until it gives something.
 
-        Nothing is granted to a call that a later one of the same rollouter has overtaken.
+        Nothing is granted to a rollouter that leaves, nor to a call that a later one of the same has overtaken.
         """
         holder = self._holders.current(ask)
         if holder is None or self._stopped:
@@ -195,9 +195,11 @@ class Tickets:
         # One that still holds something stays a holder: its death is to make orphans of that.
         if not holding:
             found += self._remove(rollouter, incarnation)
-        elif self._suspects.set_aside == rollouter:
-            # It asks no more, so nothing would be granted to it once it holds nothing.
-            self._suspects.set_aside = None
+        else:
+            self._holders.leaves(rollouter)
+            if self._suspects.set_aside == rollouter:
+                # Nothing would be granted to it once it holds nothing.
+                self._suspects.set_aside = None
         for held in found:
             held.suspect = False
             self._orphan(held)
@@ -238,6 +240,8 @@ class Tickets:
         """
         uids = frozenset(ticket.uid for ticket in tickets.tickets)
         self._holders.update(Ask(rollouter, incarnation, tickets.seen, 0, tickets.served_version, uids))
+        if tickets.leaving:
+            self._holders.leaves(rollouter)
         # Its prompts may have been granted to an incarnation before it, so these numbers say nothing. A death of its
         # engine may have made something suspect that has company.
         found = [
@@ -371,7 +375,7 @@ class Tickets:
             served_version,
             outstanding=self.outstanding + self._suspects.reserved,
             generating=generating,
-            rollouters=len(self._holders),
+            rollouters=self._holders.asking,
         )
         if self._evals.is_waiting(served_version) and (self._eval_turn or not may_train):
             self._eval_turn = False

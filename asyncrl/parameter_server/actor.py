@@ -42,6 +42,9 @@ from asyncrl.weights.segments import host_id
 
 T = TypeVar("T")
 
+COMPARED_VERSIONS = 16
+"""Versions whose checksums are kept for replicas that come to them late."""
+
 
 class ParameterServer(Actor):
     """The actor of the parameter server; its conductor decides."""
@@ -54,8 +57,8 @@ class ParameterServer(Actor):
         self._held = HeldVersions()
         self._lots: dict[str, ParkingLot] = {}
         """Parked question of each caller."""
-        self._engines = (-1, "")
-        """A version, and the checksum of the first engine that took it over."""
+        self._checksums: dict[int, str] = {}
+        """Checksum of the first engine that took a version over, by version, in the order of coming."""
         self._condemned = ParkingLot()
         """The learner's parked call, for as long as all that it has published is whole."""
         self._suspect = asyncio.Event()
@@ -213,11 +216,11 @@ class ParameterServer(Actor):
 
     def _compare(self, name: str, request: ReportUpdate) -> None:
         """Compare checksums: all engines hold the same weights after the same update."""
-        if request.version != self._engines[0]:
-            self._engines = (request.version, request.times.checksum)
-        elif request.times.checksum != self._engines[1]:
+        if self._checksums.setdefault(request.version, request.times.checksum) != request.times.checksum:
             self.counters.add("weights/engines_differ")
             self.log.error("engines hold different weights", replica=name, version=request.version)
+        if len(self._checksums) > COMPARED_VERSIONS:
+            del self._checksums[next(iter(self._checksums))]
 
     # --- the conductor's clock and effects ---
 

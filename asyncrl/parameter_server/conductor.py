@@ -57,7 +57,7 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
-        number = self.fleet.ask(name)
+        number = self.fleet.ask(name, incarnation)
         if serving >= 0 and (
             serving == replica.target or (replica.phase in FAILED_PHASES and serving > replica.serving)
         ):
@@ -129,7 +129,7 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
-        number = self.fleet.ask(name)
+        number = self.fleet.ask(name, incarnation)
         if version > replica.serving and self._word(replica, ReplicaEvent.ASKED, "", now):
             replica.target = version
             if paths or version != replica.held_version:
@@ -150,7 +150,7 @@ class Conductor:
         replica = self._hear(name, incarnation, now)
         if replica is None:
             return STALE
-        number = self.fleet.ask(name)
+        number = self.fleet.ask(name, incarnation)
         if self.broadcasts.is_current(version, epoch):
             self._word(replica, ReplicaEvent.JOINED, "", now)
         self._settle(now)
@@ -206,7 +206,7 @@ class Conductor:
 
     def announce(self, name: str, incarnation: int, announcement: Announce, now: float) -> int:
         """Take the learner's offer of a broadcast: see ``broadcasts.decided``. Returns the question's number."""
-        number = self.fleet.ask(name)
+        number = self.fleet.ask(name, incarnation)
         self.broadcasts.announce((name, incarnation), announcement, self.publications.accepted, now)
         return number
 
@@ -240,9 +240,8 @@ class Conductor:
 
     def left(self, name: str, incarnation: int, now: float) -> None:
         """Note that this incarnation of a replica, or of the learner, is dead."""
+        self.fleet.close_of_dead(name, incarnation)
         replica = self.fleet.replicas.get(name)
-        if replica is None or replica.incarnation <= incarnation:
-            self.fleet.close(name)
         if replica is not None and replica.incarnation <= incarnation:
             before = replica.phase
             # The replica is removed before the broadcast ends, which moves every replica that is in its phases.

@@ -64,8 +64,8 @@ class Fleet:
         self.counts: Counter[str] = Counter()
         """Counts from the start on, by the names in COUNTED."""
         self._effects = Effects()
-        self._open: dict[str, int] = {}
-        """Number of each caller's open question."""
+        self._open: dict[str, tuple[int, int]] = {}
+        """Number of each caller's open question, and the incarnation that asks it."""
         self._last_question = STALE
 
     def take_effects(self) -> Effects:
@@ -75,22 +75,27 @@ class Fleet:
 
     # --- questions ---
 
-    def ask(self, name: str) -> int:
+    def ask(self, name: str, incarnation: int) -> int:
         """Open a question; returns its number. An earlier one of the same caller is closed."""
         # The parked earlier question looks again, finds itself closed, and is answered with nothing.
         self.wake(name)
         self._last_question += 1
-        self._open[name] = self._last_question
+        self._open[name] = self._last_question, incarnation
         return self._last_question
 
     def asks(self, name: str, number: int | None = None) -> bool:
         """Whether this question (or any) of the caller is open."""
         found = self._open.get(name)
-        return found is not None and number in (None, found)
+        return found is not None and number in (None, found[0])
 
     def close(self, name: str) -> None:
         """Close a caller's question: it is answered, or nobody waits for the answer any more."""
         self._open.pop(name, None)
+
+    def close_of_dead(self, name: str, incarnation: int) -> None:
+        """Close the question that this incarnation of a caller, or an older one, asks."""
+        if name in self._open and self._open[name][1] <= incarnation:
+            self.close(name)
 
     def wake(self, name: str) -> None:
         """Note that the caller's question may have another answer now."""

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_dataloader import LEARNER, A, B, run, running, small_config
+from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
 
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.prompt_queue import TOO_LONG
+from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import Leased, OpenGrants, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
@@ -153,6 +154,24 @@ async def test_the_learner_is_woken_when_the_supply_changes_and_rollouters_are_s
         assert it.actor.param_version == 1
         assert await parked == Leased(tickets=[], closed=True)
         assert (await it.lease(B)).closed
+
+
+async def test_the_learner_is_told_at_once_of_a_prompt_that_is_rejected_by_a_call_that_is_granted_nothing(
+    tmp_path: Path,
+) -> None:
+    """Nothing is granted for training before the learner has reported all of the round at the start."""
+    config = small_config(eval={"held": {"data": {"source": "synthetic", "size": 1}, "n": 3}})
+    async with running(tmp_path, config, restore=False) as it:
+        await it.restore(ledger=ledger(attempts={"held@0-0": ALONE_FROM + config.rollout.max_attempts}))
+        supply = await it.supply()
+        assert supply.rejected == []
+        watched = it.supply(seen=supply.number)
+        assert await it.is_parked(watched)
+        parked = it.lease()
+        assert [rejected.uid for rejected in (await watched).rejected] == ["held@0-0"]
+        assert await it.is_parked(parked)
+        await it.report("held@0-0", kind="quarantined")
+        assert len((await parked).tickets) == 4
 
 
 async def test_prompts_that_are_too_long_are_reported_and_never_granted(

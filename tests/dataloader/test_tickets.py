@@ -130,6 +130,24 @@ def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_
     assert after.missing(book) == ["0-1", "0-2"]
 
 
+def test_who_leaves_and_still_holds_something_takes_no_share_of_the_gate() -> None:
+    book = Book()
+    assert book.uids(A, 1) == ["0-0"]
+    book.grant(B, served=-1)
+    book.left(A, 1, ["0-0"])
+    after = Book()
+    after.adopt(A, 1, held(HeldTicket("0-0", 1, 0), seen=1, leaving=True), book)
+    for each in (book, after):
+        # All that the gate has room for.
+        assert each.uids(B, 9) == [f"0-{index}" for index in range(1, 8)]
+        # A call of it that comes late is granted nothing, whatever has room.
+        each.give_back(B, 1, [f"0-{index}" for index in range(2, 8)])
+        assert each.uids(A, 1, seen=1) == []
+        # Its successor has a share again.
+        each.grant(A, served=-1, life=2)
+        assert each.uids(B, 9, seen=7, holding="0-1") == ["0-2", "0-3", "0-4"]
+
+
 # --- outcomes ---
 
 

@@ -48,6 +48,15 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
     assert play.counts("begun", "broken") == (1, 0)
 
 
+def test_a_broadcast_does_not_miss_its_learner_where_news_of_the_death_of_an_older_one_is_late():
+    play = serving()
+    epoch = play.gather(1, *R, learner=("learner/0", 2))
+    play.left("learner/0", incarnation=1)
+    assert play.join(R[-1], 1, epoch)
+    assert play.look("learner/0").group.epoch == epoch
+    assert play.counts("begun", "called_off") == (1, 0)
+
+
 # --- who takes part ---
 
 

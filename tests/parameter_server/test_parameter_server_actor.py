@@ -30,7 +30,7 @@ from asyncrl.messages.weights import (
     RequestPause,
 )
 from asyncrl.parameter_server import held as held_module
-from asyncrl.parameter_server.actor import ParameterServer
+from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.weights.segments import Segment, host_id, layout
 from asyncrl.wire.keys import Credentials
@@ -127,8 +127,9 @@ class Stage:
     def pause(self, name, version=0):
         return self.call(name, RequestPause(version=version))
 
-    def report(self, name, version, committed=True):
-        return self.call(name, ReportUpdate(version=version, committed=committed, times=UpdateTimes(version=version)))
+    def report(self, name, version, committed=True, checksum=""):
+        times = UpdateTimes(version=version, checksum=checksum)
+        return self.call(name, ReportUpdate(version=version, committed=committed, times=times))
 
     async def take(self, name, serving=-1):
         """A rolling update as it should be; returns the offer."""
@@ -225,6 +226,27 @@ async def test_old_versions_are_let_go(stage, publication):
     async with asyncio.timeout(600):
         while held_open() > before + 5 + 1:
             await asyncio.to_thread(os.sched_yield)
+
+
+@staged(transport="shm")
+async def test_engines_that_differ_are_found_out_though_others_have_newer_versions_by_then(stage, publication):
+    def differ():
+        return stage.server.counters.get("weights/engines_differ", 0)
+
+    for version in (5, 6):
+        await stage.report(R[0], version, checksum=f"of {version}")
+    await stage.report(R[1], 5, checksum="of 5")
+    assert differ() == 0
+    await stage.report(R[1], 6, checksum="other")
+    await stage.report("rollouter/2", 5, checksum="other")
+    assert differ() == 2
+    # Of those that came long ago nothing is kept.
+    for version in range(7, 7 + COMPARED_VERSIONS):
+        await stage.report(R[0], version, checksum="new")
+    await stage.report("rollouter/3", 5, checksum="unknown")
+    assert differ() == 2
+    await stage.report("rollouter/3", 7 + COMPARED_VERSIONS - 1, checksum="other")
+    assert differ() == 3
 
 
 @staged(**ONE_AT_A_TIME, deadline_s=30.0, broadcast_timeout_s=1.0)

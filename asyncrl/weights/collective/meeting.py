@@ -18,7 +18,8 @@ from asyncrl.weights.collective.links import ANY, Link, Listener, dial, dialled
 from asyncrl.weights.collective.waiting import Waiter
 
 MAX_WAITING = 1024
-"""Connections that have not said HELLO, and as many that have said it for a later epoch."""
+"""Connections that have not said HELLO, and as many that have said it for a later epoch; for a larger group, as many as
+it has members."""
 
 
 class FormedGroup(Protocol):
@@ -91,11 +92,13 @@ class Meeting:
 
     def gather(self, group: CollectiveGroup, waiter: Waiter) -> list[Link]:
         """Links to all members, in the order of their ranks; they wait for a BEGIN."""
-        for key, (link, _) in list(self._early.items()):
-            if key[0] < group.epoch:
-                del self._early[key]
-                link.end(f"epoch {key[0]} is over, this is {group.epoch}")
         found: dict[int, Link] = {}
+        for epoch, rank in [key for key in self._early if key[0] <= group.epoch]:
+            link, size = self._early.pop((epoch, rank))
+            if epoch < group.epoch:
+                link.end(f"epoch {epoch} is over, this is {group.epoch}")
+            else:
+                _let_in(link, rank, size, group, found)
         # All waits have one deadline, so that nobody who comes puts it off.
         deadline = waiter.deadline()
         try:
@@ -115,45 +118,56 @@ class Meeting:
 
     def _admit(self, group: CollectiveGroup, found: dict[int, Link]) -> bool:
         """Take in new callers; whether that changed the links to wait on."""
-        before = len(self._strangers), len(found)
+        before = list(self._strangers), len(found)
+        most = max(MAX_WAITING, group.world_size)
         while (link := self._listener.accept()) is not None:
-            if len(self._strangers) >= MAX_WAITING:
-                self._strangers.pop(0).end("said nothing")
-            self._strangers.append(link)
-        for link in list(self._strangers):
-            try:
-                hello = link.receive()
-            except (ConnectionError, ValueError) as error:
-                self._strangers.remove(link)
-                link.end(str(error))
-                continue
-            if hello is not None:
-                self._strangers.remove(link)
-                self._greet(link, hello, group)
-        # Those of this epoch, too, are among the early ones: they may have called before the learner gathered it.
-        for key in [key for key in self._early if key[0] == group.epoch]:
-            link, size = self._early.pop(key)
-            if size != group.world_size or key[1] >= size or key[1] in found:
-                link.end(f"epoch {group.epoch} has {group.world_size} members, and no second rank {key[1]} of {size}")
-            else:
-                link.name = f"rank {key[1]}"
-                found[key[1]] = link
-        return (len(self._strangers), len(found)) != before
+            if self._is_silent(link, group, found):
+                self._strangers.append(link)
+            if len(self._strangers) > most:
+                # It may have spoken since it was looked at.
+                oldest = self._strangers.pop(0)
+                if self._is_silent(oldest, group, found):
+                    oldest.end("said nothing")
+        self._strangers = [link for link in self._strangers if self._is_silent(link, group, found)]
+        return (self._strangers, len(found)) != before
 
-    def _greet(self, link: Link, hello: Frame, group: CollectiveGroup) -> None:
+    def _is_silent(self, link: Link, group: CollectiveGroup, found: dict[int, Link]) -> bool:
+        """Greet a caller that has said something; whether it has still to."""
+        try:
+            hello = link.receive()
+        except (ConnectionError, ValueError) as error:
+            link.end(str(error))
+            return False
+        if hello is None:
+            return True
+        self._greet(link, hello, group, found)
+        return False
+
+    def _greet(self, link: Link, hello: Frame, group: CollectiveGroup, found: dict[int, Link]) -> None:
         if hello.kind is not FrameKind.HELLO or not 0 < hello.index < hello.size:
             link.end("this is no HELLO")
         elif not hmac.compare_digest(hello.text, group.token.encode()):
             link.end("this is not the token of the group")
         elif hello.number < group.epoch:
             link.end(f"epoch {hello.number} is over, this is {group.epoch}")
-        elif len(self._early) >= MAX_WAITING:
+        elif hello.number == group.epoch:
+            _let_in(link, hello.index, hello.size, group, found)
+        elif len(self._early) >= max(MAX_WAITING, group.world_size):
             link.end("too many wait already")
         else:
             known = self._early.pop((hello.number, hello.index), None)
             if known is not None:
                 known[0].end(f"another rank {hello.index} of epoch {hello.number} has come")
             self._early[hello.number, hello.index] = link, hello.size
+
+
+def _let_in(link: Link, rank: int, size: int, group: CollectiveGroup, found: dict[int, Link]) -> None:
+    """Take a caller of this epoch, which knows a group of this size, among its members, or turn it away."""
+    if size != group.world_size or rank >= size or rank in found:
+        link.end(f"epoch {group.epoch} has {group.world_size} members, and no second rank {rank} of {size}")
+    else:
+        link.name = f"rank {rank}"
+        found[rank] = link
 
 
 def call(group: CollectiveGroup, rank: int, waiter: Waiter) -> tuple[Link, bytes]:
