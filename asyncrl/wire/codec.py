@@ -116,6 +116,11 @@ class Codec:
         raise ValueError(f"{kind.__name__} is no array type")
 
 
+def encodable(text: str) -> str:
+    """The text as a body can hold it: lone surrogates, as of file names that are no text, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _no_extension(code: int, _data: memoryview) -> Any:
     raise ValueError(f"extension type {code}")
 

@@ -14,7 +14,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.recent_lines import LINES_KEPT
-from asyncrl.errors import AsyncRLError, RemoteError
+from asyncrl.errors import AsyncRLError, DataError, RemoteError
 from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorRecord,
@@ -214,6 +214,22 @@ async def test_a_reported_failure_ends_the_run(cluster):
     await cluster.caller("dataloader/0").call(ReportFailure(reason="dataloader/0: prompts.jsonl:3: bad", exit_code=78))
     state = await cluster.caller().call(WatchRun())
     assert (state.failed_actor, state.reason, state.exit_code) == ("dataloader/0", "prompts.jsonl:3: bad", 78)
+
+
+@on_cluster()
+async def test_an_actor_that_fails_on_a_file_whose_name_is_no_text_tells_why_it_ends(cluster):
+    class Failing(Actor):
+        role = "dataloader"
+
+        async def setup(self):
+            raise DataError("is not valid JSON", path="caf\udce9.jsonl", line=3)
+
+    await cluster.all_ready()
+    with pytest.raises(DataError):
+        await Failing(cluster.context("dataloader/0", 5, cluster.controller.address)).main()
+    state = await cluster.caller().call(WatchRun())
+    assert (state.failed_actor, state.exit_code) == ("dataloader/0", 78)
+    assert r"caf\udce9.jsonl" in state.reason
 
 
 def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
