@@ -69,7 +69,8 @@ class Codec:
         import numpy as np
 
         if isinstance(value, np.ndarray):
-            array, dtype = value, value.dtype.name
+            # The name does not tell the order of bytes.
+            array, dtype = value, value.dtype.name if value.dtype.isnative else value.dtype.str
         elif type(value).__module__.partition(".")[0] == "torch":
             dtype = str(value.dtype).removeprefix("torch.")
             tensor = value.detach()
