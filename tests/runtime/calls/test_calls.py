@@ -217,6 +217,7 @@ async def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypat
                     await call
                 assert caught.value.errno == errno.EMFILE
         assert not peer.in_flight
+        assert not peer.cast(Note(text="it could not go"))
 
 
 async def test_a_handler_ends_with_its_call_and_the_error_names_everybody(memory):
