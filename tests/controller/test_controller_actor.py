@@ -14,7 +14,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.recent_lines import LINES_KEPT
-from asyncrl.errors import AsyncRLError, DataError, RemoteError
+from asyncrl.errors import AsyncRLError, DataError, Refused, RemoteError
 from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorRecord,
@@ -28,6 +28,7 @@ from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 
@@ -323,6 +324,32 @@ class Working(Actor):
 
     def preempted(self):
         self.times += 1
+
+
+@on_cluster()
+async def test_an_actor_asks_a_successor_again_that_cannot_register_it_so_far_and_ends_if_it_refuses(
+    cluster, monkeypatch
+):
+    failures, register = [OSError("no space left")], Registry.register
+
+    def failing(self, record, now):
+        if record.name == "rollouter/0" and failures:
+            raise failures.pop()
+        register(self, record, now)
+
+    actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+    life = asyncio.create_task(actor.main())
+    assert await resolved(cluster, "rollouter/0")
+    await cluster.die()
+    monkeypatch.setattr(Registry, "register", failing)
+    await cluster.start(8)
+    assert (await resolved(cluster, "rollouter/0")).incarnation == 9
+    assert not failures and not life.done()
+    await cluster.die()
+    failures.append(Refused(CONTROLLER, "incarnation", ours="10", theirs="9"))
+    await cluster.start(10)
+    with pytest.raises(RemoteError, match="Refused"):
+        await life
 
 
 @on_cluster()
