@@ -37,6 +37,7 @@ from asyncrl.runtime.vitals import Vitals, VitalSigns
 from asyncrl.telemetry.logging import get_logger, lost_lines
 from asyncrl.telemetry.states import Kind, StateLedger
 from asyncrl.telemetry.trace import STATES, Trace, spans_kept
+from asyncrl.wire.codec import encodable
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
@@ -472,7 +473,7 @@ class Actor:
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
         reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
         # The reason is shown as one line.
-        reason = "; ".join(line.strip() for line in reason.splitlines())
+        reason = encodable("; ".join(line.strip() for line in reason.splitlines()))
         try:
             # The task group is over by now, but a connection to a fixed address needs no task.
             await self.peer(CONTROLLER).call(ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S)

@@ -15,7 +15,7 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
-from asyncrl.runtime.calls.retry import wait_out
+from asyncrl.runtime.calls.retry import is_refusal, wait_out
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
 from asyncrl.runtime.notices import UntoldNotices
 
@@ -78,8 +78,14 @@ class RunWatch:
                 continue
             if call.answered_by != self._known_to:
                 actor.log.info("controller has started again", incarnation=call.answered_by)
-                # If it refuses, this incarnation is dead to the others and must end.
-                await self.register(actor.address if actor.ready else "")
+                try:
+                    await self.register(actor.address if actor.ready else "")
+                except (DeadlineExceeded, RemoteError) as error:
+                    # If it refuses, this incarnation is dead to the others and must end.
+                    if is_refusal(error):
+                        raise
+                    await wait_out(actor.log, "controller", error)
+                    continue
             actor.run_state = state
             actor.fence(state.dead)
             if state.trace and state.trace != self._traced:

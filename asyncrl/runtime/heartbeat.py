@@ -3,8 +3,9 @@
 The thread has its own socket and codec. It tells progress apart from being alive: the count of useful events and
 the lag of the event loop go along with each beat. A last beat tells the figures with which an actor ends, or the
 controller would know those of up to a heartbeat earlier. It never fails the actor: what cannot be gathered is as it was
-at the beat before, and a controller that is away is said HELLO again when it asks for it. When this process is asked
-for its stacks, the thread adds those of the tasks, which it can even while the event loop is blocked.
+at the beat before, a beat that fails is left out, and a controller that is away is said HELLO again when it asks for
+it. When this process is asked for its stacks, the thread adds those of the tasks, which it can even while the event
+loop is blocked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -46,8 +48,8 @@ class Heartbeats:
         self._stacks_asked = 0
         self._said: Heartbeat | None = None
         """The last heartbeat."""
-        self._is_well = True
-        """Whether all that there is to say could be gathered so far."""
+        self._failures: set[str] = set()
+        """Failures that the log has."""
         context = actor.context
         self._endpoint = Endpoint(
             name=context.name,
@@ -82,8 +84,8 @@ class Heartbeats:
     def beat(self) -> None:
         """Tell how the actor is, and take in what has come since."""
         self.tell()
-        self._listen()
-        self._write_stacks()
+        self._attempt(self._listen)
+        self._attempt(self._write_stacks)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; the last messages may take ``linger_s`` to leave."""
@@ -92,8 +94,22 @@ class Heartbeats:
     def tell(self) -> None:
         """Tell how the actor is."""
         began = time.thread_time()
-        self._tell()
+        self._attempt(self._tell)
         self._cpu_s += time.thread_time() - began
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            # The thread lives on: without the next beats the actor would be killed for its silence.
+            self._actor.telling.forget()
+            self._failed("a heartbeat failed", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Tell a failure in the log, the first time."""
+        if what not in self._failures:
+            self._failures.add(what)
+            self._actor.log.error(what, exc_info=error)
 
     def _tell(self) -> None:
         self._beats += 1
@@ -113,9 +129,7 @@ class Heartbeats:
             return self._actor.heartbeat(beat, self._loop_lag())
         except Exception as error:
             # The event loop changes what is read here; without a beat the actor would be killed for its silence.
-            if self._is_well:
-                self._is_well = False
-                self._actor.log.error("what is told of this actor cannot be gathered", exc_info=error)
+            self._failed("what is told of this actor cannot be gathered", error)
             return msgspec.structs.replace(self._said, beat=beat) if self._said is not None else None
 
     def _count(self, size: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from asyncrl.messages.monitor import EventRecord, Heartbeat, ResourceRecord
+from asyncrl.wire.codec import encodable
 
 T = TypeVar("T")
 
@@ -46,9 +47,10 @@ class UntoldEvents:
 
     def add(self, level: str, text: str) -> None:
         """Add an event that is worth knowing."""
+        text = encodable(text)[:LONGEST_EVENT]
         with self._lock:
             self._number += 1
-            self._waiting.append([EventRecord(self._number, self._wall(), level, text[:LONGEST_EVENT]), 0])
+            self._waiting.append([EventRecord(self._number, self._wall(), level, text), 0])
             while len(self._waiting) > EVENTS_KEPT:
                 self.dropped += self._waiting.popleft()[1] == 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from asyncrl.messages.actors import LONGEST_KEY, LONGEST_NOTICE, Notice
+from asyncrl.wire.codec import encodable
 
 MOST_KEYS = 64
 MORE = "more"
@@ -80,4 +81,4 @@ def sendable(key: str, text: str, count: int, meanwhile: str = "", waits_for: st
 
 
 def _cut(text: str, longest: int) -> str:
-    return text.encode(errors="replace").decode()[:longest]
+    return encodable(text)[:longest]

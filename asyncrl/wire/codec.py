@@ -69,7 +69,8 @@ class Codec:
         import numpy as np
 
         if isinstance(value, np.ndarray):
-            array, dtype = value, value.dtype.name
+            # The name does not tell the order of bytes.
+            array, dtype = value, value.dtype.name if value.dtype.isnative else value.dtype.str
         elif type(value).__module__.partition(".")[0] == "torch":
             dtype = str(value.dtype).removeprefix("torch.")
             tensor = value.detach()
@@ -114,6 +115,11 @@ class Codec:
                 # No elements, but more of them in the other dimensions than can be counted.
                 raise ValueError(f"bad shape: {error}") from None
         raise ValueError(f"{kind.__name__} is no array type")
+
+
+def encodable(text: str) -> str:
+    """The text as a body can hold it: lone surrogates, as of file names that are no text, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _no_extension(code: int, _data: memoryview) -> Any:

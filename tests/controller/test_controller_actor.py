@@ -14,7 +14,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.recent_lines import LINES_KEPT
-from asyncrl.errors import AsyncRLError, RemoteError
+from asyncrl.errors import AsyncRLError, DataError, Refused, RemoteError
 from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
     ActorRecord,
@@ -28,6 +28,7 @@ from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 
@@ -216,6 +217,22 @@ async def test_a_reported_failure_ends_the_run(cluster):
     assert (state.failed_actor, state.reason, state.exit_code) == ("dataloader/0", "prompts.jsonl:3: bad", 78)
 
 
+@on_cluster()
+async def test_an_actor_that_fails_on_a_file_whose_name_is_no_text_tells_why_it_ends(cluster):
+    class Failing(Actor):
+        role = "dataloader"
+
+        async def setup(self):
+            raise DataError("is not valid JSON", path="caf\udce9.jsonl", line=3)
+
+    await cluster.all_ready()
+    with pytest.raises(DataError):
+        await Failing(cluster.context("dataloader/0", 5, cluster.controller.address)).main()
+    state = await cluster.caller().call(WatchRun())
+    assert (state.failed_actor, state.exit_code) == ("dataloader/0", 78)
+    assert r"caf\udce9.jsonl" in state.reason
+
+
 def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
     async def scenario(cluster):
         fill(cluster.run_dir)
@@ -307,6 +324,32 @@ class Working(Actor):
 
     def preempted(self):
         self.times += 1
+
+
+@on_cluster()
+async def test_an_actor_asks_a_successor_again_that_cannot_register_it_so_far_and_ends_if_it_refuses(
+    cluster, monkeypatch
+):
+    failures, register = [OSError("no space left")], Registry.register
+
+    def failing(self, record, now):
+        if record.name == "rollouter/0" and failures:
+            raise failures.pop()
+        register(self, record, now)
+
+    actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+    life = asyncio.create_task(actor.main())
+    assert await resolved(cluster, "rollouter/0")
+    await cluster.die()
+    monkeypatch.setattr(Registry, "register", failing)
+    await cluster.start(8)
+    assert (await resolved(cluster, "rollouter/0")).incarnation == 9
+    assert not failures and not life.done()
+    await cluster.die()
+    failures.append(Refused(CONTROLLER, "incarnation", ours="10", theirs="9"))
+    await cluster.start(10)
+    with pytest.raises(RemoteError, match="Refused"):
+        await life
 
 
 @on_cluster()

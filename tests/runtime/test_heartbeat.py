@@ -1,11 +1,13 @@
 """The thread that beats, on a real socket."""
 
 import asyncio
+from types import SimpleNamespace
 
 import msgspec
 import zmq
 from inprocess import CREDENTIALS, sim_config
 
+from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.wire.envelope import decode_header
@@ -25,13 +27,24 @@ class Racing(Actor):
         return super().figures() | {"rollout/in_flight": float(self.asked)}
 
 
-def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None):
+class Unspeakable(Actor):
+    """Beats 2 to 4 cannot be sent."""
+
+    role = "rollouter"
+    asked = 0
+
+    def resources(self):
+        self.asked += 1
+        return [ResourceRecord("\udce9" if 1 < self.asked < 5 else "engine", "idle", "", 0.0, {"idle": 0.0})]
+
+
+def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):
     """So many heartbeats of an actor, the last of which may be that at its end."""
 
     async def main():
         with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
             server.linger = 0
-            actor = Racing(
+            actor = kind(
                 ActorContext(
                     config=sim_config(supervision={"heartbeat_s": heartbeat_s}),
                     name="rollouter/0",
@@ -70,6 +83,18 @@ def test_what_cannot_be_gathered_costs_no_beat(tmp_path):
     beats = beaten(tmp_path, 6, 0.05)
     assert [beat["beat"] for beat in beats] == [1, 2, 3, 4, 5, 6]
     assert [beat["counters"].get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
+
+
+def test_beats_that_fail_are_left_out_and_told_once(tmp_path):
+    told = []
+
+    def listen(actor):
+        actor.log = SimpleNamespace(error=lambda text, exc_info: told.append((text, type(exc_info))))
+
+    first, second, third = beaten(tmp_path, 3, 0.05, listen, Unspeakable)
+    assert [beat["beat"] for beat in (first, second, third)] == [1, 5, 6]
+    assert second["counters"].keys() >= first["counters"].keys(), "all is told anew"
+    assert told == [("a heartbeat failed", UnicodeEncodeError)]
 
 
 def test_a_last_beat_tells_what_was_counted_since_the_one_before(tmp_path):

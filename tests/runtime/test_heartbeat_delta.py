@@ -19,6 +19,7 @@ from asyncrl.runtime.heartbeat_delta import (
 )
 from asyncrl.runtime.lifecycle.registry import Entry
 from asyncrl.snapshot import Histogram
+from asyncrl.wire.codec import Codec
 
 
 def entry():
@@ -72,6 +73,15 @@ def test_many_resources_take_turns():
         heard |= {one.name for one in said}
     assert len(heard) == 200
     assert telling.late == 4 * (200 - MOST_RESOURCES)
+
+
+def test_an_event_that_names_a_file_whose_name_is_no_text_can_be_told():
+    events = UntoldEvents(lambda: 7.0)
+    events.add("warning", "caf\udce9.jsonl:2: is not valid JSON")
+    events.add("warning", "\udce9" * LONGEST_EVENT)
+    frames = Codec().encode(beat(events=events.take()))
+    first, second = Codec().decode(Heartbeat, frames[0]).events
+    assert (first.text, len(second.text)) == ("caf\\udce9.jsonl:2: is not valid JSON", LONGEST_EVENT)
 
 
 def test_events_are_bounded_told_twice_and_counted_when_dropped():

@@ -107,6 +107,13 @@ def test_extension_types_are_refused_where_anything_goes():
         Codec().decode(Anything, body, [b""])
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i8"])
+def test_an_array_in_the_other_order_of_bytes_is_refused(dtype):
+    with pytest.raises(TypeError, match=f"arrays of {dtype} cannot travel"):
+        Codec().encode(Arrays(first=np.ones(2, dtype)))
+    assert len(Codec().encode(Arrays(first=np.ones(2, dtype[1:])))) == 2
+
+
 def test_a_failed_encode_leaves_nothing_behind():
     codec = Codec()
     with pytest.raises(TypeError, match="complex128"):

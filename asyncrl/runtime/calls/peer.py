@@ -16,6 +16,7 @@ is believed from then on. A reply may have been taken in just before; ``answered
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import secrets
@@ -120,7 +121,9 @@ class Peer:
     def cast(self, message: Message) -> bool:
         """Send a one-way message; False if it could not go, which is final."""
         if not self.ready:
-            self.connect()
+            # Where no connection can be opened either, those that have calls for this peer are told.
+            with contextlib.suppress(OSError):
+                self.connect()
             return False
         assert self._client is not None
         frames = self._endpoint.codec.encode(message)

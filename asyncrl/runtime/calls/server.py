@@ -35,6 +35,7 @@ from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.calls.handlers import Caller, Connection, Handler, handlers_of
 from asyncrl.runtime.calls.retry import CANCELLED
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
+from asyncrl.wire.codec import encodable
 from asyncrl.wire.envelope import (
     NIL,
     PROTOCOL_VERSION,
@@ -452,7 +453,8 @@ class CallServer:
         return not often
 
     def _error(self, routing_id: bytes, id: int, code: str, message: str, *, retryable: bool = False) -> None:
-        body = ErrorBody(code=code, message=message[:LONGEST_ERROR], retryable=retryable, actor=self._endpoint.name)
+        message = encodable(message)[:LONGEST_ERROR]
+        body = ErrorBody(code=code, message=message, retryable=retryable, actor=self._endpoint.name)
         self._send(routing_id, Kind.ERROR, "ErrorBody", id, self._endpoint.codec.encode(body))
 
     def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:

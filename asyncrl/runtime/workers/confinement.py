@@ -7,6 +7,7 @@ nothing starts, or the user is told, as security.isolate_user_code says.
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
 import os
 import sys
@@ -32,9 +33,7 @@ class Confinement:
     named: Sequence[str] = ()
     """Variables that they are given beside the usual ones."""
     run_dir: Path | None = None
-    """The folder of the run that they are isolated from; None: they are not."""
-    beside: Sequence[str] = ()
-    """Private folders of other runs."""
+    """The folder of the run that they are isolated from, as from those beside it; None: they are not."""
 
     def env(self) -> dict[str, str]:
         """The environment of a worker that starts now."""
@@ -42,7 +41,9 @@ class Confinement:
 
     def hidden(self) -> list[str] | None:
         """Folders that a worker that starts now finds empty; None if it is not isolated."""
-        return None if self.run_dir is None else sorted({*private_folders(self.run_dir), *self.beside})
+        if self.run_dir is None:
+            return None
+        return sorted({*private_folders(self.run_dir), *private_folders_beside(self.run_dir)})
 
 
 UNISOLATED = Confinement()
@@ -55,7 +56,10 @@ def private_folders(run_dir: Path) -> list[str]:
 
 def private_folders_beside(run_dir: Path) -> list[str]:
     """Private folders of all runs in the same folder. One with a lock is a run's; the others are the user's."""
-    return [str(lock.parent.resolve()) for lock in run_dir.absolute().parent.glob("*/private*/lock")]
+    # Not by Path.glob, which fails where a folder is deleted meanwhile.
+    runs = run_dir.absolute().parent
+    found = glob.iglob("*/private*/lock", root_dir=runs, include_hidden=True)
+    return [str((runs / lock).parent.resolve()) for lock in found]
 
 
 async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], None]) -> Confinement:
@@ -63,8 +67,9 @@ async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], N
     named = config.user_environment
     if config.isolate_user_code == "off":
         return Confinement(named)
-    confined = Confinement(named, run_dir, await asyncio.to_thread(private_folders_beside, run_dir))
-    reason = await why_not(confined.hidden() or [])
+    confined = Confinement(named, run_dir)
+    hidden = await asyncio.to_thread(confined.hidden)
+    reason = await why_not(hidden or [])
     if not reason:
         return confined
     if config.isolate_user_code == "required":

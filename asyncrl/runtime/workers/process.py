@@ -75,11 +75,13 @@ class WorkerProcess:
         self.killed = False
         self.exit_code: int | None = None
         """Set before ``on_end`` is called; negative for a signal."""
-        self.output = Output(max_output_bytes, tail_bytes=tail_bytes)
         hidden = confined.hidden()
         told = [] if hidden is None else [json.dumps(hidden)]
         self._socket, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as undone:
+            undone.callback(self._socket.close)
+            self.output = Output(max_output_bytes, tail_bytes=tail_bytes)
+            undone.callback(self.output.close)
             try:
                 self._process = subprocess.Popen(
                     # -u: what is printed is out before the task is answered.
@@ -95,12 +97,9 @@ class WorkerProcess:
                     process_group=None if own_session else 0,
                     start_new_session=own_session,
                 )
-            except BaseException:
-                self._socket.close()
-                self.output.close()
-                raise
             finally:
                 self.output.started()
+            undone.pop_all()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
         self._loop.add_reader(self.output.read_fd, self._drain)
@@ -290,11 +289,15 @@ class Output:
         self._kept = bytearray()
         self._left = limit
         self._dropped = 0
-        self.read_fd, self.write_fd = os.pipe()
+        self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            self.read_fd, self.write_fd = os.pipe()
+        except OSError:
+            os.close(self._nowhere)
+            raise
         os.set_blocking(self.read_fd, False)
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self.used = False
         """Whether anything was ever printed."""
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.wire.codec import encodable
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -120,11 +122,6 @@ def describe(error: BaseException) -> str:
 def kind_of(error: BaseException) -> str:
     """An exception without its text: type and place."""
     return encodable(f"{type(error).__name__} {_place(error)}".strip())
-
-
-def encodable(text: str) -> str:
-    """The text as UTF-8 can hold it: lone surrogates, as of file names that are no text, are escaped."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _place(error: BaseException) -> str:

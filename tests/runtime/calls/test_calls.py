@@ -138,6 +138,24 @@ async def test_calls_casts_buffers_and_errors(memory):
         assert [kind for kind, _ in net.errors] == ["Fail"]
 
 
+async def test_a_failure_whose_words_are_no_text_is_told(memory):
+    class Failing(Server):
+        @handler
+        async def fail(self, request: Fail, caller: Caller) -> Done:
+            raise RewardFailed("f", "no file caf\udce9.txt")
+
+        @handler
+        def count(self, request: Count, caller: Caller) -> Done:
+            raise FileNotFoundError("caf\udce9.txt")
+
+    async with Net(memory=memory) as net:
+        net.serve(Failing(), "server/0")
+        peer = net.client("server/0")
+        for request in (Fail(), Count()):
+            with pytest.raises(RemoteError, match=r"caf\\udce9\.txt"):
+                await peer.call(request)
+
+
 async def test_a_failure_that_nobody_expected_may_be_tried_again_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(server_module, "UNEXPECTED_MOMENT_S", 60.0)
     async with Net(memory=True) as net:
@@ -199,6 +217,7 @@ async def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypat
                     await call
                 assert caught.value.errno == errno.EMFILE
         assert not peer.in_flight
+        assert not peer.cast(Note(text="it could not go"))
 
 
 async def test_a_handler_ends_with_its_call_and_the_error_names_everybody(memory):

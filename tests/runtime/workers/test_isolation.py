@@ -98,17 +98,31 @@ def test_required_refuses_where_there_is_no_isolation(tmp_path: Path, monkeypatc
         asyncio.run(confine(SecurityConfig(isolate_user_code="required"), tmp_path, pytest.fail))
 
 
-def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(tmp_path: Path) -> None:
+def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def isolated(hidden: list[str]) -> str:
+        return ""
+
+    monkeypatch.setattr(confinement, "why_not", isolated)
     runs = tmp_path / "runs"
-    for name in ("mine/private", "mine/private-3", "other/private", "other/private-1", "users/private"):
-        (runs / name).mkdir(parents=True)
-        if not name.startswith("users"):
-            (runs / name / "lock").touch()
+
+    def make(*names: str) -> None:
+        for name in names:
+            (runs / name).mkdir(parents=True)
+            if not name.startswith("users"):
+                (runs / name / "lock").touch()
+
+    make("mine/private", "mine/private-3", "other/private", "other/private-1", "users/private")
     (runs / "mine" / "private.txt").touch()
-    confined = Confinement((), runs / "mine", confinement.private_folders_beside(runs / "mine"))
-    (runs / "mine" / "private-7").mkdir()
-    names = ["mine/private", "mine/private-3", "mine/private-7", "other/private", "other/private-1"]
+    confined = asyncio.run(confine(SecurityConfig(isolate_user_code="auto"), runs / "mine", pytest.fail))
+    names = ["mine/private", "mine/private-3", "other/private", "other/private-1"]
     assert confined.hidden() == [str(runs / name) for name in names]
+    # Those who come later too, from the next worker on.
+    (runs / "mine" / "private-7").mkdir()
+    make("other/private-2", "third/private")
+    names += ["mine/private-7", "other/private-2", "third/private"]
+    assert confined.hidden() == sorted(str(runs / name) for name in names)
     assert Confinement(()).hidden() is None
 
 
