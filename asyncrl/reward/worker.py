@@ -33,7 +33,6 @@ from asyncrl.runtime.workers.user_code import (
     accepted,
     describe,
     did_you_mean,
-    encodable,
     kind_of,
     load,
 )
@@ -45,6 +44,7 @@ from asyncrl.runtime.workers.worker import (
     frames,
     stay_alone,
 )
+from asyncrl.wire.codec import encodable
 
 Scorer = Callable[[RewardTask], list[Outcome]]
 KEYS = Keys("reward.function", "reward.options")

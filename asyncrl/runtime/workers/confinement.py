@@ -7,8 +7,6 @@ nothing starts, or the user is told, as security.isolate_user_code says.
 from __future__ import annotations
 
 import asyncio
-import glob
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -39,27 +37,13 @@ class Confinement:
         """The environment of a worker that starts now."""
         return users_environment(os.environ, self.named)
 
-    def hidden(self) -> list[str] | None:
-        """Folders that a worker that starts now finds empty; None if it is not isolated."""
-        if self.run_dir is None:
-            return None
-        return sorted({*private_folders(self.run_dir), *private_folders_beside(self.run_dir)})
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of a worker that say what it isolates itself from: none if it does not (isolation.obey)."""
+        return [] if self.run_dir is None else [str(self.run_dir)]
 
 
 UNISOLATED = Confinement()
-
-
-def private_folders(run_dir: Path) -> list[str]:
-    """The private folders of this run's hosts that are there now."""
-    return [str(path.resolve()) for path in run_dir.glob("private*") if path.is_dir()]
-
-
-def private_folders_beside(run_dir: Path) -> list[str]:
-    """Private folders of all runs in the same folder. One with a lock is a run's; the others are the user's."""
-    # Not by Path.glob, which fails where a folder is deleted meanwhile.
-    runs = run_dir.absolute().parent
-    found = glob.iglob("*/private*/lock", root_dir=runs, include_hidden=True)
-    return [str((runs / lock).parent.resolve()) for lock in found]
 
 
 async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], None]) -> Confinement:
@@ -67,11 +51,9 @@ async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], N
     named = config.user_environment
     if config.isolate_user_code == "off":
         return Confinement(named)
-    confined = Confinement(named, run_dir)
-    hidden = await asyncio.to_thread(confined.hidden)
-    reason = await why_not(hidden or [])
+    reason = await why_not(run_dir)
     if not reason:
-        return confined
+        return Confinement(named, run_dir)
     if config.isolate_user_code == "required":
         raise ConfigError([f"security.isolate_user_code: users' code cannot be isolated on this host ({reason})"])
     tell(
@@ -81,10 +63,10 @@ async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], N
     return Confinement(named)
 
 
-async def why_not(hidden: Sequence[str]) -> str:
-    """Reason that a worker cannot be isolated here; empty where it can."""
+async def why_not(run_dir: Path) -> str:
+    """Reason that a worker cannot be isolated from this run here; empty where it can."""
     probe = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", isolation.__name__, json.dumps(hidden)),
+        *(sys.executable, "-m", isolation.__name__, str(run_dir)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

@@ -1,8 +1,8 @@
-"""Keeps users' code from what is the run's own. ``python -m asyncrl.runtime.workers.isolation FOLDERS`` (JSON) tries it
-on itself, and ends with exit code 0 or with the reason why it cannot be done here.
+"""Keeps users' code from what is the run's own. ``python -m asyncrl.runtime.workers.isolation RUN`` tries it on itself,
+and ends with exit code 0 or with the reason why it cannot be done here.
 
 A process that isolates itself is in a user namespace and a mount namespace of its own from then on, has lost all rights
-over both, and can win none (no_new_privs). Invariant: it and all that it starts find the hidden folders empty, and may
+over both, and can win none (no_new_privs). Invariant: it and all that it starts find the private folders empty, and may
 neither look into nor trace a process outside (memory, environment, descriptors), for the kernel lets nobody do that
 across user namespaces; a further namespace of theirs cannot take the covers off. Files are otherwise as they were: same
 user, same groups, same folders. Where the user is root all ids are mapped and root's way with files is kept, or root
@@ -13,7 +13,7 @@ with threads.
 from __future__ import annotations
 
 import ctypes
-import json
+import glob
 import os
 import struct
 import sys
@@ -37,10 +37,22 @@ def obey(arguments: Sequence[str]) -> None:
     """Isolate this process if a worker's arguments say so (WorkerProcess); end it where that fails."""
     if len(arguments) > 1:
         try:
-            isolate(json.loads(arguments[1]))
+            isolate(private_folders(Path(arguments[1])))
         except OSError as error:
             sys.stderr.write(f"this process cannot be isolated: {error.strerror}\n")
             sys.exit(NOT_ISOLATED_EXIT)
+
+
+def private_folders(run_dir: Path) -> list[str]:
+    """Private folders of this run's hosts, and of all runs in the same folder, that are there now.
+
+    Beside this run one with a lock is a run's; the others are the user's.
+    """
+    # Not by Path.glob, which fails where a folder is deleted meanwhile.
+    run, runs = run_dir.absolute(), run_dir.absolute().parent
+    own = {run / name for name in glob.iglob("private*", root_dir=run)}
+    beside = {(runs / lock).parent for lock in glob.iglob("*/private*/lock", root_dir=runs, include_hidden=True)}
+    return sorted(str(folder.resolve()) for folder in own | beside if folder.is_dir())
 
 
 def isolate(hidden: Iterable[str]) -> None:
@@ -123,6 +135,6 @@ def _check(result: int, what: str) -> None:
 
 if __name__ == "__main__":
     try:
-        isolate(json.loads(sys.argv[1]))
+        isolate(private_folders(Path(sys.argv[1])))
     except OSError as error:
         sys.exit(error.strerror)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -75,8 +74,6 @@ class WorkerProcess:
         self.killed = False
         self.exit_code: int | None = None
         """Set before ``on_end`` is called; negative for a signal."""
-        hidden = confined.hidden()
-        told = [] if hidden is None else [json.dumps(hidden)]
         self._socket, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undone:
             undone.callback(self._socket.close)
@@ -85,7 +82,7 @@ class WorkerProcess:
             try:
                 self._process = subprocess.Popen(
                     # -u: what is printed is out before the task is answered.
-                    [sys.executable, "-u", "-m", module, str(theirs.fileno()), *told],
+                    [sys.executable, "-u", "-m", module, str(theirs.fileno()), *confined.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=self.output.write_fd,
                     stderr=self.output.write_fd,

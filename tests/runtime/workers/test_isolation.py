@@ -16,15 +16,18 @@ import pytest
 from asyncrl.config.operation import SecurityConfig
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.workers import confinement
-from asyncrl.runtime.workers.confinement import Confinement, confine, why_not
+from asyncrl.runtime.workers.confinement import confine, why_not
 from asyncrl.runtime.workers.environment import users_environment
+from asyncrl.runtime.workers.isolation import private_folders
 
 ROBBED = Path(__file__).with_name("robbed.py")
 ROOT = Path(__file__).parents[3]
 ORDINARY = 4321
 NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces && exec"
 
-isolated = pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
+isolated = pytest.mark.skipif(
+    bool(asyncio.run(why_not(Path("/nowhere")))), reason="this system has no namespaces for its users"
+)
 
 
 def env() -> dict[str, str]:
@@ -88,7 +91,7 @@ def test_where_there_are_no_namespaces_the_user_is_told_and_the_worker_plays(fol
 
 
 def test_required_refuses_where_there_is_no_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refused(hidden: list[str]) -> str:
+    async def refused(run_dir: Path) -> str:
         return "a user namespace: Operation not permitted"
 
     monkeypatch.setattr(confinement, "why_not", refused)
@@ -98,13 +101,7 @@ def test_required_refuses_where_there_is_no_isolation(tmp_path: Path, monkeypatc
         asyncio.run(confine(SecurityConfig(isolate_user_code="required"), tmp_path, pytest.fail))
 
 
-def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def isolated(hidden: list[str]) -> str:
-        return ""
-
-    monkeypatch.setattr(confinement, "why_not", isolated)
+def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
 
     def make(*names: str) -> None:
@@ -115,15 +112,13 @@ def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(
 
     make("mine/private", "mine/private-3", "other/private", "other/private-1", "users/private")
     (runs / "mine" / "private.txt").touch()
-    confined = asyncio.run(confine(SecurityConfig(isolate_user_code="auto"), runs / "mine", pytest.fail))
     names = ["mine/private", "mine/private-3", "other/private", "other/private-1"]
-    assert confined.hidden() == [str(runs / name) for name in names]
+    assert private_folders(runs / "mine") == [str(runs / name) for name in names]
     # Those who come later too, from the next worker on.
     (runs / "mine" / "private-7").mkdir()
     make("other/private-2", "third/private")
     names += ["mine/private-7", "other/private-2", "third/private"]
-    assert confined.hidden() == sorted(str(runs / name) for name in names)
-    assert Confinement(()).hidden() is None
+    assert private_folders(runs / "mine") == sorted(str(runs / name) for name in names)
 
 
 def test_of_the_environment_only_what_is_listed_or_named_passes() -> None:
