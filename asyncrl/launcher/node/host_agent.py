@@ -189,7 +189,7 @@ class Agent:
                 case KillAll():
                     for child in self._children.values():
                         child.kill()
-        # Each an event of its own, and as any end one after which nothing of this answer is to be started.
+        # Each is an event of its own, after this answer: all that ends for it has been started.
         for name, failure in unstarted:
             # The error names the program, also where it is the log that cannot be written.
             why = f"it cannot be started with its log in {self._spec.log_dir}: {failure.strerror}"
