@@ -243,7 +243,7 @@ class Follower:
     def _is_gone(self, member: AgentHandle) -> bool:
         """Whether the member's guard has told its own end, which is that of all."""
         assert member.contact is not None
-        return member.exit_code is not None and not member.contact.start.is_lost(member.exit_code)
+        return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
     async def _confirm(self, member: AgentHandle) -> None:
         """Make sure that nothing is left on a host whose end was not heard."""
