@@ -97,7 +97,7 @@ class AgentHandle:
                 self.send(ARRIVED)
             take(event)
         code = await (self.process.wait() if self.contact is None else self.contact.exited())
-        self.lost = self.contact is not None and self.contact.start.is_lost(code) and self.ended is None
+        self.lost = self.contact is not None and self.contact.is_lost(code) and self.ended is None
         self.exit_code = code
 
 

@@ -137,10 +137,11 @@ class Follower:
 
     def _fail(self, event: EndedEvent) -> None:
         """An agent has ended as nobody wanted: without it the run does not go on."""
-        if self._failure is None:
-            self._failure = msgspec.structs.replace(event, exit_code=event.exit_code or 1)
-        if self.phase != "draining":
-            # A second word would hurry a run that is ending already.
+        if self._failure is not None:
+            return
+        self._failure = msgspec.structs.replace(event, exit_code=event.exit_code or 1)
+        if self.phase not in ("preempting", "draining") and not self.interrupts.signal:
+            # A second word would hurry a run that is ending already, or has heard the user's wish.
             self._head.send(STOP)
 
     def _voice(self) -> AgentHandle | None:
@@ -242,7 +243,7 @@ class Follower:
     def _is_gone(self, member: AgentHandle) -> bool:
         """Whether the member's guard has told its own end, which is that of all."""
         assert member.contact is not None
-        return member.exit_code is not None and not member.contact.start.is_lost(member.exit_code)
+        return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
     async def _confirm(self, member: AgentHandle) -> None:
         """Make sure that nothing is left on a host whose end was not heard."""
@@ -279,7 +280,7 @@ class Follower:
     def _result(self) -> EndedEvent:
         head = self._head.ended
         asked = self.interrupts.signal and head is not None and head.result == "preempted"
-        # The head was told to stop for that failure, and knows of no other reason.
+        # The head, told to stop for that failure unless the run was ending already, knows of no other reason.
         if self._failure is not None and (head is None or head.result in ("stopped", "preempted")) and not asked:
             return self._failure
         if head is not None:

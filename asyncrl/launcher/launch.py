@@ -54,6 +54,7 @@ from asyncrl.launcher.run_folder.folders import (
     in_use,
     is_living,
     make_run_keyring,
+    named_in_utf8,
     private_folder,
     remove_abandoned,
     with_date,
@@ -162,6 +163,9 @@ class Launch:
             if not self.head_is_here and not shared:
                 raise UsageError(f"--resume: call it on {self.head}, the head, where the checkpoints are")
             self.config, self.resumption = find_resumption(self.config, resume)
+            named_in_utf8(self.resumption.folder.path, "--resume")
+        else:
+            named_in_utf8(self.run_dir, "run.dir")
         self.config = with_date(self.config, self.resumption.folder.path if self.resumption is not None else None)
         if self.head_is_here:
             self.facts[self.head] = facts = find_facts()

@@ -22,6 +22,7 @@ from asyncrl.errors import ConfigError, HostFailed, UsageError
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import SlurmStart
 from asyncrl.launcher.run_folder.choice import find_candidates
+from asyncrl.launcher.run_folder.folders import named_in_utf8
 from asyncrl.launcher.run_folder.resume import AUTO
 from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts
 from asyncrl.roles import role_of
@@ -91,7 +92,7 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
         raise UsageError(f"--nodes {nodes}: at least one node is needed")
     if "\n" in options:
         raise UsageError("--sbatch-args: one line of options")
-    folder = Path(config.run.dir).absolute()
+    folder = named_in_utf8(Path(config.run.dir).absolute(), "run.dir")
     lines = [f"#SBATCH --chdir={shlex.quote(os.getcwd())}"]
     lines += [f"#SBATCH --output={shlex.quote(f'{folder}/{config.run.name}-%j.out')}"]
     lines += [f"#SBATCH {asked}" for asked in _asked(config, nodes, options)]

@@ -138,6 +138,24 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("by", ["the key", "the working folder", "a run to resume", "a job"])
+def test_a_folder_that_actors_cannot_be_told_of_is_refused(config, tmp_path, by, monkeypatch, capsys):
+    folder = tmp_path / "caf\udce9"
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "config.json").write_text("{}")
+    monkeypatch.chdir(folder)
+    key = "--resume" if by == "a run to resume" else "run.dir"
+    flags = {
+        "the key": ["--run.dir", str(folder)],
+        "the working folder": ["--run.dir", "."],
+        "a run to resume": ["--resume", str(folder / "run")],
+        "a job": ["--run.dir", str(folder), "--slurm", "--nodes", "1", "--dry-run"],
+    }
+    assert launch.main([config, *flags[by]]) == 2
+    assert f"{key}: the name of {tmp_path}/caf\\udce9" in capsys.readouterr().err
+    assert [path.name for path in folder.rglob("*")] == ["run", "config.json"]
+
+
 def test_a_broken_reward_never_reaches_a_run(config, tmp_path, monkeypatch, capsys):
     """Not even the launcher: what the function does happens in a process of its own."""
     (tmp_path / "mine.py").write_text('\ndef reward(*, completion, row):\n    return row["anwser"]\n')

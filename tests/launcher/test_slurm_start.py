@@ -1,5 +1,6 @@
 """Starting a run's parts under SLURM: the steps, the hosts of a job, the batch script. No SLURM is needed."""
 
+import asyncio
 import json
 import os
 import shlex
@@ -8,17 +9,22 @@ import signal
 import stat
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import pytest
 from launcher.launched import wait_until
 
 from asyncrl.cli.launch import main
 from asyncrl.config.load import load_config, validate_config
 from asyncrl.errors import HostFailed, UsageError
+from asyncrl.launcher.agent_handle import AgentHandle
+from asyncrl.launcher.fleet.contact import Contact
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import SlurmStart
 from asyncrl.launcher.slurm import batch_script, gpus_of_a_node, job_hosts, left_open, resume_of, start_of
+from asyncrl.launcher.terms.spec import HostOffer
 
 SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm"
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}
@@ -93,7 +99,26 @@ def test_why_a_step_did_not_start_and_whether_it_was_killed():
         ("", "asyncrl did not start there"),
     ):
         assert told in SlurmStart(python="/opt/python").explain("n2", 1, errors)
-    assert [code for code in (0, 1, 75, 128, 137, 143, -9) if SlurmStart().is_lost(code)] == [137, 143, -9]
+    killed = "srun: error: n2: task 0: Killed\n"
+    assert [code for code in (0, 1, 75, 128, 137, 143, -9) if SlurmStart().is_lost(code, killed)] == [137, 143, -9]
+
+
+def test_a_step_whose_agent_was_killed_alone_is_not_lost(tools, tmp_path):
+    """Its guard, which has ended all there, tells the signal by its own exit code."""
+    found = []
+
+    async def end(errors):
+        facts = HostOffer(version=version("asyncrl"), hostname="n2", cpus=1, gpus=[], interfaces={})
+        tools("srun", f"echo '{msgspec.json.encode(facts).decode()}'; echo '{errors}' >&2; exit 137")
+        contact = Contact("n2", SlurmStart())
+        await contact.reach()
+        handle = AgentHandle(1, "n2", contact.process, contact)
+        await handle.hear(tmp_path, None, None)
+        found.append((handle.lost, handle.exit_words))
+
+    for errors in ("srun: error: n2: task 0: Exited with exit code 137", "srun: error: n2: task 0: Killed"):
+        asyncio.run(end(errors))
+    assert found == [(False, "killed by SIGKILL"), (True, "killed by SIGKILL")]
 
 
 def test_the_nodes_of_a_job_are_the_hosts_in_order_and_asked_for_there_alone(tools):

@@ -88,7 +88,9 @@ class Watching:
         """Number of the newest of the controller's own events."""
         self._disk_free = 0
         self._logs_lost = 0
-        """Lines of logs that are lost, of all actors, as far as told."""
+        """Lines of logs that are lost, of all lives of all actors, as far as told."""
+        self._lost_of: dict[str, tuple[int, int]] = {}
+        """Incarnation of each actor that was looked at last, and the lines that it has lost."""
         self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
@@ -249,15 +251,20 @@ class Watching:
             await asyncio.sleep(self._actor.config.supervision.heartbeat_s)
 
     def _look_at_logs(self) -> None:
-        beats = [entry.heartbeat for entry in self._registry.entries.values() if entry.heartbeat is not None]
-        if self._own is not None:
-            beats.append(self._own)
-        lost = int(sum(beat.counters.get("logs/lost", 0) for beat in beats))
-        if lost > self._logs_lost:
-            self._logs_lost = lost
+        own = self._own.counters if self._own is not None else {}
+        counts = {self._actor.name: (self._actor.context.incarnation, own)}
+        counts |= {name: (entry.record.incarnation, entry.figures) for name, entry in self._registry.entries.items()}
+        more = 0
+        for name, (incarnation, figures) in counts.items():
+            lost, before = int(figures.get("logs/lost", 0)), self._lost_of.get(name)
+            # Each life counts from 0 on.
+            more += max(0, lost - (before[1] if before is not None and before[0] == incarnation else 0))
+            self._lost_of[name] = (incarnation, lost)
+        if more:
+            self._logs_lost += more
             disk = self._actor.context.run_dir / "logs"
             text = f"lines of the logs in {disk} are lost: they could not be written, as on a full disk"
-            self._actor.notify("logs", text, count=lost, meanwhile="The run goes on")
+            self._actor.notify("logs", text, count=self._logs_lost, meanwhile="The run goes on")
 
     async def _look_at_disk(self) -> None:
         loop = asyncio.get_running_loop()

@@ -139,10 +139,18 @@ class Contact:
         assert self.process.returncode is not None
         return self.process.returncode
 
+    def is_lost(self, exit_code: int) -> bool:
+        """Whether the command, which has ended with this code, did so because its connection did."""
+        return self.start.is_lost(exit_code, self._said)
+
     @property
     def last_error(self) -> str:
         """The last line of what the command itself has said."""
-        return last_line(self._errors.decode(errors="replace"))
+        return last_line(self._said)
+
+    @property
+    def _said(self) -> str:
+        return self._errors.decode(errors="replace")
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -150,7 +158,7 @@ class Contact:
 
     async def _failure(self) -> HostFailed:
         code = await self.exited()
-        return HostFailed(self.name, self.start.explain(self.name, code, self._errors.decode(errors="replace")))
+        return HostFailed(self.name, self.start.explain(self.name, code, self._said))
 
     async def _stop_reading(self) -> None:
         if self._reading is not None:

@@ -21,7 +21,9 @@ SSH_FAILED = 255
 KEEPALIVE_S = 10
 KEEPALIVES = 3
 SIGNALLED = 128
-"""Exit codes of srun above this one: its step was killed, and be it with its node."""
+"""Exit codes of srun above this one: its step was killed, and be it with its node, unless it ended with such a code."""
+EXITED = ": Exited with exit code "
+"""Words of srun on a step that was not killed, and ended with another code than 0."""
 SAFE = re.compile(r"[A-Za-z0-9_./:=@%+-]+")
 
 
@@ -32,8 +34,11 @@ class StartCommand(Protocol):
         """The command that runs ``asyncrl.launcher.fleet.remote`` on a host."""
         ...
 
-    def is_lost(self, exit_code: int) -> bool:
-        """Whether the command ended because its connection did, so that the host's part may go on."""
+    def is_lost(self, exit_code: int, errors: str) -> bool:
+        """Whether the command ended because its connection did, so that the host's part may go on.
+
+        ``errors`` is what it wrote to its standard error.
+        """
         ...
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
@@ -51,7 +56,7 @@ class LocalStart:
     def argv(self, host: str) -> list[str]:
         return [sys.executable, *self.words]
 
-    def is_lost(self, exit_code: int) -> bool:
+    def is_lost(self, exit_code: int, errors: str) -> bool:
         return False
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
@@ -81,7 +86,7 @@ class SshStart:
         flags = [flag for option in options for flag in ("-o", option)]
         return ["ssh", "-T", *self.args, *flags, "--", host, " ".join(map(_quote, (self.python, *self.words)))]
 
-    def is_lost(self, exit_code: int) -> bool:
+    def is_lost(self, exit_code: int, errors: str) -> bool:
         return exit_code == SSH_FAILED or exit_code < 0
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
@@ -114,8 +119,9 @@ class SlurmStart:
         whole = ["--cpu-bind=none", "--mpi=none", "--export=ALL", "--job-name=asyncrl"]
         return ["srun", *step, *whole, *self.args, self.python, *self.words]
 
-    def is_lost(self, exit_code: int) -> bool:
-        return exit_code < 0 or exit_code > SIGNALLED
+    def is_lost(self, exit_code: int, errors: str) -> bool:
+        # The guard tells the signal that killed its agent by such a code too.
+        return exit_code < 0 or (exit_code > SIGNALLED and EXITED not in errors)
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
         # srun says the exit code of any end of its task, last; the reason stands above.

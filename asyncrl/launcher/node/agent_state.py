@@ -173,7 +173,7 @@ class AgentState:
         return [Kill(CONTROLLER, reason)]
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
-        """A process was started."""
+        """A process is started."""
         self.incarnations[name] = incarnation
         self._stale.discard(name)
         return [] if name == CONTROLLER else [ReportStart(name, incarnation)]

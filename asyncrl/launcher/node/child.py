@@ -64,7 +64,13 @@ class Child:
                 (os.POSIX_SPAWN_DUP2, 1, 2),
             ],
         )
-        return cls(name, incarnation, pid, log, log_start, os.pidfd_open(pid))
+        try:
+            return cls(name, incarnation, pid, log, log_start, os.pidfd_open(pid))
+        except OSError:
+            # Without a descriptor nobody would hear of its end.
+            kill_group(pid)
+            os.waitpid(pid, 0)
+            raise
 
     async def wait(self, others: Collection[int]) -> int:
         """Wait for its end, end what it leaves behind, reap it all; the exit code, negative for a signal.
@@ -108,10 +114,16 @@ class Child:
         os.kill(self.pid, signal.SIGUSR1)
 
     def last_words(self) -> str:
-        """The last line of plain text that it wrote, as of a traceback; JSON lines are skipped."""
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self.log_start, end - HINT_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        """The last line of plain text that it wrote, as of a traceback; JSON lines are skipped.
+
+        Empty for none, and where its log cannot be read.
+        """
+        try:
+            with self.log.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self.log_start, end - HINT_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
         words = (line.strip() for line in reversed(lines))
         return next((line for line in words if line and not line.startswith("{")), "")[:HINT_CHARACTERS]

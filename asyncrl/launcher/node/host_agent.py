@@ -162,10 +162,14 @@ class Agent:
         self._news.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
+        unstarted: list[tuple[str, OSError]] = []
         for instruction in instructions:
             match instruction:
                 case Spawn(name):
-                    self._spawn(self._actors[name])
+                    try:
+                        self._spawn(self._actors[name])
+                    except OSError as error:
+                        unstarted.append((name, error))
                 case ReportStart(name, incarnation):
                     if self._link is not None:
                         started = ActorStarted(name=name, incarnation=incarnation)
@@ -174,7 +178,8 @@ class Agent:
                     self._report(instruction)
                 case AnnounceRestart(name, reason, after_s):
                     self._emit(RestartEvent(name=name, reason=reason, after_s=after_s))
-                case Kill(name, reason):
+                # Not there is one that this same answer was to start.
+                case Kill(name, reason) if name in self._children:
                     if name == CONTROLLER:
                         # Nobody else can say so.
                         self._stuck.show(self._children[name], f"{name} holds up the run: {reason}")
@@ -184,6 +189,12 @@ class Agent:
                 case KillAll():
                     for child in self._children.values():
                         child.kill()
+        # Each is an event of its own, after this answer: all that ends for it has been started.
+        for name, failure in unstarted:
+            # The error names the program, also where it is the log that cannot be written.
+            why = f"it cannot be started with its log in {self._spec.log_dir}: {failure.strerror}"
+            self._log.error("not started", actor=name, reason=why)
+            self._carry_out(self._host.exited(name, 1, why, time.monotonic()))
 
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -292,8 +303,11 @@ class Agent:
     # --- instructions ---
 
     def _spawn(self, actor: ActorSpec) -> None:
+        """Start the process of an actor. Raises OSError."""
         name = actor.name
         incarnation = self._incarnations.next(name)
+        # Also of one that cannot be started: its end is told as that of this incarnation.
+        started = self._host.spawned(name, incarnation)
         argv = [*actor.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
@@ -310,7 +324,7 @@ class Agent:
         log = Path(self._host.logs[name])
         child = Child.spawn(name, incarnation, argv, environment_of(os.environ, actor.env), log)
         self._children[name] = child
-        self._carry_out(self._host.spawned(name, incarnation))
+        self._carry_out(started)
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)
         self._tasks.create_task(self._wait(child))
 

@@ -7,6 +7,7 @@ last attempt was killed: an agent that dies writes none. Reading fails with noth
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,8 @@ def _exported(folder: RunFolder) -> Path | None:
 
 def write_command(folder: RunFolder, command: str) -> None:
     """Keep the command that began this attempt, without its --resume. Raises OSError."""
-    (folder.logs / COMMAND).write_text(f"{command}\n")
+    # A word of it may name a file, and be no UTF-8.
+    (folder.logs / COMMAND).write_bytes(os.fsencode(f"{command}\n"))
 
 
 def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> list[str]:
@@ -132,8 +134,8 @@ def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> lis
 
 def _command(folder: RunFolder) -> str:
     try:
-        return (folder.logs / COMMAND).read_text().strip()
-    except (OSError, ValueError):
+        return os.fsdecode((folder.logs / COMMAND).read_bytes()).strip()
+    except OSError:
         return "the command that began it with"
 
 

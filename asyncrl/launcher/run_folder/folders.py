@@ -99,6 +99,15 @@ def with_date(config: Config, resumed: Path | None) -> Config:
     return validate_config(tree)
 
 
+def named_in_utf8(path: Path, key: str) -> Path:
+    """The path, named by ``key``, if the processes of a run can tell each other of it. Raises UsageError."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{key}: the name of {path} is not UTF-8, as that of a run folder has to be") from None
+    return path
+
+
 def create_run_folder(config: Config) -> RunFolder:
     """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
 

@@ -22,6 +22,7 @@ from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, RecentMe
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
 from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, WatchSnapshot
+from asyncrl.runtime import actor as runtime_actor
 from asyncrl.snapshot import UPDATE_LINES
 from asyncrl.telemetry.snapshots.recording import Recorder
 from asyncrl.top.source.client import decode_snapshot
@@ -140,6 +141,26 @@ async def test_an_event_that_is_told_twice_is_one_and_at_no_time_happened_when_i
     assert [(event.text, event.level) for event in told] == [("event 1", "error"), ("event 2", "warning")]
     assert told[0].wall == 5.0 and seen.wall - 60 < told[1].wall <= seen.wall
     assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
+
+
+@on_cluster()
+async def test_lost_lines_of_logs_are_counted_over_all_lives_of_all_actors(cluster, monkeypatch):
+    """A heartbeat holds only what has changed, and a restarted actor counts from 0 on."""
+    told, watching = [], cluster.controller._watching
+    monkeypatch.setattr(actor_module.Actor, "notify", lambda _, key, text, *, count, **more: told.append((key, count)))
+    monkeypatch.setattr(runtime_actor, "lost_lines", lambda: 5)
+    watching._look_at_self()
+    watching._look_at_logs()
+    said = (("rollouter/0", 1, 1, 50), ("rollouter/0", 1, 2, None), ("reward/0", 1, 1, 40), ("rollouter/0", 2, 1, 45))
+    for name, incarnation, number, lost in said:
+        if number == 1:
+            await cluster.register(name, incarnation)
+        counters = {} if lost is None else {"logs/lost": lost}
+        await cast(cluster.caller(name, incarnation), beat(number, counters=counters))
+        entry = cluster.controller._registry.entries[name]
+        await until(lambda entry=entry, number=number: entry.heartbeat and entry.heartbeat.beat == number)
+        watching._look_at_logs()
+    assert told == [("logs", 5), ("logs", 55), ("logs", 95), ("logs", 140)]
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 3600.0}}))

@@ -75,7 +75,7 @@ def test_ssh_asks_nothing_the_users_arguments_come_first_and_why_a_start_failed_
     assert argv[:4] == ["ssh", "-T", "-o", "ConnectTimeout=1"] and {"BatchMode=yes", "ConnectTimeout=5"} <= set(argv)
     assert argv[-3:] == ["--", "b", "'/x y/python' -m asyncrl.launcher.fleet.remote"]
     # Only the end of the connection leaves a host unknown.
-    assert [start.is_lost(code) for code in (255, -9, 0, 1, 137)] == [True, True, False, False, False]
+    assert [start.is_lost(code, "") for code in (255, -9, 0, 1, 137)] == [True, True, False, False, False]
     start = SshStart(5.0, python="/x/python")
     for code, errors, said in (
         (255, f"{REFUSED}\n", REFUSED),

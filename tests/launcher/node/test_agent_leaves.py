@@ -123,6 +123,9 @@ async def main():
     assert os.getsid(child.pid) == child.pid
     assert await child.wait(set()) == 5
     assert child.last_words() == "last words"
+    # As by a user who wants the room.
+    log.unlink()
+    assert child.last_words() == ""
     child.kill()
     left = [words for pid, words in marked(mark).items() if pid != os.getppid()]
     assert ["own-session" in words for words in left] == [True], left

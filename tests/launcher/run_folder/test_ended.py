@@ -52,8 +52,8 @@ def test_it_goes_on_by_the_path_of_the_run(tmp_path, result):
     rows = describe_end(folder, ended, left)
     assert any(f"the command that began it with --resume '{folder.path}' goes on" in row for row in rows)
     folder.logs.mkdir(parents=True)
-    write_command(folder, "asyncrl-launch mine.toml --detach")
-    goes_on = f"asyncrl-launch mine.toml --detach --resume '{folder.path}' goes on"
+    write_command(folder, "asyncrl-launch caf\udce9.toml --detach")
+    goes_on = f"asyncrl-launch caf\udce9.toml --detach --resume '{folder.path}' goes on"
     assert any(row.endswith(goes_on) for row in describe_end(folder, ended, left))
     refused = describe_end(folder, msgspec.structs.replace(ended, exit_code=78), left)
     assert any(row.endswith(f"{goes_on} once that is put right") for row in refused)

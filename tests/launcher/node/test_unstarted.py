@@ -1,0 +1,83 @@
+"""Processes that cannot be started: a lack of memory, numbers or descriptors is an end of that one actor."""
+
+import asyncio
+import errno
+import os
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from run_settings import simulated_run
+
+from asyncrl.launcher.node import host_agent
+from asyncrl.launcher.node.child import Child
+from asyncrl.launcher.node.host_agent import Agent
+from asyncrl.launcher.node.instructions import Kill, Spawn
+from asyncrl.launcher.terms.spec import ActorSpec, AgentSpec
+from asyncrl.runtime.processes import children_of
+
+NAMES = ("controller/0", "rollouter/0")
+
+
+def agent(tmp_path, tell, argv=(), *, names=NAMES, max_restarts=1):
+    """An agent of these actors whose folder of logs is not there; ``tell`` is given what it tells its launcher."""
+    output = SimpleNamespace(
+        is_closing=lambda: False, write=tell, transport=SimpleNamespace(get_write_buffer_size=lambda: 0)
+    )
+    actors = [ActorSpec(name=name, argv=list(argv), env={}) for name in names]
+    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path / "logs"), attempts=2, actors=actors)
+    config = simulated_run(supervision={"max_restarts": max_restarts, "backoff_s": 0.05})
+    return Agent(spec, config, output)
+
+
+def test_one_that_cannot_be_started_is_tried_again_as_after_any_death(tmp_path):
+    told = []
+
+    def hear(line):
+        told.append(msgspec.json.decode(line))
+        # Before it is tried again, which is told first.
+        (tmp_path / "logs").mkdir(exist_ok=True)
+
+    async def main():
+        found = agent(tmp_path, hear, [sys.executable, "-c", "raise SystemExit(3)"], names=NAMES[:1])
+        async with asyncio.timeout(20):
+            assert await found.main(asyncio.StreamReader()) == 1
+
+    asyncio.run(main())
+    restart, ended = told
+    why = f"it cannot be started with its log in {tmp_path / 'logs'}: {os.strerror(errno.ENOENT)}"
+    assert (restart["type"], restart["name"], restart["reason"]) == ("restart", "controller/0", f"exit code 1: {why}")
+    assert (ended["type"], ended["result"]) == ("ended", "failed")
+    assert "exit code 3" in ended["reason"]
+
+
+def test_who_is_to_be_started_with_one_that_ends_the_run_is_not_left_alive(tmp_path, monkeypatch):
+    """I7: the controller cannot be started again, so everything ends, and who is not there is not killed."""
+    killed = []
+
+    def spawn(name, *_):
+        if name == "controller/0":
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return SimpleNamespace(pid=1, kill=lambda: killed.append(name))
+
+    monkeypatch.setattr(host_agent, "Child", SimpleNamespace(spawn=spawn))
+    found = agent(tmp_path, None, max_restarts=0)
+    found._tasks = SimpleNamespace(create_task=lambda work: work.close())
+    found._host.begin()
+    found._carry_out([Spawn("controller/0"), Kill("controller/0", "frozen"), Spawn("rollouter/0")])
+    assert killed == ["rollouter/0"]
+    assert (found._host.ending, found._host.failure.actor) == (True, "controller/0")
+    assert found._host.incarnations == dict.fromkeys(NAMES, 1)
+
+
+def test_a_process_whose_end_nobody_would_hear_of_is_not_left(tmp_path, monkeypatch):
+    def none_left(_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    before = children_of(os.getpid())
+    argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(OSError, match="Too many open files"):
+        Child.spawn("rollouter/0", 1, argv, os.environ, tmp_path / "log")
+    assert children_of(os.getpid()) == before
