@@ -52,7 +52,7 @@ async def play(task: Task, client: Client, **options):
         if words[0] == "print":
             print("half \\ud83d", end="")
             return 1.0
-        return {"part \\ud83d": 1.0}
+        return type("Half", (), {"__repr__": lambda self: "\\ud83d"})()
     if how == "raise":
         raise ValueError("no luck")
     if how == "leave":

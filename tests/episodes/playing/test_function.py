@@ -77,7 +77,7 @@ RAISED = {
     "leave": r"raised SystemExit: 3 \(.*/plays\.py:\d+\)",
     "odd": "returned str 'good'; a finite number is expected",
     "surrogate raise": r"raised ValueError: file \\udcff\.txt \(.*",
-    "surrogate return": r"returned a mapping with the key .*, which holds half of a surrogate pair.*",
+    "surrogate return": "ended in what cannot be told: UnicodeEncodeError: .*",
 }
 MALFORMED = {
     "temperature 0.5": "temperature: is not for an episode to say; the run's own sampling holds (",
