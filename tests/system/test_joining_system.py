@@ -50,12 +50,12 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         tickets = system.actors["dataloader/0"]
         async with asyncio.timeout(20):
             await until(lambda: system.actors["rollouter/2"].figures()["rollout/sampled_tokens"])
-            await until(lambda: len(tickets._tickets._holders) == 3)
+            await until(lambda: tickets._tickets._holders.asking == 3)
         assert "rollouter/2" in tickets.roster.actors
         await step(system, 2)
         await system.leave(found, within_s)
         await until(lambda: "rollouter/2" not in tickets.roster.actors)
-        assert len(tickets._tickets._holders) == 2
+        assert tickets._tickets._holders.asking == 2
         assert system.actors["parameter_server/0"].counters["weights/replicas"] == 2
         assert tickets.counters["tickets/granted_alone"] == 0
         # A name is given once.
