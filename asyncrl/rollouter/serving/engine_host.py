@@ -129,8 +129,9 @@ class EngineHost:
         """
         engine = self.engine
         assert self._open.is_set(), "submitted to an engine that does not serve"
-        self._enter(ticket.uid)
+        # First what may refuse it: what has entered also leaves.
         self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
+        self._enter(ticket.uid)
         sampled = False
         try:
             async for delta in engine.generate(request):
