@@ -242,8 +242,8 @@ class EngineHost:
         """Go on, under the weights that were loaded; returns the seconds until the engine did.
 
         With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
-        WeightsCorrupt raised: the load is to be repeated. Nothing that was frozen goes on before that either; it ends, to
-        be submitted again. Returns also the engine's drift from the probe.
+        WeightsCorrupt raised: the load is to be repeated. Nor does anything go on that was frozen: it ends, to be
+        submitted again. Returns also the engine's drift from the probe.
         """
         version, rollout = self._loaded, self._config.rollout
         assert version is not None, "nothing complete is loaded"

@@ -228,7 +228,7 @@ def test_a_key_that_cannot_be_sent_is_an_error_that_stays(tmp_path, monkeypatch,
     (tmp_path / "netrc").write_text(netrc)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("TEACHER_KEY", key)
-    with pytest.raises(ActorFailed, match=r"/v1/models cannot be asked: .*learner\.teacher_server\.api_key_env") as error:
+    with pytest.raises(ActorFailed, match=r"/v1/models cannot be asked: .*teacher_server\.api_key_env") as error:
         run([small()], api_key_env="TEACHER_KEY")
     assert "times" not in str(error.value)
 
