@@ -139,7 +139,8 @@ class TeacherClient:
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._config.api_key_env:
-            headers["Authorization"] = f"Bearer {os.environ.get(self._config.api_key_env, '')}"
+            # One that was read from a file may end with a newline, which no header takes.
+            headers["Authorization"] = f"Bearer {os.environ.get(self._config.api_key_env, '').strip()}"
         data = msgspec.json.encode(body) if body is not None else None
         try:
             async with (
@@ -147,12 +148,18 @@ class TeacherClient:
                 self._open().request(method, url, data=data, headers=headers, allow_redirects=False) as response,
             ):
                 status, answer = response.status, await _read_all(response, url)
+        except self._http.ServerTimeoutError as error:
+            raise TeacherFailed(f"{url} takes no connection within {CONNECT_S:g} s", passing=True) from error
         except TimeoutError as error:
             told = f"has not answered within learner.teacher_server.timeout_s = {self._config.timeout_s:g} s"
             raise TeacherFailed(f"{url} {told}", passing=True) from error
         except (self._http.ClientError, OSError) as error:
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise TeacherFailed(f"{url} cannot be reached: {told}", passing=True) from error
+        except ValueError as error:
+            # aiohttp's for a header that it does not send, or that an entry of .netrc for the host contradicts.
+            told = f"cannot be asked: {error}; look at learner.teacher_server.api_key_env, and at the host in .netrc"
+            raise TeacherFailed(f"{url} {told}", passing=False) from error
         if status != 200:
             said = " ".join(answer[:400].decode(errors="replace").split())
             raise TeacherFailed(f"{url} answers with status {status}: {said}", passing=status in PASSING)

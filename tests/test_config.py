@@ -192,7 +192,7 @@ def test_what_a_version_is_of_a_run_with_adapters(engine, publish, adapter):
 
 def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
-    first.write_text("[learner]\nlrr = 1\n[evl.held]\nn = 1\n[rollout]\nstop = [1]\n[data]\nseed = -1\n")
+    first.write_text("[learner]\nlrr = 1\n[evl.held]\nn = 1\n[rollout]\nstop = [1, '']\n[data]\nseed = -1\n")
     second.write_text('[learner]\nsteps_per_version = 2\n[data]\nsource = "synthetic"\nseed = -2\n')
     with pytest.raises(ConfigError) as caught:
         load_config([first, second], {"run.seeed": "1", "rollout.engine": "sim", "learner.backend": "sim"})
@@ -200,6 +200,7 @@ def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):
         "learner.lrr": f"({first})",
         "evl": f"({first})",
         "rollout.stop.0": f"({first})",
+        "rollout.stop.1": f"({first})",
         "data.seed": f"({second})",
         "run.seeed": "(--run.seeed)",
     }

@@ -151,11 +151,13 @@ def _bounds(metadata: Sequence[Any]) -> str:
     found = {
         name: value
         for each in metadata
-        for name in ("gt", "ge", "lt", "le", "pattern")
+        for name in ("gt", "ge", "lt", "le", "pattern", "min_length")
         if (value := getattr(each, name, None)) is not None
     }
     if (pattern := found.pop("pattern", None)) is not None:
         return f" matching `{pattern}`"
+    if (least := found.pop("min_length", None)) is not None:
+        return f" of {least} or more characters"
     if found.keys() == {"ge", "le"}:
         return f" {_number(found['ge'])} to {_number(found['le'])}"
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

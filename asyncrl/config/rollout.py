@@ -81,7 +81,7 @@ class RolloutConfig(Section):
     """Longest response in tokens."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner divides its logits by the same."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a response, beside the model's end-of-sequence token. One that is a special token, as
     <|im_end|>, counts as its id in stop_token_ids."""
     stop_token_ids: list[NonNegative] = []

@@ -114,7 +114,7 @@ class Chat(Request, frozen=True, kw_only=True):
     template_options: dict[str, Any] = {}
     """Further arguments of the chat template, as enable_thinking."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stop: list[str] = []
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
     stream: bool = False
     """Send ChatDelta meanwhile, unless reasoning is parsed: each is a piece of the reply's content."""
     untrained: bool = False

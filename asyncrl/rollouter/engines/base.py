@@ -24,6 +24,8 @@ from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.staging import StagedVersion
 
 PauseMode = Literal["abort", "keep", "wait"]
+FIRST = -1
+"""Priority before all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,10 @@ class Engine(Protocol):
         """Go on stepping."""
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-prob (nats, temperature 1) of each token of ``ids`` given those before it; the first is absent."""
+        """Log-prob (nats, temperature 1) of each token of ``ids`` given those before it; the first is absent.
+
+        It goes before requests that wait.
+        """
 
     async def checksum(self) -> str:
         """Checksum of the weights as the engine holds them; equal in engines of one kind that serve one version."""

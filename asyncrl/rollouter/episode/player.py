@@ -87,6 +87,9 @@ class EpisodePlayer:
         prefer, avoid, deaths = "", {account.host}, 0
         while True:
             host = self._host(prefer=prefer, avoid=avoid)
+            if host in avoid and host != prefer:
+                # There is none that was not tried: where this one fails again, another may be able by then.
+                avoid.clear()
             prefer = ""
             avoid.add(host)
             try:

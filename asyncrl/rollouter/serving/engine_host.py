@@ -129,8 +129,9 @@ class EngineHost:
         """
         engine = self.engine
         assert self._open.is_set(), "submitted to an engine that does not serve"
-        self._enter(ticket.uid)
+        # First what may refuse it: what has entered also leaves.
         self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
+        self._enter(ticket.uid)
         sampled = False
         try:
             async for delta in engine.generate(request):
@@ -234,8 +235,6 @@ class EngineHost:
             if self._states.state == "loading":
                 self._states.enter("paused", f"weights v{weights.version}")
         self._loaded = weights.version
-        if recompute and rollout.on_update == "keep":
-            self.reprefill.dropped()
         self.loads += 1
         return self._clock.now() - began
 
@@ -243,11 +242,17 @@ class EngineHost:
         """Go on, under the weights that were loaded; returns the seconds until the engine did.
 
         With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
-        WeightsCorrupt raised: the load is to be repeated. Returns also the engine's drift from the probe.
+        WeightsCorrupt raised: the load is to be repeated. Nor does anything go on that was frozen: it ends, to be
+        submitted again. Returns also the engine's drift from the probe.
         """
-        version = self._loaded
+        version, rollout = self._loaded, self._config.rollout
         assert version is not None, "nothing complete is loaded"
         began = self._clock.now()
+        if rollout.on_update == "keep":
+            if probe is not None:
+                await self.engine.pause("abort")
+            elif rollout.keep_kv == "recompute":
+                self.reprefill.dropped()
         # From here on requests run, and may be to blame for a death.
         self._frozen = False
         await self.engine.resume()

@@ -15,11 +15,8 @@ from contextlib import aclosing
 import numpy as np
 
 from asyncrl.messages.weights import Probe
-from asyncrl.rollouter.engines.base import Engine, GenerationRequest
+from asyncrl.rollouter.engines.base import FIRST, Engine, GenerationRequest
 from asyncrl.rollouter.serving.drift import Drift, Sample, measure_drift
-
-FIRST = -1
-"""Priority before all others."""
 
 
 async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperature: float) -> Drift:

@@ -121,7 +121,7 @@ class Response:
                 self.finish_reason = "length"
 
     def cut_submission(self, known: int) -> None:
-        """The submission is over without a last word on its versions: the engine died.
+        """The submission is over without a last word on its versions: the engine died, or the call was given up.
 
         The first ``known`` tokens of the response are those that were handed over before the weights changed under it,
         all sampled under the version it began with. Those after them, which there are only where the engine goes on
@@ -129,6 +129,8 @@ class Response:
         """
         if known < len(self.tokens):
             self.finish_reason = None
+            # They stand at the end of all that was computed.
+            self.computed = max(0, self.computed - (len(self.tokens) - known))
             del self.tokens[known:]
             del self.logprobs[known:]
         self.end_submission("abort")

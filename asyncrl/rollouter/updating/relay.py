@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,9 +94,14 @@ class Relay:
         there = await self._changed.until(found, park_s)
         if there is None:
             raise NotHere(f"{piece} of version {request.version} has not come within {park_s:.1f} s")
-        # Its own, since the version may be dropped while a thread reads.
-        descriptor = os.dup(there[0])
-        data = await asyncio.to_thread(_read, descriptor, piece)
+        # Its own, since the version may be dropped while a thread reads. The thread takes it when it begins; one that
+        # nobody waits for any more may never do so.
+        own = [os.dup(there[0])]
+        try:
+            data = await asyncio.to_thread(_read, own, piece)
+        finally:
+            with suppress(IndexError):
+                os.close(own.pop())
         return Chunk(data=np.frombuffer(data, np.uint8), checksum=there[1])
 
     def close(self) -> None:
@@ -109,7 +115,8 @@ class Relay:
         self._changed.wake()
 
 
-def _read(descriptor: int, piece: Piece) -> bytes:
+def _read(own: list[int], piece: Piece) -> bytes:
+    descriptor = own.pop()
     try:
         data = os.pread(descriptor, piece.size, piece.offset)
     finally:

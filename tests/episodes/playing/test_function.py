@@ -83,6 +83,7 @@ MALFORMED = {
     "temperature 0.5": "temperature: is not for an episode to say; the run's own sampling holds (",
     "max_tokens 0": "max_tokens: Expected `int` >= 1",
     "stop [1]": "stop[0]: Expected `str`, got `int`",
+    'stop ""': "stop[0]: Expected `str` of length >= 1",
     'messages "text"': "messages: cannot be sent: 'utf-8' codec can't encode",
     'messages "object"': "messages: cannot be sent: Encoding objects of type object is unsupported",
 }

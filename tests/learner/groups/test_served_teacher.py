@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import asynccontextmanager
+import socket
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,27 @@ def test_a_server_that_is_not_there_is_named():
         asyncio.run(play())
 
 
+def test_a_server_that_takes_no_connection_is_not_told_to_answer_late(monkeypatch):
+    monkeypatch.setattr("asyncrl.teacher.CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as others:
+        port = server.getsockname()[1]
+        for _ in range(3):
+            other = others.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(("127.0.0.1", port))
+
+        async def play():
+            client = TeacherClient(f"http://127.0.0.1:{port}/v1", TeacherServerConfig(timeout_s=300))
+            try:
+                await client.model()
+            finally:
+                await client.close()
+
+        with pytest.raises(TeacherFailed, match=r"/v1/models takes no connection within 0\.2 s") as failed:
+            asyncio.run(play())
+    assert failed.value.passing
+
+
 @pytest.mark.parametrize(
     ("models", "name", "told"),
     [(("a", "b"), None, "serves several models"), (("a",), "b", "serves no model 'b'; it serves a")],
@@ -195,9 +217,20 @@ def test_a_group_that_is_generated_again_is_scored_anew(done):
 
 
 def test_the_key_is_that_of_the_environment(monkeypatch):
-    monkeypatch.setenv("TEACHER_KEY", "s3cret")
-    _, _, server = run([small()], api_key_env="TEACHER_KEY")
-    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+    for key in ("s3cret", "s3cret\n"):
+        monkeypatch.setenv("TEACHER_KEY", key)
+        _, _, server = run([small()], api_key_env="TEACHER_KEY")
+        assert server.headers[0]["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize(("key", "netrc"), [("s3\ncret", ""), ("s3cret", "machine 127.0.0.1 login a password b\n")])
+def test_a_key_that_cannot_be_sent_is_an_error_that_stays(tmp_path, monkeypatch, key, netrc):
+    (tmp_path / "netrc").write_text(netrc)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("TEACHER_KEY", key)
+    with pytest.raises(ActorFailed, match=r"/v1/models cannot be asked: .*teacher_server\.api_key_env") as error:
+        run([small()], api_key_env="TEACHER_KEY")
+    assert "times" not in str(error.value)
 
 
 def test_the_plan_has_the_teacher_s_log_prob_of_each_token_it_trains():

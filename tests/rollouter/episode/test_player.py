@@ -181,6 +181,18 @@ def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
     assert world.counters["rollout/episodes_failed/host"] == 2
 
 
+def test_an_episode_tries_a_host_again_where_its_own_stays_away(tmp_path):
+    async def agent(world, key):
+        if world.hosts[-1] == OTHER and len(world.hosts) > 1:
+            return await one_turn(world, key)
+        raise PeerRestarted(world.hosts[-1], "RunEpisode")
+
+    asked = []
+    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01}, choose=elsewhere(asked))
+    assert (trajectory.reward, world.hosts) == (1.0, [OTHER, HOST, HOST, OTHER])
+    assert asked == [("", []), ("", [OTHER]), ("", [HOST, OTHER]), ("", [HOST])]
+
+
 def test_an_episode_that_may_have_ended_its_worker_comes_back_until_it_was_alone(tmp_path):
     """Its host alone knows how often it was in such a death."""
 

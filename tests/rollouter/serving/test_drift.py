@@ -2,9 +2,12 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness import until
+from hosting import Hosted, simulated
 from hypothesis import given
 from hypothesis import strategies as st
 from probes import TOKENS, make_probe, samples_of, scores_of
@@ -12,7 +15,8 @@ from virtual import run_virtual
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.monitor import DriftConfig
-from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.errors import ConfigError, EngineDied, WeightsCorrupt
+from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import (
     FAR,
@@ -166,3 +170,36 @@ def test_nothing_goes_on_where_an_engine_dies_or_is_too_busy(does, error):
     with pytest.raises(error):
         probe(engine)
     assert engine.running == 0
+
+
+@pytest.mark.parametrize("keep_kv", ["recompute", "stale"])
+def test_i4_nothing_that_is_kept_goes_on_under_weights_that_are_refused(keep_kv):
+    """It goes on under those that are not (I3), and is computed again once."""
+
+    async def main():
+        world = Hosted(simulated(on_update="keep", keep_kv=keep_kv))
+        host, drifts = world.host, [9.0, 0.0]
+
+        async def drift(_probe):
+            before = host.sampled_tokens
+            await asyncio.sleep(4.0)
+            assert host.sampled_tokens == before
+            return Drift(scored=drifts.pop(0), sampled=None, worst=0.0, kl=0.0, tokens=5)
+
+        host.drift = drift
+        await host.start()
+        await world.load(1)
+        response = asyncio.create_task(world.response("0-1", 20))
+        await until(lambda: host.sampled_tokens == 5, "5 tokens")
+        await host.pause(2)
+        await host.load(SimpleNamespace(version=2))
+        with pytest.raises(WeightsCorrupt):
+            await host.commit(PROBE, 1.0)
+        assert (host.version, host.serves) == (1, False)
+        await host.load(SimpleNamespace(version=3))
+        await host.commit(PROBE, 1.0)
+        [sequence] = (await response).sequences
+        await host.close()
+        return sequence.spans, host.reprefill.tokens, host.running
+
+    assert run_virtual(main()) == ([VersionSpan(1, 0, 5), VersionSpan(3, 5, 20)], 1 + 5, 0)

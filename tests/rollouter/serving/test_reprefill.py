@@ -7,9 +7,13 @@ from harness import until
 from hosting import Hosted, simulated
 from hypothesis import given
 from hypothesis import strategies as st
+from test_messages import make_group
 from virtual import run_virtual
 
+from asyncrl.messages.groups import VersionSpan
+from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.reprefill import Reprefill
+from asyncrl.rollouter.serving.response import Response
 
 PROMPT = list(range(40))
 """Two whole blocks of the simulated prefix cache, of 16 tokens, and half of one."""
@@ -97,3 +101,41 @@ CACHED = 32 * (SIBLINGS - 1)
 )
 def test_what_updates_make_an_engine_compute_again(meanwhile, rollout, again):
     assert played(meanwhile, **rollout) == (again, SIBLINGS * TOKENS)
+
+
+@pytest.mark.parametrize(("keep_kv", "again"), [("recompute", ALL + ALL), ("stale", ALL)])
+def test_a_call_that_is_given_up_over_a_load_goes_on_after_another(keep_kv, again):
+    """I3: its tokens that nobody can date are sampled again; those are not among the ones computed twice."""
+
+    async def main():
+        world, response = Hosted(simulated(on_update="keep", keep_kv=keep_kv)), Response(max_tokens=TOKENS)
+        await world.host.start()
+        await world.load(0)
+        _, call = world.call("0-1", TOKENS)
+        given_up = asyncio.create_task(call.generate(PROMPT, response, "0-1/0/1"))
+        await until(lambda: len(response.tokens) == 10, "10 tokens")
+        await world.load(1)
+        await until(lambda: len(response.tokens) == 20, "10 more")
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        await world.load(2)
+        await call.generate(PROMPT, response, "0-1/0/1")
+        assert world.host.running == 0
+        await world.host.close()
+        return response.spans, world.host.reprefill.tokens
+
+    assert run_virtual(main()) == ([VersionSpan(0, 0, 10), VersionSpan(2, 10, TOKENS)], again)
+
+
+def test_nothing_stays_of_a_submission_that_is_refused():
+    async def main():
+        world = Hosted(simulated())
+        await world.host.start()
+        await world.load(0)
+        request = GenerationRequest(id="0-1/0/1", prompt_ids=PROMPT, max_tokens=1, temperature=1.0, seed=None)
+        with pytest.raises(AssertionError):
+            await anext(world.host.stream(request, make_group("0-1").ticket, lost=len(PROMPT) + 1))
+        assert world.host.running == 0
+        await world.host.close()
+
+    run_virtual(main())

@@ -122,7 +122,9 @@ def test_the_death_of_an_engine_costs_only_what_nobody_can_date(known, reason, t
     """A response that was over when it died stays so, unless its end is forgotten."""
     response = response_with("cd")
     assert response.extend([0, 2, 3], [0.0] * 3, decode)
+    response.computed = 7 + 3
     response.cut_submission(known=known)
+    assert response.computed == 7 + known, "of what is forgotten nothing is lost again"
     assert (response.finish_reason, response.tokens, len(response.logprobs)) == (reason, tokens, known)
     assert response.spans == [VersionSpan(1, 0, known)]
     if reason is None:

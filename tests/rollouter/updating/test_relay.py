@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -209,6 +211,27 @@ def test_what_has_arrived_outlives_the_one_who_fetched_it():
     relay.close()
     with pytest.raises(VersionGone):
         ask(relay, 1, first)
+
+
+async def test_one_who_asks_no_more_before_a_thread_has_read_leaves_nothing_open():
+    relay, go_on = Relay(), threading.Event()
+    segment, piece = Segment("test", 4096), Piece(0, 0, 4096)
+    relay.begin(1)
+    relay.arrived(1, piece, segment.fd, 0)
+    segment.discard()
+    with ThreadPoolExecutor(1) as threads:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(threads)
+        busy = loop.run_in_executor(None, go_on.wait, 10.0)
+        asking = [asyncio.create_task(relay.chunk(asked(1, piece), 5.0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for each in asking[1:]:
+            each.cancel()
+        await asyncio.wait(asking[1:])
+        go_on.set()
+        await busy
+        assert len((await asking[0]).data) == 4096
+    relay.close()
 
 
 def test_one_whole_version_is_held_beside_the_one_that_comes():

@@ -26,7 +26,7 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
+from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
@@ -276,7 +276,8 @@ class VllmEngine:
                 prompt = self._vllm.tokens_input(_plain(ids))
                 params = self._vllm.scoring()
                 name = f"score/{self._scores}"
-                async for output in self._llm.generate(prompt, params, name, lora_request=self._adapter):
+                outputs = self._llm.generate(prompt, params, name, lora_request=self._adapter, priority=FIRST)
+                async for output in outputs:
                     final = output
             except self._vllm.VLLMClientError as error:
                 raise ValueError(f"cannot score {len(ids)} tokens: {error}") from error

@@ -14,6 +14,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,7 +24,9 @@ from virtual import run_virtual
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm import checkpoint, options
+from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
 
@@ -36,6 +39,24 @@ def config_for(*, vllm: Any = None, **tree: Any) -> Config:
     rollout = {"gpus_per_replica": 0, "max_tokens": 100, "vllm": vllm or {}} | tree.pop("rollout", {})
     data = {"source": "synthetic", "max_prompt_tokens": 28}
     return validate_config({"model": {"path": "/models/m"}, "data": data, "rollout": rollout, **tree})
+
+
+async def test_scores_go_before_requests_that_wait():
+    """With an AsyncLLM that answers at once; of two requests vLLM runs the one of the lower priority first."""
+    asked = []
+
+    async def generate(prompt, params, name, *, lora_request, priority):
+        asked.append((prompt, params, priority))
+        yield SimpleNamespace(prompt_logprobs=SimpleNamespace(logprobs=[-1.0, -2.0]))
+
+    engine = VllmEngine(config_for(), "rollouter/0")
+    engine._llm = SimpleNamespace(generate=generate)
+    errors = dict.fromkeys(("VLLMClientError", "EngineDeadError", "EngineGenerateError"), KeyError)
+    engine._vllm = SimpleNamespace(tokens_input=list, scoring=lambda: "scoring", **errors)
+    assert await engine.score([1, 2, 3]) == [-1.0, -2.0]
+    [(prompt, params, priority)] = asked
+    assert (prompt, params) == ([1, 2, 3], "scoring")
+    assert priority < GenerationRequest(id="a", prompt_ids=[1], max_tokens=1, temperature=1.0, seed=None).priority
 
 
 # --- watch --------------------------------------------------------------------------------------------------
