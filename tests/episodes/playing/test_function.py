@@ -5,15 +5,19 @@ import signal
 import sys
 from collections import Counter
 
+import msgspec
 import psutil
 import pytest
 import thief
 from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
+from asyncrl.episodes.playing import frames
+from asyncrl.episodes.playing.worker import STOPPED, Worker
 from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.runtime.workers.confinement import why_not
+from asyncrl.runtime.workers.framing import FrameReader
 from asyncrl.wire.keys import create_credentials
 
 
@@ -135,6 +139,54 @@ async def test_what_is_stopped_or_given_up_ends_and_what_goes_on_behind_the_end_
         assert (await host.play("deaf-task")).reward == 1.0
         ((_, text),) = host.notices().values()
         assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
+
+
+class Inside:
+    """A worker in this process, with an episode; its host speaks by ``take``."""
+
+    def __init__(self, player):
+        self.data = b""
+        setup = frames.EpisodeSetup("function", ["a:b"], {}, "m", "http://h", 1.0, 5.0, 1 << 20, 1 << 20)
+        self.take = Worker(setup, player, self).take
+        self.take(frames.Play(SESSION, TASK))
+
+    def write(self, data):
+        self.data += data
+
+    def ended(self):
+        said = [msgspec.msgpack.decode(body, type=frames.ToHost) for body in FrameReader(1 << 30).feed(self.data)]
+        return [each for each in said if isinstance(each, frames.Ended)]
+
+
+SESSION = "a" * 32
+TASK = {"prompt": "p", "messages": [], "row": {}, "seed": 1, "uid": "0-1", "sample": 0, "attempt": 0}
+
+
+async def test_an_episode_that_is_stopped_before_its_code_or_behind_it_says_that_it_has_ended():
+    closing, close, left = asyncio.Event(), asyncio.Event(), []
+
+    async def lingers():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closing.set()
+            await close.wait()
+
+    async def play(task, client):
+        left.append(asyncio.create_task(lingers()))
+        await asyncio.sleep(0)
+        return 1.0
+
+    worker = Inside(play)
+    worker.take(frames.StopEpisode(SESSION))
+    await until(worker.ended, within_s=5.0)
+    assert worker.ended() == [frames.Ended(SESSION, error=STOPPED)] and not left
+    worker = Inside(play)
+    await closing.wait()
+    worker.take(frames.StopEpisode(SESSION))
+    close.set()
+    await until(worker.ended, within_s=5.0)
+    assert worker.ended() == [frames.Ended(SESSION, reward=1.0)]
 
 
 async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path):
