@@ -124,6 +124,9 @@ WRONG = [
     ({"watchdog": {"stall_s": 2.0}}, "watchdog.stall_s: must be at least 3 * supervision.heartbeat_s = 3"),
     ({"reward": {"per": "group", "on_timeout": -1.0}}, "reward.on_timeout"),
     ({"reward": {"on_timeout": float("nan")}}, "reward.on_timeout"),
+    ({"reward": {"on_timeout": [1]}}, "reward.on_timeout: input should be 'fail' (got [1])"),
+    ({"reward": {"on_timeout": {"a": 1}}}, "reward.on_timeout: input should be a valid number (got {'a': 1})"),
+    ({"lora": {"targets": ["a", 5]}}, "lora.targets: input should be a valid string (got 5)"),
     ({"reward": {"truncated": "penalty", "overlong": {"margin_tokens": 9999}}}, "overlong.margin_tokens"),
     ({"data": {"source": "reasoning_gym"}}, "data.task: is required"),
     (
