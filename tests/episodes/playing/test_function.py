@@ -305,6 +305,14 @@ async def test_output_is_told_apart_and_bounded(tmp_path):
         assert 90_000 < kept <= 100_000
         assert kept + sum(dropped for *_, dropped in printed) == 2000 * 1001
         assert host.figure("output_dropped_bytes") == 2000 * 1001 - kept
+        # Beyond Python's streams the limit is one for all up to the end of an episode, whichever others are open.
+        printed.clear()
+        beside = host.run("wait", uid="0-2")
+        await until(lambda: host.figure("open") == 1)
+        for _ in range(3):
+            await host.play("write 60000")
+        assert sum(len(text) for _, text, _ in printed) == 180_000
+        beside.cancel()
 
 
 @pytest.mark.parametrize("missing", ["code", "library"])
