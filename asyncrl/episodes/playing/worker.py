@@ -216,6 +216,9 @@ class Worker:
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and session.over:
                 return frames.Ended(key, error=STOPPED)
+            if isinstance(error, BaseExceptionGroup) and error.split(EpisodeOver)[1] is None:
+                # Of calls in a TaskGroup: nothing else has failed.
+                return frames.Ended(key)
             return frames.Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
         finally:
             # The rest of this task is the worker's own.

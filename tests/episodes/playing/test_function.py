@@ -189,6 +189,28 @@ async def test_an_episode_that_is_stopped_before_its_code_or_behind_it_says_that
     assert worker.ended() == [frames.Ended(SESSION, reward=1.0)]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_end_that_a_task_group_is_told_of_is_no_failure(fails):
+    async def fumbles(client):
+        try:
+            await client.chat([])
+        except EpisodeOver:
+            raise ValueError("no luck") from None
+
+    async def play(task, client):
+        async with asyncio.TaskGroup() as asking:
+            asking.create_task(client.chat([]))
+            asking.create_task(fumbles(client) if fails else client.chat([]))
+
+    worker = Inside(play)
+    await until(lambda: worker.data.count(b"client-") == 2, within_s=5.0)
+    for number in (1, 2):
+        worker.take(frames.Denied(SESSION, f"client-{number}", "turns", over=True))
+    await until(worker.ended, within_s=5.0)
+    (ended,) = worker.ended()
+    assert ended.error.startswith("raised ExceptionGroup: ") if fails else ended == frames.Ended(SESSION)
+
+
 async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path):
     rollouter = Rollouter("ab", "cde")
     async with hosting(play(function="plays:plain", close_timeout_s=1.0), tmp_path, rollouter) as host:
