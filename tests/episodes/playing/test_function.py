@@ -13,6 +13,7 @@ from episodes.hosted import Rollouter, config_with, hosting, until, waits, worke
 from harness import RUN_ID
 
 from asyncrl.episodes.playing import frames
+from asyncrl.episodes.playing.printing import Printer
 from asyncrl.episodes.playing.worker import STOPPED, Worker
 from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
@@ -335,6 +336,15 @@ async def test_output_is_told_apart_and_bounded(tmp_path):
             await host.play("write 60000")
         assert sum(len(text) for _, text, _ in printed) == 180_000
         beside.cancel()
+
+
+def test_a_long_print_is_cut_to_what_is_left_of_the_limit():
+    sent = []
+    printer = Printer(10, lambda text, dropped: sent.append((text, dropped)))
+    for text in ("abc\n", "12345é\n", "late\n"):
+        printer.write(text)
+    printer.flush()
+    assert sent == [("abc\n", 0), ("12345", 8)]
 
 
 @pytest.mark.parametrize("missing", ["code", "library"])
