@@ -191,7 +191,7 @@ class Workers:
             if not self._end.done():
                 self._end.set_exception(EpisodeWorkersEnded(self._code, f"has no worker process left: {reason}"))
             return
-        backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
+        backoff = min(FIRST_BACKOFF_S * 2 ** min(slot.failed_starts, 16), LONGEST_BACKOFF_S)
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
 
     def _ended(self, slot: Slot, process: WorkerProcess, reason: str) -> None:

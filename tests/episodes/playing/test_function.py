@@ -12,6 +12,7 @@ import thief
 from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
+from asyncrl.episodes import workers as workers_module
 from asyncrl.episodes.playing import frames
 from asyncrl.episodes.playing.printing import Printer
 from asyncrl.episodes.playing.worker import STOPPED, Worker
@@ -271,6 +272,21 @@ async def test_who_waits_for_a_lone_worker_that_does_not_come_up_is_not_blamed_f
         (tmp_path / "hang").unlink()
         assert (await host.play("reply", attempt=2)).reward == 3.0
         assert host.figure("played_alone") == 2
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_is_another(tmp_path, monkeypatch):
+    tried = []
+
+    def fails(*_, **more):
+        tried.append(more)
+        raise OSError("no process")
+
+    monkeypatch.setattr(workers_module, "LONGEST_BACKOFF_S", 0.0)
+    async with hosting(play(workers=2), tmp_path) as host:
+        monkeypatch.setattr(workers_module, "WorkerProcess", fails)
+        assert (await host.play("exit")).blame == "host"
+        await until(lambda: len(tried) > 1100)
+        assert (await host.play("reply", uid="0-2")).reward == 3.0
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
