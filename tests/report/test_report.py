@@ -222,6 +222,8 @@ def test_moments_are_chosen_evenly_over_time_and_nothing_is_said_of_that_between
     assert evenly([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [0, 2, 4]
     # A gap: what is there is taken once.
     assert evenly([0.0, 1.0, 2.0, 100.0], 3) == [0, 3]
+    # The clock was set back.
+    assert evenly([10.0, 11.0, 12.0, 13.0, 1.0, 2.0], 3) == [0, 2, 5]
     first, second = Run().at(10), Run().at(5000)
     resumed = msgspec.structs.replace(second, run=msgspec.structs.replace(second.run, attempt=2))
     assert spans([first, resumed]) == []
