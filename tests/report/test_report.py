@@ -246,6 +246,13 @@ def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
     assert list(panel.curves[-1].x) == [3] and list(panel.curves[-1].notes) == [""]
 
 
+def test_a_share_of_the_time_of_episodes_that_is_no_number_is_taken_for_absent():
+    told = [{"engine": None, "user": 0.5}, {"engine": 0.75, "user": 0.25}]
+    train = [step(n, **{f"rollout/episode_share/{k}": v for k, v in each.items()}) for n, each in enumerate(told, 1)]
+    (panel,) = charts.episodes(train)
+    assert {curve.name: curve.y for curve in panel.curves} == {"engine": [0.0, 0.75], "user": [0.5, 0.25]}
+
+
 def test_every_state_has_a_colour():
     resources = {state for kind, states in STATES.items() if kind != "actor" for state in states}
     assert set(charts.STATE_COLOURS) == resources
