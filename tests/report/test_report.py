@@ -213,6 +213,7 @@ def test_a_report_is_small_however_long_the_run(run_dir, tmp_path):
     record(run_dir, *(Run(steps=5000).at(t) for t in range(0, 600, 2)))
     page = written(run_dir, tmp_path)
     assert len(page.page) < 600_000
+    assert "reward, first → last 0.100 → 500.000" in " ".join(page.text)
     x = page.figures[0][0]["x"]
     assert len(x) < 600 and x[-1] == 5000 and x == sorted(x)
 
