@@ -117,6 +117,7 @@ WRONG = [
     ({"weights": {"delta": True, "versions_held": 3}}, "weights.versions_held: must be at least 4 with weights.del"),
     ({"weights": {"stage_deadline_s": 60.0}}, "weights.stage_deadline_s: must be at least weights.deadline_s"),
     ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
+    ({"network": {"ports": "99999"}}, "network.ports: '99999' is not a range"),
     ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
     ({"staleness": {"late": "wait", "max_requeues": 3}}, 'staleness.max_requeues: is for staleness.late = "requeue"'),
     ({"staleness": {"late": "requeue", "max_requeues": 0}}, "staleness.max_requeues: "),
