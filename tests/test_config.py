@@ -117,6 +117,7 @@ WRONG = [
     ({"weights": {"delta": True, "versions_held": 3}}, "weights.versions_held: must be at least 4 with weights.del"),
     ({"weights": {"stage_deadline_s": 60.0}}, "weights.stage_deadline_s: must be at least weights.deadline_s"),
     ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
+    ({"network": {"ports": "99999"}}, "network.ports: '99999' is not a range"),
     ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
     ({"staleness": {"late": "wait", "max_requeues": 3}}, 'staleness.max_requeues: is for staleness.late = "requeue"'),
     ({"staleness": {"late": "requeue", "max_requeues": 0}}, "staleness.max_requeues: "),
@@ -124,6 +125,9 @@ WRONG = [
     ({"watchdog": {"stall_s": 2.0}}, "watchdog.stall_s: must be at least 3 * supervision.heartbeat_s = 3"),
     ({"reward": {"per": "group", "on_timeout": -1.0}}, "reward.on_timeout"),
     ({"reward": {"on_timeout": float("nan")}}, "reward.on_timeout"),
+    ({"reward": {"on_timeout": [1]}}, "reward.on_timeout: input should be 'fail' (got [1])"),
+    ({"reward": {"on_timeout": {"a": 1}}}, "reward.on_timeout: input should be a valid number (got {'a': 1})"),
+    ({"lora": {"targets": ["a", 5]}}, "lora.targets: input should be a valid string (got 5)"),
     ({"reward": {"truncated": "penalty", "overlong": {"margin_tokens": 9999}}}, "overlong.margin_tokens"),
     ({"data": {"source": "reasoning_gym"}}, "data.task: is required"),
     (

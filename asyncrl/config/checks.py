@@ -233,7 +233,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
         if attrgetter(key)(config) < beats:
             yield key, f"must be at least 3 * supervision.heartbeat_s = {beats:g}"
     low, _, high = config.network.ports.partition("-")
-    if high and not 0 < int(low) <= int(high) <= 65535:
+    if int(high or low) > 65535 or (high and not 0 < int(low) <= int(high)):
         yield "network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"
     if config.security.curve == "off" and config.network.host not in ("127.0.0.1", "::1", "localhost"):
         yield "security.curve", f"may be off on loopback only; network.host is {config.network.host}"

@@ -82,7 +82,7 @@ def validate_config(
         config = Config.model_validate(tree)
     except ValidationError as error:
         for item in error.errors():
-            path = _key_of(item["loc"], tree)
+            path = _key_of(item["loc"], tree, is_missing=item["type"] == "missing")
             bad.add(path)
             found.append(describe(path, item) + _from(path, sources or {}))
         try:
@@ -117,14 +117,17 @@ def config_from_json(text: str) -> Config:
     return validate_config(tree)
 
 
-def _key_of(place: Sequence[int | str], tree: Any) -> tuple[str, ...]:
+def _key_of(place: Sequence[int | str], tree: Any, *, is_missing: bool) -> tuple[str, ...]:
     """The key of a place in the tree. Behind that of a value which may be of several kinds pydantic names the kind."""
     key: list[str] = []
     for part in place:
-        if not isinstance(tree, dict | list):
+        if isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+        elif isinstance(tree, dict) and (part in tree or is_missing):
+            tree = tree.get(part)
+        else:
             break
         key.append(str(part))
-        tree = tree.get(part) if isinstance(tree, dict) else tree[int(part)]
     return tuple(key)
 
 

@@ -191,11 +191,11 @@ class Workers:
             if not self._end.done():
                 self._end.set_exception(EpisodeWorkersEnded(self._code, f"has no worker process left: {reason}"))
             return
-        backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
+        backoff = min(FIRST_BACKOFF_S * 2 ** min(slot.failed_starts, 16), LONGEST_BACKOFF_S)
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
 
     def _ended(self, slot: Slot, process: WorkerProcess, reason: str) -> None:
-        self._hand_out(slot, process)
+        self._hand_out(slot, process, end_of_call=True)
         was_ready = slot.is_ready
         slot.process, slot.is_ready = None, False
         inside, slot.open = list(slot.open.values()), {}
@@ -228,12 +228,12 @@ class Workers:
         if slot.telling is None:
             slot.telling = self._loop.call_later(GATHER_S, self._hand_out, slot, process)
 
-    def _hand_out(self, slot: Slot, process: WorkerProcess) -> None:
+    def _hand_out(self, slot: Slot, process: WorkerProcess, *, end_of_call: bool = False) -> None:
         """Hand out output that belongs to no particular episode."""
         if slot.telling is not None:
             slot.telling.cancel()
             slot.telling = None
-        text, dropped = process.output.take(end_of_call=not slot.open)
+        text, dropped = process.output.take(end_of_call=end_of_call or not slot.open)
         self.counts.output_dropped_bytes += dropped
         if text or dropped:
             uids = {opened.session.task.uid for opened in slot.open.values()}
@@ -360,7 +360,7 @@ class Workers:
         self._suspects.ended(opened.session.task.episode_id)
         if slot.process is not None and slot.process.output.used:
             slot.process.output.drain()
-            self._hand_out(slot, slot.process)
+            self._hand_out(slot, slot.process, end_of_call=True)
         if slot.lone:
             if slot.process is not None:
                 slot.process.kill("is not needed any more")

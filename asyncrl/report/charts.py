@@ -226,7 +226,8 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
     ]
     told = [line for line in train if any(name.startswith(SHARE) for name in line)]
     found = {
-        name: series([{name: 0.0, **line} for line in told], name, join=mean) for name in map(SHARE.__add__, STAGES)
+        name: series([{**line, name: number_in(line, name) or 0.0} for line in told], name, join=mean)
+        for name in map(SHARE.__add__, STAGES)
     }
     stages = [
         Curve(name=name.removeprefix(SHARE), colour=STAGES[name.removeprefix(SHARE)], x=x, y=y)

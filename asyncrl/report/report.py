@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.errors import UsageError
 from asyncrl.files import replace_file
 from asyncrl.report import charts
-from asyncrl.report.charts import mean, series
+from asyncrl.report.charts import mean
 from asyncrl.report.svg import Panel, draw
 from asyncrl.report.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Snapshot
@@ -149,7 +149,7 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
 
 def _figures(train: Sequence[Line]) -> str:
     def values(key: str) -> list[float]:
-        return series(train, key, join=mean)[1]
+        return [value for line in train if (value := number_in(line, key)) is not None]
 
     rows: list[tuple[str, str]] = []
     if found := values("reward/mean"):

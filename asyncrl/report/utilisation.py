@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from asyncrl.snapshot import ActorView, Resource, Snapshot
 from asyncrl.telemetry.snapshots.rates import Interval, Shares
@@ -52,12 +53,15 @@ def kind_of(actor: ActorView, resource: Resource) -> str:
 
 
 def evenly(walls: list[float], most: int) -> list[int]:
-    """Indices of at most ``most`` of ascending times, first and last among them, spread evenly over the time."""
+    """Indices of at most ``most`` of these times, first and last among them, spread evenly over the time.
+
+    Where the clock was set back no time has passed.
+    """
     if len(walls) <= most:
         return list(range(len(walls)))
-    first, last = walls[0], walls[-1]
+    passed = list(accumulate((max(0.0, newer - older) for older, newer in pairwise(walls)), initial=0.0))
     chosen: list[int] = []
-    for index, wall in enumerate(walls):
-        if index == len(walls) - 1 or wall >= first + (last - first) * len(chosen) / (most - 1):
+    for index, since in enumerate(passed[:-1]):
+        if len(chosen) < most - 1 and since >= passed[-1] * len(chosen) / (most - 1):
             chosen.append(index)
-    return chosen
+    return [*chosen, len(walls) - 1]

@@ -15,15 +15,15 @@ from asyncrl.top.source.history import GONE, stages_of
 
 def episodes(facts: Facts) -> EpisodesView | None:
     """The episodes; None where a prompt has one response."""
-    rollouters, hosts = facts.of("rollouter"), facts.of("episodes")
+    rollouters, living, hosts = facts.of("rollouter"), facts.living("rollouter"), facts.of("episodes")
     if not hosts:
         return None
-    at, shares = stages_of(facts.living("rollouter")), _shares(facts)
+    at, shares = stages_of(living), _shares(facts)
     turns, prompts = _seen(facts, "rollout/turns"), _seen(facts, "rollout/prompt_tokens")
     names = sorted({*at, *shares}, key=lambda name: (-at.get(name, 0.0), -shares.get(name, 0.0), name))
     return EpisodesView(
         open=facts.level("rollouter", "rollout/episodes"),
-        oldest_s=max((actor.figures.get("rollout/episodes_oldest_s", 0.0) for actor in rollouters), default=None),
+        oldest_s=max((actor.figures.get("rollout/episodes_oldest_s", 0.0) for actor in living), default=None),
         stages=[
             EpisodeStageRow(name=name, open=at.get(name), share=shares.get(name))
             for name in names

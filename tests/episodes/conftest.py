@@ -67,6 +67,9 @@ async def play(task: Task, client: Client, **options):
         for _ in range(2000):
             print("x" * 1000)
         return 0
+    if how == "write":
+        os.write(1, b"x" * int(words[0]))
+        return 0
     if how == "spin":
         while True:
             pass
@@ -200,6 +203,7 @@ class Box:
 
     def __init__(self, task: Task, *, size: int = 2):
         self.size, self.things, self.uid = size, [], task.uid
+        self.grade = lambda answer: answer == task.row["answer"]
 
     def put(self, thing: str) -> str:
         """Put something in."""

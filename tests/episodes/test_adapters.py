@@ -100,6 +100,10 @@ def test_reasoning_gym_asks_again_and_scores_the_last_try():
     env, item = ReasoningGym(), create_dataset("chain_sum", size=5, seed=1, min_terms=2)[2]
     assert env.reset(task(row=row)).startswith(item["question"])
     assert env.step(said("no idea"))[1:] == (pytest.approx(0.0, abs=0.02), True)
+    # Columns of another source are not its own.
+    env, item = ReasoningGym(task="chain_sum"), create_dataset("chain_sum", size=1, seed=3)[0]
+    for row in ({"index": 3}, {"task": "translate", "size": "XL", "options": ["a", "b"]}):
+        assert env.reset(task(row=row)).startswith(item["question"])
     with pytest.raises(ValueError, match="the row has no task"):
         ReasoningGym().reset(task())
 

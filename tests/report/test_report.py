@@ -213,6 +213,7 @@ def test_a_report_is_small_however_long_the_run(run_dir, tmp_path):
     record(run_dir, *(Run(steps=5000).at(t) for t in range(0, 600, 2)))
     page = written(run_dir, tmp_path)
     assert len(page.page) < 600_000
+    assert "reward, first → last 0.100 → 500.000" in " ".join(page.text)
     x = page.figures[0][0]["x"]
     assert len(x) < 600 and x[-1] == 5000 and x == sorted(x)
 
@@ -222,6 +223,8 @@ def test_moments_are_chosen_evenly_over_time_and_nothing_is_said_of_that_between
     assert evenly([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [0, 2, 4]
     # A gap: what is there is taken once.
     assert evenly([0.0, 1.0, 2.0, 100.0], 3) == [0, 3]
+    # The clock was set back.
+    assert evenly([10.0, 11.0, 12.0, 13.0, 1.0, 2.0], 3) == [0, 2, 5]
     first, second = Run().at(10), Run().at(5000)
     resumed = msgspec.structs.replace(second, run=msgspec.structs.replace(second.run, attempt=2))
     assert spans([first, resumed]) == []
@@ -242,6 +245,13 @@ def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
         assert (list(curve.x), list(curve.notes)) == ([at], [said])
     (panel,) = charts.reward(train, [evaluation(3)])
     assert list(panel.curves[-1].x) == [3] and list(panel.curves[-1].notes) == [""]
+
+
+def test_a_share_of_the_time_of_episodes_that_is_no_number_is_taken_for_absent():
+    told = [{"engine": None, "user": 0.5}, {"engine": 0.75, "user": 0.25}]
+    train = [step(n, **{f"rollout/episode_share/{k}": v for k, v in each.items()}) for n, each in enumerate(told, 1)]
+    (panel,) = charts.episodes(train)
+    assert {curve.name: curve.y for curve in panel.curves} == {"engine": [0.0, 0.75], "user": [0.5, 0.25]}
 
 
 def test_every_state_has_a_colour():

@@ -156,6 +156,22 @@ async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had_and_not_befor
         assert caught.value.retryable
 
 
+async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_is_another(monkeypatch):
+    tried = []
+
+    def fails(*_, **more):
+        tried.append(more)
+        raise OSError("no process")
+
+    monkeypatch.setattr(pool_module, "LONGEST_BACKOFF_S", 0.0)
+    async with started(workers=2) as pool:
+        monkeypatch.setattr(pool_module, "WorkerProcess", fails)
+        with pytest.raises(RewardFailed, match="exit code 3"):
+            await reward(pool, "exit")
+        await until(lambda: len(tried) > 1100)
+        assert await reward(pool, "abc") == 3.0
+
+
 async def test_a_worker_that_hangs_while_it_is_started_again_is_killed_and_tried_again(tmp_path):
     hangs = tmp_path / "hangs"
     (tmp_path / "act_rewards.py").write_text(

@@ -151,6 +151,8 @@ def test_of_who_stands_still_or_is_gone_nothing_is_told_of_what_he_does():
     *before, last = STATES["agents"]()
     row = seen([*before, with_actor(last, "episodes/3", condition="dead")]).episodes.hosts[-1]
     assert (row.condition, row.workers, row.open, row.played) == ("dead", 0, None, 400.0)
+    left = with_actor(last, "rollouter/3", condition="aside", figures={"rollout/episodes_oldest_s": 7777.0})
+    assert seen([*before, left]).episodes.oldest_s == 90.0
 
 
 def test_what_a_run_that_is_over_did_last_is_not_shown_as_what_it_does():

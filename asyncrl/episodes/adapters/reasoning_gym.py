@@ -15,6 +15,9 @@ from reasoning_gym.utils import extract_answer
 
 from asyncrl.episodes.playing.task import Task
 
+OF_AN_ITEM = ("task", "seed", "size", "index")
+"""Columns of a row that data.source = "reasoning_gym" has made."""
+
 
 class ReasoningGym:
     """One item."""
@@ -35,12 +38,14 @@ class ReasoningGym:
     def reset(self, task: Task) -> str:
         """The question."""
         row = task.row
-        name = row.get("task", self._task)
+        name, options, seed, size, index = self._task, self._options, task.seed % 2**31, 1, 0
+        # A row of another source may have columns of the same names, of other meanings.
+        if all(key in row for key in OF_AN_ITEM):
+            name, seed, size, index = (row[key] for key in OF_AN_ITEM)
+            options = row.get("options", self._options)
         if name is None:
             raise ValueError('the row has no task: set data.source = "reasoning_gym", or episode.options.task')
-        seed, index = (row["seed"], row["index"]) if "index" in row else (task.seed % 2**31, 0)
-        size = row.get("size", index + 1)
-        self._scorer = create_dataset(name, **{**row.get("options", self._options), "size": size, "seed": seed})
+        self._scorer = create_dataset(name, **{**options, "size": size, "seed": seed})
         self._item = self._scorer[index]
         return f"{self._item['question']}\nGive the answer in <{self._tag}>...</{self._tag}>."
 

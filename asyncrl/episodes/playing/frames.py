@@ -89,7 +89,7 @@ class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
 
 
 class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
-    """Output of an episode, and the number of bytes that were left out before."""
+    """Output of an episode, and the number of bytes that were left out since the last."""
 
     session: str
     text: str

@@ -1,7 +1,7 @@
 """Output told apart by episode: what one prints is kept from what others print in the same worker.
 
 Context variables tell it, which tasks and threads of an episode inherit. Output beyond them (of programs, of code
-in other languages, at import) goes to the worker's own output. Invariant: of an episode at most ``limit`` bytes are
+in other languages, at import) goes to the worker's own output. Invariant: of an episode the first ``limit`` bytes are
 kept.
 """
 
@@ -17,7 +17,7 @@ LINES_BYTES = 8192
 
 
 class Printer:
-    """Output of one episode. ``send`` gets text and the bytes dropped before; callable from any thread."""
+    """Output of one episode. ``send`` gets text and the bytes dropped since the last; callable from any thread."""
 
     def __init__(self, limit: int, send: Callable[[str, int], None]) -> None:
         self._left, self._send = limit, send
@@ -28,12 +28,16 @@ class Printer:
         """Take in text."""
         # Half of a surrogate pair, which could not be sent, is written out.
         data = text.encode(errors="backslashreplace")
-        text, size = data.decode(), len(data)
-        if size > self._left:
-            self._dropped += size
+        if len(data) > self._left:
+            # Cut without leaving a part of a character, and nothing is kept behind a cut.
+            kept = data[: self._left].decode(errors="ignore").encode()
+            self._dropped += len(data) - len(kept)
+            data, self._left = kept, len(kept)
+        if not data:
             return
-        self._left -= size
-        self._size += size
+        text = data.decode()
+        self._left -= len(data)
+        self._size += len(data)
         self._held.append(text)
         if "\n" in text or self._size >= LINES_BYTES:
             self.flush()

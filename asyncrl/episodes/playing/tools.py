@@ -67,8 +67,10 @@ class Tool:
 
 def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:
     """The tools of an object or of a class: its public methods but ``close``."""
-    found = inspect.getmembers(made, callable)
-    return [(name, each) for name, each in found if not name.startswith("_") and name != "close"]
+    # Attributes of the object alone are its state, callable or not, and a grader among them is not for the policy.
+    found = inspect.getmembers(made if inspect.isclass(made) else type(made), callable)
+    names = [name for name, _ in found if not name.startswith("_") and name != "close"]
+    return [(name, each) for name in names if callable(each := getattr(made, name))]
 
 
 def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], note: Note) -> Player:

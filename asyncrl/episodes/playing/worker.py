@@ -49,6 +49,8 @@ class PlayedEpisode:
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.over = ""
         """Reason that it is over; empty while it is not."""
+        self.running = False
+        """Whether the user's code runs."""
 
     async def chat(self, chat: Chat) -> ChatReply:
         """Ask the policy, as client.Policy."""
@@ -117,7 +119,9 @@ class Worker:
             case frames.StopEpisode(key):
                 if key in self._sessions:
                     self._sessions[key].end(STOPPED)
-                    self._episodes[key].cancel()
+                    # Before and after the user's code its task is the worker's own, which has to tell the end.
+                    if self._sessions[key].running:
+                        self._episodes[key].cancel()
 
     def ask(self, chat: Chat) -> None:
         """Send a call of the policy. Raises ChatRefused for one that is too large, or that the host could not read."""
@@ -168,6 +172,9 @@ class Worker:
             await asyncio.sleep(self._setup.alive_s)
 
     async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
+        if session.over:
+            self._over(frames.Ended(key, error=STOPPED))
+            return
         printer = Printer(
             self._setup.max_output_bytes, lambda text, dropped: self.send_soon(frames.Printed(key, text, dropped))
         )
@@ -198,6 +205,7 @@ class Worker:
         """The outcome of an episode. Nothing that the user's code raises, SystemExit included, may end the worker."""
         current.set(printer)
         _session.set(session)
+        session.running = True
         try:
             value = await playing
             return frames.Ended(key) if value is None else frames.Ended(key, *read_outcome(value))
@@ -208,9 +216,13 @@ class Worker:
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and session.over:
                 return frames.Ended(key, error=STOPPED)
+            if isinstance(error, BaseExceptionGroup) and error.split(EpisodeOver)[1] is None:
+                # Of calls in a TaskGroup: nothing else has failed.
+                return frames.Ended(key)
             return frames.Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
         finally:
             # The rest of this task is the worker's own.
+            session.running = False
             current.set(None)
             _session.set(None)
 

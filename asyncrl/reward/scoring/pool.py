@@ -269,7 +269,7 @@ class RewardPool:
         if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
             self.give_up(RewardPoolEnded(self._config.function, f"has no worker process left: {reason}"))
             return
-        backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
+        backoff = min(FIRST_BACKOFF_S * 2 ** min(slot.failed_starts, 16), LONGEST_BACKOFF_S)
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
 
     def _feed(self, slot: RewardSlot) -> None:

@@ -43,13 +43,16 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         connection.set_inheritable(False)
         frames = FrameReader(MOST_SETUP_BYTES)
-        setup: dict[str, Any] | None = None
-        while setup is None:
+        bodies: list[bytes | bytearray] = []
+        while not bodies:
             data = connection.recv(READ_BYTES)
             if not data:
                 return
-            for body in frames.feed(data):
-                setup = json.loads(body)
+            bodies += frames.feed(data)
+        if len(bodies) > 1:
+            # Asked to end what has not begun.
+            return
+        setup: dict[str, Any] = json.loads(bodies[0])
         paths: list[str] = []
         try:
             for variable, text in setup["files"].items():

@@ -5,15 +5,21 @@ import signal
 import sys
 from collections import Counter
 
+import msgspec
 import psutil
 import pytest
 import thief
 from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
+from asyncrl.episodes import workers as workers_module
+from asyncrl.episodes.playing import frames
+from asyncrl.episodes.playing.printing import Printer
+from asyncrl.episodes.playing.worker import STOPPED, Worker
 from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.runtime.workers.confinement import why_not
+from asyncrl.runtime.workers.framing import FrameReader
 from asyncrl.wire.keys import create_credentials
 
 
@@ -138,6 +144,76 @@ async def test_what_is_stopped_or_given_up_ends_and_what_goes_on_behind_the_end_
         assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
 
 
+class Inside:
+    """A worker in this process, with an episode; its host speaks by ``take``."""
+
+    def __init__(self, player):
+        self.data = b""
+        setup = frames.EpisodeSetup("function", ["a:b"], {}, "m", "http://h", 1.0, 5.0, 1 << 20, 1 << 20)
+        self.take = Worker(setup, player, self).take
+        self.take(frames.Play(SESSION, TASK))
+
+    def write(self, data):
+        self.data += data
+
+    def ended(self):
+        said = [msgspec.msgpack.decode(body, type=frames.ToHost) for body in FrameReader(1 << 30).feed(self.data)]
+        return [each for each in said if isinstance(each, frames.Ended)]
+
+
+SESSION = "a" * 32
+TASK = {"prompt": "p", "messages": [], "row": {}, "seed": 1, "uid": "0-1", "sample": 0, "attempt": 0}
+
+
+async def test_an_episode_that_is_stopped_before_its_code_or_behind_it_says_that_it_has_ended():
+    closing, close, left = asyncio.Event(), asyncio.Event(), []
+
+    async def lingers():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closing.set()
+            await close.wait()
+
+    async def play(task, client):
+        left.append(asyncio.create_task(lingers()))
+        await asyncio.sleep(0)
+        return 1.0
+
+    worker = Inside(play)
+    worker.take(frames.StopEpisode(SESSION))
+    await until(worker.ended, within_s=5.0)
+    assert worker.ended() == [frames.Ended(SESSION, error=STOPPED)] and not left
+    worker = Inside(play)
+    await closing.wait()
+    worker.take(frames.StopEpisode(SESSION))
+    close.set()
+    await until(worker.ended, within_s=5.0)
+    assert worker.ended() == [frames.Ended(SESSION, reward=1.0)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_end_that_a_task_group_is_told_of_is_no_failure(fails):
+    async def fumbles(client):
+        try:
+            await client.chat([])
+        except EpisodeOver:
+            raise ValueError("no luck") from None
+
+    async def play(task, client):
+        async with asyncio.TaskGroup() as asking:
+            asking.create_task(client.chat([]))
+            asking.create_task(fumbles(client) if fails else client.chat([]))
+
+    worker = Inside(play)
+    await until(lambda: worker.data.count(b"client-") == 2, within_s=5.0)
+    for number in (1, 2):
+        worker.take(frames.Denied(SESSION, f"client-{number}", "turns", over=True))
+    await until(worker.ended, within_s=5.0)
+    (ended,) = worker.ended()
+    assert ended.error.startswith("raised ExceptionGroup: ") if fails else ended == frames.Ended(SESSION)
+
+
 async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path):
     rollouter = Rollouter("ab", "cde")
     async with hosting(play(function="plays:plain", close_timeout_s=1.0), tmp_path, rollouter) as host:
@@ -199,6 +275,21 @@ async def test_who_waits_for_a_lone_worker_that_does_not_come_up_is_not_blamed_f
         assert host.figure("played_alone") == 2
 
 
+async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_is_another(tmp_path, monkeypatch):
+    tried = []
+
+    def fails(*_, **more):
+        tried.append(more)
+        raise OSError("no process")
+
+    monkeypatch.setattr(workers_module, "LONGEST_BACKOFF_S", 0.0)
+    async with hosting(play(workers=2), tmp_path) as host:
+        monkeypatch.setattr(workers_module, "WorkerProcess", fails)
+        assert (await host.play("exit")).blame == "host"
+        await until(lambda: len(tried) > 1100)
+        assert (await host.play("reply", uid="0-2")).reward == 3.0
+
+
 async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
     # Whose workers are given ten seconds.
     async with hosting(play(supervision={"start_timeout_s": 12.5}), tmp_path) as host:
@@ -254,6 +345,23 @@ async def test_output_is_told_apart_and_bounded(tmp_path):
         assert 90_000 < kept <= 100_000
         assert kept + sum(dropped for *_, dropped in printed) == 2000 * 1001
         assert host.figure("output_dropped_bytes") == 2000 * 1001 - kept
+        # Beyond Python's streams the limit is one for all up to the end of an episode, whichever others are open.
+        printed.clear()
+        beside = host.run("wait", uid="0-2")
+        await until(lambda: host.figure("open") == 1)
+        for _ in range(3):
+            await host.play("write 60000")
+        assert sum(len(text) for _, text, _ in printed) == 180_000
+        beside.cancel()
+
+
+def test_a_long_print_is_cut_to_what_is_left_of_the_limit():
+    sent = []
+    printer = Printer(10, lambda text, dropped: sent.append((text, dropped)))
+    for text in ("abc\n", "12345é\n", "late\n"):
+        printer.write(text)
+    printer.flush()
+    assert sent == [("abc\n", 0), ("12345", 8)]
 
 
 @pytest.mark.parametrize("missing", ["code", "library"])

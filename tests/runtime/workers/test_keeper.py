@@ -1,9 +1,15 @@
 import fcntl
+import json
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from asyncrl.runtime.workers.framing import framed
 from asyncrl.runtime.workers.keeper import LINE_BYTES, OutputLines
 
 
@@ -52,3 +58,14 @@ def test_a_line_without_end_is_not_held_for_ever(pipes: Pipes) -> None:
     assert len(passed) > LINE_BYTES
     assert len(pipes.lines.tail) == LINE_BYTES
     os.close(pipes.into)
+
+
+def test_a_program_that_is_asked_to_end_before_it_has_begun_is_not_started(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    setup = {"argv": ["touch", str(began)], "env": dict(os.environ), "files": {}}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(framed(json.dumps(setup).encode(), b"terminate"))
+        keeper = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(theirs.fileno())]
+        ended = subprocess.run(keeper, pass_fds=[theirs.fileno()], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr, began.exists()) == (0, b"", b"", False)
