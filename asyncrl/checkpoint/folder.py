@@ -185,7 +185,7 @@ class CheckpointFolder:
             return msgspec.json.decode(path.read_bytes(), type=_WriterRecord).incarnation
         except FileNotFoundError:
             return 0
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = f"cannot be read, so that nobody knows who may write here: {error}; remove it if no run uses it"
             raise CheckpointError(str(path), reason) from error
 
@@ -337,7 +337,7 @@ def _holds_a_file(path: Path) -> bool:
 def step_of(path: Path) -> int | None:
     """The step of a checkpoint, damaged or not; None if it cannot be read."""
     for name in (COMPLETE, STATE):
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
             return msgspec.json.decode((path / name).read_bytes(), type=_Stand).step
     return None
 
@@ -348,7 +348,11 @@ def _read_complete(mark: Path) -> _Complete:
             text = mark.read_bytes()
         except FileNotFoundError as error:
             raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
-        return msgspec.json.decode(text, type=_Complete)
+        try:
+            return msgspec.json.decode(text, type=_Complete)
+        except msgspec.ValidationError as error:
+            # No checksum was held against this file before it is decoded.
+            raise DamagedCheckpoint(str(mark), f"cannot be read: {error}") from error
 
 
 @contextmanager

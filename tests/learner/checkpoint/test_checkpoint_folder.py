@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir, step_of
 from asyncrl.checkpoint.retention import Found, superfluous
 from asyncrl.config import Config
 from asyncrl.config.operation import CheckpointConfig
@@ -156,9 +156,10 @@ def test_an_older_learner_may_not_write(checkpoints) -> None:
     newer.claim(101)
     _write(newer, 2)
     assert _text(checkpoints) == "state of 2"
-    (checkpoints.folder / "writer.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"writer\.json.*nobody knows who may write here"):
-        newer.begin(3)
+    for damaged in (b"[]", b'{"\xe9ncarnation":101}'):
+        (checkpoints.folder / "writer.json").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"writer\.json.*nobody knows who may write here"):
+            newer.begin(3)
 
 
 def test_an_older_learner_in_the_middle_of_its_commit_is_too_late(checkpoints, monkeypatch) -> None:
@@ -193,9 +194,14 @@ def test_what_is_no_checkpoint_or_was_damaged_is_named(checkpoints) -> None:
     with pytest.raises(DamagedCheckpoint, match="of version 3; the folder was renamed"):
         checkpoints.at(path.rename(path.with_name("v00000004")))
     mark = path.with_name("v00000004") / "COMPLETE"
-    mark.write_text("{")
-    with pytest.raises(DamagedCheckpoint, match=r"COMPLETE: cannot be read: "):
-        checkpoints.newest()
+    (mark.parent / "state.json").write_bytes(b'{"\xf3tep":6}')
+    whole = mark.read_bytes()
+    # Cut off, a bit of a key, and one that leaves no UTF-8.
+    for damaged in (b"{", whole.replace(b"version", b"wersion"), whole.replace(b"step", b"\xf3tep")):
+        mark.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpoint, match=r"COMPLETE: cannot be read: "):
+            checkpoints.newest()
+    assert step_of(mark.parent) is None
     # An unreadable one is left where it is.
     for version in (5, 6):
         _write(checkpoints, version)
