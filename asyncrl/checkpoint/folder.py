@@ -51,6 +51,7 @@ LOOKS = 10
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
 _ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
 """Version in the name of a folder of any kind, unfinished, set aside and half removed ones among them."""
+_DEAD = ".dead-"
 _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
 
@@ -323,11 +324,19 @@ class CheckpointFolder:
             raise CheckpointError(str(partial), reason)
 
     def _bury(self, path: Path) -> None:
-        """Remove a folder such that no half of it is ever seen under its name. Raises OSError."""
-        grave = self.folder / f".dead-{path.name.lstrip('.')}-{time.time_ns()}"
-        os.rename(path, grave)
-        sync(self.folder)
-        shutil.rmtree(grave)
+        """Remove a folder such that no half of it is ever seen under its name. Raises OSError.
+
+        Files that cannot be removed are left to the next ``claim``: nothing reads them under the new name.
+        """
+        grave = path
+        if not path.name.startswith(_DEAD):
+            grave = self.folder / f"{_DEAD}{path.name.lstrip('.')}-{time.time_ns()}"
+            os.rename(path, grave)
+            sync(self.folder)
+        try:
+            shutil.rmtree(grave)
+        except OSError as error:
+            _LOG.warning("%s cannot be removed, and stays until the learner starts again: %s", grave, error)
 
 
 def _holds_a_file(path: Path) -> bool:

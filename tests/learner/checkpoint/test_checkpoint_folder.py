@@ -97,6 +97,23 @@ def test_leftovers_are_removed_and_what_is_not_ours_or_holds_files_stays(checkpo
     assert (checkpoints.folder / "damaged-v00000003" / "state.json").read_text() == "state of 3"
 
 
+def test_leftovers_that_cannot_be_removed_are_told_and_keep_no_learner_from_starting(
+    checkpoints, monkeypatch, caplog
+) -> None:
+    """As on NFS, while a process that was replaced has a file of them open."""
+    (checkpoints.begin(4) / "half").write_text("half")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: os.rmdir(path))
+        for incarnation in (101, 102):
+            checkpoints.claim(incarnation)
+            # Not under the name that its writer knows, and under no longer one each time.
+            (grave,) = [name for name in _names(checkpoints) if name != "writer.json"]
+            assert grave.startswith(".dead-v00000004.partial-100-") and grave.count("-") == 3
+            assert f"{grave} cannot be removed" in caplog.messages[-1]
+    checkpoints.claim(103)
+    assert _names(checkpoints) == ["writer.json"]
+
+
 def test_nothing_is_committed_below_the_newest(checkpoints) -> None:
     """A learner that does not know of the newest trains for nothing: the next one goes on from there."""
     newest = _write(checkpoints, 40)
