@@ -114,7 +114,11 @@ def test_auto_needs_a_run_but_no_checkpoint(tmp_path):
     assert resumption.warnings == [f"{path} has no checkpoint: training begins from the initial weights, at step 1"]
 
 
-def test_what_an_attempt_changes_in_the_folder(tmp_path, left):
+def test_what_an_attempt_changes_in_the_folder(tmp_path, left, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("a file system without hard links")
+
+    monkeypatch.setattr(os, "link", refuse)
     before = (left / "config.json").read_text()
     changed = config(tmp_path, learner={"steps": 20})
     settings, resumption = find_resumption(changed, "auto")
