@@ -42,7 +42,7 @@ def reading(path: Path) -> Iterator[None]:
         # A damaged file looks otherwise: its checksum was right before anybody decodes it.
         reason = f"cannot be read, as if another version of asyncrl had written it: {error}"
         raise CheckpointError(str(path), reason) from error
-    except (msgspec.DecodeError, DataError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, DataError) as error:
         raise DamagedCheckpoint(str(path), f"cannot be read: {error}") from error
 
 

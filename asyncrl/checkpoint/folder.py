@@ -51,6 +51,7 @@ LOOKS = 10
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
 _ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
 """Version in the name of a folder of any kind, unfinished, set aside and half removed ones among them."""
+_DEAD = ".dead-"
 _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class CheckpointFolder:
             return msgspec.json.decode(path.read_bytes(), type=_WriterRecord).incarnation
         except FileNotFoundError:
             return 0
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = f"cannot be read, so that nobody knows who may write here: {error}; remove it if no run uses it"
             raise CheckpointError(str(path), reason) from error
 
@@ -323,11 +324,19 @@ class CheckpointFolder:
             raise CheckpointError(str(partial), reason)
 
     def _bury(self, path: Path) -> None:
-        """Remove a folder such that no half of it is ever seen under its name. Raises OSError."""
-        grave = self.folder / f".dead-{path.name.lstrip('.')}-{time.time_ns()}"
-        os.rename(path, grave)
-        sync(self.folder)
-        shutil.rmtree(grave)
+        """Remove a folder such that no half of it is ever seen under its name. Raises OSError.
+
+        Files that cannot be removed are left to the next ``claim``: nothing reads them under the new name.
+        """
+        grave = path
+        if not path.name.startswith(_DEAD):
+            grave = self.folder / f"{_DEAD}{path.name.lstrip('.')}-{time.time_ns()}"
+            os.rename(path, grave)
+            sync(self.folder)
+        try:
+            shutil.rmtree(grave)
+        except OSError as error:
+            _LOG.warning("%s cannot be removed, and stays until the learner starts again: %s", grave, error)
 
 
 def _holds_a_file(path: Path) -> bool:
@@ -337,7 +346,7 @@ def _holds_a_file(path: Path) -> bool:
 def step_of(path: Path) -> int | None:
     """The step of a checkpoint, damaged or not; None if it cannot be read."""
     for name in (COMPLETE, STATE):
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
             return msgspec.json.decode((path / name).read_bytes(), type=_Stand).step
     return None
 
@@ -348,7 +357,11 @@ def _read_complete(mark: Path) -> _Complete:
             text = mark.read_bytes()
         except FileNotFoundError as error:
             raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
-        return msgspec.json.decode(text, type=_Complete)
+        try:
+            return msgspec.json.decode(text, type=_Complete)
+        except msgspec.ValidationError as error:
+            # No checksum was held against this file before it is decoded.
+            raise DamagedCheckpoint(str(mark), f"cannot be read: {error}") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,8 +68,13 @@ def _export(given: argparse.Namespace) -> int:
     """Returns the version. Raises AsyncRLError or OSError."""
     from asyncrl.errors import UsageError
 
-    if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
+    # A path that ends in .. has no name of its own.
+    out = given.out.resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{given.out}: it is there already; name a folder that is not")
+    if out.exists() and (out.samefile(os.curdir) or out.is_mount()):
+        # The model is written beside it, and takes its place.
+        raise UsageError(f"{given.out}: a working folder or a mount point cannot be replaced; name a folder in it")
     config, checkpoints, found = _find(given.run, given.version)
     if given.adapter and not config.lora.is_on:
         raise UsageError(f"--adapter: {given.run} trains the whole model; it has lora.rank = 0")
@@ -77,7 +83,7 @@ def _export(given: argparse.Namespace) -> int:
 
     model = config.model if given.model is None else config.model.model_copy(update={"path": given.model})
     chosen = given.dtype or ("bfloat16" if config.learner.dtype == "bfloat16" else "float32")
-    export_checkpoint(checkpoints, found, model, config, given.out, chosen, adapter_alone=given.adapter)
+    export_checkpoint(checkpoints, found, model, config, out, chosen, adapter_alone=given.adapter)
     return found.version
 
 

@@ -95,7 +95,10 @@ class Encoder:
         given = row["messages"] if "messages" in row else _of_prompt(row)
         if not isinstance(given, list):
             raise BadConversation("messages: must be a list")
-        messages, tools = normalise_messages(given), normalise_tools(row.get("tools") or [])
+        offered = row.get("tools") or []
+        if not isinstance(offered, list):
+            raise BadConversation("tools: must be a list")
+        messages, tools = normalise_messages(given), normalise_tools(offered)
         weights = [_weight(message, f"messages[{number}]") for number, message in enumerate(given)]
         if self._system is not None and all(message["role"] != "system" for message in messages):
             messages, weights = [{"role": "system", "content": self._system}, *messages], [1, *weights]
@@ -159,7 +162,9 @@ def _of_prompt(row: Mapping[str, Any]) -> list[Any]:
 
 def _weight(message: Mapping[str, Any], field: str) -> int:
     """1 for an answer that is trained, as in OpenAI's files for fine-tuning."""
-    weight = message.get("weight", 1)
+    weight = message.get("weight")
+    if weight is None:
+        return 1
     if weight not in (0, 1):
         raise BadConversation(f"{field}.weight: must be 0 or 1")
     return int(weight)

@@ -56,6 +56,8 @@ def test_answers_are_trained_with_their_ends_and_nothing_else_is(family):
     weightless = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
     (found,) = shown(config, {"messages": weightless})
     assert found.count("[") == 1 and found.endswith("[The end.<|im_end|>]")
+    absent = [message | {"weight": None} for message in TALK]
+    assert shown(config, {"messages": absent}) == [expected.removesuffix("\n")]
     # What is said after the last answer has no part.
     assert shown(config, {"messages": [*TALK, {"role": "user", "content": "Bye."}]}) == shown(
         config, {"messages": TALK}
@@ -98,6 +100,8 @@ def test_tools_of_a_row_are_shown(family):
         ({"messages": [{"role": "poet", "content": "x"}]}, r"messages\[0\].role: is 'poet'"),
         ({"messages": TALK[:1]}, "has no answer to train"),
         ({"messages": TALK[1:]}, r"messages\[0\]: is an answer to nothing"),
+        ({"messages": TALK, "tools": 5}, "tools: must be a list"),
+        ({"messages": TALK, "tools": True}, "tools: must be a list"),
         ({"messages": [TALK[0], TALK[1] | {"weight": 2}]}, r"messages\[1\].weight: must be 0 or 1"),
         ({"messages": [TALK[0], TALK[1] | {"content": "a<|im_end|>b"}]}, r"messages\[1\]: holds <\|im_end\|>"),
         ({"prompt": TALK, "completion": "x"}, 'prompt: must be text under data.template = "plain"'),

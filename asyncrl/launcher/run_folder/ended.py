@@ -92,15 +92,15 @@ def find_left(config: Config, folder: RunFolder, heard: int = 0) -> RunProgress:
     trained = max(trained, heard)
     checkpoints = checkpoint_dir(config, folder.path)
     try:
-        exported = _exported(folder) if trained >= config.learner.steps else None
+        exported = exported_model(folder.path) if trained >= config.learner.steps else None
         return RunProgress(CheckpointFolder(checkpoints).newest(), trained, exported=exported)
     except (CheckpointError, OSError) as error:
         return RunProgress(None, trained, trouble=str(error))
 
 
-def _exported(folder: RunFolder) -> Path | None:
-    """The exported model, if it is that of this attempt. Raises OSError."""
-    export, began = folder.path / "export", folder.path / CONFIG
+def exported_model(run_dir: Path) -> Path | None:
+    """The exported model of a run, if it is that of its last attempt. Raises OSError."""
+    export, began = run_dir / "export", run_dir / CONFIG
     is_new = export.is_dir() and began.exists() and export.stat().st_mtime >= began.stat().st_mtime
     return export if is_new else None
 

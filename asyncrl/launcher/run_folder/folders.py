@@ -147,8 +147,8 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
     (folder.path / UNBEGUN).unlink(missing_ok=True)
     kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
     if not kept.exists():
-        # Linked and not moved: there is a config.json at every moment.
-        os.link(folder.path / CONFIG, kept)
+        # Copied and not moved: there is a config.json at every moment. Not every file system has hard links.
+        replace_file(kept, (folder.path / CONFIG).read_bytes())
     replace_file(folder.path / CONFIG, config_to_json(config))
 
 

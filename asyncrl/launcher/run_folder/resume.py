@@ -26,6 +26,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
 from asyncrl.launcher.run_folder.choice import ResumedRun, choose, find_candidates
+from asyncrl.launcher.run_folder.ended import exported_model
 from asyncrl.launcher.run_folder.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
 from asyncrl.preflight.inputs import KnownPrompts
 
@@ -119,7 +120,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         _compare(config, state)
         if "data" not in config.resume.allow and state.fingerprint:
             prompts = KnownPrompts(fingerprint=state.fingerprint, count=state.prompts)
-        exported = not config.checkpoint.export_at_end or (path / "export").is_dir()
+        exported = not config.checkpoint.export_at_end or exported_model(path) is not None
         done = found.step >= config.learner.steps and exported
     return config, Resumption(
         folder=next_attempt(path),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.launcher.run_folder.ended import exported_model
 from asyncrl.launcher.terminal.progress import mean_in_words
 from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in
 from asyncrl.text.numbers import fixed
@@ -53,7 +54,7 @@ def summarise(
         ("metrics", run_dir / "metrics.jsonl"),
         ("samples", run_dir / "samples"),
         ("checkpoint", checkpoint),
-        ("model", run_dir / "export"),
+        ("model", exported_model(run_dir)),
         ("trace", run_dir / "trace"),
         ("logs", log_dir),
     ):

@@ -99,7 +99,7 @@ class Backend(Protocol):
         ``ahead`` is the number under which it was sent; where it was not, that is done here.
 
         A plan without updates is no step: nothing is changed and there are no metrics. The last of sft.warm_steps ends
-        with an optimizer as new.
+        with an optimizer as new, and the first step after any of them begins with one.
 
         ``loss/sft`` (nats) where conversations are trained, and of a warm step only ``policy/grad_norm`` and
         ``learner/lr`` beside it.

@@ -378,6 +378,9 @@ class Trainer:
         """This rank's part of a step; the same result on all ranks."""
         kind, step = self._next(command.warm)
         sft = self._config.sft
+        if not command.warm and not self.steps:
+            # A run that was left among its warm steps may go on with fewer, and then takes no last one.
+            self._optimizer.state.clear()
         try:
             result = self._updates.step(
                 f"{kind} {step}",

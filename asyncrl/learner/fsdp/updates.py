@@ -177,6 +177,7 @@ class Updates:
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
             scorer = self._scorers.reference
             found = [self._score_row(scorer, self._row(batch), temperature) for batch in batches]
+        self._cut_up(scorer)
         # The reference may have scored with the weights of the policy.
         self._policy.reshard()
         return found
@@ -192,7 +193,9 @@ class Updates:
                 return [None] * len(rows)
             with torch.no_grad(), self._ranks.waiting(name):
                 self._on_phase(name)
-                return [self._score_row(scorer, row, temperature) for row in rows]
+                found = [self._score_row(scorer, row, temperature) for row in rows]
+            self._cut_up(scorer)
+            return list(found)
 
         proximal = by(self._policy if several else None, "scoring by the proximal policy")
         wanted = self._scorers.reference if self._objective.needs_reference else None
@@ -204,6 +207,11 @@ class Updates:
         logprobs = scorer.score(row, temperature)[0]
         self._ranks.mark()
         return logprobs
+
+    def _cut_up(self, scorer: Scorer) -> None:
+        """Let a frozen model keep nothing whole: no backward pass of it comes, and the policy needs the room."""
+        if isinstance(scorer, Policy) and scorer is not self._policy:
+            scorer.reshard()
 
     def _update(
         self,

@@ -114,7 +114,11 @@ def test_auto_needs_a_run_but_no_checkpoint(tmp_path):
     assert resumption.warnings == [f"{path} has no checkpoint: training begins from the initial weights, at step 1"]
 
 
-def test_what_an_attempt_changes_in_the_folder(tmp_path, left):
+def test_what_an_attempt_changes_in_the_folder(tmp_path, left, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("a file system without hard links")
+
+    monkeypatch.setattr(os, "link", refuse)
     before = (left / "config.json").read_text()
     changed = config(tmp_path, learner={"steps": 20})
     settings, resumption = find_resumption(changed, "auto")
@@ -168,6 +172,14 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):
     assert not is_finished() and is_finished(checkpoint={"export_at_end": False})
     (left / "export").mkdir()
     assert is_finished() and not is_finished(learner={"steps": 12})
+    # The model of the first end, once an attempt with more steps has begun and written its last checkpoint.
+    more = config(tmp_path, learner={"steps": 12})
+    _, resumption = find_resumption(more, "auto")
+    os.utime(left / "export", (0, 0))
+    with private_folder(resumption.folder, more):
+        resumption.begin(more)
+    write_checkpoint(more, left, 12)
+    assert not is_finished(learner={"steps": 12})
 
 
 def test_a_run_that_lives_is_refused(tmp_path, left):

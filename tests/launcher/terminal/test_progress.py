@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -302,6 +303,7 @@ def test_a_time_in_words():
 @pytest.fixture
 def summary(tmp_path):
     """Rows by their first words, in order, of a run folder with an export."""
+    (tmp_path / "config.json").touch()
     for name in ("logs", "export", "monitor"):
         (tmp_path / name).mkdir()
 
@@ -328,6 +330,9 @@ def test_the_summary(summary, tmp_path):
         ("logs", str(tmp_path / "logs")),
         ("replay", f"asyncrl-top {tmp_path} --replay, or --report FILE.html"),
     ]
+    # The model of an earlier attempt.
+    os.utime(tmp_path / "export", (0, 0))
+    assert "model" not in summary(lines)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,9 @@ def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(fold
     assert resumed["before"] == (10, 0)
     assert resumed["losses"] == found["losses"][10:]
     assert same(resumed["weights"], found["weights"])
+    # With fewer warm steps than were taken the run begins with a new optimizer as well.
+    fewer = run_alone(_config(folder, sft=TAUGHT | {"warm_steps": 8}), _load_then_train, target)
+    assert fewer["before"] == (10, 0) and fewer["fresh"] == [True, False, False]
 
 
 def _refuse(backend, config) -> list[tuple[str, list[str], list[str], str, bool]]:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir, step_of
 from asyncrl.checkpoint.retention import Found, superfluous
 from asyncrl.config import Config
 from asyncrl.config.operation import CheckpointConfig
@@ -97,6 +97,23 @@ def test_leftovers_are_removed_and_what_is_not_ours_or_holds_files_stays(checkpo
     assert (checkpoints.folder / "damaged-v00000003" / "state.json").read_text() == "state of 3"
 
 
+def test_leftovers_that_cannot_be_removed_are_told_and_keep_no_learner_from_starting(
+    checkpoints, monkeypatch, caplog
+) -> None:
+    """As on NFS, while a process that was replaced has a file of them open."""
+    (checkpoints.begin(4) / "half").write_text("half")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: os.rmdir(path))
+        for incarnation in (101, 102):
+            checkpoints.claim(incarnation)
+            # Not under the name that its writer knows, and under no longer one each time.
+            (grave,) = [name for name in _names(checkpoints) if name != "writer.json"]
+            assert grave.startswith(".dead-v00000004.partial-100-") and grave.count("-") == 3
+            assert f"{grave} cannot be removed" in caplog.messages[-1]
+    checkpoints.claim(103)
+    assert _names(checkpoints) == ["writer.json"]
+
+
 def test_nothing_is_committed_below_the_newest(checkpoints) -> None:
     """A learner that does not know of the newest trains for nothing: the next one goes on from there."""
     newest = _write(checkpoints, 40)
@@ -156,9 +173,10 @@ def test_an_older_learner_may_not_write(checkpoints) -> None:
     newer.claim(101)
     _write(newer, 2)
     assert _text(checkpoints) == "state of 2"
-    (checkpoints.folder / "writer.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"writer\.json.*nobody knows who may write here"):
-        newer.begin(3)
+    for damaged in (b"[]", b'{"\xe9ncarnation":101}'):
+        (checkpoints.folder / "writer.json").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"writer\.json.*nobody knows who may write here"):
+            newer.begin(3)
 
 
 def test_an_older_learner_in_the_middle_of_its_commit_is_too_late(checkpoints, monkeypatch) -> None:
@@ -193,9 +211,14 @@ def test_what_is_no_checkpoint_or_was_damaged_is_named(checkpoints) -> None:
     with pytest.raises(DamagedCheckpoint, match="of version 3; the folder was renamed"):
         checkpoints.at(path.rename(path.with_name("v00000004")))
     mark = path.with_name("v00000004") / "COMPLETE"
-    mark.write_text("{")
-    with pytest.raises(DamagedCheckpoint, match=r"COMPLETE: cannot be read: "):
-        checkpoints.newest()
+    (mark.parent / "state.json").write_bytes(b'{"\xf3tep":6}')
+    whole = mark.read_bytes()
+    # Cut off, a bit of a key, and one that leaves no UTF-8.
+    for damaged in (b"{", whole.replace(b"version", b"wersion"), whole.replace(b"step", b"\xf3tep")):
+        mark.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpoint, match=r"COMPLETE: cannot be read: "):
+            checkpoints.newest()
+    assert step_of(mark.parent) is None
     # An unreadable one is left where it is.
     for version in (5, 6):
         _write(checkpoints, version)

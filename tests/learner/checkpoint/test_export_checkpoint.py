@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from asyncrl.cli.export import main
 from asyncrl.config.load import config_to_json
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
+from asyncrl.learner.fsdp.weights.export import export_adapter
+from asyncrl.lora import PREFIX
 
 
 def _train_save_export(backend, config, trainer: Path, target: Path) -> None:
@@ -139,6 +142,32 @@ def test_what_cannot_be_meant_is_refused(trained, tmp_path, capsys, monkeypatch)
     assert main(["empty", str(tmp_path / "out")]) == 2
     assert "config.json: cannot be read" in capsys.readouterr().err
     assert (tmp_path / "full" / "file").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out in (".", str(tmp_path)):
+        assert main(["nowhere", out]) == 2
+        assert "cannot be replaced; name a folder in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", ["out", ".out.partial"])
+def test_a_model_that_cannot_take_its_place_leaves_all_as_it_was(fails, tmp_path, monkeypatch):
+    for name in ("source", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "out" / "file").write_text("precious")
+    rename = Path.rename
+
+    def refusing(path, target):
+        if path.name == fails:
+            raise OSError(errno.EBUSY, "busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    with pytest.raises(OSError, match="busy"):
+        export_adapter(iter([{f"{PREFIX}a": torch.ones(2)}]), tmp_path / "source", tmp_path / "out", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    assert (tmp_path / "out" / "file").read_text() == "precious"
 
 
 def test_help_loads_nothing_heavy():

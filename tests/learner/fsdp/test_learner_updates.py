@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from learner.learner_cases import TEMPERATURE, exact_model, gradients_of, make_config, random_groups
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.loss.objective import Objective
 from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.plan.scoring import build_scoring
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -124,6 +126,26 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(name, folder, othe
     assert any(batch.sequences[0] < 0 for ranks in plans for rank in ranks for batch in rank)
     (found, _), _ = run(config, _gradients, *BUDGETS)
     assert [_error(each, expected) for each in found] == pytest.approx([0.0] * len(BUDGETS), abs=1e-5)
+
+
+def _cut_up(backend, config) -> list[bool]:
+    """Whether rank 0 holds nothing but its shards of the reference: in a step's passes, after a pass for rewards."""
+    reference, found = backend._scorers.reference, []
+
+    def look(phase: str) -> None:
+        if phase == "forward and backward":
+            found.append(all(isinstance(parameter, DTensor) for parameter in reference.parameters()))
+
+    backend.on_phase = look
+    backend.train(_plan(config, 0, packed=backend.packed))
+    backend.score(build_scoring(random_groups(1, 4), config=config, world_size=2, packed=backend.packed))
+    look("forward and backward")
+    return found
+
+
+def test_a_frozen_model_is_cut_up_between_its_passes(folder, other, run_well) -> None:
+    settings = {"kl": {"coefficient": 0.7, "path": str(other)}}
+    assert run_well(make_config(folder, ranks=2, **settings), _cut_up) == [True, True]
 
 
 def test_several_updates_are_held_against_the_weights_before_the_first(folder, run) -> None:

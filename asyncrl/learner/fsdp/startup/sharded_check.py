@@ -96,7 +96,7 @@ def attention_window(model: Any) -> int | None:
 
 
 def head_shape(model: Any) -> varlen.Heads:
-    """Attention heads of the layers of a model, by its configuration."""
+    """Attention heads of the layers of a model, by its configuration. Raises where that does not tell them."""
     heads = model.num_attention_heads
     return varlen.Heads(
         queries=heads,
@@ -189,8 +189,14 @@ class _Check:
         ways, device = self._choice.packed, self._ranks.device
         if "packed" not in ways or device.type != varlen.DEVICE:
             return ways
-        heads = head_shape(self._policy.model.config.get_text_config())
-        problem = varlen.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
+        problem: str | None
+        try:
+            heads = head_shape(self._policy.model.config.get_text_config())
+        except Exception as error:
+            # A configuration is code of its model, and refuses in its own way.
+            problem = f"the heads of its layers are not known: {type(error).__name__}: {error}"
+        else:
+            problem = varlen.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
         if problems := self._ranks.agree(problem, "the check of attention in one kernel"):
             warnings.append(f"attention over packed rows takes a kernel for each sequence: {problems[0]}")
             return ways

@@ -252,7 +252,7 @@ def wrap_forward(forward: Callable[..., Any], config: LearnerConfig, device: tor
 
 
 def shape_of(policy: Policy) -> ModelShape:
-    """Counts of a model, whole or on meta, before it is sharded."""
+    """Counts of a model, whole or on meta, before it is sharded. Raises where its configuration does not tell them."""
     config = policy.model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -271,20 +271,30 @@ def shape_of(policy: Policy) -> ModelShape:
 
 
 def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
-    """Log the memory that a rank on a GPU is going to need, and the keys to change where its device has no room."""
-    shape = shape_of(policy)
-    load = TrainingShape(
-        shards=ranks.shards,
-        replicas=ranks.replicas,
-        tokens=config.tokens_per_microbatch,
-        chunk=min(config.tokens_per_microbatch, chunk_size(shape.vocabulary)),
-        compute_bytes=dtype.itemsize,
-        checkpointing=checkpointing(config, ranks.device),
-        offloaded=config.offload,
-    )
-    _LOG.info("memory of the learner: %s", estimate(shape, load))
+    """Log the memory that a rank on a GPU is going to need, and the keys to change where its device has no room.
+
+    Of a model whose sizes are not those of a dense one, as without attention or with other sizes in each layer, it logs
+    that its memory is not estimated.
+    """
     available = torch.cuda.get_device_properties(ranks.device).total_memory
-    if advice := advise(shape, load, available):
+    try:
+        shape = shape_of(policy)
+        load = TrainingShape(
+            shards=ranks.shards,
+            replicas=ranks.replicas,
+            tokens=config.tokens_per_microbatch,
+            chunk=min(config.tokens_per_microbatch, chunk_size(shape.vocabulary)),
+            compute_bytes=dtype.itemsize,
+            checkpointing=checkpointing(config, ranks.device),
+            offloaded=config.offload,
+        )
+        needed, advice = estimate(shape, load), advise(shape, load, available)
+    except Exception as error:
+        # A configuration is code of its model, and refuses in its own way.
+        _LOG.info("memory of the learner: not estimated: %s: %s", type(error).__name__, error)
+        return
+    _LOG.info("memory of the learner: %s", needed)
+    if advice:
         _LOG.warning("the learner may not fit into the %s of its device: set %s", in_gigabytes(available), advice)
 
 

@@ -91,15 +91,25 @@ def _aside(folder: Path) -> Iterator[Path]:
         for path in aside.rglob("*"):
             sync(path)
         sync(aside)
+        _take_place(aside, folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _take_place(aside: Path, folder: Path) -> None:
+    """Put ``aside`` in the place of ``folder``, which is as it was when that fails. Raises OSError."""
     # No rename replaces a folder that holds files: the old one is moved away first.
-    old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
+    old, is_there = folder.with_name(f".{folder.name}.old"), folder.exists()
+    if is_there:
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-    aside.rename(folder)
+    try:
+        aside.rename(folder)
+    except OSError:
+        if is_there:
+            old.rename(folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     sync(folder.parent)
 

@@ -1,20 +1,23 @@
 """The estimate of a rank's memory: against what autograd keeps, and the keys that it says to change."""
 
+import logging
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import VOCABULARY, save_small_model
+from model_matrix import make_family
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.config.training import ModelConfig
-from asyncrl.learner.fsdp.model.policy import load_policy, make_row
+from asyncrl.config.training import LearnerConfig, ModelConfig
+from asyncrl.learner.fsdp.model.policy import Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.memory import USABLE, ModelShape, TrainingShape, advise, estimate
-from asyncrl.learner.fsdp.startup.sharding import shape_of
+from asyncrl.learner.fsdp.startup.sharding import shape_of, tell_memory
 
 QWEN_7B = ModelShape(
     parameters=7_615_616_512,
@@ -80,6 +83,29 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
         whole = TrainingShape(1, tokens, 1, dtype.itemsize, "off", False)
         expected -= estimate(shape, whole).activations // shape.layers
     assert sum(kept.values()) == pytest.approx(expected, rel=0.15), (sum(kept.values()), expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"num_attention_heads": 4, "intermediate_size": 64}, ""),
+        # As Mamba's, and as Gemma 3n's.
+        ({}, "AttributeError: "),
+        ({"num_attention_heads": 4, "intermediate_size": [64, 64]}, "TypeError: "),
+    ],
+)
+def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem, monkeypatch, caplog):
+    policy = Policy(make_family("Mistral", tied=False))
+    told = SimpleNamespace(hidden_size=32, vocab_size=64, **sizes)
+    policy.model.config.get_text_config = lambda: told
+    device = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    ranks = SimpleNamespace(shards=1, replicas=1, device=torch.device("cuda"))
+    with caplog.at_level(logging.INFO, "asyncrl"):
+        tell_memory(policy, ranks, LearnerConfig(), torch.bfloat16)
+    assert [
+        record.getMessage().startswith(f"memory of the learner: not estimated: {problem}") for record in caplog.records
+    ] == [bool(problem)]
 
 
 @given(

@@ -21,6 +21,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention, varlen
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
+from asyncrl.learner.fsdp.startup import sharded_check
 from asyncrl.learner.fsdp.startup.sharded_check import (
     FLOPS,
     LONG,
@@ -151,6 +152,16 @@ def test_the_kernel_is_taken_and_given_up_where_it_is_wrong(confirm, kernel, mon
     found = confirm()
     assert found.attention == "packed"
     assert "own attention over packed rows cannot be used" in found.warnings[0]
+
+
+def test_without_the_heads_of_its_layers_the_kernel_is_not_tried(confirm, kernel, monkeypatch) -> None:
+    def refuse(model):
+        raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    monkeypatch.setattr(sharded_check, "head_shape", refuse)
+    found = confirm()
+    assert found.packed and found.attention == "packed"
+    assert "a kernel for each sequence: the heads of its layers are not known: RuntimeError: " in found.warnings[0]
 
 
 def test_a_leak_into_long_rows_alone_ends_packing(confirm, monkeypatch) -> None:
