@@ -19,7 +19,7 @@ class CheckpointConfig(Section):
     keep: Positive = 2
     """Newest checkpoints that are kept."""
     keep_every_steps: NonNegative = 0
-    """Of every so many steps the first checkpoint is kept for good; 0 keeps none."""
+    """The first checkpoint from each multiple of this on is kept for good; 0 keeps none."""
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
     room_wait_s: Seconds = 300.0
