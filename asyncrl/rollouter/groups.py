@@ -161,7 +161,7 @@ class GroupRunner:
                 final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:
                     raise TrajectoryFailed(f"{what} failed {number} times: {error}") from error
-            await asyncio.sleep(rollout.retry_backoff_s * 2 ** (number - 1))
+            await asyncio.sleep(rollout.retry_backoff_s * 2 ** min(number - 1, 64))
         raise AssertionError("unreachable")
 
 

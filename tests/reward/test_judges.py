@@ -200,7 +200,7 @@ async def test_votes_are_averaged_and_a_majority_is_needed():
 
 
 async def test_the_request_is_as_the_options_say(monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "k-123")
+    monkeypatch.setenv("JUDGE_KEY", "k-123\n")
     options = {
         "api_key_env": "JUDGE_KEY",
         "criteria": ["Short is good."],
@@ -224,6 +224,13 @@ async def test_the_request_is_as_the_options_say(monkeypatch):
         assert (pool.judged.prompt_tokens, pool.judged.completion_tokens) == (100, 10)
         assert pool.judged.cost == pytest.approx(0.0004)
         await fails(pool, group(), "unjudged: the row has no column 'answer'", retryable=False)
+
+
+async def test_a_key_that_cannot_be_sent_is_named(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "k\n123")
+    async with judging(right, api_key_env="JUDGE_KEY") as (server, pool):
+        await fails(pool, group(), r"cannot be asked: .*; look at reward\.options\.api_key_env", retryable=False)
+        assert server.bodies == []
 
 
 async def test_a_server_that_takes_no_schema_is_asked_without():

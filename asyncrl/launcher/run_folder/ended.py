@@ -43,7 +43,7 @@ def write_ended(run_dir: Path, log_dir: str, ended: EndedEvent) -> None:
 
 def read_ended(folder: RunFolder) -> EndedEvent | None:
     """The end of this attempt; None if nobody could say. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         record = msgspec.json.decode((folder.path / ENDED).read_bytes(), type=EndRecord)
         # The same folder may have several names.
         return record.ended if Path(record.log_dir).name == folder.logs.name else None

@@ -93,7 +93,8 @@ class JudgeClient:
             body["response_format"] = {"type": "json_schema", "json_schema": format}
         headers = {"Content-Type": "application/json"}
         if self._options.api_key_env:
-            headers["Authorization"] = f"Bearer {os.environ.get(self._options.api_key_env, '')}"
+            # One that was read from a file may end with a newline, which no header takes.
+            headers["Authorization"] = f"Bearer {os.environ.get(self._options.api_key_env, '').strip()}"
         try:
             async with self._open().post(
                 self._url, data=msgspec.json.encode(body), headers=headers, allow_redirects=False
@@ -105,6 +106,10 @@ class JudgeClient:
                 raise
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise AskFailed("unreachable", f"{self._url} cannot be reached: {told}", passing=True) from error
+        except ValueError as error:
+            # aiohttp's for a header that it does not send, or that an entry of .netrc for the host contradicts.
+            told = f"cannot be asked: {error}; look at reward.options.api_key_env, and at the host in .netrc"
+            raise AskFailed("no request", f"{self._url} {told}", passing=False) from error
         if status != 200:
             said = " ".join(data[:400].decode(errors="replace").split())
             told = f"{self._url} answers with status {status}: {said}"

@@ -8,6 +8,7 @@ from run_settings import simulated_run
 
 from asyncrl.checkpoint.retention import Found
 from asyncrl.launcher.run_folder.ended import (
+    ENDED,
     RunProgress,
     describe_end,
     find_left,
@@ -29,6 +30,8 @@ def test_the_record_is_that_of_the_attempt_by_whatever_name_the_folder_is_reache
     write_ended(run, str(RunFolder(path=run, run_id="").logs), STOPPED)
     assert read_ended(RunFolder(path=tmp_path / "link" / "mine", run_id="")) == STOPPED
     assert read_ended(RunFolder(path=run, run_id="", attempt=2)) is None
+    (run / ENDED).write_bytes((run / ENDED).read_bytes().replace(b"Ctrl-C", b"Ctrl-\xff"))
+    assert read_ended(RunFolder(path=run, run_id="")) is None
 
 
 def test_steps_that_the_exported_model_holds_are_not_called_lost(tmp_path):
