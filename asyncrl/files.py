@@ -1,6 +1,7 @@
 """Files that are written as a whole or not at all, that outlive a power cut, and that a checksum can be held against.
 
 A file is durable once it and the folder that names it have been flushed; the functions say which of the two they do.
+A lock is flock's, on a file that is there for nothing else: it goes with the process that holds it.
 
 Fails with OSError, as the operating system says it.
 """
@@ -8,8 +9,9 @@ Fails with OSError, as the operating system says it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -120,3 +122,27 @@ def difference(path: Path, written: Digest) -> str | None:
     if found.bytes != written.bytes:
         return f"has {found.bytes} bytes instead of {written.bytes}"
     return "does not hold what was written (its checksum differs)"
+
+
+@contextlib.contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Whether nobody else holds this lock; then it is held for as long as the context lasts. Raises OSError."""
+    lock = os.open(path, os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(lock)
+
+
+def lock_is_free(path: Path) -> bool:
+    """Whether nobody holds this lock, for sure; one that is not there is held by nobody."""
+    try:
+        with try_lock(path) as is_free:
+            return is_free
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)

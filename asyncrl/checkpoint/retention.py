@@ -1,7 +1,8 @@
 """The choice of the checkpoints that are kept. Pure.
 
-Kept are the newest, and for good the first of every so many steps, since none need be of a multiple. The newest one is
-never given up, and neither is the one of the highest step, should versions and steps ever disagree on which that is.
+Kept are the newest, and for good the first from each multiple of a number of steps on, since none need fall on one. The
+newest one is never given up, and neither is the one of the highest step, should versions and steps ever disagree on
+which that is.
 """
 
 from __future__ import annotations

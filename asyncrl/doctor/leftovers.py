@@ -24,7 +24,8 @@ from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, PART, PRIVATE, try_lock
+from asyncrl.files import lock_is_free, try_lock
+from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, PART, PRIVATE
 from asyncrl.preflight.findings import Finding, listed, ok, warn
 
 SCRATCH = "asyncrl-engine-"
@@ -111,15 +112,7 @@ def remove(leftover: Leftover) -> bool:
 
 def is_held(run: Path | None) -> bool:
     """Whether the lock of a private folder of this run is held, or cannot be asked."""
-    return run is not None and any(not _lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
-
-
-def _lock_is_free(path: Path) -> bool:
-    try:
-        with try_lock(path) as is_free:
-            return is_free
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
+    return run is not None and any(not lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
 
 
 def locks_tell(path: Path, mounts: str | None = None) -> bool:
@@ -144,7 +137,7 @@ def _private_folders(runs: Path) -> Iterator[Leftover]:
     for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
         lock = folder / LOCK
         if lock.exists():
-            if _lock_is_free(lock):
+            if lock_is_free(lock):
                 yield Leftover(str(folder), folder, certain=certain)
         elif folder.is_dir() and not is_held(folder.parent):
             # One that is being made has no lock for a moment.
@@ -189,7 +182,7 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
         with contextlib.suppress(OSError):
             is_gone = pid.isdecimal() and folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid))
             # A process of another container is not seen from here, and its lock is.
-            if is_gone and _lock_is_free(folder / SCRATCH_LOCK):
+            if is_gone and lock_is_free(folder / SCRATCH_LOCK):
                 yield Leftover(str(folder), folder)
 
 

@@ -63,7 +63,7 @@ class Playing(asyncio.Future[EpisodeDone]):
 class PolicySession:
     """The policy for one episode. ``deadline`` is on the loop's clock, ``incarnation`` that of the rollouter."""
 
-    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float, incarnation: int = 0) -> None:
+    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float, incarnation: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._rollouter, self._deadline = rollouter, deadline
         self.incarnation = incarnation

@@ -229,7 +229,7 @@ class Rehearsal:
 
     async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
         self._session = self._sessions.find(request.session, HOST)
-        playing = Playing(request, self, asyncio.get_running_loop().time() + timeout)
+        playing = Playing(request, self, asyncio.get_running_loop().time() + timeout, 0)
         self._playing[playing.key] = playing
         self._moments = {"begin": self._clock.now()}
         if len(self._playing) > MOST_BEGUN:

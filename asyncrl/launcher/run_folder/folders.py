@@ -27,7 +27,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.errors import UsageError
-from asyncrl.files import replace_file
+from asyncrl.files import replace_file, try_lock
 from asyncrl.launcher.run_folder.begun import CONFIG as CONFIG
 from asyncrl.launcher.run_folder.begun import PART as PART
 from asyncrl.launcher.run_folder.begun import (
@@ -212,21 +212,6 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
 def in_use(path: Path) -> UsageError:
     """The error that says that a run lives in this folder."""
     return UsageError(f"{path} is in use: the run in it is still going on; end that first")
-
-
-@contextlib.contextmanager
-def try_lock(path: Path) -> Iterator[bool]:
-    """Whether nobody else holds this lock; then it is held for as long as the context lasts. Raises OSError."""
-    lock = os.open(path, os.O_RDWR)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(lock)
 
 
 def is_living(path: Path, private: str = PRIVATE) -> bool:

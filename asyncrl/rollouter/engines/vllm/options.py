@@ -21,6 +21,7 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.config.lora import VLLM_RANKS
 from asyncrl.errors import ConfigError
+from asyncrl.files import lock_is_free
 from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 from asyncrl.rollouter.engines.vllm.lora_layout import targets
 
@@ -100,23 +101,8 @@ def _remove_scratch_of_the_dead() -> None:
     parents = {tempfile.gettempdir(), SHORT_PARENT}
     for folder in (each for parent in parents for each in Path(parent).glob(f"{SCRATCH_PREFIX}*")):
         pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and _is_free(folder / SCRATCH_LOCK):
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and lock_is_free(folder / SCRATCH_LOCK):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_free(path: Path) -> bool:
-    """Whether nobody holds this lock, for sure; one that is not there is that of a version without."""
-    try:
-        lock = os.open(path, os.O_RDWR)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
 
 
 def scratch_environment(folder: str) -> dict[str, str]:

@@ -95,9 +95,10 @@ class VllmParser:
         reasoning, content, found = parser.parse(text, request, bool(tools), ids)
         calls = []
         for call in found or ():
-            if make_call(call.name, call.arguments) is None:
+            made = make_call(call.name, call.arguments)
+            if made is None:
                 raise ValueError(f"the arguments of {call.name} are no object that could be sent")
-            calls.append(ParsedCall(call.name, call.arguments))
+            calls.append(made)
         return reasoning or None, content or "", calls
 
     def _begins_call(self, text: str) -> bool:
