@@ -1,7 +1,8 @@
 """For all tests, and the processes that they start.
 
 A figure that is not in the catalogue is an error. No example of a property has a deadline: machines are slow at times,
-and that is no fault of what is tested. Tests open more files and sockets than many shells allow at first.
+and that is no fault of what is tested. Tests open more files and sockets than many shells allow at first. Their
+processes have one thread of BLAS each: numpy's would spin a while at every start, and nothing here multiplies by it.
 
 Where several workers share the tests, those come first that take long. In the runs on the real vLLM updates must meet
 trajectories that still run, which they do less where neighbours take the cores: one has those that mostly wait beside
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from asyncrl.telemetry import logging
 
 os.environ["ASYNCRL_STRICT_METRICS"] = "1"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _MOST_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS))

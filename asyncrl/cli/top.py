@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _may_live(run_dir: Path) -> bool:
     """Whether a run lives there, or that is not for this user to know."""
-    from asyncrl.launcher.run_folder.folders import is_living
+    from asyncrl.launcher.run_folder.private import is_living
 
     try:
         return is_living(run_dir)
@@ -148,7 +148,7 @@ def _may_live(run_dir: Path) -> bool:
 def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
-    from asyncrl.launcher.run_folder.folders import is_living
+    from asyncrl.launcher.run_folder.private import is_living
     from asyncrl.top.source.client import Viewer, find_target
     from asyncrl.top.source.history import History
     from asyncrl.top.source.replay import follow, recent_history

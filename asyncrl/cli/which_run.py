@@ -49,7 +49,7 @@ def _runs() -> list[Path]:
 def living_run(run: str | None) -> str:
     """Run folder or HOST:PORT to attach to. Raises UsageError, which says what there is instead."""
     from asyncrl.errors import UsageError
-    from asyncrl.launcher.run_folder.folders import is_living
+    from asyncrl.launcher.run_folder.private import is_living
 
     if run is None:
         found = _runs()

@@ -17,8 +17,7 @@ import msgspec
 
 from asyncrl.launcher.fleet.contact import Contact
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.link import agent_name
-from asyncrl.launcher.terms.spec import ARRIVED, KILL, STOP, EndedEvent, Event, LogEvent
+from asyncrl.launcher.terms.spec import ARRIVED, KILL, STOP, EndedEvent, Event, LogEvent, agent_name
 from asyncrl.runtime.lifecycle.supervision import describe_exit
 
 SLACK_S = 1.5

@@ -48,22 +48,18 @@ from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, sh
 from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.run_folder.begun import leave_name
 from asyncrl.launcher.run_folder.folders import (
-    RUN_ID,
     RunFolder,
     create_run_folder,
-    in_use,
-    is_living,
     make_run_keyring,
     named_in_utf8,
     private_folder,
-    remove_abandoned,
     with_date,
 )
+from asyncrl.launcher.run_folder.private import RUN_ID, in_use, is_living, remove_abandoned
 from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
 from asyncrl.launcher.terminal.detach import Detached
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.link import agent_name
 from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.terms.spec import (
     KILL,
@@ -75,6 +71,7 @@ from asyncrl.launcher.terms.spec import (
     Prepared,
     RouteQuery,
     Routes,
+    agent_name,
 )
 from asyncrl.preflight.findings import Finding, on_host
 from asyncrl.preflight.needs import descriptors_need

@@ -12,13 +12,16 @@ import math
 import pkgutil
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import Config
-from asyncrl.config.lora import LoraConfig
 from asyncrl.disk import in_bytes
 from asyncrl.preflight.findings import Finding, fail, listed, ok
 from asyncrl.preflight.needs import ModelSize
+
+if TYPE_CHECKING:
+    # A host that joins a run looks at its model before it knows the configuration.
+    from asyncrl.config import Config
+    from asyncrl.config.lora import LoraConfig
 
 # safetensors itself refuses a header of more than 100 MB.
 MOST_HEADER_BYTES = 100 << 20
@@ -54,7 +57,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     raise Unreadable("there are no weights: neither *.safetensors nor *.bin")
 
 
-def measure(folder: Path, lora: LoraConfig = LoraConfig()) -> ModelSize:  # noqa: B008 - it is constant
+def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
     """Raises Unreadable or OSError."""
     parameters = size = adapters = 0
     for file, named in weight_files(folder).items():
@@ -65,7 +68,8 @@ def measure(folder: Path, lora: LoraConfig = LoraConfig()) -> ModelSize:  # noqa
             if missing := [tensor for tensor in named if tensor not in tensors]:
                 raise Unreadable(f"{file.name} holds no {listed(missing, 4)}, which its index says it does")
             parameters += sum(math.prod(shape) for shape in tensors.values())
-            adapters += sum(_adapter(name, shape, lora) for name, shape in tensors.items())
+            if lora is not None:
+                adapters += sum(_adapter(name, shape, lora) for name, shape in tensors.items())
         else:
             # A .bin file is a pickle and is not opened: its size has to tell.
             config = _read_json(folder / "config.json")
@@ -121,10 +125,7 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def check_model(
-    path: str | None,
-    lora: LoraConfig = LoraConfig(),  # noqa: B008 - it is constant
-) -> tuple[Finding, ModelSize | None]:
+def check_model(path: str | None, lora: LoraConfig | None = None) -> tuple[Finding, ModelSize | None]:
     """Look at ``model.path``: the finding, and the size if it can be told, with the adapters of ``lora``."""
     if path is None:
         return ok("model", "none: everything is simulated", key=KEY), None

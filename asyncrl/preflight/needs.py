@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from asyncrl.config import Config
 from asyncrl.disk import in_bytes
 from asyncrl.roles import role_of
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
 
 CHECKPOINT_BYTES = 12
 """Bytes for each number that is trained."""

@@ -18,13 +18,13 @@ from asyncrl.preflight.needs import ModelSize, checkpoints_need, count, descript
 from asyncrl.preflight.room import (
     check_folder,
     check_ports,
-    descriptor_limit,
     judge_descriptors,
     ports_needed,
     same_disk,
 )
 from asyncrl.preflight.trials import RewardTrial, check_algorithm, check_episode
 from asyncrl.roles import ROLES, role_of
+from asyncrl.runtime.processes import descriptor_limit
 
 RANK_0 = "learner/0"
 

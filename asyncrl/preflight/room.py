@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 import tempfile
 from pathlib import Path
@@ -74,12 +73,6 @@ def judge_room(check: str, key: str, path: Path, free: int, need: Need) -> Findi
     if free < need.wanted:
         return warn(check, told, fix, key=key)
     return ok(check, told, key=key)
-
-
-def descriptor_limit() -> int:
-    """The most files that a process may have open: actors raise their limit to it."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30
 
 
 def judge_descriptors(hard: int, need: Need, host: str = "") -> Finding:

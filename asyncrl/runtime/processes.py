@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -45,6 +46,12 @@ def children_of(pid: int) -> list[int]:
             if int(after_name.split()[1]) == pid:
                 found.append(int(entry))
     return found
+
+
+def descriptor_limit() -> int:
+    """The most files that a process may have open: actors raise their limit to it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return hard if hard != resource.RLIM_INFINITY else 1 << 30
 
 
 def age_s() -> float:

@@ -52,6 +52,9 @@ def test_help_loads_nothing_heavy():
         "from asyncrl.cli.launch import main\n"
         "try: main(['--help'])\nexcept SystemExit as end: assert not end.code\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import asyncrl.launcher.fleet.remote\n"
+        "heavy.remove('zmq')\n"
+        "assert not heavy & set(sys.modules), 'a host answers before it needs the configuration'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -23,12 +23,12 @@ from asyncrl.preflight.part import Part, check_folders
 from asyncrl.preflight.room import (
     check_folder,
     check_ports,
-    descriptor_limit,
     judge_descriptors,
     ports_needed,
     ports_of,
     same_disk,
 )
+from asyncrl.runtime.processes import descriptor_limit
 
 GIB = 1 << 30
 HERE = "127.0.0.1"

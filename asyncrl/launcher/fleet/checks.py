@@ -6,17 +6,14 @@ An error ends the launch as a wrong configuration does, with all others at once;
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from importlib.util import find_spec
 
 from asyncrl.config import Config
 from asyncrl.config.monitor import SinksConfig
+from asyncrl.launcher.fleet.hosts import SINK_PACKAGES, installed_sinks
 from asyncrl.launcher.run_folder.folders import free_run_folder
 from asyncrl.launcher.run_folder.resume import Resumption
 from asyncrl.preflight.findings import Finding, fail, ok
 from asyncrl.preflight.part import Part, check_part
-
-SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
-"""Packages that sinks need, each with the extra of asyncrl that brings it."""
 
 
 async def check_head(
@@ -66,9 +63,3 @@ def check_sinks(sinks: SinksConfig, installed: Collection[str], host: str = "") 
             fix = f"pip install 'asyncrl[{SINK_PACKAGES[package]}]'"
             found.append(fail("sinks", f"the package {package} is not installed", fix, host, key=key))
     return found
-
-
-def installed_sinks() -> list[str]:
-    """Packages of SINK_PACKAGES that are installed here."""
-    # A mere folder of that name, as wandb leaves one where it is used, has a specification but no origin.
-    return [name for name in SINK_PACKAGES if (spec := find_spec(name)) is not None and spec.origin is not None]

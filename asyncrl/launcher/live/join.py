@@ -31,7 +31,7 @@ from asyncrl.launcher.launch import host_of, host_spec, start_agent
 from asyncrl.launcher.live.joined_hosts import Guests
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.local import agent_spec
-from asyncrl.launcher.run_folder.folders import RUN_ID
+from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.placement import PlacementHost, place_replicas, replicas_of

@@ -19,8 +19,7 @@ from asyncrl.launcher.agent_handle import SLACK_S, AgentHandle, end_in_steps, ha
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.link import agent_name
-from asyncrl.launcher.terms.spec import KILL, EndedEvent, StateEvent
+from asyncrl.launcher.terms.spec import KILL, EndedEvent, StateEvent, agent_name
 from asyncrl.messages.hosts import Leave, MemberHost
 
 ASK_S = 20.0

@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
-from asyncrl.launcher.run_folder.folders import CONFIG, LOCK, RunFolder, is_living, next_attempt
+from asyncrl.launcher.run_folder.begun import CONFIG
+from asyncrl.launcher.run_folder.folders import RunFolder, next_attempt
+from asyncrl.launcher.run_folder.private import LOCK, is_living
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.hosts import Members, WatchMembers

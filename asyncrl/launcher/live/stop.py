@@ -20,7 +20,7 @@ from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.node.guard import END_S
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.link import agent_name
+from asyncrl.launcher.terms.spec import agent_name
 from asyncrl.messages.actors import StopRun
 from asyncrl.runtime.actor import CONTROLLER
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.errors import UsageError
-from asyncrl.launcher.run_folder.begun import UNBEGUN
-from asyncrl.launcher.run_folder.folders import CONFIG, in_use, is_living, is_of_name
+from asyncrl.launcher.run_folder.begun import CONFIG, UNBEGUN
+from asyncrl.launcher.run_folder.folders import is_of_name
+from asyncrl.launcher.run_folder.private import in_use, is_living
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

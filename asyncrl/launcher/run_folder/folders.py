@@ -1,19 +1,15 @@
-"""The run folder: its name, what is in it, and the private folder that exists only while the run lives.
+"""The run folder: its name, and what is in it.
 
 Invariant: nothing that is there is ever overwritten; a taken name makes way for NAME-2, NAME-3 and so on, and a run
 that is resumed has a new folder of logs and keeps the configuration of the attempt before. So has a start in the folder
-of one that ended before its first step, which holds no name (begun.py). The private folder holds
-the actors' credentials. It appears with its lock held, and belongs to a run that lives exactly as long as
-that is so: the kernel gives a lock up with the last process that holds it. So two runs never share a folder, and what
-was left behind by one that was killed as a whole is known for certain, and removed at the next start.
+of one that ended before its first step, which holds no name (begun.py). Two runs never share a folder: each has its
+private folder there while it lives (private.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -27,10 +23,9 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.errors import UsageError
-from asyncrl.files import replace_file, try_lock
-from asyncrl.launcher.run_folder.begun import CONFIG as CONFIG
-from asyncrl.launcher.run_folder.begun import PART as PART
+from asyncrl.files import replace_file
 from asyncrl.launcher.run_folder.begun import (
+    CONFIG,
     UNBEGUN,
     claim,
     has_begun,
@@ -40,17 +35,13 @@ from asyncrl.launcher.run_folder.begun import (
     logs_of,
     read_tree,
 )
-from asyncrl.launcher.terms.link import agent_name
-from asyncrl.launcher.terms.spec import private_name
+from asyncrl.launcher.run_folder.private import PRIVATE, hold_private, is_living
+from asyncrl.launcher.terms.spec import agent_name
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
-from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
+from asyncrl.wire.keys import VIEWER, Keyring, make_keyring
 
-PRIVATE = private_name(0)
-LOCK = "lock"
 SEALING = ("dataloader/0", "learner/0")
 """The actor that seals the tickets, and the one that looks whose they are."""
-RUN_ID = "run_id"
-"""File in the folder of logs of a run on several hosts: by it another host knows that it sees the same folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,73 +174,6 @@ def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] |
             leave_name(folder.path, Path.cwd())
         shutil.rmtree(folder.private, ignore_errors=True)
         os.close(lock)
-
-
-def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
-    """Make a host's private folder; the descriptor of its lock, which is held. Raises UsageError as private_folder."""
-    # Made aside, so that it is there as a whole, with its lock held, or not at all.
-    made = private.with_name(f"{private.name}-{run_id}")
-    try:
-        write_credentials(made, files)
-        lock = os.open(made / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It gets its name once it is held, so that nobody finds it free.
-            os.rename(made / "lock.new", made / LOCK)
-            # It fails where a run has its private folder there: only an empty folder is replaced, and that one holds
-            # its lock.
-            os.rename(made, private)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise in_use(private.parent) from None
-            raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return lock
-
-
-def in_use(path: Path) -> UsageError:
-    """The error that says that a run lives in this folder."""
-    return UsageError(f"{path} is in use: the run in it is still going on; end that first")
-
-
-def is_living(path: Path, private: str = PRIVATE) -> bool:
-    """Whether a run lives in this folder; ``private`` is the name of the private folder of the host in question."""
-    try:
-        with try_lock(path / private / LOCK) as is_free:
-            return not is_free
-    except FileNotFoundError:
-        return False
-
-
-def remove_part(run_dir: Path) -> None:
-    """Remove the folder of a host's part, but for what else lies in it."""
-    for name in ("logs", CONFIG, PART):
-        path = run_dir / name
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        run_dir.rmdir()
-
-
-def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove the private folders of runs that are no more; the folders removed."""
-    removed = []
-    for lock in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
-        with contextlib.ExitStack() as held:
-            try:
-                is_free = held.enter_context(try_lock(lock))
-            except OSError:
-                continue
-            if is_free:
-                if lock.parent.name == PRIVATE:
-                    leave_name(lock.parent.parent, None)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-                removed.append(lock.parent)
-    return removed
 
 
 def free_run_folder(config: Config) -> Path:

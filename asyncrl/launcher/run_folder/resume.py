@@ -25,9 +25,11 @@ from asyncrl.checkpoint.step_back import StepBack, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
+from asyncrl.launcher.run_folder.begun import CONFIG
 from asyncrl.launcher.run_folder.choice import ResumedRun, choose, find_candidates
 from asyncrl.launcher.run_folder.ended import exported_model
-from asyncrl.launcher.run_folder.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
+from asyncrl.launcher.run_folder.folders import RunFolder, begin_attempt, next_attempt
+from asyncrl.launcher.run_folder.private import in_use, is_living
 from asyncrl.preflight.inputs import KnownPrompts
 
 AUTO = "auto"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
-from asyncrl.launcher.terms.spec import private_name
+from asyncrl.launcher.terms.spec import agent_name, private_name
 from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
@@ -19,11 +19,6 @@ from asyncrl.wire.zeromq import ZmqTransport
 ASK_STOP_S = 2.0
 SILENCE_SHARE = 0.5
 """Deadline of a call whose answer is missed, as a share of the shorter of supervision.silence_s and host_lost_s."""
-
-
-def agent_name(index: int) -> str:
-    """The name of the node agent of the host with this number; the head's is 0."""
-    return f"agent/{index}"
 
 
 class ControllerLink(Actor):

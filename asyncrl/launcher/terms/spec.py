@@ -122,6 +122,11 @@ class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
     exit_code: int = 1
 
 
+def agent_name(index: int) -> str:
+    """The name of the node agent of the host with this number; the head's is 0."""
+    return f"agent/{index}"
+
+
 def private_name(index: int) -> str:
     """Name of the private folder of an agent's host within the run folder, which hosts may share."""
     return "private" if index == 0 else f"private-{index}"

@@ -15,13 +15,8 @@ from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.run_folder import begun
 from asyncrl.launcher.run_folder.begun import CONFIG, PART, UNBEGUN, claim, has_begun, leave_name
-from asyncrl.launcher.run_folder.folders import (
-    RunFolder,
-    create_run_folder,
-    private_folder,
-    remove_abandoned,
-    with_date,
-)
+from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder, with_date
+from asyncrl.launcher.run_folder.private import remove_abandoned
 
 
 def config(tmp_path, name="trial", **sections):

@@ -19,7 +19,8 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Snapshots
 from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
-from asyncrl.launcher.run_folder.folders import is_living, make_run_keyring
+from asyncrl.launcher.run_folder.folders import make_run_keyring
+from asyncrl.launcher.run_folder.private import is_living
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
