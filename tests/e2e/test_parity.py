@@ -131,7 +131,7 @@ EXACT = (
     "ledger/trained",
 )
 CASES = {
-    "steps": {"learner": {"steps": 12}},
+    "steps": {"learner": {"steps": 12, "loss": "bypass"}},
     # Several updates a batch, several steps from one version's groups, weights by broadcast, requests frozen instead of
     # ended.
     "updates": {
@@ -139,7 +139,6 @@ CASES = {
         "weights": {"transport": "gloo"},
         "rollout": {"on_update": "keep"},
     },
-    "bypass": {"learner": {"steps": 6, "loss": "bypass"}},
 }
 
 
