@@ -229,8 +229,9 @@ async def test_word_of_the_death_of_a_host_that_comes_late_begins_no_episode_of_
         await life.until(lambda: host.ready)
         with monkeypatch.context() as playing:
             playing.setattr(life.rollouter, "_player", object())
-            playing.setattr(life.rollouter, "_sessions", mock.Mock(), raising=False)
+            sessions = mock.Mock()
+            playing.setattr(life.rollouter, "_sessions", sessions, raising=False)
             life.rollouter.peer_died("episodes/0", 1)
-            life.rollouter._sessions.host_died.assert_not_called()
+            sessions.host_died.assert_not_called()
             life.rollouter.peer_died("episodes/0", 2)
-            life.rollouter._sessions.host_died.assert_called_once_with("episodes/0")
+            sessions.host_died.assert_called_once_with("episodes/0")

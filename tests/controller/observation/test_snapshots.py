@@ -146,20 +146,19 @@ async def test_an_event_that_is_told_twice_is_one_and_at_no_time_happened_when_i
 @on_cluster()
 async def test_lost_lines_of_logs_are_counted_over_all_lives_of_all_actors(cluster, monkeypatch):
     """A heartbeat holds only what has changed, and a restarted actor counts from 0 on."""
-    told, watching = [], cluster.controller._watching
+    told = []
     monkeypatch.setattr(actor_module.Actor, "notify", lambda _, key, text, *, count, **more: told.append((key, count)))
     monkeypatch.setattr(runtime_actor, "lost_lines", lambda: 5)
-    watching._look_at_self()
-    watching._look_at_logs()
-    said = (("rollouter/0", 1, 1, 50), ("rollouter/0", 1, 2, None), ("reward/0", 1, 1, 40), ("rollouter/0", 2, 1, 45))
-    for name, incarnation, number, lost in said:
-        if number == 1:
-            await cluster.register(name, incarnation)
-        counters = {} if lost is None else {"logs/lost": lost}
-        await cast(cluster.caller(name, incarnation), beat(number, counters=counters))
-        entry = cluster.controller._registry.entries[name]
-        await until(lambda entry=entry, number=number: entry.heartbeat and entry.heartbeat.beat == number)
-        watching._look_at_logs()
+    await until(lambda: told == [("logs", 5)])
+    for name, incarnation, lost, all_lost in (
+        ("rollouter/0", 1, 50, 55),
+        ("reward/0", 1, 40, 95),
+        ("rollouter/0", 2, 45, 140),
+    ):
+        await cluster.register(name, incarnation)
+        await cast(cluster.caller(name, incarnation), beat(counters={"logs/lost": lost}))
+        await until(lambda all_lost=all_lost: told[-1] == ("logs", all_lost))
+        await cast(cluster.caller(name, incarnation), beat(2))
     assert told == [("logs", 5), ("logs", 55), ("logs", 95), ("logs", 140)]
 
 
