@@ -35,7 +35,7 @@ settings.load_profile("asyncrl")
 TESTS = Path(__file__).parent
 LONGEST_FOLDERS = ("e2e", "system", "launcher", "rollouter", "wire", "learner", "reward", "weights", "top", "sinks")
 FIRST = "test_learner_updates"
-LAST = "test_rehearsals"
+LAST = "test_soak"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

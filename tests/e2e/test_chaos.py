@@ -1,4 +1,4 @@
-"""The tools that torment a run, in small: as many processes and signals as a test run has time for."""
+"""The tools that break runs, in small: as many processes and signals as a test run has time for."""
 
 import json
 import random
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tools import soak
 from tools.chaos import updates
 
 
@@ -47,11 +46,3 @@ def test_i1_i7_nothing_is_lost_or_left_over_by_a_run_that_is_broken_again_and_ag
     assert report["problems"] == []
     assert len(report["faults"]) == int(arguments[1]) + ("--everything" in arguments)
     assert report["figures"]["trained"] > trained
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("transport", "mode"), [("gloo", "keep"), ("stream", "abort_resume")])
-def test_the_real_vllm_takes_a_version_a_step(capfd, transport, mode):
-    """I3 and I4: two rollouters, every update verified in full."""
-    code = soak.main(["--steps", "6", "--transport", transport, "--mode", mode])
-    assert code == 0, capfd.readouterr().out
