@@ -32,7 +32,7 @@ POSITIONS = 16_384
 """smolagents begin with 10,000 characters, each a token of this model."""
 TOLERANCE = 1e-4
 STEPS = 4
-RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=120))
+RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=160, batch=4, lr=2e-3))
 """Warmed up until calls of tools come, and no further."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ECHO = ["openai-agents", "openai-agents-streamed", "openai-agents-responses", "langgraph"]
