@@ -370,15 +370,11 @@ def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
 
 @pytest.mark.parametrize("needed", [1, 2])
 def test_ports_that_do_not_get_through(standing, folder, needed):
-    """The deadline of the start names whom nobody has heard of; the run goes on if it can do without.
-
-    It is over before the host's agent has waited for the controller as long, and for its last word.
-    """
-    steps = 4
+    """The deadline of the start names whom nobody has heard of; the run goes on if it can do without."""
     blocked = "ip rule {} ipproto tcp dport 7000-7040 blackhole"
     standing["b"].run(blocked.format("add").split())
     flags = ("--network.ports", "7000-7040", "--supervision.start_timeout_s", "12")
-    flags += ("--rollout.min_replicas", str(needed), "--learner.steps", str(steps))
+    flags += ("--rollout.min_replicas", str(needed))
     try:
         launch = Launch(standing, folder, "head\na\nb\n", *flags)
         code, shown = launch.end()
@@ -386,7 +382,7 @@ def test_ports_that_do_not_get_through(standing, folder, needed):
         standing["b"].run(blocked.format("delete").split())
     if needed == 1:
         assert code == 0, shown
-        assert launch.steps_trained == list(range(1, steps + 1))
+        assert launch.steps_trained == list(range(1, STEPS + 1))
         assert any("rollouter/1 is set aside: not ready 12 s after its start" in line for line in shown), shown
     else:
         assert code == 1, shown
