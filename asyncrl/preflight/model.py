@@ -19,7 +19,7 @@ from asyncrl.preflight.findings import Finding, fail, listed, ok
 from asyncrl.preflight.needs import ModelSize
 
 if TYPE_CHECKING:
-    # A host that joins a run looks at its model before it knows the configuration.
+    # A host looks at its model before it has the configuration of the run.
     from asyncrl.config import Config
     from asyncrl.config.lora import LoraConfig
 
