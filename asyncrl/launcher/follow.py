@@ -87,7 +87,7 @@ class Follower:
                     tasks.create_task(self._follow(member))
                 await self._until(lambda: self._head.over and not self._head.lost)
                 await self._end_others()
-            if self._head.lost and not any(member.ended for member in self.members):
+            if self._head.lost and self._told_end is None:
                 await self._wait_for_lost_head()
         finally:
             ending.cancel()
@@ -107,6 +107,8 @@ class Follower:
             case EndedEvent():
                 if event.result == "failed" and member is not self._head:
                     self._fail(event)
+                elif event.result == "left" and event.reason:
+                    self.progress.warn([f"{member.host} has left the run without having taken part: {event.reason}"])
                 elif event.result == "left":
                     self.progress.say(f"{member.host} has left the run")
             case ControllerEvent(address=address):
@@ -147,6 +149,12 @@ class Follower:
     def _voice(self) -> AgentHandle | None:
         """The member that tells the state of the run: the head, or the first that is still heard."""
         return next((member for member in self.members if not member.lost), None)
+
+    @property
+    def _told_end(self) -> EndedEvent | None:
+        """The end of the run as the head, or another that has heard it from the controller, has told it."""
+        told = (member.ended for member in self.members)
+        return next((ended for ended in told if ended is not None and ended.result != "left"), None)
 
     # --- the end ---
 
@@ -285,10 +293,8 @@ class Follower:
             return self._failure
         if head is not None:
             return head
-        # The others heard from the controller how it ended.
-        told = next((member.ended for member in self.members if member.ended is not None), None)
-        if told is not None:
-            return told
+        if self._told_end is not None:
+            return self._told_end
         reason = f"its connection was lost; how the run ended is told by {self.folder.path} on {self._head.host}"
         return EndedEvent(result="failed", actor=self._head.name, reason=reason, exit_code=1)
 

@@ -1,18 +1,21 @@
-"""The follower of a run's agents: what it tells the head where another host's agent fails."""
+"""The follower of a run's agents: what it tells the head where another host's agent fails, and whose word counts."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from run_settings import simulated_run
 
+from asyncrl.launcher import follow
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.launcher.terms.spec import STOP, EndedEvent
+from asyncrl.launcher.terms.spec import STOP, EndedEvent, HostEnded
 
 
 class Member:
-    """An agent that ends as said, once ``after`` have; what it is sent is kept."""
+    """An agent that ends as said, once ``after`` have, or whose connection is lost then; what it is sent is kept."""
 
-    lost, contact = False, None
+    lost, contact, host = False, None, "b"
 
     def __init__(self, ended, after=()):
         self._ends, self._after = ended, after
@@ -56,3 +59,52 @@ async def test_agents_that_fail_end_the_run_in_good_order_and_never_hurry_it(tmp
         ended = await follower.main()
     assert head.sent == told
     assert (ended.result, ended.actor, ended.exit_code) == ("failed", "agent/1", 1)
+
+
+class Connection:
+    """One to a host on which nothing is left, whenever it is made."""
+
+    last_error = start = None
+
+    def __init__(self, *_):
+        self.hang_up = self.kill = lambda: None
+
+    async def reach(self):
+        pass
+
+    close = reach
+
+    def is_lost(self, code):
+        return code == 255
+
+    async def ask(self, order, kind):
+        return HostEnded(living=False, killed=False)
+
+
+class Cut(Member):
+    """The head, whose end is not heard because its connection is lost."""
+
+    lost, contact, host, index, name, loss_words = True, Connection(), "a", 0, "agent/0 on a", "a: it is lost"
+    over, exit_code = False, None
+
+    async def hear(self, _logs, _progress, on_event):
+        for other in self._after:
+            await other.has_ended.wait()
+        self.over, self.exit_code = True, 255
+
+
+async def test_a_host_that_has_left_does_not_tell_how_the_run_ended(tmp_path, monkeypatch):
+    """I7: its connection lost, the head alone could, and it is looked at until nothing is left there."""
+    monkeypatch.setattr(follow, "Contact", Connection)
+    left = Member(EndedEvent(result="left", reason="no answer for 12 s"))
+    head = Cut(EndedEvent(result="done"), [left])
+    warned = []
+    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: warned.extend(lines))
+    follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head, left], shown, phase="running")
+    left.contact = SimpleNamespace(is_lost=lambda _: False, hang_up=lambda: None)
+    left.exit_code = 0
+    async with asyncio.timeout(20):
+        ended = await follower.main()
+    assert warned[0] == "b has left the run without having taken part: no answer for 12 s"
+    assert (ended.result, ended.actor) == ("failed", "agent/0 on a")
+    assert ended.reason.startswith("its connection was lost; how the run ended is told by")

@@ -133,7 +133,8 @@ class Guests:
         elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._served):
             self.progress.say(f"{member.host} has left the run")
         elif ended.result == "left":
-            self.progress.warn([f"{member.host} has left the run without having served"])
+            why = f": {ended.reason}" if ended.reason else ""
+            self.progress.warn([f"{member.host} has left the run without having served{why}"])
             return 1
         elif self._killing:
             self.progress.say(f"{member.host} was ended at once")

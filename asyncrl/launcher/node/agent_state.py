@@ -12,7 +12,8 @@ finished only when no process is left. On a host that was cut off from the contr
 lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and ends
 that could not be told are told again. A host that is to leave starts nothing any more, and ends when its actors have.
 An actor that ends with exit code 0 was told to, or so it seems: the controller says whether that is so, and only if
-not, or if it does not say so for VERDICT_S, that end is a death. The caller brings the time (monotonic, s).
+not, or if it does not say so for VERDICT_S, that end is a death. A host that has never reached the controller leaves a
+run that may go on without each of its actors. The caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class AgentState:
     ending: bool = False
     leaving: bool = False
     """Whether this host is to leave while the run goes on."""
+    unreached: str = ""
+    """Reason that it leaves without having reached the controller; empty unless it does."""
     deadline: float | None = None
     """Time at which everything that is left is killed."""
     living: set[str] = field(default_factory=set)
@@ -156,6 +159,10 @@ class AgentState:
         """The controller could not be found, or does not want this agent."""
         if self.leaving and not self.living:
             # Nor does it want one whose host has left.
+            return []
+        if not (self.ending or self._all_started) and all(is_set_aside(name, is_healable=True) for name in self.logs):
+            # The controller sets them aside, or ends the run for want of others.
+            self.leaving, self.unreached = True, reason
             return []
         if not self.ending:
             self._fail(CONTROLLER, reason, 1)
@@ -371,7 +378,7 @@ class AgentState:
             where, code = failed.log or "", failed.exit_code
             return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=where, exit_code=code)
         if self.leaving and not self.ending:
-            return EndedEvent(result="left")
+            return EndedEvent(result="left", reason=self.unreached)
         if self.finished_run:
             return EndedEvent(result="done")
         if self._guard_lost:

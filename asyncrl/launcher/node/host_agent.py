@@ -135,8 +135,8 @@ class Agent:
         return self._say_how_it_ended()
 
     def _has_parted(self) -> bool:
-        """Whether this host ends though the run may go on."""
-        return self._host.leaving or self._host.failure is not None
+        """Whether this host ends though the run may go on, and the controller knows it."""
+        return not self._host.unreached and (self._host.leaving or self._host.failure is not None)
 
     async def _say_farewell(self, link: ControllerLink) -> None:
         """Say farewell to the controller; where asked to leave, to a successor too, unless the run ends first."""

@@ -14,7 +14,7 @@ from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.child import environment_of
 from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
 from asyncrl.launcher.run_folder.begun import PART
-from asyncrl.launcher.terms.spec import ARRIVED, CONTROLLER_AT, AgentSpec
+from asyncrl.launcher.terms.spec import ARRIVED, CONTROLLER_AT, ActorSpec, AgentSpec
 from asyncrl.messages.actors import Leaving, RunState
 
 CONFIG = simulated_run()
@@ -40,12 +40,12 @@ def test_the_part_of_a_host_that_has_joined_again_meanwhile_stays(tmp_path, othe
 
 
 class Link:
-    """The ear of a controller that hears nothing so far, or refuses the agent."""
+    """The ear of a controller that hears nothing so far, or refuses the agent, as a successor may one that it heard."""
 
     controller = 1
 
-    def __init__(self, monkeypatch, refuses):
-        self.refuses = refuses
+    def __init__(self, monkeypatch, *, refuses, is_heard=True):
+        self.refuses, self.is_heard = refuses, is_heard
         self.living, self.said, self.heard = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.events = SimpleNamespace(add=None)
         self.measure = self.stop_measuring = lambda: None
@@ -60,6 +60,8 @@ class Link:
 
     async def main(self):
         if self.refuses:
+            if self.is_heard:
+                self.on_state(RunState(number=1, phase="running"))
             raise Refused("controller/0", "incarnation", ours="2", theirs="1")
         self.living.set()
         await asyncio.Event().wait()
@@ -93,6 +95,21 @@ def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_p
                 await living
             link.heard.set()
             assert await living == (1 if ends == "it has failed" else 0)
+
+    asyncio.run(main())
+
+
+def test_a_host_that_never_reached_the_controller_says_no_farewell_to_it(tmp_path, monkeypatch):
+    actors = [ActorSpec(name="rollouter/1", argv=[])]
+    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), attempts=1, actors=actors, index=2)
+
+    async def main():
+        commands, nobody = asyncio.StreamReader(), SimpleNamespace(is_closing=lambda: True)
+        commands.feed_data(CONTROLLER_AT + b"tcp://127.0.0.1:7000\n")
+        async with asyncio.timeout(20):
+            link = Link(monkeypatch, refuses=True, is_heard=False)
+            assert await Agent(spec, CONFIG, nobody).main(commands) == 0
+            assert not link.said.is_set()
 
     asyncio.run(main())
 

@@ -414,6 +414,21 @@ def test_an_agent_without_its_guard_has_the_run_make_way_and_fails_unless_it_is_
 # --- hosts beside the head ---
 
 
+@pytest.mark.parametrize("names", [FAR[1:], ("rollouter/2", "episodes/2"), FAR, HEAD])
+def test_a_host_that_never_reached_the_controller_leaves_a_run_that_may_do_without_it(names):
+    found = host(names, running=False)
+    told = found.controller_lost("no answer for 12 s", 12.0)
+    if "learner/1" in names or "learner/0" in names:
+        assert told == [KillAll()] and found.failure.actor == "controller/0"
+    else:
+        assert told == [] and found.finished and not found.ending
+        assert end_of(found) == EndedEvent(result="left", reason="no answer for 12 s")
+    # Once it has, it takes part, and its end is a failure.
+    reached = host(names)
+    assert reached.controller_lost("it refuses this agent", 12.0) == [KillAll()]
+    assert reached.failure.reason == "it refuses this agent"
+
+
 def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
     found = host(FAR)
     found.exited("rollouter/2", -9, "", 4.5)
