@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.runtime.processes import die_with_parent
+from asyncrl.runtime.linux import die_with_parent
 
 LEFT_TO_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 

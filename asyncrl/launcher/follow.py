@@ -45,7 +45,7 @@ from asyncrl.launcher.terms.spec import (
     HostEnded,
     StateEvent,
 )
-from asyncrl.runtime.processes import children_of
+from asyncrl.runtime.linux import children_of
 
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""

@@ -24,7 +24,7 @@ from asyncrl.preflight.room import (
 )
 from asyncrl.preflight.trials import RewardTrial, check_algorithm, check_episode
 from asyncrl.roles import ROLES, role_of
-from asyncrl.runtime.processes import descriptor_limit
+from asyncrl.runtime.linux import descriptor_limit
 
 RANK_0 = "learner/0"
 

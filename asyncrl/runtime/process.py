@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import gc
 import platform
-import resource
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
-from asyncrl.runtime.processes import age_s
+from asyncrl.runtime.linux import age_s, raise_descriptor_limit
 from asyncrl.telemetry.logging import configure_logging, listen, write_text
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
@@ -56,8 +55,7 @@ def run_actor(
     tune_memory()
     sys.setswitchinterval(SWITCH_S)
     # Each held bucket of a version takes one or two descriptors, and shells allow no more than 1,024.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
     config = config_from_json((run_dir / "config.json").read_text())
     configure_logging(config.log.level)
     credentials = load_credentials(run_dir / private, name, attempt)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.keys import default_words
-from asyncrl.runtime.processes import children_of
+from asyncrl.runtime.linux import children_of
 from asyncrl.telemetry.metrics_line import read_metrics
 
 STUB = Path(__file__).parent / "stub_actor.py"

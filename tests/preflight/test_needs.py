@@ -28,7 +28,7 @@ from asyncrl.preflight.room import (
     ports_of,
     same_disk,
 )
-from asyncrl.runtime.processes import descriptor_limit
+from asyncrl.runtime.linux import descriptor_limit
 
 GIB = 1 << 30
 HERE = "127.0.0.1"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import sys
 import time
@@ -32,6 +31,7 @@ from asyncrl.messages.actors import ActorEnded, RunState
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import Heartbeats
+from asyncrl.runtime.linux import raise_descriptor_limit
 from asyncrl.runtime.process import SWITCH_S, tune_memory
 from asyncrl.telemetry.logging import configure_logging
 from asyncrl.wire.keys import load_credentials
@@ -189,8 +189,7 @@ if __name__ == "__main__":
     tune_memory()
     # As each actor has it; each message that the event loop sends lets go of the interpreter to a hundred threads.
     sys.setswitchinterval(SWITCH_S)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
     configure_logging("warning")
     scale_collective.stand_in(Path(sys.argv[1]))
     host_index, first = int(sys.argv[3]), int(sys.argv[4])

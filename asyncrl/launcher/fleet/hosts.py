@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from asyncrl.launcher.fleet.addresses import interfaces
 from asyncrl.launcher.terms.spec import HostOffer
-from asyncrl.runtime.processes import descriptor_limit
+from asyncrl.runtime.linux import descriptor_limit
 
 NVIDIA_SMI_S = 30.0
 SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}

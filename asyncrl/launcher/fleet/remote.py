@@ -44,7 +44,7 @@ from asyncrl.launcher.terms.spec import (
     private_name,
 )
 from asyncrl.preflight.model import check_model
-from asyncrl.runtime.processes import children_of
+from asyncrl.runtime.linux import children_of
 
 ORDER_S = 900.0
 LONGEST_ORDER_BYTES = 256 << 20

@@ -24,7 +24,7 @@ from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
 from asyncrl.launcher.run_folder.begun import CONFIG, PART
 from asyncrl.launcher.run_folder.private import remove_part
 from asyncrl.launcher.terms.spec import AgentSpec
-from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
+from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
 from asyncrl.telemetry.logging import configure_logging, write_text
 
 SPEC_BYTES = 16 << 20

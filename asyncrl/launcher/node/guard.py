@@ -25,7 +25,7 @@ from pathlib import Path
 
 from asyncrl.launcher.run_folder.begun import leave_name
 from asyncrl.launcher.terms.signals import STOPPING
-from asyncrl.runtime.processes import become_subreaper, end_children
+from asyncrl.runtime.linux import become_subreaper, end_children
 
 END_S = 10.0
 IGNORED = (*STOPPING, signal.SIGUSR1, signal.SIGPIPE)

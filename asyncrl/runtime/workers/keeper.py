@@ -22,7 +22,7 @@ import sys
 import tempfile
 from typing import Any
 
-from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
+from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
 from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 from asyncrl.runtime.workers.worker import IGNORED

@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.runtime.processes import kill_child, kill_group, session_members
+from asyncrl.runtime.linux import kill_child, kill_group, session_members
 from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 from asyncrl.runtime.workers.isolation import NOT_ISOLATED_EXIT

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from asyncrl.runtime.processes import become_subreaper, die_with_parent
+from asyncrl.runtime.linux import become_subreaper, die_with_parent
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader
 
 NO_MEMORY_EXIT = 120

@@ -18,7 +18,7 @@ from asyncrl.launcher.fleet.addresses import by_interface, by_route, interfaces,
 from asyncrl.launcher.fleet.start import SshStart
 from asyncrl.launcher.node.shipping import CHUNK_BYTES, LogShipper
 from asyncrl.launcher.terms.spec import EndOrder, HostOffer, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
-from asyncrl.runtime.processes import descriptor_limit
+from asyncrl.runtime.linux import descriptor_limit
 from asyncrl.wire.keys import make_keyring
 
 

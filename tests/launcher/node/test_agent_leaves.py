@@ -130,7 +130,7 @@ from pathlib import Path
 sys.path[:0] = ["tests", "tests/launcher"]
 from launched import marked
 from asyncrl.launcher.node.child import Child
-from asyncrl.runtime.processes import become_subreaper, end_children
+from asyncrl.runtime.linux import become_subreaper, end_children
 become_subreaper()
 mark, leaving = sys.argv[1], sys.argv[2]
 log = Path(mark, "log")

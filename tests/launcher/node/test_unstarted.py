@@ -15,7 +15,7 @@ from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.host_agent import Agent
 from asyncrl.launcher.node.instructions import Kill, Spawn
 from asyncrl.launcher.terms.spec import ActorSpec, AgentSpec
-from asyncrl.runtime.processes import children_of
+from asyncrl.runtime.linux import children_of
 
 NAMES = ("controller/0", "rollouter/0")
 

@@ -1,4 +1,4 @@
-"""Owning processes on Linux, with the standard library alone.
+"""Linux's means for processes, with the standard library alone: their descendants, their age and their limits.
 
 A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process
 group that it has moved to and with any environment that it has set. So the rule is simple: kill your
@@ -49,9 +49,15 @@ def children_of(pid: int) -> list[int]:
 
 
 def descriptor_limit() -> int:
-    """The most files that a process may have open: actors raise their limit to it."""
+    """The most files that a process may have open once it has raised its limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many files open as it may at most."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def age_s() -> float:

@@ -5,7 +5,7 @@ import sys
 import time
 
 TICK_S = 0.02
-SCRIPT = "import time; time.sleep(0.3); from asyncrl.runtime.processes import age_s; print(age_s())"
+SCRIPT = "import time; time.sleep(0.3); from asyncrl.runtime.linux import age_s; print(age_s())"
 
 
 def test_a_process_knows_for_how_long_it_has_lived():
