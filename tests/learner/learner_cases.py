@@ -234,7 +234,7 @@ def exact_scores(model: Any, group: Group, sequence: Sequence) -> tuple[Any, Any
 def gradients_of(backend: Any) -> list[dict[str, np.ndarray]]:
     """Grows by rank 0's shards of the gradient of each update to come, before the optimizer sees it."""
     found: list[dict[str, np.ndarray]] = []
-    named = {name.removeprefix("model."): p for name, p in backend._policy.named_parameters() if p.requires_grad}
+    named = {name.removeprefix("model."): p for name, p in backend.policy.named_parameters() if p.requires_grad}
     backend._optimizer.register_step_pre_hook(
         lambda *_: found.append({name: p.grad.to_local().clone().numpy() for name, p in named.items()})
     )

@@ -68,6 +68,9 @@ from asyncrl.weights.collective.gloo import open_store
 class Trainer:
     """One rank of the ``fsdp2`` backend."""
 
+    policy: Policy
+    """The model that is trained, of which this rank holds its shards; there once ``setup`` has returned."""
+
     def __init__(self, config: Config, rank: int) -> None:
         self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
@@ -102,20 +105,20 @@ class Trainer:
         )
         self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
-        self._policy, scoring = build_policy(self._config, self._ranks, self._dtype)
+        self.policy, scoring = build_policy(self._config, self._ranks, self._dtype)
         self.packed, self.shares_prefixes = scoring.packed, scoring.shared
-        self._parameters = list(self._policy.parameters())
-        self._optimizer = make_optimizer(self._policy, self._config)
+        self._parameters = list(self.policy.parameters())
+        self._optimizer = make_optimizer(self.policy, self._config)
         objective = Objective(self._learner)
         self.skips_zero_advantages = objective.skips_zero_advantages
         self._scorers = self._build_scorers(objective)
         self._updates = Updates(
-            self._policy, self._scorers, self._optimizer, self._ranks, objective, self._learner, self._enter_phase
+            self.policy, self._scorers, self._optimizer, self._ranks, objective, self._learner, self._enter_phase
         )
         self._saver = Saver(self._ranks)
         # Assembly and ParcelsAhead make a process group each, which all ranks have to enter in the same order.
         self._assembly = Assembly(
-            self._policy,
+            self.policy,
             self._ranks,
             dtype=self._dtype,
             bucket_bytes=self._config.weights.bucket_bytes,
@@ -135,7 +138,7 @@ class Trainer:
         reference: Scorer | None = None
         if objective.needs_reference or kl.in_reward:
             if self._config.lora.is_on and kl.path is None:
-                reference = WithoutAdapters(self._policy)
+                reference = WithoutAdapters(self.policy)
             else:
                 reference = frozen("learner.kl.path", kl.path or self._config.model.path)
         return Scorers(
@@ -237,7 +240,7 @@ class Trainer:
 
     def export(self, folder: Path) -> None:
         self._tell(commands.Gather("export"))
-        source, model, lora = model_folder(self._config.model), self._policy.model, self._config.lora
+        source, model, lora = model_folder(self._config.model), self.policy.model, self._config.lora
         settings = None
         if lora.is_on:
             settings = adapter_settings(lora, model=str(self._config.model.path), targets=target_names(model, lora))
@@ -246,7 +249,7 @@ class Trainer:
         ).result()
 
     def checkpoint_bytes(self) -> int:
-        return dcp.expected_bytes(self._policy)
+        return dcp.expected_bytes(self.policy)
 
     def export_bytes(self) -> int:
         return sum(parameter.numel() * self._dtype.itemsize for parameter in self._parameters)
@@ -353,7 +356,7 @@ class Trainer:
     def _save(self, command: commands.Save) -> Future[None]:
         return self._saver.save(
             Path(command.folder),
-            self._policy,
+            self.policy,
             self._optimizer,
             steps=self.steps,
             warm_steps=self.warm_steps,
@@ -361,13 +364,13 @@ class Trainer:
         )
 
     def _load(self, folder: Path) -> None:
-        contents = dcp.load(folder, self._policy, self._optimizer, self._ranks)
+        contents = dcp.load(folder, self.policy, self._optimizer, self._ranks)
         self.steps, self.warm_steps = contents.steps, contents.warm_steps
 
     def _score_probe(self, sequences: Sequence[ProbeSequence]) -> Probe:
         with self._ranks.waiting("scoring the probe"), self._phase("probe"):
             return score_probe(
-                self._policy,
+                self.policy,
                 sequences,
                 temperature=self._config.rollout.temperature,
                 packed=self.packed,

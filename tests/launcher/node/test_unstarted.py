@@ -11,6 +11,7 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.launcher.node import host_agent
+from asyncrl.launcher.node.agent_state import AgentState
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.host_agent import Agent
 from asyncrl.launcher.node.instructions import Kill, Spawn
@@ -56,19 +57,47 @@ def test_who_is_to_be_started_with_one_that_ends_the_run_is_not_left_alive(tmp_p
     """I7: the controller cannot be started again, so everything ends, and who is not there is not killed."""
     killed = []
 
-    def spawn(name, *_):
+    class Started:
+        """A process that ends when it is killed."""
+
+        pid, stuck, last_words = 1, (), str
+
+        def __init__(self, name, incarnation):
+            self.name, self.incarnation, self.killed = name, incarnation, asyncio.Event()
+
+        def kill(self):
+            killed.append(self.name)
+            self.killed.set()
+
+        async def wait(self, _others):
+            await self.killed.wait()
+            return -9
+
+    def spawn(name, incarnation, *_):
         if name == "controller/0":
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return SimpleNamespace(pid=1, kill=lambda: killed.append(name))
+        return Started(name, incarnation)
+
+    begin = AgentState.begin
+
+    def together(state):
+        begin(state)
+        state.living.add("rollouter/0")
+        return [Spawn("controller/0"), Kill("controller/0", "frozen"), Spawn("rollouter/0")]
 
     monkeypatch.setattr(host_agent, "Child", SimpleNamespace(spawn=spawn))
-    found = agent(tmp_path, None, max_restarts=0)
-    found._tasks = SimpleNamespace(create_task=lambda work: work.close())
-    found._host.begin()
-    found._carry_out([Spawn("controller/0"), Kill("controller/0", "frozen"), Spawn("rollouter/0")])
+    monkeypatch.setattr(AgentState, "begin", together)
+    told = []
+
+    async def main():
+        found = agent(tmp_path, lambda line: told.append(msgspec.json.decode(line)), max_restarts=0)
+        async with asyncio.timeout(20):
+            assert await found.main(asyncio.StreamReader()) == 1
+
+    asyncio.run(main())
     assert killed == ["rollouter/0"]
-    assert (found._host.ending, found._host.failure.actor) == (True, "controller/0")
-    assert found._host.incarnations == dict.fromkeys(NAMES, 1)
+    [ended] = told
+    assert (ended["result"], ended["actor"]) == ("failed", "controller/0")
 
 
 def test_a_process_whose_end_nobody_would_hear_of_is_not_left(tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def test_the_reference_in_the_reward_is_the_model_without_adapters(folder, tmp_p
 def _frozen(backend) -> dict[str, np.ndarray]:
     return {
         name: p.detach().to_local().clone().numpy()
-        for name, p in backend._policy.named_parameters()
+        for name, p in backend.policy.named_parameters()
         if not p.requires_grad
     }
 
@@ -254,7 +254,7 @@ def _load_and_save(backend, config, source: Path, target: Path) -> float:
 
 def _publish(backend, config) -> tuple[dict[str, torch.Tensor], set[tuple[torch.dtype, bool]]]:
     train(backend, config, 0)
-    types = {(parameter.dtype, parameter.requires_grad) for parameter in backend._policy.parameters()}
+    types = {(parameter.dtype, parameter.requires_grad) for parameter in backend.policy.parameters()}
     return weights_of(backend.publish(1).result(60)), types
 
 

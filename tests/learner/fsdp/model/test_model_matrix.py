@@ -32,7 +32,7 @@ def _sequences() -> list[np.ndarray]:
 
 def _learned(backend: Any, config: Any) -> dict[str, Any]:
     """On every way that the learner takes by itself: log-probs, entropies, the gradient of their sum, the weights."""
-    sequences, policy = _sequences(), backend._policy
+    sequences, policy = _sequences(), backend.policy
     inputs, targets = (np.concatenate([s[part] for s in sequences]) for part in (slice(None, -1), slice(1, None)))
     row = make_row(inputs, LENGTHS, np.arange(sum(LENGTHS)), targets, torch.device("cpu"))
     everywhere = Likeliest(lambda entropies: torch.arange(len(entropies)), TEMPERATURE, VOCABULARY)

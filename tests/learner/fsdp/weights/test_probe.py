@@ -41,7 +41,7 @@ def _train_and_publish(backend, config, start: Path) -> list[tuple[list[Any], An
             if probing:
                 probes.append(backend.probe(chosen()))
         # No rank holds more of the weights than its share.
-        assert all(isinstance(parameter, DTensor) for parameter in backend._policy.parameters())
+        assert all(isinstance(parameter, DTensor) for parameter in backend.policy.parameters())
         with backend.publish(1, probes[-1] if probing else None).result() as publication:
             assert publication.manifest.probe is (probes[-1] if probing else None)
             weights = {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
