@@ -7,7 +7,7 @@ never a reward. Each trajectory is scored the moment it is finished; a group rew
 
 Invariant: a trajectory fails by what its episode or the reward function did with it, and by nothing else. A reward pool
 that is away or in trouble is no attempt: the trajectory is brought to it again until it is scored. Fails with
-RemoteError where the pool's actor cannot serve the call for good.
+RemoteError where the pool's actor cannot serve the call for good, and with Refused where this rollouter counts as dead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed, WireError
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed
 from asyncrl.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
@@ -58,7 +58,7 @@ class GroupRunner:
         """Whether the reward function has ever given a reward."""
 
     async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
-        """Generate and score; with the failure as the group's if there was one. Raises RemoteError."""
+        """Generate and score; with the failure as the group's if there was one. Raises RemoteError and Refused."""
         failure: Exception
         try:
             return await finish_group(
@@ -149,7 +149,7 @@ class GroupRunner:
         for number in range(1, rollout.max_attempts + 1):
             try:
                 return await attempt()
-            except (WireError, ValueError, EpisodeFailed) as error:
+            except (RemoteError, ValueError, EpisodeFailed) as error:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
                     # This trajectory is not to blame for it.
                     raise

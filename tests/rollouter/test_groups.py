@@ -10,8 +10,9 @@ from rollouter_cases import Dataloader, Learner, living
 from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, Refused, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount
@@ -43,7 +44,7 @@ class Scripted:
             raise TrajectoryFailed("the engine died of it")
         if self.losses.get(sample, 0) > 0:
             self.losses[sample] -= 1
-            raise DeadlineExceeded("rollouter/0", "env/0", "Step", 1.0)
+            raise EpisodeFailed("its tool did not answer", "user")
         self.generated.append((sample, asyncio.get_running_loop().time()))
         trajectory = make_group(samples=SAMPLES).trajectories[sample]
         trajectory.reward, trajectory.text = None, str(sample)
@@ -112,7 +113,7 @@ def test_only_what_failed_is_tried_again_with_growing_pauses():
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        (Scripted(losses={2: 99}), "env/0"),
+        (Scripted(losses={2: 99}), "its tool did not answer"),
         (Scripted(refusals={2: 99}), "timeout"),
         (Scripted(final={2}), "nonsense"),
         (Scripted(hopeless=2), "the engine died of it"),
@@ -157,11 +158,19 @@ def test_a_reward_pool_in_trouble_is_no_attempt_of_a_trajectory(trouble, per):
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    "bug",
+    [
+        RemoteError("reward/0", "AssertionError", "a bug", retryable=False),
+        # The pool has heard of the loss of the rollouter's host, and the learner may not have.
+        Refused("reward/0", "incarnation", ours="1", theirs="above 1, which is dead"),
+    ],
+    ids=["bug", "refusal"],
+)
 @pytest.mark.parametrize("per", ["trajectory", "group"])
-def test_a_bug_of_the_reward_pool_that_stays_quarantines_nothing(per):
-    bug = RemoteError("reward/0", "AssertionError", "a bug", retryable=False)
-    with pytest.raises(BaseExceptionGroup if per == "trajectory" else RemoteError) as caught:
-        run(Scripted(trouble=[bug]), reward={"per": per})
+def test_i1_a_reward_pool_that_will_never_score_quarantines_nothing(bug, per):
+    with pytest.raises(BaseExceptionGroup if per == "trajectory" else type(bug)) as caught:
+        run(Scripted(trouble=[bug] * 4), reward={"per": per})
     error = caught.value
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
