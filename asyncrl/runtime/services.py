@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
+from asyncrl.telemetry.logging import Logger
 from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.telemetry.states import StateLedger
 
@@ -20,7 +19,7 @@ class ActorServices:
 
     name: str
     clock: Clock
-    log: FilteringBoundLogger
+    log: Logger
     counters: Figures
     histograms: Histograms
     awaits: Awaits

@@ -8,10 +8,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-import structlog
+# For its console formatter structlog takes rich along: a sixth of the start of each actor, and lines here are JSON.
+_without_rich = "rich" not in sys.modules
+if _without_rich:
+    sys.modules["rich"] = None  # type: ignore[assignment]
+import structlog  # noqa: E402
+
+if _without_rich:
+    del sys.modules["rich"]
+
+Logger = structlog.typing.FilteringBoundLogger
 
 STANDARD_ERROR = 2
 QUIET = frozenset({"debug", "info"})
@@ -113,7 +123,7 @@ class _Lines:
 _lines = _Lines()
 
 
-def get_logger(actor: str, **facts: Any) -> structlog.typing.FilteringBoundLogger:
+def get_logger(actor: str, **facts: Any) -> Logger:
     """The logger of one actor."""
-    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(actor=actor, **facts)
+    logger: Logger = structlog.get_logger(actor=actor, **facts)
     return logger

@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
 from asyncrl.roles import ROLES, role_of
+from asyncrl.telemetry.logging import Logger
 from asyncrl.telemetry.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
 
 FOLDER = "trace"
@@ -201,7 +201,7 @@ class Traces:
         ready: Callable[[], Collection[str]],
         ask: Callable[[int], None],
         number: int,
-        log: FilteringBoundLogger,
+        log: Logger,
         notify: Callable[[str, str], None],
     ) -> None:
         self._run_dir, self._run, self._notify = run_dir, run, notify

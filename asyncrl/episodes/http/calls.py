@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
-import structlog
-
 from asyncrl.episodes.http.call_book import Call, CallBook
 from asyncrl.episodes.http.dialects.dialect import ChatRequest
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
+from asyncrl.telemetry.logging import Logger
 
 MOST_OPEN = 1024
 """Calls of a session at a time."""
@@ -64,7 +63,7 @@ class Calls:
         grace_s: float,
         kept_s: float,
         counts: Counter[str],
-        log: structlog.typing.FilteringBoundLogger,
+        log: Logger,
     ) -> None:
         self._core = core
         self._grace_s, self._kept_s = grace_s, kept_s

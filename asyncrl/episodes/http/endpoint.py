@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-import structlog
 from aiohttp import web
 
 from asyncrl.episodes.http.answers import CutConnection, HttpAnswer, send
@@ -28,6 +27,7 @@ from asyncrl.episodes.http.dialects.messages import Messages
 from asyncrl.episodes.http.dialects.responses import Responses
 from asyncrl.errors import ChatRefused, EpisodeOver, WireError
 from asyncrl.runtime.notices import Notify
+from asyncrl.telemetry.logging import Logger
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_S = 0.2
@@ -64,7 +64,7 @@ class PolicyEndpoint:
         *,
         max_request_bytes: int,
         notify: Notify,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Logger,
         keep_alive_s: float = 1.0,
         grace_s: float = 10.0,
         kept_s: float = 60.0,

@@ -20,8 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
@@ -37,6 +35,7 @@ from asyncrl.messages.weights import (
     Probe,
 )
 from asyncrl.runtime.calls.retry import is_refusal, wait_out
+from asyncrl.telemetry.logging import Logger
 
 if TYPE_CHECKING:
     from asyncrl.weights.collective.sender import Sender
@@ -160,7 +159,7 @@ class Broadcaster:
         *,
         timeout_s: float,
         call: Callable[[Request], asyncio.Future[Any]],
-        log: FilteringBoundLogger,
+        log: Logger,
     ) -> None:
         self._backend = backend
         self._make_sender = make_sender

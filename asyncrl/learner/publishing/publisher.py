@@ -17,13 +17,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.learner.exchange.publication import Publication
 from asyncrl.messages import Request
 from asyncrl.messages.weights import KeepPublished, Publish, Published
 from asyncrl.runtime.calls.retry import is_refusal, wait_out
+from asyncrl.telemetry.logging import Logger
 
 
 class Publisher:
@@ -32,7 +31,7 @@ class Publisher:
     def __init__(
         self,
         call: Callable[[Request], asyncio.Future[Any]],
-        log: FilteringBoundLogger,
+        log: Logger,
         on_spoiled: Callable[[], None],
     ) -> None:
         self._call = call

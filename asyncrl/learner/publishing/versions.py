@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.backends.backend import Backend
@@ -28,6 +26,7 @@ from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketQueue, co
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.messages import Request
+from asyncrl.telemetry.logging import Logger
 from asyncrl.telemetry.trace import Track
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Versions:
         host: str,
         call: Callable[[Request], asyncio.Future[Any]],
         tasks: asyncio.TaskGroup,
-        log: FilteringBoundLogger,
+        log: Logger,
         on_spoiled: Callable[[], None],
         on_failed: Callable[[OSError], None],
         on_whole: Callable[[], None],

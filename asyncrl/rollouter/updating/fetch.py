@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
-from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import (
@@ -46,7 +45,7 @@ from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest,
 from asyncrl.rollouter.updating.relay import Relay
 from asyncrl.rollouter.updating.sources import PARAMETER_SERVER, Sources
 from asyncrl.runtime.calls.retry import is_refusal, pause
-from asyncrl.telemetry.logging import get_logger
+from asyncrl.telemetry.logging import Logger, get_logger
 from asyncrl.weights.chunks import ChunkPlan, Piece
 from asyncrl.weights.segments import Segment, map_segment, open_segment, verify_segment
 from asyncrl.weights.staging import StagedVersion, apply_delta, delta_against, layout_of, seal_verified
@@ -116,7 +115,7 @@ class _Fetching:
         """Descriptors by bucket: sealed and verified."""
         self.encoded_bytes = 0
         self._base, self._weights, self._who = base, weights, who
-        self._log: FilteringBoundLogger = get_logger(who)
+        self._log: Logger = get_logger(who)
         usable = ((index, delta_against(base, bucket, index)) for index, bucket in enumerate(self.buckets))
         self._deltas = {index: delta for index, delta in usable if delta is not None}
         self._cancelled = False

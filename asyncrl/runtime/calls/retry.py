@@ -11,9 +11,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-from structlog.typing import FilteringBoundLogger
-
 from asyncrl.errors import RemoteError, WireError
+from asyncrl.telemetry.logging import Logger
 
 AWAY_S = 0.5
 """Pause before a peer that does not answer, or cannot serve the call yet, is asked again."""
@@ -36,13 +35,13 @@ def pauses(first_s: float) -> Iterator[float]:
         first_s = min(2 * first_s, LONGEST_S)
 
 
-def log_away(log: FilteringBoundLogger, whom: str, error: WireError, **facts: Any) -> None:
+def log_away(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
     """Log a warning; but a peer that is ending says so to everybody who waits for it, and that is no trouble."""
     ending = isinstance(error, RemoteError) and error.code == CANCELLED
     (log.info if ending else log.warning)(f"{whom} is away", error=str(error), **facts)
 
 
-async def wait_out(log: FilteringBoundLogger, whom: str, error: WireError, **facts: Any) -> None:
+async def wait_out(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
     """Say that a peer is away, and give it AWAY_S."""
     log_away(log, whom, error, **facts)
     await asyncio.sleep(AWAY_S)
