@@ -20,7 +20,6 @@ from asyncrl.learner.fsdp.model.policy import load_policy
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.base import Engine
-from asyncrl.rollouter.engines.vllm import adapter
 from asyncrl.rollouter.serving.drift import DriftLimits, explain, judge
 from asyncrl.rollouter.serving.probing import probe_engine
 
@@ -63,6 +62,9 @@ async def check_alarm(
 ) -> None:
     """The engine agrees with the learner from version to version; with a hundredth of noise on its weights it does not,
     nor at another temperature."""
+    # vLLM is imported by those who run these tests alone: every worker collects them.
+    from asyncrl.rollouter.engines.vllm import adapter
+
     sampling: Callable[..., Any] = adapter.sampling
 
     def cooler(request: Any, *arguments: Any) -> Any:
