@@ -14,6 +14,8 @@ SEEN = "from asyncrl.limit import limit\n\n\ndef test_limit():\n    assert limit
 @pytest.fixture
 def tree(tmp_path):
     (tmp_path / "asyncrl").mkdir()
+    # Without it any package of this name that comes later on the path is taken instead.
+    (tmp_path / "asyncrl" / "__init__.py").touch()
     (tmp_path / "tests").mkdir()
     (tmp_path / "asyncrl" / "limit.py").write_text(LIMIT)
     return tmp_path
