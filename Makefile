@@ -95,7 +95,7 @@ soak: $(COMPILED) ## Update the real vLLM after every step, in every mode and by
 	$(BIN)/python -m tools.soak
 
 clean: ## Remove the environment and what was made; runs/ stays
-	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help setup quickstart test test-slow test-cluster check docs pages bench chaos chat chat-model agents soak clean

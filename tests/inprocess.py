@@ -13,6 +13,7 @@ import harness
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
+from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
 from asyncrl.roles import ROLES, gang_of, is_optional, role_of
@@ -135,19 +136,23 @@ class System:
 
     async def _live(self, name: str) -> None:
         """An actor, and at its end the node agent's word of it."""
-        actor, exit_code = self.make(name), -9
+        actor, exit_code, fatal = self.make(name), -9, False
         try:
             await actor.main()
             exit_code = 0
-        except Exception:
+        except Refused:
+            # It counts as dead with somebody; its agent starts it again, as after any death.
             exit_code = 1
+            self.start(name)
+        except Exception:
+            exit_code, fatal = 1, True
             raise
         finally:
             ended = ActorEnded(
                 name=name,
                 incarnation=actor.context.incarnation,
                 exit_code=exit_code,
-                fatal=exit_code > 0,
+                fatal=fatal,
                 reason="ended",
             )
             controller = self.actors[CONTROLLER]

@@ -15,7 +15,7 @@ from run_files import groups, metrics
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.ledger import Ledger, position_of
-from asyncrl.messages.actors import NOTICE
+from asyncrl.messages.actors import NOTICE, Dead
 
 STEPS, GROUPS = 24, 4
 ONE_EACH = ("dataloader/0", "learner/0", "rollouter/0", "parameter_server/0")
@@ -92,6 +92,21 @@ def torment(system: System, victims: list[str], randomness: random.Random) -> No
 def test_i1_whoever_dies_again_and_again_each_prompt_is_trained_once(tmp_path: Path, victims: list[str]) -> None:
     torment(System(config(reward={"pools": 2}), tmp_path / "run"), victims, random.Random(2))
     audit(tmp_path / "run")
+
+
+def test_i1_a_rollouter_that_counts_as_dead_with_the_reward_pool_alone_costs_no_prompt(tmp_path: Path) -> None:
+    """As where the pool hears of the loss of its host before the learner does."""
+    system = System(config(), tmp_path / "run")
+
+    async def refuse() -> None:
+        await system.at_step(2)
+        rollouter = system.actors["rollouter/0"].context
+        system.actors["reward/0"].fence([Dead("rollouter/0", rollouter.incarnation)])
+        await until(lambda: system.actors["rollouter/0"].context.incarnation > rollouter.incarnation)
+
+    assert system.play(refuse, timeout=100).phase == "done"
+    audit(tmp_path / "run")
+    assert final_ledger(tmp_path / "run").count("quarantined") == 0
 
 
 @pytest.mark.parametrize("late", ["wait", "requeue"])

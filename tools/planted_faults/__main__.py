@@ -33,7 +33,7 @@ from pathlib import Path
 from tools.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
-LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "build", "dist", "shared")
+LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "shared")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow")
 WORKERS = ("-n", "2")
 FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5

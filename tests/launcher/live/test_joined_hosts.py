@@ -12,7 +12,7 @@ from asyncrl.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.live.joined_hosts import Guests
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import KILL, STOP
+from asyncrl.launcher.terms.spec import KILL, STOP, EndedEvent
 from asyncrl.messages.hosts import Members
 
 RUN = SimpleNamespace(
@@ -92,6 +92,22 @@ def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
 
     run_virtual(guests([deaf], Controller()).main())
     assert deaf.sent == [STOP, KILL, "killed"]
+
+
+@pytest.mark.parametrize("reason", ["", "no answer for 12 s"])
+def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
+    class Controller:
+        async def members(self):
+            await asyncio.Event().wait()
+            yield
+
+    left = Member(2)
+    left.ended, left.lost = EndedEvent(result="left", reason=reason), False
+    left.cut.set()
+    followed = guests([left], Controller())
+    followed.progress = Progress(io.StringIO(), 1, told := io.StringIO())
+    assert run_virtual(followed.main()) == 1
+    assert told.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
 
 
 def test_what_fails_while_the_run_is_watched_is_not_passed_over():

@@ -78,9 +78,10 @@ def test_who_is_to_be_started_with_one_that_ends_the_run_is_not_left_alive(tmp_p
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return Started(name, incarnation)
 
-    begin = AgentState.begin
+    begin, states = AgentState.begin, []
 
     def together(state):
+        states.append(state)
         begin(state)
         state.living.add("rollouter/0")
         return [Spawn("controller/0"), Kill("controller/0", "frozen"), Spawn("rollouter/0")]
@@ -96,8 +97,10 @@ def test_who_is_to_be_started_with_one_that_ends_the_run_is_not_left_alive(tmp_p
 
     asyncio.run(main())
     assert killed == ["rollouter/0"]
-    [ended] = told
+    [ended], [state] = told, states
     assert (ended["result"], ended["actor"]) == ("failed", "controller/0")
+    assert (state.ending, state.failure.actor) == (True, "controller/0")
+    assert state.incarnations == dict.fromkeys(NAMES, 1)
 
 
 def test_a_process_whose_end_nobody_would_hear_of_is_not_left(tmp_path, monkeypatch):
