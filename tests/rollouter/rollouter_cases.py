@@ -57,10 +57,11 @@ class Learner:
 
 
 class Dataloader:
-    """Grants what is put into ``grants``, numbered from what was seen."""
+    """Grants what is put into ``grants``, numbered from what was seen, and again until that is: calls are given up."""
 
     def __init__(self):
         self.grants, self.asked, self.returned = [], [], []
+        self.unseen = []
         self.partings = []
         """Uids held by one that leaves, each time it said so."""
         self.more = asyncio.Event()
@@ -74,20 +75,20 @@ class Dataloader:
     async def lease(self, request: Lease, caller: Caller) -> Leased:
         self.asked.append(request)
         self.callers.append(caller)
+        self.unseen = [ticket for ticket in self.unseen if ticket.grant > request.seen]
         try:
             async with asyncio.timeout(caller.park_s):
-                while not self.grants:
+                while not (self.grants or self.unseen):
                     self.more.clear()
                     await self.more.wait()
         except TimeoutError:
             return Leased()
         given, self.grants = self.grants, []
-        return Leased(
-            tickets=[
-                replace(make_group(uid).ticket, grant=request.seen + n, **changes)
-                for n, (uid, changes) in enumerate(given, 1)
-            ]
-        )
+        last = max([request.seen, *(ticket.grant for ticket in self.unseen)])
+        self.unseen += [
+            replace(make_group(uid).ticket, grant=last + n, **changes) for n, (uid, changes) in enumerate(given, 1)
+        ]
+        return Leased(tickets=list(self.unseen))
 
     @handler
     def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
