@@ -196,6 +196,15 @@ class System:
         await until(lambda: self.actors["learner/0"].step >= number)  # type: ignore[attr-defined]
         return self.actors["learner/0"]
 
+    async def replicas_in(self, phase: str, *names: str) -> None:
+        """Wait until the parameter server sees these replicas in a phase; seen in the turn in which it is so."""
+        async with asyncio.timeout(20.0):
+            while True:
+                replicas = self.actors["parameter_server/0"]._conductor.fleet.replicas
+                if all(name in replicas and replicas[name].phase == phase for name in names):
+                    return
+                await asyncio.sleep(0)
+
     def play(
         self, scenario: Callable[[], Coroutine[Any, Any, object]] | None = None, timeout: float = 60.0
     ) -> RunState:

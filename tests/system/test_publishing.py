@@ -78,6 +78,8 @@ def test_training_goes_on_without_a_parameter_server_as_far_as_the_gate_lets_it(
         if fault == "dead":
             await system.kill("parameter_server/0")
         else:
+            # Between broadcasts: engines that pause for one generate nothing till there is another parameter server.
+            await system.replicas_in("serving", "rollouter/0", "rollouter/1")
             # As a stopped process, it hears nothing.
             frozen = system.network.servers.pop(server.address)
         steps["then"] = learner.step

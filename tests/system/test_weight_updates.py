@@ -154,12 +154,7 @@ def test_each_host_fetches_one_copy_and_hands_it_on_and_who_dies_meanwhile_costs
         await system.at_step(3)
         # All six in turn, so that each keeps its host, while they fetch.
         for name in (f"rollouter/{index}" for index in range(6)):
-            async with asyncio.timeout(10):
-                while True:
-                    replica = system.actors["parameter_server/0"]._conductor.fleet.replicas.get(name)
-                    if replica is not None and replica.phase == "staging":
-                        break
-                    await asyncio.sleep(0)
+            await system.replicas_in("staging", name)
             await system.replace(name)
 
     if die:
