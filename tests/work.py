@@ -13,6 +13,8 @@ def steps_of(work):
         steps += event == "opcode"
         return trace
 
+    # Python 3.12 tells of opcodes only where a frame has asked for them before.
+    sys._getframe().f_trace_opcodes = True
     before = sys.gettrace()
     sys.settrace(trace)
     try:
