@@ -210,7 +210,8 @@ async def fleet(network: ShapedNetwork, config: Config) -> AsyncIterator[Fleet]:
             )
             made = Fleet(network, config, socket, tasks, forker)
             try:
-                async with await asyncio.start_unix_server(made.connected, socket):
+                # As a context it would wait, from Python 3.12 on, for the connections that close() ends.
+                with contextlib.closing(await asyncio.start_unix_server(made.connected, socket)):
                     await made.start(range(len(network.addresses)))
                     yield made
             finally:
