@@ -121,21 +121,23 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
     assert program.stderr is not None
     out, err = OutputLines(program.stdout.fileno()), OutputLines(program.stderr.fileno())
     ended, control = os.pidfd_open(program.pid), connection.fileno()
-    waiting = [out.pipe, err.pipe, control, ended]
-    while ended in waiting:
-        ready, _, _ = select.select(waiting, [], [])
+    # select() takes no descriptor from 1024 on, and the actor's number of the connection may be one.
+    waiting = select.poll()
+    for descriptor in (out.pipe, err.pipe, control, ended):
+        waiting.register(descriptor, select.POLLIN)
+    ready: set[int] = set()
+    while ended not in ready:
+        ready = {descriptor for descriptor, _ in waiting.poll()}
         for lines in (out, err):
             if lines.pipe in ready and not lines.copy():
-                waiting.remove(lines.pipe)
+                waiting.unregister(lines.pipe)
         if control in ready:
             data = connection.recv(READ_BYTES)
             for _ in frames.feed(data):
                 _signal_group(program.pid, signal.SIGTERM)
             if not data:
                 _signal_group(program.pid, signal.SIGKILL)
-                waiting.remove(control)
-        if ended in ready:
-            waiting.remove(ended)
+                waiting.unregister(control)
     # Others may hold the pipes, and go on.
     for lines in (out, err):
         while lines.copy():

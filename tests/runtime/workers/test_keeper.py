@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.runtime.workers.framing import framed
+from asyncrl.runtime.workers.framing import FrameReader, framed
 from asyncrl.runtime.workers.keeper import LINE_BYTES, OutputLines
 
 
@@ -69,3 +69,21 @@ def test_a_program_that_is_asked_to_end_before_it_has_begun_is_not_started(tmp_p
         keeper = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(theirs.fileno())]
         ended = subprocess.run(keeper, pass_fds=[theirs.fileno()], capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr, began.exists()) == (0, b"", b"", False)
+
+
+def test_it_keeps_a_program_at_any_number_of_its_connection() -> None:
+    setup = {"argv": ["echo", "0.5"], "env": dict(os.environ), "files": {}}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        # More than select() takes.
+        number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)
+        try:
+            ours.sendall(framed(json.dumps(setup).encode()))
+            keeper = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(number)]
+            ended = subprocess.run(keeper, pass_fds=[number], capture_output=True, timeout=60)
+        finally:
+            os.close(number)
+        ours.setblocking(False)
+        (told,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"0.5\n", b"")
+    assert json.loads(told)["code"] == 0
