@@ -214,7 +214,10 @@ class Tickets:
         for uid, number in asked.items():
             if self._orphans.get(uid) == number:
                 del self._orphans[uid]
-                if uid not in kept:
+                if uid in kept:
+                    # It was delivered, and did not end its rollouter.
+                    self._holders[uid].suspect = False
+                else:
                     self._take_back(uid)
                     self.counts["recovered"] += 1
         self._note_supply()

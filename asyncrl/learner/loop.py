@@ -148,7 +148,8 @@ class Training:
         return Stand(
             version=self.version,
             trained_at_version=self.boundaries.trained_at_version,
-            groups_left=(learner.steps - self.step) * learner.groups_per_step,
+            # A run may be resumed with fewer steps than it has taken.
+            groups_left=max(0, learner.steps - self.step) * learner.groups_per_step,
             finished=self._finished,
         )
 

@@ -128,7 +128,10 @@ class StepGroups:
                     await self.news.wait()
             except TimeoutError:
                 await self._boundaries.publish_owed(owed_until)
-                self._foresee(self._next_step())
+                # Under the new version the step may begin with other groups, and wait for more.
+                step = self._next_step()
+                wanted = groups_wanted(step, self._config)
+                self._foresee(step)
                 self._states.enter("waiting", "groups")
                 retry_at = self._boundaries.next_try
 

@@ -344,6 +344,17 @@ def test_only_deaths_of_its_own_count_against_a_prompt() -> None:
     assert book.supply.attempts["0-0"] == 2
 
 
+def test_a_prompt_that_was_delivered_before_the_death_is_not_blamed_when_its_group_is_lost() -> None:
+    book = Book(deaths={"0-0": 2})
+    book.grant(A, 1)
+    book.grant(A, 1, seen=1, holding="0-0")
+    book.dies(A, 1, "0-0")
+    # A learner at an earlier checkpoint knows nothing of it, nor does anybody else.
+    after = Book(deaths={"0-0": 2})
+    after.inherit(book)
+    assert after.ledger.attempts == {"0-0": 2}
+
+
 def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
     book = Book(deaths={"0-0": 2})
     numbers = []

@@ -63,9 +63,9 @@ class Dataloader:
 
 
 class Scene:
-    """The training of a run with a step's groups in the buffer for each step from ``step`` on."""
+    """The training of a run. These ``groups`` are in the buffer, by default one for each step from ``step`` on."""
 
-    def __init__(self, *, step: int = 0, steps: int, **tables: Any) -> None:
+    def __init__(self, *, step: int = 0, steps: int, groups: range | None = None, **tables: Any) -> None:
         learner = tables.pop("learner", {})
         config = validate_config(
             {
@@ -84,9 +84,10 @@ class Scene:
             }
         )
         self.versions, self.written = Versions(), list[int]()
-        self.thread, clock, intake = ThreadPoolExecutor(1), LoopClock(), Intake(config.learner)
-        for index in range(step, steps):
-            intake.deliver(make_group(index, [1, 2], [make_trajectory([3, 4], reward=float(at)) for at in range(2)]))
+        self.thread, clock, self.intake = ThreadPoolExecutor(1), LoopClock(), Intake(config.learner)
+        self.dataloader = Dataloader()
+        for index in groups if groups is not None else range(step, steps):
+            self.deliver(index)
 
         async def put(step: object) -> None:
             """Nobody reads it."""
@@ -99,8 +100,8 @@ class Scene:
             services(clock=clock),
             backend=create(config, 0),
             thread=self.thread,
-            intake=intake,
-            supply=Dataloader(),  # type: ignore[arg-type]
+            intake=self.intake,
+            supply=self.dataloader,  # type: ignore[arg-type]
             versions=self.versions,  # type: ignore[arg-type]
             lines=SimpleNamespace(put=put),  # type: ignore[arg-type]
             story=StoryLog("learner/0"),
@@ -112,6 +113,10 @@ class Scene:
             teacher=None,
             step=step,
         )
+
+    def deliver(self, index: int) -> None:
+        trajectories = [make_trajectory([3, 4], reward=float(at)) for at in range(2)]
+        self.intake.deliver(make_group(index, [1, 2], trajectories))
 
     async def run(self) -> None:
         await self.training.begin([])
@@ -198,6 +203,41 @@ def test_a_version_that_stays_owed_at_the_end_fails_the_run_after_the_wait_for_r
         with pytest.raises(ActorFailed, match=r"no version could be published for 60 s .*no memory"):
             await scene.training.run()
         assert 60 <= clock.now() <= 60 + 2 * OWED_RETRY_S
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_run_that_is_resumed_with_fewer_steps_than_it_has_taken_is_at_its_end() -> None:
+    async def main() -> None:
+        scene = Scene(step=5, steps=4)
+        await scene.run()
+        assert (scene.training.step, scene.training.stand.groups_left, scene.training.version) == (5, 0, 0)
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_i8_steps_after_an_owed_version_wait_for_all_groups_of_the_next() -> None:
+    """Under the limit 0, where a step of the groups that came first would be a matter of their arrival."""
+
+    async def main() -> None:
+        scene, clock = (
+            Scene(steps=4, groups=range(2), learner={"steps_per_version": 2}, staleness={"max": 0}),
+            LoopClock(),
+        )
+        scene.dataloader.supply = Supply(number=0, exhausted=False, outstanding=2)
+        await scene.training.begin([])
+        scene.versions.before = clock.now() + 0.5 * OWED_RETRY_S
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(1.5 * OWED_RETRY_S)
+        assert (scene.training.step, scene.training.version) == (2, 1)
+        for index, step in ((3, 2), (2, 4)):
+            scene.deliver(index)
+            scene.training.tell_news()
+            await asyncio.sleep(1.0)
+            assert scene.training.step == step
+        await running
         scene.close()
 
     run_virtual(main())
