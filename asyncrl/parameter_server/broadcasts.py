@@ -51,7 +51,7 @@ class Stage(StrEnum):
     BROKEN = "broken"
     """The learner may announce it anew."""
     GIVEN_UP = "given_up"
-    """The broadcast broke, and is left to the rolling transports."""
+    """The broadcast broke, and is not announced anew: replicas that lack the version have the rolling transports."""
 
 
 @dataclass(slots=True)
@@ -193,6 +193,10 @@ class Broadcasts:
             return
         self._epochs.broke(epoch)
         if self._current is not None and self._current.group.epoch == epoch:
+            if self._current.stage is Stage.OVER:
+                # Everybody has committed it: there is nobody to whom it would be sent again.
+                self._current.stage = Stage.GIVEN_UP
+                return
             self._end(f"the learner, sending version {version}: {error}", now)
             if not again:
                 self._give_up("the learner does not announce it anew")

@@ -398,6 +398,19 @@ def test_a_commit_before_the_break_counts_and_one_who_has_committed_breaks_nothi
     assert play.pause("r/3", 0)
 
 
+def test_a_learner_that_fails_after_all_have_committed_sends_it_to_nobody_again():
+    play = serving()
+    epoch = play.begin(1, *R)
+    commit_all(play, 1)
+    play.ended(1, epoch, "connection reset", again=True)
+    answer = play.announce(1)
+    assert (answer.decided, answer.group) == (True, None)
+    assert play.counts("begun", "broken") == (1, 0)
+    play.publish(1)
+    # Its group is not used again, and the next version is not left out.
+    assert play.begin(2, *R) == epoch + 1
+
+
 def test_words_on_other_broadcasts_change_nothing():
     play = serving()
     epoch = play.gather(3, *R)

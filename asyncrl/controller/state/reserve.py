@@ -60,18 +60,21 @@ class Reserve:
         for each in self.resting.keys() & set(_pair(name)):
             self.take(each, now)
 
-    def lacking(self, expected: Collection[str], least: int, without: Collection[str] = ()) -> str | None:
-        """The role of which too few are neither set aside nor ``without``: rollouters below ``least``, no pool."""
+    def lacking(self, expected: Collection[str], least: int, without: Collection[str]) -> str | None:
+        """The role that the run needs more of than are left ``without`` these: rollouters below ``least``, no pool.
+
+        Others may be too few as well, for want of hosts that have left; none of these is to blame for that.
+        """
         without = frozenset(without)
-        counts = {role: 0 for role in map(role_of, expected) if role in PLURALS}
+        counts = {role: 0 for role in map(role_of, without) if role in PLURALS}
         for name in expected:
             if role_of(name) in counts and name not in self.resting and name not in without:
                 counts[role_of(name)] += 1
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
     def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
-        """Words behind the reason of the last one if too few are left, else None; see ``lacking``."""
-        role = self.lacking(expected, least)
+        """Words behind the reason of the last one if too few are left since ``before``, else None; see ``lacking``."""
+        role = self.lacking(expected, least, without=self.resting.keys() - before.keys())
         if role is None:
             return None
         of_role = [name for name in expected if role_of(name) == role]

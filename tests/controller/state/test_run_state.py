@@ -337,6 +337,18 @@ def test_a_run_starts_and_goes_on_without_a_replica_whose_host_is_lost():
     assert run.next_deadline() is None and run.lost_hosts == {}
 
 
+def test_an_actor_that_is_set_aside_is_not_to_blame_for_hosts_that_have_left():
+    run = machine("reward/1", SINKS, min_replicas=3)
+    run.left(["rollouter/2"], 5.0)
+    gives_up(run, SINKS)
+    assert run.can_spare("reward/0") and not run.can_spare("rollouter/0")
+    end(run, "reward/0", 20.0, -9)
+    assert run.tick(20.0 + START_S)
+    assert (run.phase, aside(run)) == ("running", ["reward/0", SINKS])
+    gives_up(run, "rollouter/0", 90.0)
+    assert run.outcome.reason.startswith(f"{WHY}; 1 of 2 rollouters are left, and rollout.min_replicas is 3")
+
+
 @pytest.mark.parametrize("lost", [["learner/1"], ["dataloader/0"], ["reward/0"], ROLLOUTERS])
 def test_a_run_waits_for_what_it_needs_and_then_names_the_host(lost):
     run = machine()
