@@ -221,7 +221,8 @@ class Broadcaster:
             while (group := await self._decision(announcement)) is not None:
                 if not await self._send(sending, sender, group):
                     break
-        sending.close()
+        # Its descriptors may be the last of a version, whose memory the kernel takes its time to get back.
+        await self._on_thread(sending.close)
         self._sending = None
 
     async def _send(self, sending: BucketQueue, sender: Sender, group: CollectiveGroup) -> bool:

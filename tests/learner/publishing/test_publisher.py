@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,6 +13,7 @@ from learner.publishing.publications import make_publication, no_segment_left_op
 from virtual import run_virtual
 
 from asyncrl.errors import ProtocolError, RemoteError
+from asyncrl.learner.exchange.publication import Publication
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.messages import Done
 from asyncrl.messages.weights import KeepPublished, Publish, Published
@@ -85,6 +88,14 @@ class Scene:
         await until(lambda: self.publisher.acknowledged == version and self.stub.kept[-1:] == [version])
 
 
+async def held(made: list[Publication], expected: list[bool]) -> None:
+    """Wait until just these are open. It is another thread that closes them, so no virtual time passes meanwhile."""
+    until_s = time.monotonic() + 20.0
+    while [bool(one.fds) for one in made] != expected:
+        assert time.monotonic() < until_s, [bool(one.fds) for one in made]
+        await asyncio.to_thread(time.sleep, 0.001)
+
+
 def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
         async with Net(memory=True) as net:
@@ -112,7 +123,7 @@ def test_each_version_is_told_and_kept_and_told_anew_to_a_parameter_server_that_
             made.append(make_publication(version))
             scene.publisher.offer(made[-1])
             await scene.acknowledged(version)
-            assert [bool(one.fds) for one in made] == [False] * version + [True]
+            await held(made, [False] * version + [True])
         assert scene.stub.told == [0, 1, 2]
         for _ in range(2):
             scene.replace()
@@ -120,6 +131,24 @@ def test_each_version_is_told_and_kept_and_told_anew_to_a_parameter_server_that_
             assert scene.stub.told == [2] and made[-1].fds
 
     play(scenario)
+
+
+def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, release = [], Publication.release
+
+    def noted(publication: Publication) -> None:
+        released.append(threading.current_thread())
+        release(publication)
+
+    monkeypatch.setattr(Publication, "release", noted)
+
+    async def scenario(scene: Scene) -> None:
+        for version in range(2):
+            scene.publisher.offer(make_publication(version))
+            await scene.acknowledged(version)
+
+    play(scenario)
+    assert len(released) >= 2 and threading.current_thread() not in released[:2]
 
 
 def test_a_newer_version_takes_the_place_of_those_that_a_frozen_parameter_server_has_not_answered() -> None:
@@ -133,13 +162,13 @@ def test_a_newer_version_takes_the_place_of_those_that_a_frozen_parameter_server
         for publication in made[2:]:
             scene.publisher.offer(publication)
         # The one that is held, the one that may be being taken in at this moment, and the newest.
-        assert [bool(one.fds) for one in made] == [True, True, False, False, False, True]
+        await held(made, [True, True, False, False, False, True])
         # Past the deadline of a call.
         await until(lambda: not made[1].fds)
-        assert [bool(one.fds) for one in made] == [True, False, False, False, False, True]
+        await held(made, [True, False, False, False, False, True])
         scene.stub.awake.set()
         await scene.acknowledged(5)
-        assert [bool(one.fds) for one in made] == [False] * 5 + [True]
+        await held(made, [False] * 5 + [True])
 
     play(scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,17 @@ async def test_one_who_asks_no_more_before_a_thread_has_read_leaves_nothing_open
         await busy
         assert len((await asking[0]).data) == 4096
     relay.close()
+
+
+def test_the_event_loop_does_not_wait_for_the_memory_of_a_version_that_is_dropped(monkeypatch):
+    relay, segment, closed, close = Relay(), Segment("test", 4096), [], os.close
+    relay.begin(1)
+    relay.arrived(1, Piece(0, 0, 4096), segment.fd, 0)
+    segment.discard()
+    monkeypatch.setattr(os, "close", lambda descriptor: closed.append(threading.current_thread()) or close(descriptor))
+    relay.give_up(1)
+    relay.close()
+    assert len(closed) == 1 and threading.current_thread() not in closed
 
 
 def test_one_whole_version_is_held_beside_the_one_that_comes():

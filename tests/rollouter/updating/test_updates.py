@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 
 import numpy as np
 import pytest
@@ -347,6 +348,10 @@ def test_what_it_fetched_for_its_host_is_held_until_it_serves_a_newer_version(pu
             if isinstance(request, RequestPause) and request.paths:
                 held.append((request.paths[0], inode(request.paths[0])))
             if isinstance(request, NextUpdate) and held:
+                within = time.monotonic() + 20.0
+                # Another thread closes it.
+                while there and inode(held[0][0]) == held[0][1] and time.monotonic() < within:
+                    await asyncio.to_thread(time.sleep, 0.001)
                 there.append(inode(held[0][0]) == held[0][1])
             return await super().call(request)
 
