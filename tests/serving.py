@@ -94,11 +94,13 @@ def serve(job: Job) -> Served:
         versions = []
         for number, manifest in enumerate(job.manifests):
             if job.lora:
-                llm.collective_rpc("load_adapter", args=(manifest, config.lora.alpha / config.lora.rank))
+                failed = llm.collective_rpc("load_adapter", args=(manifest, config.lora.alpha / config.lora.rank))
             else:
                 llm.collective_rpc("start_weight_update")
                 llm.collective_rpc("update_weights", args=({"version": number, "manifest": manifest},))
+                failed = llm.collective_rpc("update_failure")
                 llm.collective_rpc("finish_weight_update")
+            assert failed == [""], failed
             assert llm.reset_prefix_cache()
             scored, sampled = (
                 llm.generate([tokens_input(ids) for ids in asked], parameters, use_tqdm=False, lora_request=adapter)

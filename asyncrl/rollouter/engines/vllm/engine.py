@@ -325,7 +325,9 @@ class VllmEngine:
         # The caller that waits for it has the same deadline from the pause on, and a name for it.
         async with self._control(f"the load of version {version}", self._config.weights.deadline_s):
             try:
-                await self._give(weights)
+                failure = await self._give(weights)
+                if failure:
+                    raise self._not_loaded(weights, failure)
                 if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                     raise WeightsCorrupt("vLLM did not drop its KV cache", version=version)
                 if self._loads_adapters:
@@ -333,14 +335,12 @@ class VllmEngine:
                     await self._llm.update_weight_version(str(version))
                 else:
                     await self._llm.finish_weight_update(str(version))
-            except (WeightsCorrupt, self._vllm.EngineDeadError):
+            except (BroadcastFailed, WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
-                # vLLM has closed its update, and tells the cause only in words.
+                # Not the word of a worker on its load: vLLM has closed its update.
                 self._update_open = False
-                if isinstance(weights, BroadcastPart):
-                    raise BroadcastFailed(version, f"engine {self.name}: {error}") from error
-                raise WeightsCorrupt(f"engine {self.name} could not load them: {error}", version=version) from error
+                raise self._not_loaded(weights, str(error)) from error
         self._update_open = False
         if isinstance(weights, StagedVersion):
             self._layout = weights.layout
@@ -351,17 +351,23 @@ class VllmEngine:
                 flight.stale.add(version)
         self._version = version
 
-    async def _give(self, weights: StagedVersion | BroadcastPart) -> None:
-        """Let the workers load the weights."""
+    def _not_loaded(self, weights: StagedVersion | BroadcastPart, why: str) -> BroadcastFailed | WeightsCorrupt:
+        if isinstance(weights, BroadcastPart):
+            return BroadcastFailed(weights.version, f"engine {self.name}: {why}")
+        return WeightsCorrupt(f"engine {self.name} could not load them: {why}", version=weights.version)
+
+    async def _give(self, weights: StagedVersion | BroadcastPart) -> str:
+        """Let the workers load the weights; the reason that one of them could not, else empty."""
         if self._loads_adapters:
             assert isinstance(weights, StagedVersion), "adapters are not broadcast"
-            await self._llm.collective_rpc("load_adapter", kwargs=self._vllm.adapter_update(weights, self._config))
-            return
+            update = self._vllm.adapter_update(weights, self._config)
+            return _first(await self._llm.collective_rpc("load_adapter", kwargs=update))
         if not self._update_open:
             self._update_open = True
             await self._llm.start_weight_update()
         info = {"version": weights.version, **self._vllm.update_info(weights)}
         await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
+        return _first(await self._llm.collective_rpc("update_failure"))
 
     async def checksum(self) -> str:
         """Checksum over all workers. Layers that the CPU backend packs are not in it; an adapter is, as published."""
@@ -374,6 +380,11 @@ def _import_adapter() -> Any:
     from asyncrl.rollouter.engines.vllm import adapter
 
     return adapter
+
+
+def _first(failures: list[str]) -> str:
+    """The first failure among the answers of all workers."""
+    return next(filter(None, failures), "")
 
 
 def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:

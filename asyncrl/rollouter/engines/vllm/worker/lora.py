@@ -5,8 +5,9 @@ what that adapter holds, straight from sealed memory, which the engine's owner h
 model is not touched. vLLM passes over adapters of layers that it does not know, and says nothing: so the layers are
 looked up before the load, and afterwards what the layers compute with is compared with what was published.
 
-Either the adapter is whole afterwards, or ``load_adapter`` raises and the engine has the one before or none, never a
-part: it must not be stepped until an update has succeeded. Any number of failed updates may come before.
+Either the adapter is whole afterwards, or ``load_adapter`` tells its failure and the engine has the one before or none,
+never a part: it must not be stepped until an update has succeeded. Any number of failed updates may come before. A
+failure is no error of the remote call, for the reason that weights.py has.
 """
 
 from __future__ import annotations
@@ -35,11 +36,18 @@ class AdapterLoader:
 
     model_runner: Any
 
-    def load_adapter(self, manifest: str, scaling: float) -> None:
+    def load_adapter(self, manifest: str, scaling: float) -> str:
         """Replace the adapter by the version of ``manifest``, a Manifest as JSON with paths that this process can open.
 
-        ``scaling`` is alpha / rank. Raises RuntimeError where a tensor did not arrive, and vLLM's own errors.
+        ``scaling`` is alpha / rank. Returns the failure, a tensor that did not arrive or an error of vLLM's, else "".
         """
+        try:
+            self._load_adapter(manifest, scaling)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def _load_adapter(self, manifest: str, scaling: float) -> None:
         model = self.model_runner.get_model()
         version = msgspec.json.decode(manifest, type=Manifest)
         mapper = getattr(model, "hf_to_vllm_mapper", None)

@@ -4,9 +4,12 @@ It runs in vLLM's worker processes. A version comes either in sealed memory, whi
 holds open, or by broadcast: over gloo it is received and verified whole before the model is touched, over NCCL every
 bucket is loaded as it comes (nccl.py). It is fed to the model's own checkpoint loader, layer by layer.
 
-A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or it raises and
-the model must not be stepped until an update, of either kind, has succeeded. Any number of failed updates may come
-before. Every wait on others has the timeout of its broadcast.
+A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or ``failure`` has
+the reason and the model must not be stepped until an update, of either kind, has succeeded. Any number of failed
+updates may come before. Every wait on others has the timeout of its broadcast.
+
+A failure is no error of the remote call. At the first one vLLM reads no further answer, so that those of the other
+workers would be taken for answers to later calls, and their updates would stay open.
 """
 
 from __future__ import annotations
@@ -57,6 +60,16 @@ class UpdateInfo(WeightTransferUpdateInfo):
     timeout_s: float = 0.0
 
 
+class FailureTeller:
+    """Mixed into vLLM's worker (worker_extension_cls): its methods are remote calls."""
+
+    weight_transfer_engine: WeightTransfer
+
+    def update_failure(self) -> str:
+        """Reason that the last update failed; empty if it succeeded."""
+        return self.weight_transfer_engine.failure
+
+
 class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads complete sets of weights."""
 
@@ -68,6 +81,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         # While a reload is under way tied parameters look like two.
         self._names = frozenset(name for name, _ in self.model.named_parameters())
         self._pending = False
+        self.failure = ""
+        """Reason that the last update failed; empty if it succeeded."""
         self._gloo = Receiver()
         self._nccl = NcclReceiver(self.config, self.vllm_config, self.device)
 
@@ -87,10 +102,14 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._nccl.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one complete version.
+        """Load one complete version, or note the failure: a parameter without a new value, or what receiving raises."""
+        self.failure = ""
+        try:
+            self._receive(update_info)
+        except Exception as error:
+            self.failure = str(error) or type(error).__name__
 
-        Raises RuntimeError when a parameter was left without a new value, and what receiving it raises.
-        """
+    def _receive(self, update_info: UpdateInfo) -> None:
         if update_info.manifest is not None:
             manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
             with self._reload() as load:
