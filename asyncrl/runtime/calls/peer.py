@@ -313,10 +313,8 @@ class Peer:
             return
         # 0 would say that nobody waits.
         left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
-        # Ids only grow, so that the first call that is pending has the least.
-        floor = next(iter(self._pending))
         header = self._endpoint.header(
-            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=floor
+            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._floor
         )
         # Sent, also where the socket takes no more: the next look asks after it, and the peer says that it lacks it.
         future.sent, future.placed = True, self._next_id
@@ -325,9 +323,14 @@ class Peer:
             # The answer comes when all of it has arrived, and makes room for others.
             self._ask(future.id)
 
+    @property
+    def _floor(self) -> int:
+        # Ids only grow, so that the first call that is pending has the least.
+        return next(iter(self._pending), self._next_id)
+
     def _ask(self, id: int) -> None:
         assert self._client is not None
-        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id)
+        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._floor)
         self._next_id += 1
         self._client.send([header, NIL])
 

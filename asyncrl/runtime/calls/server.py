@@ -280,12 +280,10 @@ class CallServer:
     def _on_call(self, session: _Session, header: Header, frames: Frames) -> None:
         if header.id in session.running:
             return
-        if session.stored:
-            for id in [id for id in session.stored if id < header.answered_below]:
-                del session.stored[id]
-            if header.id in session.stored:
-                self._transmit(session.routing_id, session.stored[header.id])
-                return
+        self._forget_answered(session, header)
+        if header.id in session.stored:
+            self._transmit(session.routing_id, session.stored[header.id])
+            return
         if self._is_full(session, header.id):
             return
         found = self._handlers.get(header.type)
@@ -335,11 +333,18 @@ class CallServer:
     def _on_ask(self, session: _Session, header: Header) -> None:
         """Say whether a call is being handled, and if not whether it may come."""
         id = header.in_reply_to
+        self._forget_answered(session, header)
         if id in session.running:
             self._say(session, Kind.HELD, header)
         # A stored reply goes out when its call comes again; that the connection is full, or early, is said by then.
         elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
             self._say(session, Kind.NOT_HELD, header)
+
+    @staticmethod
+    def _forget_answered(session: _Session, header: Header) -> None:
+        """Forget the replies that have arrived."""
+        for id in [id for id in session.stored if id < header.answered_below]:
+            del session.stored[id]
 
     def _say(self, session: _Session, kind: Kind, ask: Header) -> None:
         header = self._endpoint.header(kind, "", id=ask.id, in_reply_to=ask.in_reply_to)

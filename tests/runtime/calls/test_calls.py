@@ -277,6 +277,26 @@ async def test_a_lost_reply_is_asked_for_again_and_nothing_is_done_twice(memory,
         assert (server.counted, tap.taken["HELLO"]) == (72, hellos + 1)
 
 
+async def test_calls_that_wait_behind_a_long_one_go_on_when_it_has_ended(memory, monkeypatch):
+    """It keeps all replies since its beginning stored, until there is no room for another."""
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+    monkeypatch.setattr(server_module, "MAX_STORED", 20)
+    async with Net(memory=memory) as net:
+        server = Server()
+        net.serve(server, "server/0")
+        peer = net.client("server/0")
+        long = peer.call(Park(), timeout=60.0)
+        for _ in range(20):
+            await peer.call(Count())
+        waiting = asyncio.gather(*(peer.call(Count(), timeout=60.0) for _ in range(3)))
+        await asyncio.sleep(0.5)
+        assert server.counted == 20
+        server.answer.set()
+        await long
+        await asyncio.wait_for(waiting, 20)
+        assert server.counted == 23
+
+
 async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
     async with Net(memory=memory) as net:
