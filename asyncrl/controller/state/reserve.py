@@ -83,9 +83,11 @@ class Reserve:
             left = sum(name not in self.resting for name in of_role)
             words = f"; {left} of {len(of_role)} {PLURALS[role]} are left"
             words += f", and rollout.min_replicas is {least}" if role == ROLLOUTER else ""
-        if before:
-            words += f"; set aside before: {', '.join(f'{name} ({before[name].reason})' for name in sorted(before))}"
-        return words
+        return words + _described("set aside before", before)
+
+    def described(self, role: str) -> str:
+        """Words on those of a role that are set aside; empty without any."""
+        return _described("set aside", {name: rest for name, rest in self.resting.items() if role_of(name) == role})
 
     def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
         """Set one aside by the end of this incarnation, or of any with 0; False if it is or was already."""
@@ -123,6 +125,11 @@ class Reserve:
     def next_deadline(self) -> float | None:
         """Time at which the next replica has rested."""
         return min((rest.until for rest in self.resting.values()), default=None)
+
+
+def _described(how: str, resting: Mapping[str, Rest]) -> str:
+    each = ", ".join(f"{name} ({resting[name].reason})" for name in sorted(resting))
+    return f"; {how}: {each}" if each else ""
 
 
 def _pair(name: str) -> tuple[str, str]:

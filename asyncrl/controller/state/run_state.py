@@ -313,7 +313,10 @@ class RunStateMachine:
             missed = self._missed()
             if missed is not None and now >= missed[0]:
                 _, name, host = missed
-                reason = f"its host {host} has been lost for {self.host_grace_s:g} s (supervision.host_grace_s)"
+                aside = self._reserve.described(role_of(name))
+                # It may have been spared for long, until they were set aside.
+                lost_s = now - self._lost[name][0] if aside else self.host_grace_s
+                reason = f"its host {host} has been lost for {round(lost_s, 1):g} s (supervision.host_grace_s){aside}"
                 return self.fail(name, reason, "", 1, now)
             # A list, for any() alone would stop at the first.
             back = [self.bring_back(name, now) for name in self._reserve.due(now)]

@@ -394,6 +394,16 @@ def test_the_lost_and_those_that_are_set_aside_are_counted_together():
     assert run.outcome.actor == "rollouter/0"
 
 
+def test_a_host_that_was_spared_for_long_is_not_named_without_those_that_were_set_aside_since():
+    run = machine(min_replicas=2)
+    lose(run, ["rollouter/0"])
+    assert not run.tick(1000.0)
+    gives_up(run, "rollouter/1", 1000.0)
+    assert run.tick(1000.0)
+    words = f"its host b (agent/1) has been lost for 990 s (supervision.host_grace_s); set aside: rollouter/1 ({WHY})"
+    assert (run.outcome.actor, run.outcome.reason) == ("rollouter/0", words)
+
+
 def test_who_is_set_aside_on_a_lost_host_is_not_waited_for_nor_who_has_left():
     run = machine()
     gives_up(run, "rollouter/0")
