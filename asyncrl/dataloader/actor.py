@@ -262,7 +262,7 @@ class Dataloader(Actor):
         )
         # Groups that were delivered after the learner spoke and before their rollouter did.
         # The gate lets out no more than so many, and what is out and known to nobody here is next in the order.
-        asked = tickets.to_come(self.config.gate_capacity)
+        asked = await asyncio.to_thread(tickets.to_come, self.config.gate_capacity)
         if previous is not None:
             asked = list(dict.fromkeys([*tickets.missing(previous), *asked]))
         held = await self._ask_learner(asked)

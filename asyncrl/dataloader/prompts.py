@@ -138,7 +138,11 @@ class PromptSet:
                 f"{len(self.oversize)} of {len(self)} prompts have more than {key}.max_prompt_tokens = "
                 f"{self._config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place})"
             )
-            found.append(Remark("too_long", told, f"raise {key}.max_prompt_tokens, or shorten them"))
+            fix = f"raise {key}.max_prompt_tokens, or shorten them"
+            if key == "data":
+                # Those of a round of evaluation end no run.
+                fix += "; they count as quarantined, for learner.max_quarantined_fraction"
+            found.append(Remark("too_long", told, fix))
         return found
 
     @property

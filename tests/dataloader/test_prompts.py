@@ -44,6 +44,8 @@ def test_prompts_over_the_limit_with_their_template_are_kept_apart() -> None:
     )
     fix = "raise eval.a.data.max_prompt_tokens, or shorten them"
     assert prompts.remarks("eval.a.data") == [Remark("too_long", f"{told} (d.jsonl:2)", fix)]
+    (remark,) = prompts.remarks("data")
+    assert remark.fix.endswith("shorten them; they count as quarantined, for learner.max_quarantined_fraction")
 
 
 class Silent(ByteTokenizer):
