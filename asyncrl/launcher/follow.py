@@ -170,18 +170,26 @@ class Follower:
             patience += grace + self.config.supervision.drain_s
         else:
             self.progress.say("ending in good order; again to end at once")
-        if self.phase != "draining":
-            # The agent knows whether there is anything to keep.
-            self._wish(PREEMPT + cause_of(self.interrupts.signal).encode() + b"\n")
-        await self.interrupts.next(patience)
+        async with asyncio.TaskGroup() as tasks:
+            telling = tasks.create_task(self._tell_head()) if self.phase != "draining" else None
+            await self.interrupts.next(patience)
+            if telling is not None:
+                telling.cancel()
         self.progress.say("ending at once")
         await self._kill()
 
-    def _wish(self, command: bytes) -> None:
-        """Tell the head's agent, which tells the controller; without it, another's."""
-        voice = self._voice()
-        if voice is not None:
-            voice.send(command)
+    async def _tell_head(self) -> None:
+        """Let the run make way, by the head's agent, which knows whether there is anything to keep."""
+        if not self._head.lost:
+            self._head.send(PREEMPT + cause_of(self.interrupts.signal).encode() + b"\n")
+            return
+        # Over another connection. The other agents are spoken to by the controller alone since this one was lost.
+        try:
+            await self._ask_anew(self._head, CONFIRM_S, patience_s=0.0, kill=False, make_way=True)
+        except (HostFailed, TimeoutError) as error:
+            self.progress.warn([f"{self._head.host}: cannot be told to make way ({_why(error)})"])
+        else:
+            self.progress.say(f"{self._head.host}: is told to make way")
 
     async def _kill(self) -> None:
         self._killing = True
@@ -225,18 +233,18 @@ class Follower:
         await asyncio.gather(*(self._confirm(member) for member in unknown))
 
     async def _wait_for_lost_head(self) -> None:
-        """Wait until the run, now unheard, has ended, the user asks for it, or the head stays out of reach."""
+        """Wait until the run, now unheard, has ended, is to end at once, or the head stays out of reach."""
         head, supervision = self._head, self.config.supervision
         assert head.contact is not None
         order = EndOrder(run_dir=str(self.folder.path), index=head.index, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
         until = loop.time() + supervision.host_grace_s + supervision.drain_s
-        while not self.interrupts.signal and loop.time() < until:
+        while not self._killing and loop.time() < until:
             again = Contact(head.host, head.contact.start)
             try:
                 async with asyncio.timeout(CONFIRM_S):
                     await again.reach()
-                while not self.interrupts.signal:
+                while not self._killing:
                     async with asyncio.timeout(CONFIRM_S):
                         if not (await again.ask(order, HostEnded)).living:
                             return
@@ -260,28 +268,36 @@ class Follower:
         await member.contact.close()
         supervision = self.config.supervision
         patience = 0.0 if self._killing else supervision.drain_s + SLACK_S
-        again = Contact(member.host, member.contact.start)
         # With the head lost the run may live on there, unless it was asked to end.
         kill = bool(self.interrupts.signal) or not self._head.lost
-        order = EndOrder(run_dir=str(self.folder.path), index=member.index, patience_s=patience, kill=kill)
+        # The order waits for ``patience_s``, and where something is killed then, for as long again.
+        within_s = min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience
         self.progress.say(f"{member.host}: looking whether anything is left there")
         try:
-            # The order waits for ``patience_s``, and where something is killed then, for as long again.
-            async with asyncio.timeout(min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience):
-                await again.reach()
-                found = await again.ask(order, HostEnded)
+            found = await self._ask_anew(member, within_s, patience_s=patience, kill=kill)
         except (HostFailed, TimeoutError) as error:
-            again.kill()
-            why = error.reason if isinstance(error, HostFailed) else "no answer"
             self.progress.warn(
                 [
-                    f"{member.host}: cannot be asked whether anything is left there ({why}); its agent ends by itself "
-                    f"{supervision.host_grace_s:g} s (supervision.host_grace_s) after it has heard the last of the run"
+                    f"{member.host}: cannot be asked whether anything is left there ({_why(error)}); its agent ends "
+                    f"by itself {supervision.host_grace_s:g} s (supervision.host_grace_s) after it has heard the last "
+                    "of the run"
                 ]
             )
         else:
             what = "its part of the run lives on" if found.living else "nothing is left there"
             self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if found.killed else ""))
+
+    async def _ask_anew(self, member: AgentHandle, within_s: float, **order: Any) -> HostEnded:
+        """Carry out an EndOrder over another connection. Raises HostFailed and TimeoutError."""
+        assert member.contact is not None
+        again = Contact(member.host, member.contact.start)
+        try:
+            async with asyncio.timeout(within_s):
+                await again.reach()
+                return await again.ask(EndOrder(run_dir=str(self.folder.path), index=member.index, **order), HostEnded)
+        except (HostFailed, TimeoutError):
+            again.kill()
+            raise
         finally:
             await again.close()
 
@@ -308,3 +324,7 @@ class Follower:
         if ended.result == "stopped":
             ended = msgspec.structs.replace(ended, exit_code=128 + self.interrupts.signal)
         return ended
+
+
+def _why(error: HostFailed | TimeoutError) -> str:
+    return error.reason if isinstance(error, HostFailed) else "no answer"

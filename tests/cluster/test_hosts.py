@@ -84,6 +84,23 @@ def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder, lost):
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
+@pytest.mark.parametrize("hosts", ["a\n", "a\nb\n"])
+def test_ctrl_c_reaches_a_head_whose_connection_is_lost(cluster, folder, hosts):
+    """I7: the run makes way, with a checkpoint, as it would have over that connection."""
+    launch = Launch(cluster, folder, hosts, "--data.source", "synthetic", "--learner.steps", "4000")
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster.head, "-- a /"), signal.SIGKILL)
+    launch.wait_to_show("a: the connection is lost")
+    launch.process.send_signal(signal.SIGINT)
+    code, shown = launch.end()
+    assert "a: is told to make way" in shown
+    # Without another host nobody tells how it ended.
+    assert code == (75 if "b" in hosts else 1), shown
+    ended = json.loads((cluster["a"].path(launch.run_dir) / "ended.json").read_text())
+    assert ended["ended"]["reason"].startswith("preempted by SIGTERM with a checkpoint of version ")
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
 def test_ctrl_c_ends_all_hosts_in_order_and_the_run_is_resumed(cluster, folder):
     """I7."""
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "80")

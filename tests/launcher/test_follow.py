@@ -1,6 +1,7 @@
 """The follower of a run's agents: what it tells the head where another host's agent fails, and whose word counts."""
 
 import asyncio
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -108,3 +109,38 @@ async def test_a_host_that_has_left_does_not_tell_how_the_run_ended(tmp_path, mo
     assert warned[0] == "b has left the run without having taken part: no answer for 12 s"
     assert (ended.result, ended.actor) == ("failed", "agent/0 on a")
     assert ended.reason.startswith("its connection was lost; how the run ended is told by")
+
+
+class Reached(Connection):
+    """One to the lost head, where the run lives until it is told to make way, or is killed; orders are kept."""
+
+    orders: list = []
+    living = True
+
+    async def ask(self, order, kind):
+        self.orders.append(order)
+        await asyncio.sleep(0.01)
+        Reached.living = self.living and not (order.make_way or order.kill)
+        return HostEnded(living=self.living, killed=order.kill and self.living)
+
+
+async def test_a_lost_head_is_told_to_make_way_over_another_connection(tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "Contact", Reached)
+    said = []
+    shown = SimpleNamespace(show=lambda *_: None, say=said.append, warn=lambda lines: None)
+    follower = Follower(
+        simulated_run(), RunFolder(path=tmp_path, run_id="r"), [Cut(EndedEvent(result="done"))], shown, phase="running"
+    )
+    follower.has_run = True
+    following = asyncio.create_task(follower.main())
+    while len(Reached.orders) < 3:
+        await asyncio.sleep(0.01)
+    assert not any(order.make_way or order.kill for order in Reached.orders)
+    follower.interrupts.note(signal.SIGINT)
+    async with asyncio.timeout(20):
+        ended = await following
+    assert "a: is told to make way" in said and ended.reason.startswith("its connection was lost")
+    # The run had its time: what is left is looked for once it has ended.
+    (told,) = [at for at, order in enumerate(Reached.orders) if order.make_way]
+    assert not any(order.kill for order in Reached.orders[: told + 1])
+    assert said[-1] == "a: nothing is left there"

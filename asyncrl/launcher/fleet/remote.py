@@ -153,6 +153,8 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
 def end(order: EndOrder) -> HostEnded:
     """Carry out an EndOrder. The guard's argument tells it apart from every other process."""
     run_dir, private = Path(order.run_dir), private_name(order.index)
+    if order.make_way:
+        _signal_agents(str(run_dir / private), signal.SIGTERM)
     until = time.monotonic() + order.patience_s
     killed = False
     # The guard removes the folder, and with it the lock, at the very last, but ends a moment later.
@@ -160,7 +162,7 @@ def end(order: EndOrder) -> HostEnded:
         if time.monotonic() >= until:
             if killed or not order.kill:
                 return HostEnded(living=True, killed=killed)
-            killed = _kill_agents(str(run_dir / private))
+            killed = _signal_agents(str(run_dir / private), signal.SIGKILL)
             if not killed:
                 return HostEnded(living=True, killed=False)
             # The guard has as long to end what is left.
@@ -171,12 +173,13 @@ def end(order: EndOrder) -> HostEnded:
     return HostEnded(living=False, killed=killed)
 
 
-def _kill_agents(private: str) -> bool:
+def _signal_agents(private: str, number: signal.Signals) -> bool:
+    """Send the agents a signal; whether there is one."""
     found = False
     for guard in pids_with(GUARD, private):
         for agent in children_of(guard):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(agent, signal.SIGKILL)
+                os.kill(agent, number)
                 found = True
     return found
 

@@ -100,12 +100,16 @@ class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):
 
 
 class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
-    """Wait until nothing of the run lives here, up to ``patience_s``; with ``kill``, then kill what does."""
+    """Wait until nothing of the run lives here, up to ``patience_s``; with ``kill``, then kill what does.
+
+    With ``make_way`` the agent is asked first to let the run make way, as SIGTERM to the launcher does.
+    """
 
     run_dir: str
     index: int
     patience_s: float
     kill: bool = True
+    make_way: bool = False
 
 
 class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
