@@ -106,21 +106,29 @@ def test_generation_and_training_overlap_and_every_actor_and_every_slot_has_a_tr
 
 
 def test_a_trace_on_demand_is_of_that_moment_and_the_run_goes_on(tmp_path, logs):
-    answers = []
+    traces, asked = [], 0
+
+    def running():
+        """Responses that went on at the last trace."""
+        rollouters = [traces[-1][name] for name in ("rollouter/0", "rollouter/1")]
+        return [span for actor in rollouters for span in slots(actor) if span.end is None]
 
     async def ask(system):
-        await system.at_step(3)
-        answers.append(await system.actors[CONTROLLER].request_trace(RequestTrace(), system.caller(VIEWER)))
+        nonlocal asked
+        learner = await system.at_step(3)
+        # Both may wait for prompts at one moment.
+        while not (traces and running()) and learner.step < STEPS:
+            asked += 1
+            written = await system.actors[CONTROLLER].request_trace(RequestTrace(), system.caller(VIEWER))
+            assert isinstance(written, TraceWritten) and not written.error and not written.missing
+            assert written.path == str(system.run_dir / "trace" / f"trace-{asked:03}.json")
+            assert set(written.actors) == set(system.config.actors)
+            traces.append(load(system.run_dir / "trace" / f"trace-{asked:03}.json"))
 
     system = live(tmp_path, ask)
-    (written,) = answers
-    assert isinstance(written, TraceWritten) and not written.error and not written.missing
-    assert written.path == str(system.run_dir / "trace" / "trace-001.json")
-    trace = load(system.run_dir / "trace" / "trace-001.json")
-    assert set(trace) == set(system.config.actors) == set(written.actors)
-    running = [span for actor in ("rollouter/0", "rollouter/1") for span in slots(trace[actor]) if span.end is None]
-    assert running, "what goes on is shown as such"
-    last = load(system.run_dir / "trace" / "trace-002.json")
+    assert all(set(trace) == set(system.config.actors) for trace in traces)
+    assert running(), "what goes on is shown as such"
+    last = load(system.run_dir / "trace" / f"trace-{asked + 1:03}.json")
     assert max(span.facts["step"] for span in last["learner/0"]["steps"] if span.name == "train") == STEPS
 
 
