@@ -216,6 +216,21 @@ def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):
     assert found == "learner.steps: must be a multiple of learner.steps_per_version = 2 (--learner.steps)"
 
 
+def test_times_of_single_states_are_laid_over_those_that_are_given_anyway():
+    chosen = validate_config(SIMULATED | {"watchdog": {"budgets_s": {"training": 9.0, "starting": 7.0}}})
+    assert chosen.watchdog.budgets_s == {
+        "starting": 7.0,
+        "checkpointing": 1800.0,
+        "exporting": 1800.0,
+        "training": 9.0,
+    }
+
+
+def test_betas_of_adamw_are_below_1():
+    with pytest.raises(ConfigError, match=r"learner\.betas"):
+        validate_config(SIMULATED | {"learner": {"backend": "sim", "betas": [0.9, 1.0]}})
+
+
 def test_an_unreadable_file_is_named(tmp_path):
     broken = tmp_path / "broken.toml"
     broken.write_text("[learner\n")

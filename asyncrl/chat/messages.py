@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import ChatRefused
 
 Message = dict[str, Any]
@@ -142,14 +144,23 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
 
 
 def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str:
-    """Arguments of a call as templates want them: the object, or the text where it is none. Raises ChatRefused."""
-    if isinstance(given, dict):
-        return given
+    """Arguments of a call as templates want them: the object, or the text where it is none, or where it holds an
+    integer that messages of the run cannot. Raises ChatRefused.
+    """
     if given is None or given == "":
         return {}
-    text = _text(given, field)
-    value = read_json(text)
-    return value if isinstance(value, dict) else text
+    value = given if isinstance(given, dict) else read_json(_text(given, field))
+    if not isinstance(value, dict) or not _can_be_sent(value):
+        return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else _text(given, field)
+    return value
+
+
+def _can_be_sent(value: dict[str, Any]) -> bool:
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def read_json(text: str) -> Any:

@@ -57,6 +57,8 @@ def learn_turn(
     def text(messages: Sequence[Message], *, generate: bool = True) -> str:
         return template.text(messages, tools, options, generate=generate)
 
+    if any(word in str(message) for message in tail for word in (ANSWER, THOUGHT)):
+        return f"a message holds the word {ANSWER} or {THOUGHT}, which stands for the model's"
     base, asked, whole = text(before, generate=False), text(before), text([*before, answer, *tail])
     if not asked.startswith(base):
         return "the generation prompt changes what stands before it"

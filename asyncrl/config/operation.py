@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from asyncrl.config.section import NonNegative, Positive, Seconds, Section
 
@@ -43,6 +43,9 @@ class PreemptConfig(Section):
     """Time until the checkpoint must be complete; past it the last one counts."""
 
 
+BUDGETS_S = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
+
+
 class WatchdogConfig(Section):
     """Noticing that nothing moves though everybody lives."""
 
@@ -52,8 +55,13 @@ class WatchdogConfig(Section):
     """The consequence: a report that names the actor, with its stacks; and the actor's restart, or the end of the run.
     One that beats is started again once a single piece of its work could not last so long; after
     supervision.max_restarts restarts that bring no step the run ends."""
-    budgets_s: dict[str, Seconds] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
-    """Longer times for single states of an actor, by name of the state."""
+    budgets_s: dict[str, Seconds] = BUDGETS_S
+    """Longer times for single states of an actor, by name of the state. Those that are not named keep theirs."""
+
+    @field_validator("budgets_s", mode="before")
+    @classmethod
+    def _beside_the_defaults(cls, given: Any) -> Any:
+        return BUDGETS_S | given if isinstance(given, dict) else given
 
 
 class NetworkConfig(Section):

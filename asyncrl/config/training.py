@@ -9,6 +9,8 @@ from pydantic import Field
 from asyncrl.config.algorithm import CorrectionConfig, KLConfig, TeacherServerConfig
 from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class RunConfig(Section):
     """The run as a whole."""
@@ -154,7 +156,7 @@ class LearnerConfig(Section):
     """Schedule after the warm-up."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of the peak."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     """Betas of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW."""

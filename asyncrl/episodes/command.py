@@ -210,7 +210,7 @@ class Programs:
             # Its keeper has died, which the program cannot have done by honest means.
             return EpisodeDone(error=f"the process that keeps the program {reason}", blame="host")
         if "error" in answer:
-            return EpisodeDone(error=f"the program {answer['error']}")
+            return EpisodeDone(error=f"the program {answer['error']}", blame=answer["blame"])
         if answer["code"] != 0:
             lines = program.process.output.tail.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
             said = f": {' | '.join(line.strip() for line in lines)}" if lines else ", and printed nothing"

@@ -89,8 +89,8 @@ def end_children(deadline_s: float) -> list[int]:
 
 
 def kill_child(pid: int) -> None:
-    """SIGKILL a child that has not been reaped."""
-    with contextlib.suppress(ProcessLookupError):
+    """SIGKILL a child that has not been reaped. One that has changed its user, as by sudo, is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -41,9 +41,11 @@ class Codec:
         self._decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
     def encode(self, message: Any) -> list[Any]:
-        """The body and its buffers, as frames to send."""
+        """The body and its buffers, as frames to send. Raises ProtocolError for an integer beyond 64 bits."""
         try:
             return [self._encoder.encode(message), *self._outgoing]
+        except OverflowError as error:
+            raise ProtocolError(f"body of {type(message).__name__}: {error}") from None
         finally:
             # Also after an error: the arrays of one message must not go along with the next.
             if self._outgoing:

@@ -11,6 +11,7 @@ from asyncrl.chat.messages import normalise_tools
 from asyncrl.chat.parsers import Parsed
 from asyncrl.chat.probe import TOOLS
 from asyncrl.chat.renderer import make_renderer
+from asyncrl.chat.turns import ANSWER
 from asyncrl.errors import ChatRefused, ConfigError
 from asyncrl.tokenizer import load_tokenizer
 
@@ -33,6 +34,9 @@ def test_the_seam_and_the_end_of_a_cut_answer_are_learnt(family):
     assert extended(model, "Hello", END) == f"\n{QUESTION}"
     assert extended(model, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
     assert (model.renderer.report.end, model.renderer.report.seam) == ("<|im_end|>", "\n")
+    # A message with the word by which the seam was learnt is no part of the answer.
+    quoting = [{"role": "user", "content": f"What is {ANSWER}?"}, *NEXT]
+    assert extended(model, "Hello", END, messages=quoting) is None
     # Nothing new, and nothing sampled.
     assert model.renderer.extension([], [], {}, last_ids=[END], finish="stop") is None
     assert model.renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None

@@ -139,6 +139,7 @@ async def test_a_program_that_cannot_be_started_says_so(tmp_path):
     async with hosting(config_with(command=["no-such-agent"]), tmp_path) as host:
         done = await host.play()
         assert done.error.startswith("the program cannot be started: [Errno 2] No such file")
+        assert done.blame == "episode"
 
 
 async def test_nothing_of_a_program_outlives_its_episode_and_one_that_is_stopped_is_asked_before_it_is_killed(tmp_path):

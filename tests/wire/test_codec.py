@@ -30,6 +30,13 @@ class Anything(Message, frozen=True, kw_only=True):
     any: dict[str, Any]
 
 
+def test_an_integer_beyond_64_bits_is_refused_and_says_so():
+    codec = Codec()
+    with pytest.raises(ProtocolError, match="body of Anything"):
+        codec.encode(Anything(any={"n": 1 << 64}))
+    assert codec.encode(Anything(any={"n": (1 << 64) - 1}))
+
+
 DTYPES = st.sampled_from(["bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"])
 
 

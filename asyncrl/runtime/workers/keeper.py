@@ -5,13 +5,14 @@ in a file that the owner alone can read and that goes when the program ends. The
 its own: a process that the program starts, however it lets go, is a descendant of the keeper, which kills them all
 when the program ends, when the actor hangs up, or when it has died. Should the keeper be killed itself, the program
 is with it. A frame ``terminate`` asks the program to end (SIGTERM to its process group). One frame goes back, JSON: the
-exit code, the last line of the standard output, processor seconds; or why the program cannot be started. Its output is
-the keeper's own. Standard library alone, for there is one for each program.
+exit code, the last line of the standard output, processor seconds; or why the program cannot be started, and whose
+fault that is. Its output is the keeper's own. Standard library alone, for there is one for each program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -30,6 +31,10 @@ from asyncrl.runtime.workers.worker import IGNORED
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16
 """Longest last line."""
+OF_PROGRAM = frozenset(
+    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
+)
+"""Errors of a start that are the program's own fault, and not a want of the host's."""
 END_S = 0.8
 """Time for killed processes to be gone."""
 
@@ -64,7 +69,8 @@ def main() -> None:
                     opened.write(text)
             told = _keep(connection, frames, setup)
         except OSError as error:
-            told = {"error": f"cannot be started: {error}"}
+            # As on a full disk.
+            told = {"error": f"cannot be started: {error}", "blame": "host"}
         end_children(END_S)
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
@@ -108,15 +114,19 @@ class OutputLines:
 
 
 def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any]) -> dict[str, Any]:
-    program = subprocess.Popen(
-        setup["argv"],
-        env=setup["env"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        process_group=0,
-        preexec_fn=_before_program,
-    )
+    try:
+        program = subprocess.Popen(
+            setup["argv"],
+            env=setup["env"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            preexec_fn=_before_program,
+        )
+    except OSError as error:
+        blame = "episode" if error.errno in OF_PROGRAM else "host"
+        return {"error": f"cannot be started: {error}", "blame": blame}
     assert program.stdout is not None
     assert program.stderr is not None
     out, err = OutputLines(program.stdout.fileno()), OutputLines(program.stderr.fileno())

@@ -224,7 +224,8 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Send SIGKILL to those that still live, and return them. One that has taken over a number is not meant."""
     living = []
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        # AccessDenied: it has changed its user, as by sudo.
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
                 living.append(process)

@@ -87,3 +87,19 @@ def test_it_keeps_a_program_at_any_number_of_its_connection() -> None:
         (told,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"0.5\n", b"")
     assert json.loads(told)["code"] == 0
+
+
+def test_a_start_that_fails_for_want_of_the_host_s_is_no_fault_of_the_program(tmp_path: Path) -> None:
+    """As on a full disk: the folder for its files is none."""
+    setup = {"argv": ["true"], "env": dict(os.environ), "files": {"TASK": "{}"}}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(framed(json.dumps(setup).encode()))
+        keeper = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(theirs.fileno())]
+        limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "limited", *keeper]
+        ended = subprocess.run(limited, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, timeout=60)
+        ours.setblocking(False)
+        (told,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
+    assert ended.returncode == 0
+    answer = json.loads(told)
+    assert answer["blame"] == "host" and answer["error"].startswith("cannot be started: ")

@@ -1,12 +1,17 @@
 """A worker process, seen from its actor."""
 
+import errno
 import os
 import resource
+import subprocess
+import sys
 
+import psutil
 import pytest
 
+from asyncrl.runtime.linux import kill_child
 from asyncrl.runtime.workers.confinement import UNISOLATED
-from asyncrl.runtime.workers.process import WorkerProcess
+from asyncrl.runtime.workers.process import WorkerProcess, kill_living
 
 TAKEN = 8
 """Descriptors that a start takes: socket pair, /dev/null, pipe, and those of subprocess."""
@@ -39,3 +44,22 @@ async def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_no
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert opened() == before, f"{spare} were left"
+
+
+def test_a_process_that_may_not_be_killed_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that has changed its user by sudo: the others are killed, and nothing fails."""
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        helper = psutil.Process(child.pid)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "kill", refused)
+            assert kill_living([helper]) == []
+            kill_child(child.pid)
+        assert kill_living([helper]) == [helper]
+    finally:
+        child.kill()
+        child.wait()

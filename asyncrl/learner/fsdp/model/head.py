@@ -36,8 +36,9 @@ def score_logits(
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        # entr(0) is 0, where p log p would be no number.
-        entropies = torch.special.entr((logits - normaliser[:, None]).exp()).sum(dim=-1)
+        logs = logits - normaliser[:, None]
+        # Of log p, not of p: the derivative of p log p by p is infinite where p is 0, as 105 nats below the normaliser.
+        entropies = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
     return logprobs, entropies
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -72,3 +74,14 @@ def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> 
     truth = gradient(torch.float64, count)
     errors = [float((gradient(torch.bfloat16, n) - truth).norm() / truth.norm()) for n in (count, count // 64)]
     assert errors[1] < 1.5 * errors[0] < 0.01
+
+
+def test_the_entropy_and_its_gradient_are_finite_where_probabilities_are_0() -> None:
+    logits = torch.tensor([[0.0, -200.0, -1e4], [3.0, 2.0, float("-inf")]], requires_grad=True)
+    _, entropies = score_logits(logits, torch.zeros(2, dtype=torch.int64), 1.0, entropy_gradient=True)
+    entropies.sum().backward()
+    p, q = torch.tensor([3.0, 2.0]).softmax(0).tolist()
+    entropy = -p * math.log(p) - q * math.log(q)
+    expected = [[0.0, 0.0, 0.0], [-p * (math.log(p) + entropy), -q * (math.log(q) + entropy), 0.0]]
+    torch.testing.assert_close(entropies.detach(), torch.tensor([0.0, entropy]))
+    torch.testing.assert_close(logits.grad, torch.tensor(expected))
