@@ -5,6 +5,7 @@ Importing it loads nothing beyond the standard library. Fails with UsageError, w
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 PROGRAM = "asyncrl-top"
@@ -38,12 +39,23 @@ def _named(run: str) -> Path | None:
 
 
 def _runs() -> list[Path]:
-    """The run folders under runs/, the newest first."""
+    """The run folders under runs/, the newest first. Those that another user keeps closed are passed over."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in Path(RUNS).iterdir():
+            with contextlib.suppress(OSError):
+                found.append(((path / "config.json").stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _lives(path: Path) -> bool:
+    """Whether a run lives there that this user may look into."""
+    from asyncrl.launcher.run_folder.private import is_living
+
     try:
-        found = [path for path in Path(RUNS).iterdir() if (path / "config.json").is_file()]
-    except OSError:
-        return []
-    return sorted(found, key=lambda path: (path / "config.json").stat().st_mtime, reverse=True)
+        return is_living(path)
+    except PermissionError:
+        return False
 
 
 def living_run(run: str | None) -> str:
@@ -53,7 +65,7 @@ def living_run(run: str | None) -> str:
 
     if run is None:
         found = _runs()
-        living = next((path for path in found if is_living(path)), None)
+        living = next((path for path in found if _lives(path)), None)
         if living is not None:
             return str(living)
         if not found:

@@ -137,12 +137,14 @@ def _private_folders(runs: Path) -> Iterator[Leftover]:
     certain = locks_tell(runs)
     for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
         lock = folder / LOCK
-        if lock.exists():
-            if lock_is_free(lock):
-                yield Leftover(str(folder), folder, certain=certain)
-        elif folder.is_dir() and not is_held(folder.parent):
-            # One that is being made has no lock for a moment.
-            yield Leftover(f"{folder} (without a lock)", folder, certain=False)
+        # Another user's is for that user to look into.
+        with contextlib.suppress(PermissionError):
+            if lock.exists():
+                if lock_is_free(lock):
+                    yield Leftover(str(folder), folder, certain=certain)
+            elif folder.is_dir() and not is_held(folder.parent):
+                # One that is being made has no lock for a moment.
+                yield Leftover(f"{folder} (without a lock)", folder, certain=False)
 
 
 def _remove_private(path: Path) -> bool:

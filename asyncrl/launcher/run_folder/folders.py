@@ -202,7 +202,11 @@ def _free(parent: Path, config: Config) -> Iterator[Path]:
 
 
 def _is_left(path: Path, config: Config) -> bool:
-    if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
+    try:
+        if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
+            return False
+    except PermissionError:
+        # Another user's.
         return False
     return not holds_checkpoints(checkpoint_dir(config, path)) and not has_begun(path, Path.cwd())
 
