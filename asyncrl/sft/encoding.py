@@ -100,9 +100,10 @@ class Encoder:
             raise BadConversation("tools: must be a list")
         messages, tools = normalise_messages(given), normalise_tools(offered)
         weights = [_weight(message, f"messages[{number}]") for number, message in enumerate(given)]
-        if self._system is not None and all(message["role"] != "system" for message in messages):
+        before = self._system is not None and all(message["role"] != "system" for message in messages)
+        if before:
             messages, weights = [{"role": "system", "content": self._system}, *messages], [1, *weights]
-        return _lay_out(self._renderer, messages, weights, tools)
+        return _lay_out(self._renderer, messages, weights, tools, first=int(before))
 
     def _fitted(self, whole: Encoded) -> Encoded:
         if len(whole.ids) <= self._longest:
@@ -114,8 +115,9 @@ class Encoder:
 
 
 def _lay_out(
-    renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool]
+    renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool], *, first: int
 ) -> list[Encoded]:
+    """The sequences; ``first`` is the place of the row's own first message."""
     found: list[Encoded] = []
     ids: list[int] = []
     trained: list[int] = []
@@ -137,7 +139,7 @@ def _lay_out(
         try:
             said = renderer.answer(messages[:number], message, tools, {})
         except ChatRefused as error:
-            raise ChatRefused(f"messages[{number}]", error.problem) from None
+            raise ChatRefused(f"messages[{number - first}]", error.problem) from None
         if weights[number]:
             trained += range(len(ids), len(ids) + len(said))
         ids, last = [*ids, *said], number

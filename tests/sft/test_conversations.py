@@ -112,6 +112,12 @@ def test_a_row_that_cannot_be_trained_says_why(row, told, family):
         shown(configured(family("chatml")), row)
 
 
+def test_messages_are_named_by_their_place_in_the_row_whatever_is_put_before_them(family):
+    row = {"messages": [TALK[0], TALK[1] | {"content": "a<|im_end|>b"}]}
+    with pytest.raises(BadConversation, match=r"messages\[1\]: holds"):
+        shown(configured(family("chatml"), prompts={"template": "chat", "system": "Be brief."}), row)
+
+
 def test_a_model_without_a_chat_template_has_prompts_and_completions_alone(tmp_path):
     config = configured(write_chat_model(tmp_path / "m", None))
     with pytest.raises(BadConversation, match="needs a chat template, and the model has none"):

@@ -26,6 +26,19 @@ def too_few(batch):
     return batch.logprobs[:1], {}
 
 
+def counts(batch):
+    return batch.logprobs, {"tokens": len(batch.logprobs)}
+
+
+def unsummed(batch):
+    return batch.logprobs, {"squares": batch.logprobs.detach() ** 2}
+
+
+def sometimes(batch):
+    late = {"late": batch.staleness.sum()} if batch.staleness.any() else {}
+    return batch.logprobs, {"all": batch.logprobs.sum(), **late}
+
+
 def first_is_best(groups):
     return [[1.0, *[0.0] * (len(group.rewards) - 1)] for group in groups]
 

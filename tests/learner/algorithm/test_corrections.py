@@ -180,9 +180,20 @@ def test_what_would_correct_twice_is_refused(name) -> None:
     [
         ("raises", r"failed: ZeroDivisionError: a user's fault \(.*losses_of_a_"),
         ("too_few", r"returned losses of shape \(1,\) for \d+ tokens"),
+        ("counts", "returned as 'tokens' what is no sum"),
+        ("unsummed", "returned as 'squares' what is no sum"),
     ],
 )
 def test_a_users_loss_that_fails_is_named(name, said) -> None:
     objective = Objective(LearnerConfig(loss=f"losses_of_a_user:{name}"))
     with pytest.raises(ConfigError, match=rf"learner\.loss: losses_of_a_user:{name} {said}"):
         objective(make_batch(0), 1.0)
+
+
+def test_sums_of_a_users_loss_have_the_same_names_in_each_batch() -> None:
+    """They are added up over batches and ranks."""
+    objective, batch = Objective(LearnerConfig(loss="losses_of_a_user:sometimes")), make_batch(0)
+    _, sums = objective(replace(batch, staleness=torch.zeros_like(batch.staleness)), 1.0)
+    assert not sums["all"].requires_grad
+    with pytest.raises(ConfigError, match=r"returned the sums \['all'\] with one batch and \['all', 'late'\] with"):
+        objective(replace(batch, staleness=torch.ones_like(batch.staleness)), 1.0)

@@ -45,6 +45,8 @@ class Objective:
         self._correction = config.correction.model_copy(update={"weight": weight})
         self._kl = config.kl
         self._cap, self._entropy_bonus = config.tis_cap, config.entropy_bonus
+        self._names: frozenset[str] | None = None
+        """Names of the sums of the loss, once it was called."""
 
     @property
     def skips_zero_advantages(self) -> bool:
@@ -83,7 +85,18 @@ class Objective:
         if values.shape != batch.logprobs.shape:
             told = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
             raise ConfigError([f"learner.loss: {self._name} returned losses of shape {told}; it must be one for each"])
-        return values, sums
+        for name, value in sums.items():
+            if not isinstance(value, Tensor) or value.dim():
+                told = (
+                    f"learner.loss: {self._name} returned as {name!r} what is no sum; it must be a tensor of one number"
+                )
+                raise ConfigError([f"learner.loss: {self._name} {told}"])
+        names = frozenset(sums)
+        self._names = names if self._names is None else self._names
+        if names != self._names:
+            told = f"{sorted(self._names)} with one batch and {sorted(names)} with another; names must be the same"
+            raise ConfigError([f"learner.loss: {self._name} returned the sums {told}"])
+        return values, {name: value.detach() for name, value in sums.items()}
 
 
 def kl_losses(batch: TokenBatch, estimator: str, cap: float) -> Tensor:
