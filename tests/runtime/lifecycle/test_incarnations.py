@@ -185,10 +185,12 @@ class World:
                 agent.is_cut_off = False
                 self.tell(agent)
             case "move" if agent.is_cut_off and agent.actors <= {dead.name for dead in self.registry.dead}:
-                # Its host is lost for good, whatever goes on there; another agent takes its actors over.
+                # Its host is lost for good, whatever goes on there; another agent takes its actors over, and is heard
+                # to start them: the next one, if there is one, counts from what it has told.
                 self.agents.remove(agent)
                 self.agents.append(Agent(Incarnations(self.above, gang_of), agent.actors))
-                self.hear(self.agents[-1])
+                for each in sorted(agent.actors):
+                    self.start(each)
             case "resume":
                 self.resume()
 
@@ -231,6 +233,7 @@ def history(text):
 @example(history("die learner/0, start learner/0, die learner/0, start learner/0, forget learner/0, tell learner/1"))
 @example(history("die learner/0, forget learner/0, start learner/0, tell learner/1, start learner/1"))
 @example(history("cut learner/1, die learner/1, start learner/1, move learner/1, start learner/1"))
+@example(history("cut learner/0, move learner/0, cut learner/0, start learner/0, move learner/0"))
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES)), max_size=40))
 def test_no_two_lives_share_a_number_and_the_gang_comes_together(steps):
     world = World()
