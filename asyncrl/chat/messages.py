@@ -144,21 +144,21 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
 
 
 def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str:
-    """Arguments of a call as templates want them: the object, or the text where it is none, or where it holds an
-    integer that messages of the run cannot. Raises ChatRefused.
+    """Arguments of a call as templates want them: the object, or the text where it is none, or where it holds what
+    messages of the run cannot. Raises ChatRefused.
     """
     if given is None or given == "":
         return {}
-    value = given if isinstance(given, dict) else read_json(_text(given, field))
-    if not isinstance(value, dict) or not _can_be_sent(value):
-        return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else _text(given, field)
-    return value
+    text = json.dumps(given) if isinstance(given, dict) else _text(given, field)
+    value = given if isinstance(given, dict) else read_json(text)
+    return value if isinstance(value, dict) and _can_be_sent(value) else text
 
 
 def _can_be_sent(value: dict[str, Any]) -> bool:
+    """Whether there is no integer beyond 64 bits in it, and no half of a surrogate pair."""
     try:
         msgspec.msgpack.encode(value)
-    except OverflowError:
+    except (OverflowError, UnicodeEncodeError, RecursionError):
         return False
     return True
 

@@ -44,6 +44,7 @@ class PreemptConfig(Section):
 
 
 BUDGETS_S = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
+"""Times of states that may last longer than anything else of an actor."""
 
 
 class WatchdogConfig(Section):

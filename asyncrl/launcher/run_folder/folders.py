@@ -205,10 +205,10 @@ def _is_left(path: Path, config: Config) -> bool:
     try:
         if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
             return False
+        return not holds_checkpoints(checkpoint_dir(config, path)) and not has_begun(path, Path.cwd())
     except PermissionError:
         # Another user's.
         return False
-    return not holds_checkpoints(checkpoint_dir(config, path)) and not has_begun(path, Path.cwd())
 
 
 def is_of_name(path: Path, name: str) -> bool:

@@ -33,6 +33,7 @@ LINE_BYTES = 1 << 16
 """Longest last line."""
 OF_PROGRAM = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
+    | {errno.ENAMETOOLONG}
 )
 """Errors of a start that are the program's own fault, and not a want of the host's."""
 END_S = 0.8

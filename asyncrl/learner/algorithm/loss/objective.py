@@ -87,9 +87,7 @@ class Objective:
             raise ConfigError([f"learner.loss: {self._name} returned losses of shape {told}; it must be one for each"])
         for name, value in sums.items():
             if not isinstance(value, Tensor) or value.dim():
-                told = (
-                    f"learner.loss: {self._name} returned as {name!r} what is no sum; it must be a tensor of one number"
-                )
+                told = f"returned as {name!r} what is no sum; it must be a tensor of one number"
                 raise ConfigError([f"learner.loss: {self._name} {told}"])
         names = frozenset(sums)
         self._names = names if self._names is None else self._names
