@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.flags import Parser, seconds, split_flags, split_ssh_args
+from asyncrl.cli.output import complain, flushed
 from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ CONNECT_S = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:
-        return _complain("ended by SIGINT", 130)
+        return complain(PROGRAM, "ended by SIGINT", 130)
 
 
 def _main(argv: list[str]) -> int:
@@ -86,9 +87,9 @@ def _main(argv: list[str]) -> int:
     except ConfigError as error:
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
-        return _complain("the configuration is wrong: correct what is listed above", error.exit_code)
+        return complain(PROGRAM, "the configuration is wrong: correct what is listed above", error.exit_code)
     except UsageError as error:
-        return _complain(str(error), error.exit_code)
+        return complain(PROGRAM, str(error), error.exit_code)
     from asyncrl.doctor.examination import Examination
     from asyncrl.preflight.findings import as_json, as_lines, exit_code
 
@@ -127,7 +128,7 @@ def _show_agent(
     try:
         played = asyncio.run(rehearse(rehearsed(config, command, longest_s), with_data=bool(configs)))
     except CannotPlay as error:
-        return _complain(str(error), FAILED_EXIT_CODE)
+        return complain(PROGRAM, str(error), FAILED_EXIT_CODE)
     if as_json:
         say(json_in_ascii(json.dumps(played.as_object(), indent=2)), sys.stdout)
     else:
@@ -187,11 +188,6 @@ def _targets(
         lines.remove(own)
         lines.insert(0, own)
     return [ExaminedHost(line=line, start=here if line is own else over_ssh) for line in lines]
-
-
-def _complain(text: str, exit_code: int) -> int:
-    say(f"{PROGRAM}: {text}", sys.stderr)
-    return exit_code
 
 
 if __name__ == "__main__":

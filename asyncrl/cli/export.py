@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.flags import Parser
+from asyncrl.cli.output import complain, flushed
 from asyncrl.cli.which_run import run_folder
 from asyncrl.text.printable import say
 
@@ -34,17 +35,21 @@ checkpoint, 78 the model of the configuration is not there or is another one, 13
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
+    return flushed(PROGRAM, lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     from asyncrl.errors import AsyncRLError, ConfigError, UsageError
 
     given = _parser().parse_args(argv)
     try:
         version = _export(given)
     except KeyboardInterrupt:
-        return _complain("ended by SIGINT", 130)
+        return complain(PROGRAM, "ended by SIGINT", 130)
     except (ConfigError, UsageError) as error:
-        return _complain(str(error), error.exit_code)
+        return complain(PROGRAM, str(error), error.exit_code)
     except (AsyncRLError, OSError) as error:
-        return _complain(str(error), 1)
+        return complain(PROGRAM, str(error), 1)
     say(f"version {version}: {given.out}", sys.stdout)
     return 0
 
@@ -106,11 +111,6 @@ def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Foun
         of = "" if version is None else f" of version {version}"
         raise UsageError(f"{checkpoints.folder}: holds no complete checkpoint{of}")
     return config, checkpoints, found
-
-
-def _complain(problem: str, exit_code: int) -> int:
-    say(f"{PROGRAM}: {problem}", sys.stderr)
-    return exit_code
 
 
 if __name__ == "__main__":

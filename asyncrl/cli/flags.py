@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,12 @@ class Parser(argparse.ArgumentParser):
         self.color = False
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        super()._print_message(printable(message, keep="\n"), file)
+        shown = printable(message, keep="\n")
+        if file is sys.stdout:
+            # argparse lets no failure be known, and this is what was asked for.
+            sys.stdout.write(shown)
+        else:
+            super()._print_message(shown, file)
 
     def add_host_arguments(self, what: str) -> None:
         """Add --hosts and the flags that belong to it; ``what`` is done with the hosts."""

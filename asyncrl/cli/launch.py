@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncrl.cli import living
 from asyncrl.cli.flags import Parser, split_flags, split_ssh_args
+from asyncrl.cli.output import complain, flushed
 from asyncrl.launcher.terms.signals import heeded
 from asyncrl.text.printable import say
-from asyncrl.text.streams import send_nowhere
 
 if TYPE_CHECKING:
     from asyncrl.launcher.fleet.hostfile import HostLine
@@ -85,14 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stopping in heeded():
         signal.signal(stopping, _raise_interrupted)
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except (_Interrupted, KeyboardInterrupt) as interrupt:
         number = interrupt.number if isinstance(interrupt, _Interrupted) else int(signal.SIGINT)
-        return _complain(f"ended by {signal.Signals(number).name}", 128 + number)
-    except BrokenPipeError:
-        # The reader of the output has read enough, as head does.
-        send_nowhere(sys.stdout)
-        return 128 + signal.SIGPIPE
+        return complain(PROGRAM, f"ended by {signal.Signals(number).name}", 128 + number)
 
 
 def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
@@ -137,15 +133,17 @@ def _main(argv: list[str]) -> int:
     except ConfigError as error:
         keys = "" if error.found else "; --help-config explains every key"
         if len(error.problems) == 1:
-            return _complain(f"{error.problems[0]}{keys}", 78)
+            return complain(PROGRAM, f"{error.problems[0]}{keys}", 78)
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
         count = f"{len(error.problems)} problems" + ("" if error.found else " in the configuration")
-        return _complain(f"{count}: correct what is listed above{keys}", 78)
+        return complain(PROGRAM, f"{count}: correct what is listed above{keys}", 78)
     except AsyncRLError as error:
-        return _complain(str(error), error.exit_code)
+        return complain(PROGRAM, str(error), error.exit_code)
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        return _complain(f"{error.filename or 'the operating system'}: {error.strerror or error}", 1)
+        return complain(PROGRAM, f"{error.filename or 'the operating system'}: {error.strerror or error}", 1)
 
 
 def _parser() -> Parser:
@@ -263,7 +261,7 @@ def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     options = given.sbatch_args or ""
     script = batch_script(config, argv, nodes=given.nodes, options=options)
     for warning in left_open(config, nodes=given.nodes, options=options):
-        _complain(f"warning: {warning}", 0)
+        complain(PROGRAM, f"warning: {warning}", 0)
     if given.dry_run:
         print(script, end="")
         return 0
@@ -286,15 +284,6 @@ def _print_keys() -> int:
         if description:
             print(textwrap.indent(description, "    "))
     return 0
-
-
-def _complain(text: str, exit_code: int) -> int:
-    try:
-        say(f"{PROGRAM}: {text}", sys.stderr)
-    except OSError:
-        # A terminal that was closed.
-        send_nowhere(sys.stderr)
-    return exit_code
 
 
 if __name__ == "__main__":

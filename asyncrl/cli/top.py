@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.flags import Parser
+from asyncrl.cli.output import complain, flushed
 from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
 from asyncrl.text.printable import json_in_ascii, say
-from asyncrl.text.streams import send_nowhere
 
 if TYPE_CHECKING:
     from asyncrl.top.source.client import WatchedRun
@@ -58,19 +58,9 @@ PAGE_COLUMNS = 120
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     try:
-        code = _main(list(sys.argv[1:] if argv is None else argv))
-        # Flushed here, where it is known what a closed pipe means.
-        sys.stdout.flush()
-        return code
+        return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of the output has read enough, as head does.
-        send_nowhere(sys.stdout)
-        return 141
-    except OSError as error:
-        send_nowhere(sys.stdout)
-        return _complain(f"what is printed cannot be written: {_why(error)}", 1)
 
 
 def _main(argv: list[str]) -> int:
@@ -97,22 +87,22 @@ def _main(argv: list[str]) -> int:
                 write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
             except OSError as error:
                 # The file that cannot be read or written, one of the run's or the report.
-                return _complain(_why(error), 1)
+                return complain(PROGRAM, _why(error), 1)
             say(given.report, sys.stdout)
             return 0
         if given.replay:
             return _replay(run_folder(given.run, "--replay"), given)
         return _watch(given)
     except UsageError as error:
-        return _complain(str(error), 2)
+        return complain(PROGRAM, str(error), 2)
     except AsyncRLError as error:
-        return _complain(str(error), 1)
+        return complain(PROGRAM, str(error), 1)
     except BrokenPipeError:
         raise
     except PermissionError as error:
-        return _complain(f"{error.filename}: permission denied; a run is watched by the user who started it", 1)
+        return complain(PROGRAM, f"{error.filename}: permission denied; a run is watched by the user who started it", 1)
     except OSError as error:
-        return _complain(_why(error), 1)
+        return complain(PROGRAM, _why(error), 1)
 
 
 def _why(error: OSError) -> str:
@@ -275,11 +265,6 @@ def _wants_terminal(given: argparse.Namespace) -> bool:
 
 def _knows_unicode() -> bool:
     return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-
-
-def _complain(text: str, exit_code: int) -> int:
-    say(f"{PROGRAM}: {text}", sys.stderr)
-    return exit_code
 
 
 if __name__ == "__main__":

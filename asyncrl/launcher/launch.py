@@ -108,10 +108,12 @@ def run_hosts(
     folder, and that the run runs; ``command`` goes on with it where --resume is added.
     """
     here = [HostLine(socket.gethostname())]
-    launch = Launch(config, here if lines is None else lines, start, detached=detached, command=command)
+    launch = Launch(
+        config, here if lines is None else lines, start, dry_run=dry_run, detached=detached, command=command
+    )
     # First: nothing is to be checked of a run that lives or is finished.
     launch.look_here(resume, shared=shared, everywhere=everywhere)
-    return asyncio.run(launch.main(dry_run))
+    return asyncio.run(launch.main())
 
 
 @dataclass
@@ -122,6 +124,7 @@ class Launch:
     lines: Sequence[HostLine]
     start: StartCommand | None = None
     actor_argv: Sequence[str] = ACTOR_ARGV
+    dry_run: bool | Literal["json"] = False
     detached: Detached | None = None
     command: str = ""
     head: str = ""
@@ -138,7 +141,8 @@ class Launch:
     """The hosts but this one."""
 
     def __post_init__(self) -> None:
-        self.progress = Progress(sys.stdout, self.config.learner.steps)
+        # What is shown instead of a run has standard output to itself, and is a failure where it cannot be written.
+        self.progress = Progress(sys.stderr if self.dry_run else sys.stdout, self.config.learner.steps)
         limit_s = self.config.supervision.start_timeout_s
         self.reached = Reached(self.start or LocalStart(), limit_s, self.progress, count=len(self.lines))
 
@@ -169,21 +173,21 @@ class Launch:
             if facts.gpu_problem:
                 raise UsageError(facts.gpu_problem)
 
-    async def main(self, dry_run: bool | Literal["json"]) -> int:
+    async def main(self) -> int:
         """Launch the run: until the agents are started a signal undoes everything; from then on it is theirs."""
         try:
-            return await undone_by_signals(self._main(dry_run), self.progress)
+            return await undone_by_signals(self._main(), self.progress)
         finally:
             await self.reached.close()
 
-    async def _main(self, dry_run: bool | Literal["json"]) -> int:
+    async def _main(self) -> int:
         # All but the first where that is this host.
         await self.reached.reach([line.name for line in self.lines[self.head_is_here :]])
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
         finished = self.resumption is not None and self.resumption.is_finished
         await self._place(with_checks=not finished)
-        if dry_run:
-            self._show_plan(as_json=dry_run == "json")
+        if self.dry_run:
+            self._show_plan(as_json=self.dry_run == "json")
             return 0
         if self.resumption is not None and finished:
             self.progress.say(self.resumption.describe_finished(self.config))

@@ -293,7 +293,7 @@ sys.exit(top.main(sys.argv[1:]))
 """
     argv = [sys.executable, "-c", code, str(ended), "--replay", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    said = "asyncrl-top: what is printed cannot be written: [Errno 28] No space left on device\n"
+    said = "asyncrl-top: what is printed cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 

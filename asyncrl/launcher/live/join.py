@@ -47,7 +47,7 @@ WITHDRAW_S = 5.0
 
 def join_run(run: LivingRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
     """Have these hosts take part in the run, and follow them to their end; the exit code."""
-    progress = Progress(sys.stdout, run.config.learner.steps)
+    progress = Progress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
     return asyncio.run(_Joining(run, lines, start, dry_run, progress).main())
 
 

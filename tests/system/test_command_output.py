@@ -1,0 +1,51 @@
+"""Output of the commands that goes nowhere: a full disk is a failure that is told, a reader may end when it likes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SIM = """
+[data]
+source = "synthetic"
+[rollout]
+engine = "sim"
+replicas = 1
+[learner]
+backend = "sim"
+"""
+COMMANDS = {
+    "launch": ["--version", "--help", "--help-config", "sim.toml --dry-run", "sim.toml --dry-run --json"],
+    "doctor": ["--help", "sim.toml --json"],
+    "export": ["--help"],
+    "top": ["--help"],
+}
+CALLS = [(program, words) for program, calls in COMMANDS.items() for words in calls]
+
+
+def call(folder, program, words, out):
+    argv = [sys.executable, "-m", f"asyncrl.cli.{program}", *words.split()]
+    return subprocess.run(argv, cwd=folder, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("program", "words"), CALLS)
+def test_what_cannot_be_printed_is_a_failure_that_is_told(tmp_path, program, words):
+    (tmp_path / "sim.toml").write_text(SIM)
+    with open("/dev/full", "w") as full:
+        done = call(tmp_path, program, words, full)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"asyncrl-{program}: ") and said.endswith(": No space left on device")
+
+
+@pytest.mark.parametrize(("program", "words"), CALLS)
+def test_a_reader_that_has_read_enough_ends_a_command_in_silence(tmp_path, program, words):
+    (tmp_path / "sim.toml").write_text(SIM)
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = call(tmp_path, program, words, write)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
