@@ -36,7 +36,7 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     learner, found = config.learner, []
     if learner.backend == "sim" or config.model.path is None:
         return []
-    folders = {REFERENCE: learner.kl.path if learner.kl.coefficient else None}
+    folders = {REFERENCE: learner.kl.path}
     if learner.teacher_url is None:
         folders[TEACHER] = learner.teacher
     for key, path in folders.items():

@@ -99,7 +99,7 @@ async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompt
 def asks_of_learner(config: Config) -> bool:
     """Whether rank 0 of the learner needs more than the model's weights: conversations, or models that only score."""
     learner = config.learner
-    return config.sft.data is not None or learner.teacher is not None or bool(learner.kl.coefficient)
+    return config.sft.data is not None or learner.teacher is not None or learner.kl.path is not None
 
 
 def check_folders(part: Part, size: ModelSize | None) -> list[Finding]:

@@ -222,7 +222,8 @@ async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Findin
     if is_default(learner):
         return None
     try:
-        answer, ended = await ask_process(ARGV, learner.model_dump_json().encode(), limit_s)
+        argv = [*ARGV, str(config.rollout.samples_per_prompt)]
+        answer, ended = await ask_process(argv, learner.model_dump_json().encode(), limit_s)
         problems = json.loads(answer)
     except TimeoutError:
         told = f"{learner.loss} and {learner.advantage} were not tried within {limit_s:g} s"

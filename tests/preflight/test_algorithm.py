@@ -29,6 +29,11 @@ def flat(groups):
 
 def short(groups):
     return []
+
+def by_parts(groups, *, n):
+    for group in groups:
+        assert len(group.rewards) == n and "form" in group.components
+    return [group.components["form"] + group.components.get("answer") for group in groups]
 """
 
 
@@ -67,8 +72,14 @@ def check(limit_s=120.0, **learner):
     ],
 )
 def test_what_cannot_be_used_is_named_by_its_key(learner, said):
-    problems = problems_of(LearnerConfig(**learner))
+    problems = problems_of(LearnerConfig(**learner), 4)
     assert len(problems) == len(said) and all(words in one for words, one in zip(said, problems, strict=True)), problems
+
+
+def test_the_groups_have_the_size_of_the_run_and_components_by_any_name():
+    for size, said in ((4, []), (3, ["AssertionError"])):
+        problems = problems_of(LearnerConfig(advantage="users_algorithm:by_parts", advantage_options={"n": 4}), size)
+        assert len(problems) == len(said) and all(words in one for words, one in zip(said, problems, strict=True))
 
 
 def test_it_is_tried_in_a_process_of_its_own_and_without_keys_nothing_is():

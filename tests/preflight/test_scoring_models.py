@@ -89,6 +89,7 @@ def config_of(policy, **sections):
     ("key", "learner"),
     [
         ("learner.kl.path", lambda path: {"kl": {"coefficient": 0.1, "path": path}}),
+        ("learner.kl.path", lambda path: {"loss": "mine:loss", "kl": {"path": path}}),
         ("learner.teacher", lambda path: {"loss": "distill", "teacher": path}),
     ],
 )

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
+from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.loss.objective import Objective
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
@@ -137,6 +137,10 @@ class Trainer:
         kl, teacher = self._learner.kl, self._learner.teacher
         reference: Scorer | None = None
         if objective.needs_reference or kl.in_reward:
+            if self._config.sft.warm_steps and kl.path is None:
+                # A loss of the user's, for the configuration tells of the others.
+                told = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
+                raise ConfigError([f"learner.kl.path: {told} sft.warm_steps lead away from it; name a folder"])
             if self._config.lora.is_on and kl.path is None:
                 reference = WithoutAdapters(self.policy)
             else:

@@ -10,6 +10,11 @@ def squared(batch, *, scale=1.0):
     return scale * batch.logprobs**2, {"squares": (batch.logprobs.detach() ** 2).sum()}
 
 
+@traits(reference=True)
+def referred(batch):
+    return batch.logprobs - batch.reference, {}
+
+
 def scaleless(batch, *, scale):
     return scale * batch.logprobs, {}
 

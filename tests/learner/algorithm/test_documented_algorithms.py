@@ -23,4 +23,4 @@ def test_an_example_runs_as_it_stands(module, tmp_path, monkeypatch) -> None:
     assert len(code.splitlines()) < 25
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    assert problems_of(LearnerConfig(**settings)) == []
+    assert problems_of(LearnerConfig(**settings), 4) == []

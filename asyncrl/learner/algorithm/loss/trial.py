@@ -1,8 +1,8 @@
 """Trial of the advantage and the loss of a run on made-up tokens: ``python -m asyncrl.learner.algorithm.loss.trial``.
 
-Reads the section ``learner`` as JSON from standard input and writes a JSON list of problems, each beginning with its
-key, to standard output; prints of the user's code go to standard error. In a process of its own, since that code
-may do anything when it is imported.
+Reads the section ``learner`` as JSON from standard input, and ``rollout.samples_per_prompt`` from its command line.
+Writes a JSON list of problems, each beginning with its key, to standard output; prints of the user's code go to
+standard error. In a process of its own, since that code may do anything when it is imported.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +26,32 @@ LENGTHS = (3, 2)
 """Tokens of each of the two sequences."""
 
 
-def problems_of(config: LearnerConfig) -> list[str]:
-    """Reasons that the advantage and the loss cannot be called, or return something wrong; none if they work."""
-    return [*_of_advantage(config), *_of_loss(config)]
+def problems_of(config: LearnerConfig, samples: int) -> list[str]:
+    """Reasons that the advantage and the loss cannot be called, or return something wrong; none if they work.
+
+    ``samples``: trajectories of a group.
+    """
+    return [*_of_advantage(config, samples), *_of_loss(config)]
 
 
-def _of_advantage(config: LearnerConfig) -> list[str]:
+class _AnyComponent(dict[str, np.ndarray]):
+    """Components of made-up rewards: one by any name, since that of the user's reward function is not known here."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self._samples = samples
+
+    def __missing__(self, name: str) -> np.ndarray:
+        return np.linspace(0.0, 1.0, self._samples)
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name]
+
+
+def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
     try:
         advantage = find_advantage(config)
     except ConfigError as error:
@@ -38,9 +59,10 @@ def _of_advantage(config: LearnerConfig) -> list[str]:
     groups = [
         ScoredGroup(
             uid=f"trial-{number}",
-            rewards=np.array([0.0, 1.0, float(number)]),
-            past=[np.zeros(1), np.zeros(2), np.zeros(1)],
-            lengths=np.array([5, 9, 2]),
+            rewards=np.arange(samples) % (2.0 + number),
+            past=[np.zeros(1 + index % 2) for index in range(samples)],
+            lengths=2 + np.arange(samples) % 8,
+            components=_AnyComponent(samples),
         )
         for number in range(2)
     ]
@@ -84,4 +106,4 @@ if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as answer:
         # The user's module may print, also from C and from processes of its own, and the answer is to stand alone.
         os.dup2(2, 1)
-        answer.write(json.dumps(problems_of(LearnerConfig.model_validate_json(sys.stdin.read()))))
+        answer.write(json.dumps(problems_of(LearnerConfig.model_validate_json(sys.stdin.read()), int(sys.argv[1]))))
