@@ -30,6 +30,7 @@ from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.messages.groups import Ticket
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.growing_text import GrowingText
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
 from asyncrl.rollouter.serving.response import Response
@@ -369,16 +370,13 @@ class Sessions:
         """Sends text as it is sampled, where all of an answer is text."""
         if not request.stream or tools or stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return lambda response: None
-        told = 0
+        text, told = GrowingText(self._tokenizer.decode), 0
 
         def tell(response: Response) -> None:
             nonlocal told
-            text = self._tokenizer.decode(response.tokens)
-            # The last character may lack some of its bytes.
-            whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
-            if len(whole) > told:
-                self._delta(session, request.call, told, whole[told:])
-                told = len(whole)
+            if more := text.more(response.tokens):
+                self._delta(session, request.call, told, more)
+                told += len(more)
 
         return tell
 

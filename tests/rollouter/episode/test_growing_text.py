@@ -1,0 +1,32 @@
+"""Text that is told while it is sampled."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.rollouter.episode.growing_text import GrowingText
+from asyncrl.tokenizer import ByteTokenizer
+
+WHOLE = st.text(alphabet="aü世🙂 ", max_size=30).map(lambda text: list(text.encode()))
+ANY = st.lists(st.integers(0, 255), max_size=60)
+
+
+@given(st.one_of(WHOLE, ANY), st.data())
+def test_pieces_are_the_beginning_of_the_text_and_lack_no_whole_character(tokens, data):
+    decode = ByteTokenizer().decode
+    growing, told, at = GrowingText(decode), "", 0
+    while at < len(tokens):
+        at = data.draw(st.integers(at + 1, len(tokens)))
+        told += growing.more(tokens[:at])
+        assert told == decode(tokens[:at]).rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_piece_costs_as_much_late_as_early():
+    read = []
+
+    def decode(ids):
+        read.append(len(ids))
+        return ByteTokenizer().decode(ids)
+
+    growing, tokens = GrowingText(decode), list(b"abcdefgh" * 500)
+    assert "".join(growing.more(tokens[:end]) for end in range(8, 4001, 8)) == "abcdefgh" * 500
+    assert max(read) == 16
