@@ -1,14 +1,20 @@
 """The configuration: merging, flags, and every problem reported at once with its path."""
 
 import json
+from typing import get_args
 
 import pytest
 from run_settings import SIMULATED
 
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
+from asyncrl.config.operation import ActorState
 from asyncrl.errors import ConfigError
+from asyncrl.learner.actor import Learner
 from asyncrl.learner.publishing.broadcasting import collective_backend
+from asyncrl.rollouter.actor import Rollouter
+from asyncrl.runtime.actor import Actor
+from asyncrl.telemetry.states import STATES
 
 
 def problems(tree):
@@ -224,6 +230,13 @@ def test_times_of_single_states_are_laid_over_those_that_are_given_anyway():
         "exporting": 1800.0,
         "training": 9.0,
     }
+
+
+def test_the_states_that_may_have_times_of_their_own_are_those_of_actors():
+    kinds = (Actor.kind, Learner.kind, Rollouter.kind)
+    assert set(get_args(ActorState)) == {state for kind in kinds for state in STATES[kind]}
+    with pytest.raises(ConfigError, match=r"watchdog\.budgets_s\.trainin: input should be 'starting', "):
+        validate_config(SIMULATED | {"watchdog": {"budgets_s": {"trainin": 9.0}}})
 
 
 def test_betas_of_adamw_are_below_1():

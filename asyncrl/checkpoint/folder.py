@@ -240,10 +240,9 @@ class CheckpointFolder:
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
         with _telling(target):
-            serial = 0
-            while (target / COMPLETE).exists():
-                serial += 1
-                target = self.folder / f"v{version:08d}.{serial}"
+            # Above all of this version: the first one may have been removed, and its name be free again.
+            if serials := [serial for of, serial, _ in self._complete_names() if of == version]:
+                target = self.folder / f"v{version:08d}.{max(serials) + 1}"
             if target.exists():
                 if _holds_a_file(target):
                     self.set_aside_damaged(target)

@@ -43,7 +43,25 @@ class PreemptConfig(Section):
     """Time until the checkpoint must be complete; past it the last one counts."""
 
 
-BUDGETS_S = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
+ActorState = Literal[
+    "starting",
+    "ready",
+    "waiting",
+    "generating",
+    "pausing",
+    "paused",
+    "loading",
+    "probing",
+    "restarting",
+    "following",
+    "training",
+    "publishing",
+    "checkpointing",
+    "exporting",
+    "done",
+]
+"""States of actors, by the names of telemetry/states.py."""
+BUDGETS_S: dict[ActorState, float] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
 """Times of states that may last longer than anything else of an actor."""
 
 
@@ -56,7 +74,7 @@ class WatchdogConfig(Section):
     """The consequence: a report that names the actor, with its stacks; and the actor's restart, or the end of the run.
     One that beats is started again once a single piece of its work could not last so long; after
     supervision.max_restarts restarts that bring no step the run ends."""
-    budgets_s: dict[str, Seconds] = BUDGETS_S
+    budgets_s: dict[ActorState, Seconds] = BUDGETS_S
     """Longer times for single states of an actor, by name of the state. Those that are not named keep theirs."""
 
     @field_validator("budgets_s", mode="before")

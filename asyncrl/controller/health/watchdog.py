@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from asyncrl.config import Config
-from asyncrl.config.operation import WatchdogConfig
+from asyncrl.config.operation import ActorState, WatchdogConfig
 from asyncrl.controller.health.blame import FIRST, LEISURE, SeenActor, find_culprit
 from asyncrl.messages.actors import RunPhase
 from asyncrl.roles import role_of
@@ -166,7 +166,7 @@ class Watchdog:
 
     def _left_s(self, actor: SeenActor) -> float:
         """Seconds left of the budget of the state that an actor is in."""
-        return self.config.budgets_s.get(actor.state, 0.0) - actor.state_s
+        return self.config.budgets_s.get(cast(ActorState, actor.state), 0.0) - actor.state_s
 
     def _is_excused(self, actors: Mapping[str, SeenActor]) -> bool:
         living = [actor for actor in actors.values() if not actor.ended and actor.silent_s < self._silent_after_s]

@@ -2,7 +2,8 @@
 
 Statistics arrive up to an interval late; ``covers`` tells whether everything up to a time has arrived. The tokens of a
 report count evenly over the time from the report before it, so a step that lies between two reports has its part of
-them. Invariant: each token counts in one step at most, whenever the lines of the steps are written.
+them. Where steps are long and rollouters many, two reports that follow each other are held as one of both times.
+Invariant: each token counts in one step at most, whenever the lines of the steps are written.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
+
+MOST_HELD = 1 << 15
+"""Reports, and intervals, above which some are held as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,16 @@ class _Source:
 class _Report:
     """Tokens between two reports of a rollouter."""
 
+    name: str
     tokens: Tokens
     since: float
     until: float
+
+    def joined(self, following: _Report) -> _Report:
+        """This report and the next one of its rollouter as one."""
+        ours, theirs = self.tokens, following.tokens
+        both = Tokens(ours.sampled + theirs.sampled, ours.reprefill + theirs.reprefill)
+        return _Report(self.name, both, self.since, following.until)
 
     def within(self, start: float, end: float) -> float:
         """Share of the report's time that lies in [start, end)."""
@@ -70,9 +81,13 @@ class GenerationLog:
             began = now - _extent(stats.sampling)
             source = self._sources[name] = _Source(incarnation, known, began)
         more = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
-        self._reports.append(_Report(more, source.heard, now))
+        self._reports.append(_Report(name, more, source.heard, now))
         source.tokens, source.heard = tokens, now
         self._intervals += stats.sampling
+        if len(self._reports) > max(MOST_HELD, 2 * len(self._sources)):
+            self._reports = in_pairs(self._reports)
+        if len(self._intervals) > MOST_HELD:
+            self._intervals = merge(self._intervals)
         self._updates += [(name, update) for update in stats.updates]
 
     def covers(self, time: float, *, now: float, patience_s: float) -> bool:
@@ -100,6 +115,21 @@ class GenerationLog:
         self._intervals = merge([(a, b) for a, b in self._intervals if b > start])
         covered = sum(max(0.0, min(b, end) - max(a, start)) for a, b in self._intervals)
         return covered / (end - start) if end > start else 0.0
+
+
+def in_pairs(reports: Sequence[_Report]) -> list[_Report]:
+    """The reports, where two of a rollouter that follow each other become one; those of each in order of time."""
+    found: list[_Report] = []
+    single: dict[str, _Report] = {}
+    for report in reports:
+        first = single.pop(report.name, None)
+        if first is not None and first.until == report.since:
+            found.append(first.joined(report))
+            continue
+        if first is not None:
+            found.append(first)
+        single[report.name] = report
+    return [*found, *single.values()]
 
 
 def _extent(intervals: Sequence[tuple[float, float]]) -> float:

@@ -80,6 +80,8 @@ def test_the_highest_version_counts_and_of_one_that_is_written_again_the_last(ch
     assert checkpoints.of_version(100_000_000) == checkpoints.newest()
     assert (path / "state.json").read_text() == "state of 100000000"
     assert checkpoints.retain(keep=3, keep_every_steps=0) == [path]
+    assert _write(checkpoints, 100_000_000, text="third").name == "v100000000.2"
+    assert _text(checkpoints) == "third"
 
 
 def test_leftovers_are_removed_and_what_is_not_ours_or_holds_files_stays(checkpoints) -> None:

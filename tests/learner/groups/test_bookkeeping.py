@@ -10,6 +10,7 @@ from test_messages import make_group
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.outcomes import OutcomeQueue
+from asyncrl.learner.metrics import generation_log
 from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group
@@ -129,6 +130,18 @@ def test_the_whole_life_of_a_rollouter_is_not_the_first_step_of_a_learner_that_s
     # That of one that is known begins in this learner's time.
     told(log, "rollouter/0", (11.0, 70), incarnation=2)
     assert log.take_tokens(10.5, 11.0).sampled == 70
+
+
+def test_a_long_step_of_many_rollouters_is_held_in_few_reports(monkeypatch):
+    """Half a second between two reports of a thousand rollouters would be a million reports in ten minutes."""
+    monkeypatch.setattr(generation_log, "MOST_HELD", 64)
+    log = GenerationLog()
+    for beat in range(1, 2001):
+        for name in range(8):
+            told(log, f"rollouter/{name}", (beat / 2, 100 * beat))
+    assert len(log._reports) <= 64 and len(log._intervals) <= 64
+    assert log.take_tokens(0.0, 1000.0).sampled == 8 * 2000 * 100
+    assert log.overlap(0.0, 1000.0) == pytest.approx(1.0)
 
 
 @given(
