@@ -42,6 +42,7 @@ def configuration(transport: str, mode: str, steps: int, model: Path) -> dict[st
         "data": {"source": "synthetic", "size": 4096, "max_prompt_tokens": 64},
         "rollout": {
             "replicas": REPLICAS,
+            "min_replicas": REPLICAS,
             "gpus_per_replica": 0,
             "samples_per_prompt": 4,
             "concurrency": 32,
