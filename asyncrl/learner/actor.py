@@ -255,7 +255,9 @@ class Learner(Actor):
             )
             begin_all(self._teacher, self._intake.buffer.groups)
         self._supply = DataloaderLink(
-            lambda request: self.peer(DATALOADER).call(request),
+            lambda request, patience=1.0: self.peer(DATALOADER).call(
+                request, patience * self.config.network.call_timeout_s, silence=self.config.network.call_timeout_s
+            ),
             self._intake,
             self._evals,
             self.services,

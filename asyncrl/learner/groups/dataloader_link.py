@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,10 +33,12 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.runtime.calls.retry import AWAY_S, log_away, wait_out
+from asyncrl.runtime.calls.retry import AWAY_S, DEADLINE, log_away, wait_out
 from asyncrl.runtime.services import ActorServices
 
 DATALOADER = "dataloader/0"
+MOST_PATIENCE = 64.0
+"""Most deadlines of a call for which a dataloader may look through its data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +51,18 @@ class Stand:
     finished: bool
 
 
+class Call(Protocol):
+    """A call of the dataloader, whose deadline is ``patience`` times that of any call."""
+
+    def __call__(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]: ...
+
+
 class DataloaderLink:
     """The link to the dataloader. ``call`` asks it; ``news`` is told of everything that changes ``supply``."""
 
     def __init__(
         self,
-        call: Callable[[Request], asyncio.Future[Any]],
+        call: Call,
         intake: Intake,
         evals: EvalCollector,
         services: ActorServices,
@@ -90,7 +98,7 @@ class DataloaderLink:
 
     async def restore(self) -> None:
         """Tell the dataloader the state of the run, until it goes on from there. Raises ConfigError."""
-        seen = self._restored
+        seen, patience = self._restored, 1.0
         async with self._restoring:
             if self._restored != seen:
                 # The other loop has met the same new dataloader.
@@ -98,12 +106,16 @@ class DataloaderLink:
             with self._awaits.on(DATALOADER, "Restored"):
                 while True:
                     try:
-                        resumed: Resumed = await self._call(self._message())
+                        resumed: Resumed = await self._call(self._message(), patience)
                     except DeadlineExceeded as error:
                         log_away(self._log, "dataloader", error)
+                        patience = min(2.0 * patience, MOST_PATIENCE)
                     except RemoteError as error:
                         if error.code == RunChanged.code:
                             raise ConfigError([error.message]) from error
+                        if error.code == DEADLINE:
+                            # It is there, and its data are large: it begins anew each time that it is told.
+                            patience = min(2.0 * patience, MOST_PATIENCE)
                         self._log.warning("dataloader cannot go on", error=str(error))
                         await asyncio.sleep(AWAY_S)
                     else:

@@ -21,6 +21,8 @@ LONGEST_S = 10.0
 DOUBLINGS = 3
 CANCELLED = "cancelled"
 """Code of the answer to a call that an actor can no longer carry out, because it is ending."""
+DEADLINE = "deadline"
+"""Code of the answer to a call whose handler ran past its time; another may be answered within its own."""
 
 
 def pause(first_s: float, times: int, draw: float) -> float:
@@ -49,5 +51,4 @@ async def wait_out(log: Logger, whom: str, error: WireError, **facts: Any) -> No
 
 def is_refusal(error: WireError) -> bool:
     """Whether a peer that is there will never answer the call otherwise."""
-    # ``deadline``: the handler ran past the time of this call; another may be answered within its own.
-    return isinstance(error, RemoteError) and not (error.retryable or error.code == "deadline")
+    return isinstance(error, RemoteError) and not (error.retryable or error.code == DEADLINE)

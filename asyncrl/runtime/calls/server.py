@@ -33,7 +33,7 @@ from asyncrl.messages.senders import listed, may_send
 from asyncrl.runtime.calls.deadlines import Deadlines
 from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.calls.handlers import Caller, Connection, Handler, handlers_of
-from asyncrl.runtime.calls.retry import CANCELLED
+from asyncrl.runtime.calls.retry import CANCELLED, DEADLINE
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire.codec import encodable
 from asyncrl.wire.envelope import (
@@ -401,7 +401,7 @@ class CallServer:
         if task.cancelled():
             code, message = CANCELLED, "the call was cancelled"
             if task in self._expired:
-                code, message = "deadline", "the handler ran past the caller's deadline"
+                code, message = DEADLINE, "the handler ran past the caller's deadline"
             self._error(session.routing_id, header.id, code, message, retryable=code == CANCELLED)
         self._expired.discard(task)
 

@@ -8,11 +8,12 @@ from structlog.testing import capture_logs
 from virtual import LoopClock, run_virtual
 
 from asyncrl.config import LearnerConfig
-from asyncrl.errors import RemoteError, RestoreNeeded
+from asyncrl.errors import DeadlineExceeded, RemoteError, RestoreNeeded
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed, Supply, WatchSupply
+from asyncrl.runtime.calls.retry import DEADLINE
 
 
 class Dataloader:
@@ -21,7 +22,7 @@ class Dataloader:
     def __init__(self, lost=()):
         self.lost, self.number, self.versions, self.restored = set(lost), 0, [], []
 
-    def call(self, request):
+    def call(self, request, patience=1.0):
         answer = asyncio.get_running_loop().create_future()
         if isinstance(request, Restored):
             self.restored.append(request.version)
@@ -42,7 +43,7 @@ class StartingAgain:
     def __init__(self):
         self.number, self.words, self.up, self.finished = 0, 0, False, False
 
-    def call(self, request):
+    def call(self, request, patience=1.0):
         return asyncio.ensure_future(self._answer(request))
 
     async def _answer(self, request):
@@ -117,3 +118,29 @@ def test_what_comes_while_a_dataloader_is_told_where_the_run_stands_is_reported_
 
     with capture_logs():
         run_virtual(main())
+
+
+@pytest.mark.parametrize("late", [RemoteError("dataloader/0", DEADLINE, "late"), DeadlineExceeded("a", "b", "c", 30.0)])
+def test_a_dataloader_whose_data_are_large_is_given_the_time_that_it_needs(late):
+    given = []
+
+    async def look(request, patience):
+        given.append(patience)
+        if patience < 5.0:
+            raise late
+        return Resumed(fingerprint="f", seed=1, limit=2.0, first_epoch=0, prompts=3)
+
+    async def main():
+        link = DataloaderLink(
+            lambda request, patience=1.0: asyncio.ensure_future(look(request, patience)),
+            Intake(LearnerConfig()),
+            EvalCollector(),
+            services(clock=LoopClock()),
+            stand=lambda: Stand(version=0, trained_at_version=0, groups_left=9, finished=False),
+            news=lambda: None,
+        )
+        await link.restore()
+
+    with capture_logs():
+        run_virtual(main())
+    assert given == [1.0, 2.0, 4.0, 8.0]
