@@ -129,10 +129,16 @@ class Asker:
     async def _usable(self, question: Question) -> tuple[Any, str]:
         """The answer as it is read, and its text. Raises AskFailed, BadAnswer of the repaired one, TimeoutError."""
         time_left = _TimeLeft(self._timeout_s)
-        text = (await self._answer(question.messages, question.schema, time_left)).text
+        reply = await self._answer(question.messages, question.schema, time_left)
+        text = reply.text
         try:
             return question.read(text), text
         except BadAnswer as error:
+            if reply.cut:
+                # Asked to mend it, it would be cut again.
+                told = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
+                fix = "give it more (reward.options.extra, as max_completion_tokens)"
+                raise AskFailed("cut answer", f"{told}; {fix}", passing=True) from error
             problems = "\n".join(f"* {problem}" for problem in error.problems)
         self._counters.repairs += 1
         said = {"role": "assistant", "content": shorten(text, REPAIR_CHARS) or "(nothing)"}

@@ -68,6 +68,8 @@ class JudgeReply:
     text: str
     prompt_tokens: int
     completion_tokens: int
+    cut: bool
+    """Whether the text ends by the longest that the server was asked for, or has room for."""
 
 
 class JudgeClient:
@@ -141,8 +143,9 @@ class JudgeClient:
             raise AskFailed("no chat completion", told, passing=True) from None
         if not reply.choices:
             raise AskFailed("no chat completion", f"{self._url} answers with no choice", passing=True)
-        message, usage = reply.choices[0].message, reply.usage or _Usage()
-        return JudgeReply(message.content or message.refusal or "", usage.prompt_tokens, usage.completion_tokens)
+        choice, usage = reply.choices[0], reply.usage or _Usage()
+        text, cut = choice.message.content or choice.message.refusal or "", choice.finish_reason == "length"
+        return JudgeReply(text, usage.prompt_tokens, usage.completion_tokens, cut)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
