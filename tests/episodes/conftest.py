@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 PLAYS = '''
-import asyncio, ctypes, json, os, subprocess, sys, threading, time
+import asyncio, ctypes, functools, json, os, subprocess, sys, threading, time
 
 import pydantic
 
@@ -141,6 +141,19 @@ def plain(task, client):
     client.reward(2.0)
     again = client.chat([*asks(task.prompt), reply.message])
     return len(reply.content) + len(again.content)
+
+
+def traced(function):
+    @functools.wraps(function)
+    def inner(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return inner
+
+
+@traced
+async def decorated(task, client):
+    return len((await client.chat(asks(task.prompt))).content)
 
 
 class Counting:

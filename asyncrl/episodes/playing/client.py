@@ -131,9 +131,17 @@ class BlockingClient:
         self._client, self._loop = client, loop
         self.model, self.base_url, self.api_key = client.model, client.base_url, client.api_key
 
-    def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Reply:
-        """Ask the policy, as Client.chat."""
-        return asyncio.run_coroutine_threadsafe(self._client.chat(messages, *args, **kwargs), self._loop).result()
+    def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Any:
+        """Ask the policy, as Client.chat: a Reply; on the event loop an awaitable of one.
+
+        A coroutine is there that a plain function has returned, as a decorator does which is not asynchronous itself.
+        """
+        asked = self._client.chat(messages, *args, **kwargs)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        return asked
 
     def reward(self, value: float) -> None:
         """Credit a turn, as Client.reward."""

@@ -214,6 +214,12 @@ async def test_an_end_that_a_task_group_is_told_of_is_no_failure(fails):
     assert ended.error.startswith("raised ExceptionGroup: ") if fails else ended == frames.Ended(SESSION)
 
 
+async def test_a_coroutine_that_a_plain_function_returns_is_played(tmp_path):
+    """As behind a decorator that is not asynchronous itself."""
+    async with hosting(play(function="plays:decorated"), tmp_path, Rollouter("ab")) as host:
+        assert await host.play("go") == EpisodeDone(reward=2.0)
+
+
 async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path):
     rollouter = Rollouter("ab", "cde")
     async with hosting(play(function="plays:plain", close_timeout_s=1.0), tmp_path, rollouter) as host:
