@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +44,8 @@ def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: 
     """Environment of a program, with ``task`` where it fits. Pure."""
     env = {name: value for name, value in inherited.items() if not name.startswith(OURS)}
     env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+    # Anthropic's client puts the version into its paths.
+    env |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
     return env | ({"ASYNCRL_TASK": task} if len(task.encode()) <= LARGEST_TASK else {})
 
 
@@ -54,16 +55,22 @@ def described(task: Task) -> str:
 
 
 def outcome_of(line: str) -> Outcome | None:
-    """The outcome that a last line holds; None where it holds none."""
+    """The outcome that a last line holds; None where it holds none, as a line of a log.
+
+    Raises BadOutcome for a number, and for an object with a "reward", that is none: it was meant as one.
+    """
     try:
         value = json.loads(line)
-        if isinstance(value, bool) or not isinstance(value, int | float | dict):
-            return None
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        return read_outcome(value)
-    except (ValueError, RecursionError, BadOutcome):
+    except (ValueError, RecursionError):
         return None
+    if isinstance(value, bool) or not isinstance(value, int | float | dict):
+        return None
+    try:
+        return read_outcome(value)
+    except BadOutcome:
+        if isinstance(value, dict) and "reward" not in value:
+            return None
+        raise
 
 
 @dataclass(eq=False, slots=True)
@@ -217,7 +224,10 @@ class Programs:
             return EpisodeDone(
                 error=f"the program ended with {describe_exit(answer['code'])}{said}", user_s=answer["user_s"]
             )
-        outcome = outcome_of(answer["last_line"])
+        try:
+            outcome = outcome_of(answer["last_line"])
+        except BadOutcome as error:
+            return EpisodeDone(error=f"the program {error}, by the last line of its output", user_s=answer["user_s"])
         reward, components = outcome if outcome is not None else (None, {})
         return EpisodeDone(reward=reward, components=components, user_s=answer["user_s"])
 

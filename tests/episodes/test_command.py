@@ -14,6 +14,7 @@ from episodes.hosted import config_with, hosting, until
 
 from asyncrl.episodes.command import described, environment, outcome_of
 from asyncrl.episodes.playing.task import Task
+from asyncrl.outcome import BadOutcome
 
 RUN = uvloop.run
 """As an actor's process does."""
@@ -109,13 +110,15 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
         for prompt, reward in (("number 0.5", 0.5), ("number good", None), ("silent", None)):
             done = await host.play(prompt)
             assert (done.reward, done.error) == (reward, "")
+        done = await host.play("number NaN")
+        assert done.error == "the program returned nan; a finite number is expected, by the last line of its output"
         done = await host.play("exit")
         told = "the program ended with exit code 3: "
         assert done.error in (f"{told}one | bad input", f"{told}bad input | one")
         assert done.blame == "episode"
         assert "SIGSEGV" in (await host.play("killed")).error
-        assert [count for count, _ in host.notices().values()] == [1, 1]
-        assert host.figure("failed") == 2
+        assert [count for count, _ in host.notices().values()] == [1, 1, 1]
+        assert host.figure("failed") == 3
         printed = host.watch_output()
         for size, fits in ((1000, 1.0), (3_000_000, 0.0)):
             done = await host.play("file", row={"answer": "x" * size})
@@ -215,11 +218,13 @@ def test_a_program_has_the_key_of_its_episode_and_its_task():
         "ASYNCRL_PRIVATE": "x",
         "OPENAI_API_KEY": "mine",
         "OPENAI_BASE_URL": "https://elsewhere",
+        "ANTHROPIC_API_KEY": "mine",
     }
     env = environment(inherited, described(task), base_url="http://127.0.0.1:1/v1", key="abc")
     assert json.loads(env.pop("ASYNCRL_TASK")) == task.fields() | {"episode_id": "0-1/2"}
     urls = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), "http://127.0.0.1:1/v1")
-    assert env == {"PATH": "/bin", "OPENAI_API_KEY": "abc", **urls}
+    urls["ANTHROPIC_BASE_URL"] = "http://127.0.0.1:1"
+    assert env == {"PATH": "/bin", "OPENAI_API_KEY": "abc", "ANTHROPIC_API_KEY": "abc", **urls}
 
 
 @pytest.mark.parametrize(
@@ -229,8 +234,16 @@ def test_a_program_has_the_key_of_its_episode_and_its_task():
         ("-0.5", (-0.5, {})),
         ('{"a": 1, "b": 2}', (3.0, {"a": 1.0, "b": 2.0})),
         ('{"reward": 1, "b": 2}', (1.0, {"b": 2.0})),
-        *((line, None) for line in ("NaN", "1e400", "1e30", "true", "[1]", "{}", '{"a": "x"}', "done", "[" * 100_000)),
+        *((line, None) for line in ("true", "[1]", "{}", '{"a": "x"}', "done", "[" * 100_000)),
     ],
 )
 def test_a_last_line_is_a_reward_or_none(line, outcome):
     assert outcome_of(line) == outcome
+
+
+@pytest.mark.parametrize(
+    "line", ["NaN", "1e400", "1e30", '{"reward": NaN}', '{"reward": 0.5, "steps": "3"}', '{"reward": null}']
+)
+def test_a_last_line_that_was_meant_as_a_reward_is_refused(line):
+    with pytest.raises(BadOutcome):
+        outcome_of(line)
