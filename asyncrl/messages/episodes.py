@@ -93,6 +93,8 @@ class ChatReply(Message, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: Count
     completion_tokens: Count
+    stop_sequence: str = ""
+    """String of the agent's ``stop`` before which the content ends; empty where none was sampled."""
 
 
 class Chat(Request, frozen=True, kw_only=True):

@@ -335,13 +335,14 @@ class Sessions:
         assert prompt is not None
         assert response is not None
         assert response.finish_reason is not None
+        content, stop = _before_stop(parsed.content, response.stops.strings)
         node = session.conversation.commit(
             prompt,
             tokens=response.tokens,
             logprobs=response.logprobs,
             spans=response.spans,
             finish=response.finish_reason,
-            content=_before_stop(parsed.content, response.stops.strings),
+            content=content,
             reasoning=parsed.reasoning,
             calls=[(each.name, each.arguments) for each in parsed.calls],
             untrained=request.untrained,
@@ -358,6 +359,7 @@ class Sessions:
             finish_reason="tool_calls" if node.tool_calls else response.finish_reason,
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(response.tokens),
+            stop_sequence=stop if stop in request.stop else "",
         )
 
     def _entered(self, session: Session, call: str, phase: Phase) -> None:
@@ -384,7 +386,10 @@ class Sessions:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
-def _before_stop(text: str, stops: Sequence[str]) -> str:
-    """Text that an agent is told: the stop string itself is sampled and trained, and not part of the answer."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Text that an agent is told, and the stop string behind it, which is sampled and trained and no part of it."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if not found:
+        return text, ""
+    at, stop = min(found)
+    return text[:at], stop

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from scripted_core import WEATHER, reply
 
@@ -71,6 +72,7 @@ REFUSED = [
     (MESSAGE, {"messages": said([{"type": "image"}])}, "messages[0].content[0]"),
     (MESSAGE, {"messages": said([{"type": "tool_use"}])}, "messages[0].content[0]"),
     (MESSAGE, {"tool_choice": {"type": "auto", "magic": 1}}, "tool_choice.magic"),
+    (CHAT, {"max_tokens": 10**20}, "max_tokens"),
 ]
 
 
@@ -82,6 +84,7 @@ def test_what_cannot_be_had_is_refused_by_its_name(request_of, more, field):
     assert refused.value.field == field
 
 
+FAILED_RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "no", "is_error": True}
 NOTICED = [
     (CHAT, {"temperature": 0, "top_p": 0.9, "frequency_penalty": 0.1}, ["frequency_penalty", "temperature", "top_p"]),
     (CHAT, {"top_p": 1.0, "presence_penalty": 0, "seed": None, "top_k": -1, "user": "u", "store": True}, []),
@@ -96,6 +99,11 @@ NOTICED = [
     (MESSAGE, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, []),
     (MESSAGE, {"tool_choice": {"type": "tool", "name": "f"}}, ["tool_choice.type"]),
     (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 99}, "top_k": 5}, ["thinking", "top_k"]),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, ["tools.strict"]),
+    (RESPONSE, {"tools": [{"type": "function", "name": "f", "strict": True}]}, ["tools.strict"]),
+    (RESPONSE, {"tools": [{"type": "function", "name": "f", "strict": False}]}, []),
+    (MESSAGE, {"tools": [{"name": "f", "input_schema": {}, "strict": True}]}, ["tools.strict"]),
+    (MESSAGE, {"messages": said([FAILED_RESULT])}, ["messages.is_error"]),
 ]
 
 
@@ -175,7 +183,7 @@ def test_items_of_a_response_become_messages():
     assert parse(RESPONSE, input=items, instructions="You are it.").messages == [
         {"role": "system", "content": "You are it."},
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": None, "tool_calls": [call("c1", "f"), call("c2", "g")]},
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "tool", "tool_call_id": "c2", "content": "two"},
@@ -190,13 +198,14 @@ def test_blocks_of_a_message_become_messages():
         {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": [1, "ü"]}},
     ]
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "one"}]}
-    given = [*HI, *said(answer, "assistant"), *said([result, {"type": "text", "text": "and now?"}])]
+    asked = [result, {"type": "text", "text": "and"}, {"type": "text", "text": "now?"}]
+    given = [*HI, *said(answer, "assistant"), *said(asked)]
     assert parse(MESSAGE, messages=given, system=[{"type": "text", "text": "Be brief."}]).messages == [
         {"role": "system", "content": "Be brief."},
         *HI,
         {"role": "assistant", "content": "See", "tool_calls": [call("c1", "f", '{"a":[1,"ü"]}')]},
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
-        *said("and now?"),
+        *said("and\nnow?"),
     ]
 
 
@@ -272,6 +281,15 @@ def test_the_events_of_a_message_add_up_to_it(answer, pieces):
     whole = MESSAGE[0].reply(parse(MESSAGE), STAMP, [answer])
     assert sorted(map(json.dumps, blocks)) == sorted(map(json.dumps, whole["content"]))
     assert data[-2]["delta"]["stop_reason"] == whole["stop_reason"] and data[-2]["usage"] == whole["usage"]
+
+
+def test_a_message_tells_the_stop_sequence_that_ended_it():
+    stopped = msgspec.structs.replace(reply("Act. "), stop_sequence="Observation:")
+    ended = {"stop_reason": "stop_sequence", "stop_sequence": "Observation:"}
+    whole = MESSAGE[0].reply(parse(MESSAGE), STAMP, [stopped])
+    assert {name: whole[name] for name in ended} == ended
+    _, data = streamed(MESSAGE, stopped, 1)
+    assert data[-2]["delta"] == ended
 
 
 def test_errors_are_in_the_form_of_their_api():

@@ -135,6 +135,7 @@ async def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path, own):
         asked = {"stream": True} if own else {"stop": ["Observation:"]}
         reply = await world.chat(session.key, [user("hi")], **asked)
         assert (reply.content, reply.finish_reason, world.deltas) == ("Act. ", "stop", [])
+        assert reply.stop_sequence == ("" if own else "Observation:"), "the run's are none of the agent's"
         (sequence,) = session.conversation.sequences()
         assert "Observation:" in world.tokenizer.decode(sequence.tokens.tolist())
 

@@ -17,6 +17,7 @@ from asyncrl.episodes.http.dialects.fields import (
     mapping,
     objects,
     review,
+    strict_tools,
     string,
     strings,
     whole,
@@ -33,7 +34,7 @@ class ChatCompletions:
     """The dialect of chat completions."""
 
     def parse(self, body: Body) -> ChatRequest:
-        ignored, relaxed = review(body, CHAT_COMPLETIONS)
+        ignored, relaxed = review(body | strict_tools(body), CHAT_COMPLETIONS)
         check_messages(messages := objects(body, "messages"))
         check_tools(tools := objects(body, "tools"))
         limits = [limit for name in ("max_tokens", "max_completion_tokens") if (limit := whole(body, name))]

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from asyncrl.episodes.http.dialects.dialect import Body
 from asyncrl.errors import ChatRefused
 
+LARGEST = (1 << 63) - 1
+"""Largest number that a message between actors holds."""
 Treatment = Literal["honoured", "harmless", "ignored", "relaxed", "refused"]
 
 
@@ -29,6 +31,8 @@ class Field:
 
 HONOURED, HARMLESS, IGNORED = Field("honoured"), Field("harmless"), Field("ignored")
 REFUSED = Field("refused", neutral=(False, 0, {}, []))
+STRICT = Field("relaxed", neutral=(False,))
+"""A tool whose arguments are to keep to their schema."""
 STATEFUL = Field("refused", problem="is not supported here: send the whole conversation with each request")
 
 SAMPLING = {
@@ -52,6 +56,7 @@ BOOKKEEPING = {
     "prompt_cache_options": HARMLESS,
 }
 CONSTRAINTS = {
+    "tools.strict": STRICT,
     "tool_choice": Field("relaxed", neutral=("auto", "none")),
     "parallel_tool_calls": Field("relaxed", neutral=(True,)),
 }
@@ -119,6 +124,8 @@ MESSAGES = {
     "service_tier": HARMLESS,
     "cache_control": HARMLESS,
     "inference_geo": HARMLESS,
+    "tools.strict": STRICT,
+    "messages.is_error": Field("ignored", neutral=(False,)),
     "tool_choice.type": Field("relaxed", neutral=("auto", "none")),
     "tool_choice.name": HARMLESS,
     "tool_choice.disable_parallel_tool_use": Field("relaxed", neutral=(False,)),
@@ -157,6 +164,14 @@ def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ())
     return sorted(noticed["ignored"]), sorted(noticed["relaxed"])
 
 
+def strict_tools(body: Body) -> Body:
+    """The field ``tools.strict``: whether one of the tools, or its function, is strict."""
+    listed = body.get("tools")
+    tools = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    own = [each["function"] if isinstance(each.get("function"), dict) else each for each in tools]
+    return {"tools.strict": any(each.get("strict") is True for each in own)}
+
+
 def flag(body: Body, name: str) -> bool:
     """A field that is true or false, and false by default. Raises ChatRefused."""
     value = body.get(name)
@@ -165,13 +180,13 @@ def flag(body: Body, name: str) -> bool:
     return bool(value)
 
 
-def whole(body: Body, name: str, *, most: int | None = None) -> int | None:
+def whole(body: Body, name: str, *, most: int = LARGEST) -> int | None:
     """A field that is a number from 1 on. Raises ChatRefused."""
     value = body.get(name)
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
-        raise ChatRefused(name, "must be a whole number of 1 or more" if most is None else f"must be from 1 to {most}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ChatRefused(name, f"must be a whole number from 1 to {most}")
     return value
 
 
@@ -226,4 +241,4 @@ def joined_text(content: object, where: str, types: tuple[str, ...] = ("text",))
         if kind not in types:
             raise ChatRefused(f"{where}[{at}]", f"is a part of type {kind!r}; the policy takes text alone")
         texts.append(string(part, "refusal" if kind == "refusal" else "text", f"{where}[{at}].text"))
-    return "".join(texts)
+    return "\n".join(texts)

@@ -20,6 +20,7 @@ from asyncrl.episodes.http.dialects.fields import (
     mapping,
     objects,
     review,
+    strict_tools,
     string,
     strings,
     whole,
@@ -36,7 +37,8 @@ class Messages:
     """The dialect of Anthropic's Messages."""
 
     def parse(self, body: Body) -> ChatRequest:
-        ignored, relaxed = review(body, MESSAGES, nested=("tool_choice", "output_config"))
+        flagged = strict_tools(body) | {"messages.is_error": any(map(_tells_of_error, objects(body, "messages")))}
+        ignored, relaxed = review(body | flagged, MESSAGES, nested=("tool_choice", "output_config"))
         tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(body, "tools"))]
         messages: list[Body] = []
         if system := joined_text(body.get("system"), "system"):
@@ -68,7 +70,7 @@ class Messages:
             blocks.append({"type": "text", "text": reply.content})
         blocks.extend(_tool_use(call, msgspec.json.decode(call.arguments)) for call in reply.tool_calls)
         usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-        return _message(stamp) | {"content": blocks, "stop_reason": STOP_REASONS[reply.finish_reason], "usage": usage}
+        return _message(stamp) | {"content": blocks, "usage": usage} | _ended(reply)
 
     def events(self, asked: ChatRequest, stamp: Stamp) -> MessageEvents:
         return MessageEvents(stamp)
@@ -110,8 +112,7 @@ class MessageEvents:
             parts.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
             parts.append(self._stop())
         usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-        ended = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
-        parts += [_event("message_delta", delta=ended, usage=usage), _event("message_stop")]
+        parts += [_event("message_delta", delta=_ended(reply), usage=usage), _event("message_stop")]
         return b"".join(parts)
 
     def failed(self, failure: Failure) -> bytes:
@@ -158,8 +159,15 @@ def _messages(given: Body, where: str) -> list[Body]:
                 raise ChatRefused(place, f"is a block of type {kind!r}; the policy takes text alone")
             texts.append(string(block, "text", f"{place}.text"))
     if calls:
-        return [{"role": role, "content": "".join(texts) or None, "tool_calls": calls}]
-    return results + ([{"role": role, "content": "".join(texts)}] if texts or not results else [])
+        return [{"role": role, "content": "\n".join(texts) or None, "tool_calls": calls}]
+    return results + ([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])
+
+
+def _tells_of_error(given: Body) -> bool:
+    content = given.get("content")
+    return isinstance(content, list) and any(
+        isinstance(each, dict) and each.get("is_error") is True for each in content
+    )
 
 
 def _call(block: Body, place: str) -> Body:
@@ -185,6 +193,12 @@ def _tool(tool: Body, where: str) -> Body:
 
 def _tool_use(call: ToolCall, arguments: Any) -> Body:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def _ended(reply: ChatReply) -> Body:
+    if reply.finish_reason == "stop" and reply.stop_sequence:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_sequence}
+    return {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
 
 
 def _message(stamp: Stamp) -> Body:

@@ -18,6 +18,7 @@ from asyncrl.episodes.http.dialects.fields import (
     mapping,
     objects,
     review,
+    strict_tools,
     string,
     whole,
 )
@@ -32,7 +33,7 @@ class Responses:
     """The dialect of OpenAI's Responses."""
 
     def parse(self, body: Body) -> ChatRequest:
-        ignored, relaxed = review(body, RESPONSES, nested=("text", "reasoning"))
+        ignored, relaxed = review(body | strict_tools(body), RESPONSES, nested=("text", "reasoning"))
         tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(body, "tools"))]
         messages = _messages(body)
         if instructions := joined_text(body.get("instructions"), "instructions"):
