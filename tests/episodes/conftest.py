@@ -190,6 +190,11 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
+def character(code: int) -> str:
+    """Give the character of a code."""
+    return chr(code)
+
+
 def check(key: str) -> str:
     """Check a key."""
     return str(pydantic.TypeAdapter(int).validate_python(key))

@@ -90,6 +90,8 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
                 messages.append(reply.message)
                 for called in reply.tool_calls:
                     said = await _result(tools, called, note)
+                    # The policy may have a tool write half of a surrogate pair, which no message can hold.
+                    said = said.encode(errors="backslashreplace").decode()
                     messages.append({"role": "tool", "tool_call_id": called.id, "content": said})
         finally:
             # One that fails to close keeps none of the others from it.

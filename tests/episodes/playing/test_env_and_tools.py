@@ -78,6 +78,13 @@ async def test_tools_are_called_until_the_policy_calls_none(tmp_path):
         assert printed[-1] == ("0-1", "box closed with 1\n", 0)
 
 
+async def test_half_of_a_surrogate_pair_in_the_result_of_a_tool_is_told_escaped(tmp_path):
+    rollouter = Rollouter([("character", '{"code": 55357}')], "done")
+    async with hosting(config_with(tools=["plays:character"], workers=1), tmp_path, rollouter) as host:
+        assert await host.play("use it") == EpisodeDone()
+        assert rollouter.chats[-1].messages[-1]["content"] == r"\ud83d"
+
+
 async def test_tools_are_closed_whichever_of_them_fails_to(tmp_path):
     config = config_with(tools=["plays:Jammed", "plays:Box"], workers=1)
     async with hosting(config, tmp_path, Rollouter("done")) as host:
