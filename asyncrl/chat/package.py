@@ -80,6 +80,9 @@ class PackageRenderer:
             raise ChatRefused(FIELD, "cannot be placed: the renderer writes no token that ends an answer")
         return rest[: end + 1]
 
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         options = options or {}
         prompt = self.render([QUESTION], tools, options)

@@ -67,6 +67,9 @@ class Renderer(Protocol):
         before it. Raises ChatRefused.
         """
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of an answer, whole or only begun, as ``parse`` reads it."""
+
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         """The parts of a whole answer. Never fails."""
 
@@ -127,12 +130,18 @@ class TemplateRenderer:
         return answer_ids(self._template, before, answer, tools, options)
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
-        words = ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
-        # Special tokens that the parser looks for stay as text; the others are left out.
-        text = self._template.tokenizer.decode([id for id in words if id not in self._unseen], keep_special=True)
         options = options or {}
         thinking = self._opens_thinking(bool(tools), options)
-        return self._parsers.parser(text, tools, thinking=thinking, ids=words, options=options)
+        return self._parsers.parser(self.text(ids), tools, thinking=thinking, ids=self._words(ids), options=options)
+
+    def text(self, ids: Sequence[int]) -> str:
+        # Special tokens that the parser looks for stay as text; the others are left out.
+        seen = [id for id in self._words(ids) if id not in self._unseen]
+        return self._template.tokenizer.decode(seen, keep_special=True)
+
+    def _words(self, ids: Sequence[int]) -> Sequence[int]:
+        """The tokens of an answer without the one that ends it."""
+        return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
 
     def finding(self, shape: Shape, options: Mapping[str, Any]) -> TurnCheck:
         """The verdict on a kind of turn, from the check at start or made now."""

@@ -372,7 +372,7 @@ class Sessions:
         """Sends text as it is sampled, where all of an answer is text."""
         if not request.stream or tools or stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return lambda response: None
-        text, told = GrowingText(self._tokenizer.decode), 0
+        text, told = GrowingText(self._renderer.text), 0
 
         def tell(response: Response) -> None:
             nonlocal told

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from chat_models import FAMILIES, write_chat_model
 from harness import replace
 from session_cases import TOOL, World, call_of, result, said, user
 
@@ -169,6 +170,16 @@ async def test_text_is_told_as_it_is_sampled(tmp_path):
             assert offset == len(told)
             told += text
         assert reply.content.startswith(told) and len(world.deltas) > 1
+
+
+async def test_a_marker_of_calls_that_is_a_special_token_is_streamed_as_the_answer_has_it(tmp_path):
+    template, eos = FAMILIES["tools first"]
+    markers = ("<tool_call>", "</tool_call>")
+    model = write_chat_model(tmp_path / "special", template, eos=eos, more_special=markers)
+    async with World(tmp_path, say=lambda prompt: f"Look: {call_of('look', at='door')} so.", model=model) as world:
+        reply = await world.chat(world.open().key, [user("hi")], stream=True)
+        assert all(marker in reply.content for marker in markers), "no tools were given"
+        assert reply.content.startswith("".join(text for _, text in world.deltas)) and len(world.deltas) > 1
 
 
 async def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
