@@ -58,6 +58,8 @@ class Session:
         self.stages = Stages(config.episode, self.began)
         self.changed = asyncio.Event()
         """Set when a deadline may have moved."""
+        self._left = asyncio.Event()
+        """Set when a call may have left."""
         self.failure: TrajectoryFailed | None = None
         """Failure after which nothing can come of the ticket any more."""
         self.is_orphan = False
@@ -84,16 +86,27 @@ class Session:
         """An engine computes some of it under ``version``."""
         self.version = max(self.version, version)
 
+    def note(self) -> None:
+        """Note that its stages, or its failure, have changed."""
+        self.changed.set()
+        self._left.set()
+
+    async def may_ask(self) -> None:
+        """Wait until a turn is left that no call under way may take, or the attempt is over."""
+        while self.failure is None and self.stages.all_turns_asked:
+            self._left.clear()
+            await self._left.wait()
+
     def end_by_length(self, reason: str) -> EpisodeOver:
         """End the attempt: the context is full."""
         self.stages.end_by("length", reason, self._now())
-        self.changed.set()
+        self.note()
         return EpisodeOver(reason)
 
     def fail(self, failure: TrajectoryFailed) -> EpisodeOver:
         """Fail the ticket: the policy cannot be asked any more."""
         self.failure = failure
-        self.changed.set()
+        self.note()
         return EpisodeOver(str(failure))
 
 
@@ -165,6 +178,7 @@ class Sessions:
         """End a session: nothing is added to it any more."""
         session.conversation.seal(reason)
         session.stages.end(self._clock.now())
+        session.note()
         self.figures.spent(session.stages.seconds(self._clock.now()))
         del self._sessions[session.key]
         self.at[session.host] -= 1
@@ -174,14 +188,14 @@ class Sessions:
         session = self._sessions.get(key)
         if session is not None and session.host == host:
             session.stages.begin(self._clock.now())
-            session.changed.set()
+            session.note()
 
     def host_died(self, host: str) -> None:
         """Mark the sessions that a dead host was playing."""
         for session in self._sessions.values():
             if session.host == host:
                 session.is_orphan = True
-                session.changed.set()
+                session.note()
 
     def close(self) -> None:
         """End the threads."""
@@ -213,6 +227,7 @@ class Sessions:
             call = session.calls[request.call] = _Call(session.account.call(len(session.calls)))
         async with call.lock:
             if call.reply is None:
+                await session.may_ask()
                 # It may have ended while another had this call answered.
                 self.find(request.session, host)
                 call.reply = await self._answer(session, call, request)
@@ -240,7 +255,7 @@ class Sessions:
             account.refused(over.reason)
             raise
         finally:
-            session.changed.set()
+            session.note()
         try:
             tools = normalise_tools(request.tools)
             options = self._config.chat.template_options | request.template_options
@@ -281,13 +296,13 @@ class Sessions:
                 account.refused(str(error))
             # Prompt and response stay with the call: the same call made again goes on from the tokens that it has.
             stages.dropped(request.call, now())
-            session.changed.set()
+            session.note()
             raise
         known = {tool["function"]["name"] for tool in tools}
         called = [each.name for each in reply.tool_calls if each.name in known]
         account.answered(reply.node, called, parsed.malformed)
         stages.answered(request.call, now(), tools=called)
-        session.changed.set()
+        session.note()
         return reply
 
     async def _prompt(
@@ -364,7 +379,7 @@ class Sessions:
 
     def _entered(self, session: Session, call: str, phase: Phase) -> None:
         session.stages.enter(call, phase, self._clock.now())
-        session.changed.set()
+        session.note()
 
     def _teller(
         self, session: Session, request: Chat, tools: Sequence[Any], stops: Stops

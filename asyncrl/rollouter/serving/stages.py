@@ -73,10 +73,17 @@ class Stages:
             self._entered = self._now
         self._begun = True
 
+    @property
+    def all_turns_asked(self) -> bool:
+        """Whether calls under way may take all the turns that are left; one that ends without an answer takes none."""
+        left = self._config.max_turns - self.turns
+        return self._over is None and 0 < left <= len(self._calls)
+
     def call(self, call: str, now: float) -> None:
         """A call of the policy arrives, and waits for the engine. Raises EpisodeOver; the episode is over then."""
         self.begin(now)
-        if self._over is None and self.turns + len(self._calls) >= self._config.max_turns:
+        assert not self.all_turns_asked, "a call for which no turn is left waits"
+        if self._over is None and self.turns >= self._config.max_turns:
             self.end_by("turns", f"it has had its {self._config.max_turns} turns (episode.max_turns)", now)
         if self._over is not None:
             raise EpisodeOver(self._over)

@@ -9,6 +9,7 @@ from harness import replace
 from session_cases import TOOL, World, call_of, result, said, user
 
 from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.stops import Stops
 
 
@@ -159,6 +160,39 @@ async def test_nobody_reaches_a_session_but_its_host_and_only_while_it_is_open(t
             with pytest.raises(EpisodeOver):
                 await late
         assert (session.conversation.nodes, len(world.sessions), len(world.submitted)) == ([], 0, 1)
+
+
+async def test_a_call_beyond_the_turns_that_are_left_waits_for_those_under_way(tmp_path):
+    """As a request for n answers: a sibling that is given up leaves its turn, one that is answered ends the episode."""
+    async with World(tmp_path, episode={"max_turns": 2}) as world:
+        session = world.open()
+        world.speaks.clear()
+        asked = [asyncio.create_task(world.chat(session.key, [user("hi")])) for _ in range(4)]
+        await world.until(lambda: len(world.submitted) == 2)
+        asked[0].cancel()
+        await world.until(lambda: len(world.submitted) == 3)
+        world.speaks.set()
+        assert [(await task).content for task in asked[1:3]] == ["Hello."] * 2
+        with pytest.raises(EpisodeOver, match="it has had its 2 turns"):
+            await asked[3]
+        assert (session.stages.turns, session.stages.outcome, len(session.conversation.nodes)) == (2, "turns", 2)
+
+
+@pytest.mark.parametrize("ends", ["sealed", "failed"])
+async def test_a_call_that_waits_for_a_turn_is_told_of_the_end(tmp_path, ends):
+    async with World(tmp_path, episode={"max_turns": 1}) as world:
+        session = world.open()
+        world.speaks.clear()
+        asked = [asyncio.create_task(world.chat(session.key, [user("hi")])) for _ in range(2)]
+        await world.until(lambda: world.submitted)
+        if ends == "sealed":
+            world.sessions.seal(session, "it has ended")
+        else:
+            session.fail(TrajectoryFailed("no engine"))
+        with pytest.raises(EpisodeOver):
+            await asked[1]
+        asked[0].cancel()
+        await asyncio.wait(asked)
 
 
 async def test_text_is_told_as_it_is_sampled(tmp_path):

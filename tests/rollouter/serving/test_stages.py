@@ -76,15 +76,26 @@ def test_a_deadline_passes_when_it_should_and_names_the_seconds_and_the_key(name
 
 def test_no_turn_is_refused_but_the_one_past_the_limit_and_the_first_limit_stays():
     stages, _ = played(*answered("a", 1, 2), (3, "call", "b"), (3, "call", "c"))
-    assert stages.outcome == "stop"
-    for late in ("d", "a"):
+    assert stages.all_turns_asked, "a call that comes now has to wait"
+    stages.dropped("c", 4)
+    assert not stages.all_turns_asked
+    stages.call("d", 4)
+    stages.answered("b", 4)
+    stages.answered("d", 4)
+    assert (stages.all_turns_asked, stages.outcome) == (False, "stop")
+    for late in ("e", "a"):
         with pytest.raises(EpisodeOver, match=r"it has had its 3 turns \(episode.max_turns\)"):
             stages.call(late, 4)
     stages.end_by("time", "late", 5)
     assert (stages.outcome, stages.state, stages.next_deadline) == ("turns", "close", 9)
-    stages.answered("b", 5)
-    stages.answered("c", 6)
-    assert stages.turns == 3 and stages.next_deadline == 9
+
+
+def test_calls_that_are_under_way_at_a_limit_are_answered():
+    stages, _ = played((1, "call", "a"), (1, "call", "b"), (2, "end_by", "length", "full"))
+    assert (stages.state, stages.next_deadline, stages.all_turns_asked) == ("close", 7, False)
+    stages.answered("a", 3)
+    stages.answered("b", 4)
+    assert stages.turns == 2 and stages.next_deadline == 7
 
 
 def test_states_as_they_are_shown():
@@ -136,7 +147,7 @@ def test_fractions_add_up_to_its_life_and_policy_time_is_nobody_elses(steps, tur
         before = stages.next_deadline
         if what == "call":
             try:
-                if call not in calls or over:
+                if (call not in calls and not stages.all_turns_asked) or over:
                     stages.call(call, at)
                     assert not over
                     calls.add(call)
