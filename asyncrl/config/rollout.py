@@ -104,7 +104,7 @@ class RolloutConfig(Section):
     max_attempts: Positive = 3
     """Attempts at a trajectory before it counts as failed."""
     retry_backoff_s: Seconds = 0.5
-    """First pause between attempts; doubles with each."""
+    """First pause between attempts; doubles with each, up to a minute."""
     on_failed_trajectory: Literal["drop", "quarantine_group"] = "drop"
     """A trajectory that failed for good, in generation or scoring, is left out where 2 or more of its group survive, or
     takes its group with it."""

@@ -28,6 +28,7 @@ from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, R
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
+from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.runtime.workers.confinement import NOTICE, confine
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class EpisodesActor(Actor):
         until += LEAVE_SHARE * within_s
         rollout, quiet_s = self.config.rollout, QUIET_S
         if self._most is None:
-            quiet_s += rollout.retry_backoff_s * 2 ** min(rollout.max_attempts - 2, 64)
+            quiet_s += backoff(rollout.retry_backoff_s, rollout.max_attempts - 2)
         while (now := self.clock.now()) < until and now - quiet < quiet_s:
             if self._sessions:
                 quiet = now

@@ -24,6 +24,7 @@ from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import WorkerProcess, gone
@@ -191,8 +192,8 @@ class Workers:
             if not self._end.done():
                 self._end.set_exception(EpisodeWorkersEnded(self._code, f"has no worker process left: {reason}"))
             return
-        backoff = min(FIRST_BACKOFF_S * 2 ** min(slot.failed_starts, 16), LONGEST_BACKOFF_S)
-        slot.restart = self._loop.call_later(backoff, self._launch, slot)
+        pause_s = backoff(FIRST_BACKOFF_S, slot.failed_starts, LONGEST_BACKOFF_S)
+        slot.restart = self._loop.call_later(pause_s, self._launch, slot)
 
     def _ended(self, slot: Slot, process: WorkerProcess, reason: str) -> None:
         self._hand_out(slot, process, end_of_call=True)

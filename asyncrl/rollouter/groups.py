@@ -25,8 +25,9 @@ from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scor
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
-from asyncrl.runtime.calls.retry import is_refusal, pauses
+from asyncrl.runtime.calls.retry import LONGEST_AWAY_S, is_refusal
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.lifecycle.backoff import backoff, backoffs
 from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ class GroupRunner:
 
     async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
         """Scores from a reward pool that serves the call, however long all are away."""
-        backoff = pauses(self._config.rollout.retry_backoff_s)
+        pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         away: set[str] = set()
         while True:
             try:
@@ -142,7 +143,7 @@ class GroupRunner:
                     raise
                 for account in accounts:
                     account.failed(f"reward pool is away: {error}")
-            await asyncio.sleep(next(backoff))
+            await asyncio.sleep(next(pauses))
 
     async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
         rollout = self._config.rollout
@@ -161,7 +162,7 @@ class GroupRunner:
                 final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:
                     raise TrajectoryFailed(f"{what} failed {number} times: {error}") from error
-            await asyncio.sleep(rollout.retry_backoff_s * 2 ** min(number - 1, 64))
+            await asyncio.sleep(backoff(rollout.retry_backoff_s, number - 1))
         raise AssertionError("unreachable")
 
 

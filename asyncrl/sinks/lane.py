@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from typing import ClassVar, Protocol
 
+from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.sinks.figures import Line
 from asyncrl.snapshot import Snapshot
 
@@ -112,8 +113,7 @@ class Lane:
                 self.fail(describe(error))
                 self._close_quietly()
                 is_open, failures = False, failures + 1
-                # The exponent is bounded: a sink that fails for days would take it beyond a float.
-                pause_s = min(FIRST_PAUSE_S * 2 ** min(failures - 1, 16), LONGEST_PAUSE_S)
+                pause_s = backoff(FIRST_PAUSE_S, failures - 1, LONGEST_PAUSE_S)
                 if self._ending.wait(pause_s) and failures > 1:
                     # It gets no time to recover at the end.
                     self._give_up()

@@ -20,6 +20,7 @@ from asyncrl.learner.algorithm.plan.batch import GroupScores
 from asyncrl.learner.algorithm.plan.scoring import by_group, sampled_sequences
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.runtime.services import ActorServices
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.telemetry.catalogue import declare
@@ -106,7 +107,6 @@ class ServedTeacher:
         places = sampled_positions(sequence) + len(prompt)
         # Tokens behind the last sampled one have no part in any of the log-probs.
         ids = np.concatenate([prompt, sequence.tokens])[: int(places[-1]) + 1].tolist()
-        pause_s = FIRST_PAUSE_S
         for attempt in range(1, self._config.tries + 1):
             try:
                 async with self._places:
@@ -119,8 +119,7 @@ class ServedTeacher:
                 if not error.passing or attempt == self._config.tries:
                     times = f" ({attempt} times; learner.teacher_server.tries)" if error.passing else ""
                     raise ActorFailed(self._name, f"learner.teacher: {error.reason}{times}") from error
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(backoff(FIRST_PAUSE_S, attempt - 1, LONGEST_PAUSE_S))
         raise AssertionError("tries is above 0")
 
 

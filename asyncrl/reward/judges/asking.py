@@ -23,6 +23,7 @@ from asyncrl.reward.judges.limits import JudgeLimits
 from asyncrl.reward.judges.options import JudgeOptions
 from asyncrl.reward.judges.questions import Question
 from asyncrl.reward.judges.views import shorten
+from asyncrl.runtime.lifecycle.backoff import backoff
 
 CHARS_PER_TOKEN = 3.5
 ANSWER_TOKENS = 500
@@ -163,7 +164,7 @@ class Asker:
                     raise AskFailed(error.kind, told, passing=True) from error
                 self._counters.retries += 1
                 # Pauses differ in length, so that requests that failed together do not all come back together.
-                own_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+                own_s = backoff(FIRST_PAUSE_S, number - 1, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
                 if error.pause_s is not None:
                     self.limits.pause(error.pause_s)
                     if error.pause_s >= own_s:

@@ -33,6 +33,7 @@ from asyncrl.reward.scoring.faults import TIMED_OUT, RewardFault, fault_of
 from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardReady, RewardSetup, RewardTask
 from asyncrl.reward.scoring.shaping import shaped, timed_out_scores
 from asyncrl.reward.scoring.slots import Pending, PoolCounters, RewardSlot
+from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import held_beyond, resident_bytes
 from asyncrl.runtime.workers.process import WorkerProcess, gone
@@ -269,8 +270,8 @@ class RewardPool:
         if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
             self.give_up(RewardPoolEnded(self._config.function, f"has no worker process left: {reason}"))
             return
-        backoff = min(FIRST_BACKOFF_S * 2 ** min(slot.failed_starts, 16), LONGEST_BACKOFF_S)
-        slot.restart = self._loop.call_later(backoff, self._launch, slot)
+        pause_s = backoff(FIRST_BACKOFF_S, slot.failed_starts, LONGEST_BACKOFF_S)
+        slot.restart = self._loop.call_later(pause_s, self._launch, slot)
 
     def _feed(self, slot: RewardSlot) -> None:
         """Give a worker the oldest tasks that wait, as many as it may have, or note it as idle."""

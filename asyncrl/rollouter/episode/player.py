@@ -26,8 +26,9 @@ from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import SampleAccount
 from asyncrl.rollouter.serving.stages import Expired
-from asyncrl.runtime.calls.retry import pauses
+from asyncrl.runtime.calls.retry import LONGEST_AWAY_S
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.lifecycle.backoff import backoffs
 
 LONGEST_S = 7 * 86400.0
 """Longest episode (s), if engines are away all of that time: its own deadlines stand still while it waits for them."""
@@ -82,7 +83,7 @@ class EpisodePlayer:
 
     async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
         """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
-        backoff = pauses(self._config.rollout.retry_backoff_s)
+        pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         # An earlier attempt's host is avoided: it may stand still and have missed a deadline.
         prefer, avoid, deaths = "", {account.host}, 0
         while True:
@@ -109,7 +110,7 @@ class EpisodePlayer:
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
                 account.failed(f"episode host is away: {error}")
-            await asyncio.sleep(next(backoff))
+            await asyncio.sleep(next(pauses))
 
     async def _attempt(self, ticket: Ticket, account: SampleAccount, host: str) -> Trajectory | str:
         """The trajectory, or the reason that a worker of its host could not play it. Raises HostAway too."""

@@ -8,7 +8,6 @@ comes from the caller's own source, which is seeded: the same caller asks at the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.errors import RemoteError, WireError
@@ -16,8 +15,8 @@ from asyncrl.telemetry.logging import Logger
 
 AWAY_S = 0.5
 """Pause before a peer that does not answer, or cannot serve the call yet, is asked again."""
-LONGEST_S = 10.0
-"""Longest of pauses that lengthen without a bound of their own."""
+LONGEST_AWAY_S = 10.0
+"""Longest pause before one that is tried without end."""
 DOUBLINGS = 3
 CANCELLED = "cancelled"
 """Code of the answer to a call that an actor can no longer carry out, because it is ending."""
@@ -28,13 +27,6 @@ DEADLINE = "deadline"
 def pause(first_s: float, times: int, draw: float) -> float:
     """Seconds until the next time, after ``times`` before it; ``draw`` is from [0, 1)."""
     return first_s * 2.0 ** min(times, DOUBLINGS) * (1.0 - draw)
-
-
-def pauses(first_s: float) -> Iterator[float]:
-    """Pauses of which each is twice as long as the one before, but no longer than LONGEST_S."""
-    while True:
-        yield first_s
-        first_s = min(2 * first_s, LONGEST_S)
 
 
 def log_away(log: Logger, whom: str, error: WireError, **facts: Any) -> None:

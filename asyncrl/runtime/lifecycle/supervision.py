@@ -12,7 +12,8 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 
-LONGEST_BACKOFF_S = 60.0
+from asyncrl.runtime.lifecycle.backoff import backoff
+
 UNHEALABLE_EXITS = frozenset({2, 78})
 """Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
 
@@ -57,7 +58,7 @@ class RestartBudget:
             self._recent.popleft()
         if len(self._recent) >= self.max_restarts:
             return None
-        after = min(self.backoff_s * 2.0 ** len(self._recent), LONGEST_BACKOFF_S)
+        after = backoff(self.backoff_s, len(self._recent))
         self._recent.append(now)
         return after
 
