@@ -163,7 +163,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_
         tried.append(more)
         raise OSError("no process")
 
-    monkeypatch.setattr(pool_module, "LONGEST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.0)
     async with started(workers=2) as pool:
         monkeypatch.setattr(pool_module, "WorkerProcess", fails)
         with pytest.raises(RewardFailed, match="exit code 3"):

@@ -288,7 +288,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_
         tried.append(more)
         raise OSError("no process")
 
-    monkeypatch.setattr(workers_module, "LONGEST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(workers_module, "FIRST_BACKOFF_S", 0.0)
     async with hosting(play(workers=2), tmp_path) as host:
         monkeypatch.setattr(workers_module, "WorkerProcess", fails)
         assert (await host.play("exit")).blame == "host"

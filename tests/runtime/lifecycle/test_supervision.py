@@ -12,7 +12,8 @@ from asyncrl.errors import ActorFailed, AsyncRLError, ConfigError, DeadlineExcee
 from asyncrl.messages.actors import WatchRun
 from asyncrl.roles import ROLES, drain_rank
 from asyncrl.runtime.actor import CONTROLLER
-from asyncrl.runtime.lifecycle.supervision import LONGEST_BACKOFF_S, GiveUp, Restart, Supervisor
+from asyncrl.runtime.lifecycle.backoff import LONGEST_S
+from asyncrl.runtime.lifecycle.supervision import GiveUp, Restart, Supervisor
 
 
 class Misfit(AsyncRLError):
@@ -52,7 +53,7 @@ def test_never_more_restarts_than_allowed_in_any_window(deaths, max_restarts, wi
         decision = policy.ended("rollouter/0", 1, now)
         if isinstance(decision, Restart):
             restarts.append(now)
-            assert backoff <= decision.after_s <= max(backoff, LONGEST_BACKOFF_S)
+            assert backoff <= decision.after_s <= max(backoff, LONGEST_S)
             assert decision.number == len(restarts)
     for start in restarts:
         assert sum(start <= t < start + window for t in restarts) <= max_restarts
