@@ -53,24 +53,17 @@ def run_figures(snapshot: Snapshot) -> dict[str, float]:
 class Steps:
     """Follows the steps of the lines, across learners that start again from a checkpoint.
 
-    Lines of updates are told before the line of the step in which they ended, which is theirs too. is_voided of
-    metrics_line is not asked for the lines that a step voids: those of earlier lives of the sinks are not known here,
-    so that the first step of every learner that is heard of voids all that there is.
+    The line of a step is told before those of its updates and evaluations. is_voided of metrics_line is not asked for
+    the lines that a step voids: those of earlier lives of the sinks are not known here, so that the first step of every
+    learner that is heard of voids all that there is.
     """
 
     def __init__(self) -> None:
         self._step = 0
         self._start: int | None = None
 
-    def reach(self, snapshot: Snapshot) -> None:
-        """Take the run's step from a snapshot; nothing else is known before any line of a step is told."""
-        if self._start is None:
-            self._step = snapshot.run.step
-
     def of(self, line: Line) -> tuple[int, bool]:
         """(the step of a line, whether it voids what was told of this step and later ones)."""
-        if line.get("kind") == "update":
-            return int(line.get("step", self._step + 1)), False
         step = int(line.get("step", self._step))
         if line.get("kind") != "train":
             return step, False
@@ -100,7 +93,6 @@ class Entries:
         """The entry; None for a snapshot, which is only kept in mind, and a warm step, whose number is no step's."""
         if isinstance(record, Snapshot):
             self._run = run_figures(record)
-            self._steps.reach(record)
             return None
         line = record
         if line.get("kind") == "warm":

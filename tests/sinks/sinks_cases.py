@@ -24,7 +24,7 @@ def evaluation(step, name="gsm", start=1, mean=0.5):
 
 
 def update(version, replica="rollouter/0", start=1):
-    figures = {"weights/version": version, "weights/transport": "shm", "weights/stall_s": 0.25}
+    figures = {"step": version, "weights/version": version, "weights/transport": "shm", "weights/stall_s": 0.25}
     return {"kind": "update", "replica": replica, "start": start, **figures}
 
 

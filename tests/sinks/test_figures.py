@@ -25,29 +25,18 @@ def test_only_finite_numbers_are_figures():
     ("lines", "steps"),
     [
         ([train(1), train(2), evaluation(2)], [(1, True), (2, False), (2, False)]),
-        # An update belongs to the step whose line comes next.
-        ([train(4), update(5), train(5)], [(4, True), (5, False), (5, False)]),
+        # An update has the step in which it ended, whatever version it is of.
+        ([train(4), update(3) | {"step": 4}, train(5)], [(4, True), (4, False), (5, False)]),
         # A learner went on from its checkpoint of step 3.
         ([train(5), train(4, start=2), train(5, start=2)], [(5, True), (4, True), (5, False)]),
-        # One that ended after the last step is told with that.
-        ([train(4), update(5) | {"step": 4}], [(4, True), (4, False)]),
+        # As after the sinks were started again.
+        ([update(41), train(42)], [(41, False), (42, True)]),
         ([evaluation(0), train(1)], [(0, False), (1, True)]),
     ],
 )
 def test_steps(lines, steps):
     followed = Steps()
     assert [followed.of(line) for line in lines] == steps
-
-
-def test_an_update_before_any_step_is_known_belongs_where_the_run_is():
-    """As after the sinks, or the run, were started again."""
-    followed = Steps()
-    followed.reach(snapshot(step=41))
-    assert followed.of(update(9)) == (42, False)
-    assert followed.of(train(42)) == (42, True)
-    # Lines know better from here on.
-    followed.reach(snapshot(step=40))
-    assert followed.of(update(10)) == (43, False)
 
 
 def test_who_has_left_the_run_is_shown_no_more():

@@ -1,9 +1,10 @@
 """The lines of metrics.jsonl, the samples of each step and quarantined prompts: in order, off the training path.
 
 A step's line waits, for a limited time, until the rollouters have reported on the time of its training; with it
-go the lines of the weight updates that ended meanwhile. Sampled tokens are counted from the end of one step's training
-to the end of the next one's, and left out where not all of them are known. A line that cannot be written is lost,
-counted and told to the user; training goes on.
+go the lines of the weight updates that ended meanwhile. Nobody is told of a step before its line: by the first line of
+a learner they forget what an earlier one told of that step and later ones. Sampled tokens are counted from the end of
+one step's training to the end of the next one's, and left out where not all of them are known. A line that cannot be
+written is lost, counted and told to the user; training goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TrainedStep:
 
 
 class StepLines:
-    """Writer of the lines. ``tell`` gets each written line of a step or an evaluation, and the newest of updates."""
+    """Writer of the lines. ``tell`` gets each line of a step, then those of its evaluations and newest updates."""
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class StepLines:
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
+        self._early: list[dict[str, Any]] = []
+        """Lines that are written and not told: of steps whose own line is not written yet."""
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
         """Take a rollouter's statistics since its last report."""
@@ -84,7 +87,10 @@ class StepLines:
     async def emit(self, line: dict[str, Any]) -> None:
         """Write a line now."""
         await self._write(lambda: self._records.metrics(line))
-        self._tell_lines([line])
+        if line["step"] > self._written:
+            self._early.append(line)
+        else:
+            self._tell_lines([line])
 
     async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
         """Write prompts that will not be trained, after ``step`` steps."""
@@ -107,6 +113,8 @@ class StepLines:
             await self._write_step(step, complete=complete)
             self._written = step.line["step"]
             self._line_written.set()
+            early, self._early = self._early, []
+            self._tell_lines(early)
             self._steps.task_done()
 
     async def written(self, step: int) -> None:
@@ -118,11 +126,14 @@ class StepLines:
     async def finish(self) -> None:
         """Wait until all lines are written, with the updates that ended after the last step."""
         await self._steps.join()
-        await self._write_updates(self._generation.take_updates(), self._written)
+        self._tell_updates(await self._write_updates(self._generation.take_updates(), self._written))
 
-    async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> None:
+    async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> list[dict[str, Any]]:
         lines = [update_line(*update) | {"step": step} for update in updates]
         await self._write(lambda: self._records.metrics(*lines))
+        return lines
+
+    def _tell_updates(self, lines: Sequence[dict[str, Any]]) -> None:
         # Viewers see no more of them anyway.
         self._tell_lines(lines[-UPDATE_LINES:])
 
@@ -137,8 +148,10 @@ class StepLines:
         updates = self._generation.take_updates()
         sampling = self._sampling_metrics(step)
         line = step.line | (sampling if complete else {}) | update_metrics([times for _, times in updates])
-        await self._write_updates(updates, line["step"])
-        await self.emit(line)
+        ended = await self._write_updates(updates, line["step"])
+        await self._write(lambda: self._records.metrics(line))
+        self._tell_lines([line])
+        self._tell_updates(ended)
         kept = step.groups[: self._samples_per_step]
         await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
 

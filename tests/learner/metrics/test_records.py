@@ -112,11 +112,11 @@ def test_lines_that_find_no_room_are_counted_and_told(tmp_path):
             notify=lambda lost, error: told.append((lost, error.errno, error.filename)),
         )
         fill(disk)
-        asyncio.run(lines.emit({"kind": "train", "step": 1}))
+        asyncio.run(lines.emit({"kind": "eval", "step": 0}))
         asyncio.run(lines.quarantined(1, [Quarantined("0-8", "too long")]))
     assert told == [
         (1, errno.ENOSPC, str(disk / "metrics.jsonl")),
         (2, errno.ENOSPC, str(disk / "quarantine.jsonl")),
     ]
     assert counters == {"records/lost": 2}
-    assert shown == [{"kind": "train", "step": 1, "start": 1}], "whoever watches has it all the same"
+    assert shown == [{"kind": "eval", "step": 0, "start": 1}], "whoever watches has it all the same"

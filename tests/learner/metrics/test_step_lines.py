@@ -1,0 +1,60 @@
+"""The lines of steps: what is told of them, and in which order."""
+
+import asyncio
+import json
+
+import pytest
+from services import services
+from virtual import LoopClock, run_virtual
+
+from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
+from asyncrl.messages.learner import RolloutStats, UpdateTimes
+
+
+def made(run_dir, told, step=0, samples_per_step=1):
+    return StepLines(
+        RecordFiles(run_dir, 2),
+        services(clock=LoopClock()),
+        samples_per_step=samples_per_step,
+        tell=told.append,
+        notify=lambda lost, error: pytest.fail(str(error)),
+        step=step,
+    )
+
+
+def trained(step):
+    line = {"kind": "train", "step": step, "weights/version": step, "time/wait_for_groups_s": 0.0}
+    now = asyncio.get_running_loop().time()
+    return TrainedStep(line=line, train_began=now, train_ended=now, groups=[])
+
+
+def updated(lines, *replicas):
+    """Each replica takes up a version."""
+    for replica in replicas:
+        lines.stats(replica, 1, RolloutStats(sampled_tokens=0, sampling=[], updates=[UpdateTimes(version=3)]))
+
+
+def test_nobody_is_told_of_a_step_before_its_line(tmp_path):
+    """By it the sinks forget what an earlier learner told of that step and later ones."""
+    told = []
+
+    async def live():
+        lines = made(tmp_path, told, step=3)
+        await lines.emit({"kind": "eval", "step": 3})
+        updated(lines, "rollouter/0")
+        await lines.put(trained(4))
+        # Complete once the step is trained, before its line is written.
+        await lines.emit({"kind": "eval", "step": 4})
+        writing = asyncio.create_task(lines.run())
+        await lines.written(4)
+        updated(lines, "rollouter/1")
+        await lines.finish()
+        writing.cancel()
+
+    run_virtual(live())
+    kinds = [(line["kind"], line["step"]) for line in told]
+    assert kinds == [("eval", 3), ("train", 4), ("update", 4), ("eval", 4), ("update", 4)]
+    assert {line["start"] for line in told} == {2}
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(map(str, written)) == sorted(map(str, told))
