@@ -21,7 +21,6 @@ from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.runtime.services import ActorServices
-from asyncrl.snapshot import UPDATE_LINES
 
 STATS_WAIT_S = 3.0
 """Longest that a metrics line waits for the rollouters' statistics of its step."""
@@ -39,7 +38,7 @@ class TrainedStep:
 
 
 class StepLines:
-    """Writer of the lines. ``tell`` gets each line of a step, then those of its evaluations and newest updates."""
+    """Writer of the lines. ``tell`` gets each line of a step, then those of its evaluations and updates."""
 
     def __init__(
         self,
@@ -126,16 +125,12 @@ class StepLines:
     async def finish(self) -> None:
         """Wait until all lines are written, with the updates that ended after the last step."""
         await self._steps.join()
-        self._tell_updates(await self._write_updates(self._generation.take_updates(), self._written))
+        self._tell_lines(await self._write_updates(self._generation.take_updates(), self._written))
 
     async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> list[dict[str, Any]]:
         lines = [update_line(*update) | {"step": step} for update in updates]
         await self._write(lambda: self._records.metrics(*lines))
         return lines
-
-    def _tell_updates(self, lines: Sequence[dict[str, Any]]) -> None:
-        # Viewers see no more of them anyway.
-        self._tell_lines(lines[-UPDATE_LINES:])
 
     def _tell_lines(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
@@ -150,8 +145,7 @@ class StepLines:
         line = step.line | (sampling if complete else {}) | update_metrics([times for _, times in updates])
         ended = await self._write_updates(updates, line["step"])
         await self._write(lambda: self._records.metrics(line))
-        self._tell_lines([line])
-        self._tell_updates(ended)
+        self._tell_lines([line, *ended])
         kept = step.groups[: self._samples_per_step]
         await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
 

@@ -58,3 +58,20 @@ def test_nobody_is_told_of_a_step_before_its_line(tmp_path):
     assert {line["start"] for line in told} == {2}
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sorted(map(str, written)) == sorted(map(str, told))
+
+
+def test_all_updates_of_a_step_are_told(tmp_path):
+    told, replicas = [], [f"rollouter/{number}" for number in range(200)]
+
+    async def live():
+        lines = made(tmp_path, told)
+        updated(lines, *replicas)
+        await lines.put(trained(1))
+        writing = asyncio.create_task(lines.run())
+        await lines.written(1)
+        updated(lines, *replicas)
+        await lines.finish()
+        writing.cancel()
+
+    run_virtual(live())
+    assert [line["replica"] for line in told if line["kind"] == "update"] == 2 * replicas
