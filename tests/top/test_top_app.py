@@ -6,7 +6,7 @@ import time
 
 import pytest
 from driven import known, recording, settled, shown, text_of, until
-from harness import replace
+from msgspec.structs import replace
 from recordings import record
 from top.pictures import WALL, Run
 
@@ -17,7 +17,7 @@ from asyncrl.top.model import build
 from asyncrl.top.source import replay as sources
 from asyncrl.top.source.client import Away, WatchedRun
 from asyncrl.top.source.history import SHORTEST_S
-from asyncrl.top.source.replay import Replay, Source, open_replay, recent_history
+from asyncrl.top.source.replay import Replay, Source, ending, open_replay, recent_history
 from asyncrl.top.widgets import Rows
 
 pytestmark = pytest.mark.usefixtures("utc")
@@ -244,6 +244,23 @@ def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
         newest, steps = each.history().newest, each.history().steps()
         assert newest is not None and newest.wall == WALL + 100.0
         assert steps is not None and steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
+
+
+def test_a_run_whose_clock_was_set_back_is_shown_to_its_end(tmp_path):
+    run = Run(steps=100)
+    seen = [run.at(float(second)) for second in range(0, 40, 2)]
+    set_back = [replace(each, wall=each.wall - 30.5) for each in seen[10:]]
+    end = replace(set_back[-1], run=replace(set_back[-1].run, phase="done"))
+    record(tmp_path, *seen[:10], *set_back[:-1], end)
+    assert ending(tmp_path, seen[9]).run.phase == "done"
+    whole = open_replay(tmp_path, lives=False)
+    whole.jump(whole.end)
+    assert whole.history().newest == end
+    # One after the other, back and forth.
+    for direction, order in ((-1, set_back[-2::-1] + seen[9::-1]), (1, seen[1:10] + set_back[:-1])):
+        for expected in order:
+            whole.step(direction)
+            assert whole.history().newest == expected
 
 
 def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):

@@ -122,7 +122,9 @@ class Recorder:
         """Seconds from one snapshot of a segment to the next."""
         if path not in self._strides:
             walls = [wall for wall, _ in _entries(path)]
-            self._strides[path] = (walls[-1] - walls[0]) / (len(walls) - 1) if len(walls) > 1 else 0.0
+            # A segment in which the clock was set back is not the densest one.
+            seconds = sum(abs(later - earlier) for earlier, later in pairwise(walls))
+            self._strides[path] = seconds / (len(walls) - 1) if len(walls) > 1 else 0.0
         return self._strides[path]
 
 
@@ -147,14 +149,14 @@ def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
 
 def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
     """Entries as ``read_bodies`` gives them, of the last ``seconds`` and as far as the segments go that these begin in;
-    older ones are not read."""
+    older ones are not read. They are in the order of their recording, also where the clock was set back."""
     found: dict[float, bytes] = {}
     for segment in reversed(segments(run_dir)):
-        entries = list(_entries(segment.path))
-        found.update(entries)
-        if entries and entries[0][0] < max(found) - seconds:
+        # Of those that a writer which died while it thinned has left twice, the place in the later segment counts.
+        found = {wall: body for wall, body in _entries(segment.path) if wall not in found} | found
+        if found and next(iter(found)) < max(found) - seconds:
             break
-    return sorted(found.items())
+    return list(found.items())
 
 
 def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:

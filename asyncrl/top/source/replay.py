@@ -8,16 +8,18 @@ UsageError when nothing is recorded, or nothing of it can be read.
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from asyncrl.errors import UsageError
 from asyncrl.snapshot import OVER, Snapshot
-from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_bodies, read_latest, segments
+from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_latest, segments
 from asyncrl.top.source.client import Away, WatchedRun, watch
 from asyncrl.top.source.history import LONGEST_S, History
 
@@ -31,12 +33,14 @@ class Replay:
     """Place of the viewer in a recording; ``position`` is Unix time, s."""
 
     def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False) -> None:
-        """``entries`` are (wall, snapshot as recorded), in order of time; there is at least one.
+        """``entries`` are (wall, snapshot as recorded), in the order of the recording; there is at least one.
 
         ``lives``: more may come.
         """
         self.lives = lives
-        self._walls = [wall for wall, _ in entries]
+        # Each place is after the one before, also where the clock was set back.
+        walls = (wall for wall, _ in entries)
+        self._walls: list[float] = list(accumulate(walls, lambda last, wall: max(math.nextafter(last, math.inf), wall)))
         self._bodies = [body for _, body in entries]
         self.position = self._walls[0]
         self.speed = SPEEDS[3]
@@ -147,7 +151,9 @@ def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
         entries = []
     for _, body in reversed(entries):
         if (found := decode(body)) is not None:
-            if seen is None or (found.run.run_id == seen.run.run_id and found.wall > seen.wall):
+            # An end comes after all that was seen, whatever the clock says.
+            newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
+            if newer and (seen is None or found.run.run_id == seen.run.run_id):
                 last = found
             break
     return None if last is None else ended(last, lives=False)
@@ -155,7 +161,7 @@ def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
 
 def open_replay(run_dir: Path, *, lives: bool) -> Replay:
     """The recording of a run, which may live. Raises UsageError."""
-    folder, entries = run_dir / FOLDER, sorted(read_bodies(run_dir), key=lambda entry: entry[0])
+    folder, entries = run_dir / FOLDER, read_latest(run_dir, math.inf)
     if not entries:
         damaged = [segment.path.name for segment in segments(run_dir) if segment.path.stat().st_size]
         why = "monitor.record_bytes was 0, or the run ended before it had begun"

@@ -11,20 +11,20 @@ from recordings import read_recording
 
 from asyncrl.snapshot import SCHEMA, ActorView, RunView, Snapshot
 from asyncrl.telemetry.snapshots import recording
-from asyncrl.telemetry.snapshots.recording import Recorder, read_bodies, read_latest, segments
+from asyncrl.telemetry.snapshots.recording import Recorder, decode, read_bodies, read_latest, segments
 from asyncrl.top.source.replay import recent_history
 
 
-def picture(number, size=0):
+def picture(number, size=0, set_back=0.0):
     run = RunView(
         name="r", run_id="1", phase="running", attempt=1, age_s=float(number), step=number, steps=9, version=number
     )
     actors = [ActorView(name=f"rollouter/{i}", host="h", condition="ready") for i in range(size)]
-    return Snapshot(wall=1000.0 + number, run=run, actors=actors)
+    return Snapshot(wall=1000.0 + number - set_back, run=run, actors=actors)
 
 
-def put(recorder, number, size=0):
-    snapshot = picture(number, size)
+def put(recorder, number, size=0, set_back=0.0):
+    snapshot = picture(number, size, set_back)
     recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
 
 
@@ -45,11 +45,12 @@ def test_attempts_and_successors_follow_one_another(tmp_path):
     assert steps(tmp_path) == [0, 2, 3]
 
 
-def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path):
+@pytest.mark.parametrize("set_back", [0.0, 3600.5])
+def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path, set_back):
     most = 40_000
     recorder = Recorder(tmp_path, 1, most)
     for number in range(1500):
-        put(recorder, number, size=2)
+        put(recorder, number, size=2, set_back=set_back if number > 400 else 0.0)
     kept = steps(tmp_path)
     size = sum(segment.path.stat().st_size for segment in segments(tmp_path))
     # The segment that is being written comes on top.
@@ -80,6 +81,16 @@ def test_the_latest_are_read_without_what_lies_before_them(tmp_path, monkeypatch
         assert found[0][0] < 1299.0 - seconds or len(opened) == len(paths)
         assert (len(opened) < len(paths) / 2) == (seconds < 1e9)
     assert read_latest(tmp_path / "nowhere", 5.0) == []
+
+
+def test_what_was_recorded_last_comes_last_whatever_the_clock_said(tmp_path):
+    recorder = Recorder(tmp_path, 1, 1 << 14)
+    for number in range(100):
+        put(recorder, number, set_back=30.5 if number >= 90 else 0.0)
+    assert len(segments(tmp_path)) > 4
+    for seconds in (0.0, 20.0, 1e9):
+        found = [decode(body).run.step for _, body in read_latest(tmp_path, seconds)]
+        assert found == steps(tmp_path)[-len(found) :] == sorted(found)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 30])
