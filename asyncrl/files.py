@@ -79,7 +79,8 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, asid
 def append_whole(descriptor: int, data: bytes | memoryview) -> None:
     """Write ``data`` through a descriptor that was opened to append. Raises OSError; the file is then as before.
 
-    Not through a buffer: that of a file keeps what a full disk refused, and writes it when the file is closed.
+    To be used by one writer of the file at a time. Not through a buffer: that of a file keeps what a full disk refused,
+    and writes it when the file is closed.
     """
     size = os.fstat(descriptor).st_size
     try:

@@ -3,7 +3,7 @@
 Append-only, one JSON object a line, each with the learner's start number; a reader keeps the last line of a step, and
 leaves out a line that is no JSON: the torn one of a process that was killed.
 
-Fails with OSError, after which the files are as before.
+Fails with OSError, after which the files are as before. To be used by one thread at a time.
 """
 
 from __future__ import annotations

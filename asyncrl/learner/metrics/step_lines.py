@@ -66,6 +66,7 @@ class StepLines:
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
+        self._writing = asyncio.Lock()
         self._early: list[dict[str, Any]] = []
         """Lines that are written and not told: of steps whose own line is not written yet."""
 
@@ -167,9 +168,11 @@ class StepLines:
         }
 
     async def _write(self, write: Callable[[], None]) -> None:
-        try:
-            await asyncio.to_thread(write)
-        except OSError as error:
-            self._counters["records/lost"] = self._counters.get("records/lost", 0) + 1
-            self._log.error("record not written", error=str(error))
-            self._notify(int(self._counters["records/lost"]), error)
+        # One that fails puts the file back to where it was, and would cut off what another has written since.
+        async with self._writing:
+            try:
+                await asyncio.to_thread(write)
+            except OSError as error:
+                self._counters["records/lost"] = self._counters.get("records/lost", 0) + 1
+                self._log.error("record not written", error=str(error))
+                self._notify(int(self._counters["records/lost"]), error)

@@ -1,7 +1,10 @@
 """The lines of steps: what is told of them, and in which order."""
 
 import asyncio
+import errno
 import json
+import os
+import threading
 
 import pytest
 from services import services
@@ -75,3 +78,32 @@ def test_all_updates_of_a_step_are_told(tmp_path):
 
     run_virtual(live())
     assert [line["replica"] for line in told if line["kind"] == "update"] == 2 * replicas
+
+
+def test_a_line_that_finds_no_room_takes_no_other_along(tmp_path, monkeypatch):
+    """An evaluation is complete while the line of a step is written."""
+    write, other_came, lost = os.write, threading.Event(), []
+
+    def written(descriptor, data):
+        if b"train" in bytes(data):
+            # Until the other one is written, or waits.
+            other_came.wait(0.2)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = write(descriptor, data)
+        other_came.set()
+        return count
+
+    async def live():
+        lines = StepLines(
+            RecordFiles(tmp_path, 2),
+            services(clock=LoopClock()),
+            samples_per_step=1,
+            tell=lambda line: None,
+            notify=lambda count, error: lost.append(error.errno),
+        )
+        await asyncio.gather(lines.emit({"kind": "train", "step": 1}), lines.emit({"kind": "eval", "step": 0}))
+
+    monkeypatch.setattr(os, "write", written)
+    run_virtual(live())
+    assert lost == [errno.ENOSPC]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"kind":"eval","step":0,"start":2}\n'
