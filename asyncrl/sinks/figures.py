@@ -98,7 +98,12 @@ class Entries:
         if line.get("kind") == "warm":
             return None
         step, again = self._steps.of(line)
-        figures = dict(update_numbers(line) if line.get("kind") == "update" else numbers(line))
-        if line.get("kind") == "train":
-            figures |= self._run
+        match line.get("kind"):
+            case "update":
+                figures = dict(update_numbers(line))
+            case "eval":
+                # Its weights/version, that of the engines, would be taken for the one that was trained.
+                figures = {name: value for name, value in numbers(line) if name.startswith("eval/")}
+            case _:
+                figures = dict(numbers(line)) | self._run
         return HistoryEntry(step, again, figures)

@@ -28,6 +28,7 @@ def test_everything_that_is_written_is_read_back(sink, tmp_path):
     found = scalars(tmp_path)
     assert found["reward/mean"] == [(1, 0.01), (2, 0.02)]
     assert found["eval/gsm/mean"] == [(1, 0.5)]
+    assert found["weights/version"] == [(1, 1.0), (2, 2.0)], "as trained; evaluations may be of older weights"
     assert found["update/rollouter-0/stall_s"] == [(2, 0.25)]
     assert found["run/actors_ready"] == [(1, 1.0), (2, 1.0)]
     assert "staleness/limit" not in found
