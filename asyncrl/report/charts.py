@@ -192,6 +192,10 @@ def step_breakdown(train: Sequence[Line]) -> list[Panel]:
     return _unless_empty(Panel(curves=curves, unit="seconds", stack="bars", widths=widths[: len(steps)]))
 
 
+OF_UPDATES = ("weights/version", "weights/transport", "weights/stall_s")
+"""Figures of updates that are drawn."""
+
+
 def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
     """Generation time that weight updates cost: each update of a replica, and all of a step together."""
     curves = []

@@ -54,7 +54,7 @@ def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
 
 def _page(run_dir: Path, *, lives: bool) -> str:
     config, amiss = _read_config(run_dir)
-    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES)
+    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, charts.OF_UPDATES)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
     train = [line for line in train if "step" in line]
     snapshots = _snapshots(run_dir)

@@ -98,10 +98,13 @@ def is_voided(line: Line, by: Line) -> bool:
     return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
 
 
-def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]:
+def read_metrics(
+    path: Path, kinds: Collection[str] | None = None, of_updates: Collection[str] | None = None
+) -> list[Line]:
     """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
 
-    ``kinds`` are those wanted, all without it: updates are many in a large run. Lines that a learner that was started
+    ``kinds`` are those wanted, and ``of_updates`` the figures of updates, which are many in a large run; all without
+    them. Lines that a learner that was started
     again has voided are left out (is_voided), and so are texts that are no line of metrics.
     """
     if not path.exists():
@@ -114,6 +117,8 @@ def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]
             if kind == "train" and start > newest:
                 newest = start
                 found = [other for other in found if not is_voided(other, line)]
+            if kind == "update" and of_updates is not None:
+                line = {key: line[key] for key in ("kind", "step", "start", *of_updates) if key in line}
             if kinds is None or kind in kinds:
                 found.append(line)
     return found

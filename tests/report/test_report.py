@@ -11,7 +11,7 @@ from recordings import record
 from top.pictures import WALL, Run
 
 from asyncrl.errors import UsageError
-from asyncrl.report import charts
+from asyncrl.report import charts, report
 from asyncrl.report.report import write_report
 from asyncrl.report.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
@@ -277,6 +277,17 @@ def test_a_learner_that_goes_back_voids_what_was_told_of_the_same_steps_and_late
     assert read_metrics(run_dir / "metrics.jsonl", ("eval",)) == [after[1]]
     write_lines(run_dir, *before, *after)
     assert read_metrics(run_dir / "metrics.jsonl") == [before[1], after[2]]
+
+
+def test_of_updates_only_what_is_drawn_is_held(run_dir, tmp_path, monkeypatch):
+    """A thousand replicas tell of a million of them in a thousand steps."""
+    held = []
+    monkeypatch.setattr(report, "read_metrics", lambda *what: held.extend(read_metrics(*what)) or held)
+    of_2 = {"step": 2, "weights/load_s": 0.1}
+    write_lines(run_dir, step(1), update(2) | of_2, step(2), update(2) | of_2 | {"start": 2}, step(2, start=2))
+    written(run_dir, tmp_path)
+    about = {"kind": "update", "step": 2, "start": 2, "weights/version": 2, "weights/transport": "shm"}
+    assert held == [step(1), about | {"weights/stall_s": 0.1}, step(2, start=2)]
 
 
 def test_a_run_that_was_killed_has_failed_in_the_report_as_in_a_replay(run_dir, tmp_path):
