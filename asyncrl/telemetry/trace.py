@@ -25,7 +25,8 @@ SPANS_KEPT = 16_384
 """Spans that one actor keeps at most; about 8 MB."""
 SPANS_OF_RUN = 262_144
 """Spans that all actors keep, where they are many: a file of about 40 MB, which a browser still shows."""
-LEAST_SPANS_KEPT = 1024
+LEAST_SPANS_KEPT = 256
+"""Spans that one actor keeps however many there are: a few rounds of its slots."""
 Fact = str | int | float | bool
 
 # Places of the tracks of an actor, from the top.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trace_files import WALL, make_trace
 
 from asyncrl.messages.monitor import TraceSpan
-from asyncrl.telemetry.trace import SPANS_IN_PART, span_events
+from asyncrl.telemetry.trace import SPANS_IN_PART, SPANS_KEPT, SPANS_OF_RUN, span_events, spans_kept
 
 
 def read(trace):
@@ -86,3 +86,10 @@ def test_it_is_handed_over_in_parts_and_what_is_done_meanwhile_changes_nothing()
     rest = list(parts)
     assert [len(part) for part in (first, *rest)] == [SPANS_IN_PART, SPANS_IN_PART, 4, 1]
     assert [span.name for part in (first, *rest) for span in part] == [str(n) for n in range(2 * SPANS_IN_PART + 5)]
+
+
+def test_a_trace_of_many_actors_is_no_larger_than_that_of_few():
+    assert spans_kept(1) == spans_kept(16) == SPANS_KEPT
+    for actors in (17, 100, 1000):
+        assert 0.9 * SPANS_OF_RUN < actors * spans_kept(actors) <= SPANS_OF_RUN
+    assert spans_kept(100_000) > 0, "the newest is always kept"
