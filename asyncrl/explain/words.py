@@ -143,7 +143,7 @@ _SAMPLE_SAYS: dict[str, Callable[..., str]] = {
     "engine died": lambda tokens, call=None: f"{_of(call)}the engine died; {tokens} tokens are kept",
     "finished": lambda *sampled: f"finished with {_sampled(*sampled)}",
     "failed": lambda reason: f"failed: {reason}",
-    "scored": lambda reward, run_s: f"scored {fixed(reward, 3)}, which took {1000 * run_s:.3g} ms",
+    "scored": lambda reward, run_s: f"scored {fixed(reward, 3)}, which took {duration(run_s)}",
     "episode": lambda attempt, host: f"episode began at {host}" + (f", attempt {attempt + 1}" if attempt else ""),
     "asked": _asked,
     "answered": _answered,

@@ -146,6 +146,12 @@ def test_turns_of_an_episode_are_told(logs, tmp_path):
     ]
 
 
+def test_a_time_is_told_in_its_unit(logs, tmp_path):
+    logs.generated(99.0, 0.0, [[0.1, "scored", 0.5, 0.0004], [5.0, "scored", 0.5, 4.9871], [98.0, "scored", 0.5, 65.2]])
+    said = [line.partition("which took ")[2] for line in explain(tmp_path, UID).splitlines() if "scored" in line]
+    assert said == ["400 µs", "5.0 s", "1m05s"]
+
+
 @pytest.mark.parametrize(("skew", "learner"), [(-2.0, 0.0), (0.0, -3.0), (-1.5, -3.5), (0.4, 0.0)])
 def test_clocks_that_differ_a_little_do_not_put_effects_before_causes(logs, tmp_path, skew, learner):
     logs.whole(skew, learner)
