@@ -210,6 +210,22 @@ def test_a_death_and_another_grant(logs, tmp_path):
     ]
 
 
+def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_grant(logs, tmp_path):
+    logs.granted(0.0)
+    events = [[0.1, "began", 2], [0.5, "aborted", 60]]
+    logs.generated(0.3, 0.001, events[:1], end="running")
+    logs.generated(1.0, 0.001, events, end="given up")
+    assert verdict(read_story(tmp_path, UID)) == "given up by rollouter/0; nothing is known of it since"
+    # It was on its way to the learner.
+    logs.taken(0.9)
+    assert verdict(read_story(tmp_path, UID)) == "in the learner's buffer, not trained so far"
+    logs.line(1.2, "dataloader/0", "returned", uids=[UID], by="rollouter/0")
+    assert verdict(read_story(tmp_path, UID)) == "to be generated again: returned by rollouter/0"
+    logs.granted(1.3, to="rollouter/1", number=2)
+    logs.generated(2.0, 1.301, events, actor="rollouter/1", grant=2, end="given up")
+    assert verdict(read_story(tmp_path, UID)) == "given up by rollouter/1; nothing is known of it since"
+
+
 def test_a_learner_that_goes_on_from_before_undoes_what_was_trained_and_leaves_what_its_checkpoint_holds(
     logs, tmp_path
 ):
