@@ -68,9 +68,14 @@ class RecordFiles:
 
 
 def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append all of the lines, or none and raise OSError. A line that a dead process left torn stays one of its own."""
+    """Append all of the lines, or none and raise OSError. A line that a dead process left torn stays one of its own.
+
+    Where there are none, no file is made.
+    """
     # Fast, because a step has many tokens; numbers that JSON cannot say (nan, inf) become null.
     data = b"".join(msgspec.json.encode(line, enc_hook=_number) + b"\n" for line in lines)
+    if not data:
+        return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(descriptor).st_size

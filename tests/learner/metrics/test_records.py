@@ -42,6 +42,13 @@ def test_lines_carry_the_start_and_what_json_cannot_say_is_null(tmp_path):
     assert (second["uid"], second["prompt"]) == ("0-8", None)
 
 
+def test_there_is_no_file_of_nothing(tmp_path):
+    records = RecordFiles(tmp_path, 1)
+    records.samples(1, 4, [])
+    records.metrics()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["samples"]
+
+
 def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     group = make_group("0-7")
     second = group.trajectories[1]
