@@ -104,8 +104,8 @@ def read_metrics(
     """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
 
     ``kinds`` are those wanted, and ``of_updates`` the figures of updates, which are many in a large run; all without
-    them. Lines that a learner that was started
-    again has voided are left out (is_voided), and so are texts that are no line of metrics.
+    them. Lines that a learner that was started again has voided are left out (is_voided), and so are texts that are no
+    line of metrics.
     """
     if not path.exists():
         return []
