@@ -162,6 +162,8 @@ FILES = {
     "my_rewards.py": MODULE,
     "broken_rewards.py": "import json\n\n1 / 0\n",
     "leaves.py": "raise SystemExit(3)\n",
+    "lazy_rewards.py": "def __getattr__(name):\n    import package_that_is_not_there\n",
+    "pack_without_file/inner.py": "",
     "pack/__init__.py": "",
     "pack/inner.py": MODULE,
 }
@@ -225,6 +227,9 @@ def test_a_function_is_given_the_arguments_that_it_accepts(scored):
         ("my_rewards:", "trajectory", {}, "function: .*MODULE:FUNCTION"),
         ("broken_rewards:f", "trajectory", {}, "function: .*ZeroDivisionError.*broken_rewards.py:3"),
         ("leaves:f", "trajectory", {}, "function: .*SystemExit: 3"),
+        ("lazy_rewards:f", "trajectory", {}, "function: .*ModuleNotFoundError: .*lazy_rewards.py:2"),
+        ("builtins:prnt", "trajectory", {}, "function: module builtins has no 'prnt'; did you mean print"),
+        ("pack_without_file:f", "trajectory", {}, "function: module pack_without_file has no 'f'"),
         ("my_rewards:needy", "trajectory", {}, "options.judge: is required by my_rewards:needy"),
         ("my_rewards:by_position", "trajectory", {}, "function: .*by position only"),
         ("my_rewards:group", "trajectory", {}, "options.completions\noptions.finish_reasons"),

@@ -60,13 +60,20 @@ def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., An
     except BaseException as error:
         # A module may raise anything at all, SystemExit included, while it is imported.
         raise NotCallable([f"{key}: {_import_failure(module_name, error)}"]) from error
-    function = getattr(module, name, None)
-    if callable(function):
-        return function  # type: ignore[no-any-return]
-    if hasattr(module, name):
+    try:
+        function = getattr(module, name)
+    except AttributeError as error:
+        # Built-in modules have no file.
+        file = getattr(module, "__file__", None)
+        near = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
+        where = f" ({file})" if file else ""
+        raise NotCallable([f"{key}: module {module_name}{where} has no {name!r}{near}"]) from error
+    except BaseException as error:
+        # A module may find its names by a function of its own.
+        raise NotCallable([f"{key}: looking up {name} of {module_name} failed: {describe(error)}"]) from error
+    if not callable(function):
         raise NotCallable([f"{key}: {name} of {module_name} is {type(function).__name__}, not a function"])
-    near = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
-    raise NotCallable([f"{key}: module {module_name} ({module.__file__}) has no {name!r}{near}"])
+    return function  # type: ignore[no-any-return]
 
 
 def accepted(
