@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,10 +110,12 @@ async def gather_groups(
     ``after_each`` raises.
 
     ``max_failures`` counts the trajectories that were lost so, or below 1 is their share of all trajectories, where a
-    group that is still awaited counts as one. Past it TooManyFailures is raised. Cancellation is not counted: it ends
-    the gathering. To leave early, use ``contextlib.aclosing``, or drop the iterator.
+    group that is still awaited counts as one; ``math.inf`` allows any number. Past it TooManyFailures is raised.
+    Cancellation is not counted: it ends the gathering. To leave early, use ``contextlib.aclosing``, or drop the
+    iterator.
     """
-    if max_failures < 0 or (max_failures > 1 and max_failures != int(max_failures)):
+    is_fraction = 1 < max_failures < math.inf and max_failures != int(max_failures)
+    if math.isnan(max_failures) or max_failures < 0 or is_fraction:
         raise ValueError(f"max_failures is a count, or a share below 1; got {max_failures}")
     gathering = _Gathering(list(groups), after_each, max_failures)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import subprocess
 import sys
 from contextlib import aclosing
@@ -118,9 +119,16 @@ def test_a_share_is_of_all_trajectories():
     assert len(collect(groups, max_failures=0.125)) == 2
     with pytest.raises(TooManyFailures, match="1 of 8 trajectories are lost; the first error: ValueError: odd"):
         collect(groups, max_failures=0.12)
-    for wrong in (-1, 1.5):
+    for wrong in (-1, 1.5, math.nan):
         with pytest.raises(ValueError, match="max_failures"):
             collect(lambda: [["a"]], max_failures=wrong)
+
+
+def test_any_number_of_failures_may_be_allowed():
+    def groups():
+        return [[after(1, ValueError()), after(1, ValueError())], ["a", "b"]]
+
+    assert [each[:3] for each in collect(groups, max_failures=math.inf)] == [(0, 1, ["a", "b"])]
 
 
 def test_too_many_failures_end_everything_at_once():
