@@ -41,7 +41,7 @@ def joined(frames: Sequence[Any], most_bytes: int) -> list[Any]:
     """The frames that were cut, up to ``most_bytes`` in all; the first two as bytes."""
     table, *pieces = frames
     counts = struct.unpack(f"<{(len(table) - 1) // 4}I", table[1:])
-    if sum(counts) != len(pieces) or 0 in counts:
+    if not counts or sum(counts) != len(pieces) or 0 in counts:
         raise ValueError(f"a table of {sum(counts)} pieces before {len(pieces)}")
     if sum(len(piece) for piece in pieces) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes in pieces")

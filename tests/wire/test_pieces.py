@@ -43,3 +43,8 @@ def test_a_table_that_does_not_fit_is_told(counts: tuple[int, ...]) -> None:
         joined([MARK + struct.pack(f"<{len(counts)}I", *counts), b"a", b"b"], 100)
     with pytest.raises(struct.error):
         joined([MARK + b"abc", b"a"], 100)
+
+
+def test_a_table_of_no_frames_is_told() -> None:
+    with pytest.raises(ValueError, match="a table of"):
+        joined([MARK], 100)
