@@ -111,7 +111,7 @@ def _unshare(flags: int) -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
-    words = [word.encode() or None for word in (source, target, kind)]
+    words = [os.fsencode(word) or None for word in (source, target, kind)]
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mounting over {target}")
 
 

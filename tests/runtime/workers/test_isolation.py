@@ -121,6 +121,26 @@ def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(tmp_path: Pa
     assert private_folders(runs / "mine") == sorted(str(runs / name) for name in names)
 
 
+HIDES = """
+import os, sys
+from pathlib import Path
+from asyncrl.runtime.workers.isolation import isolate, private_folders
+isolate(private_folders(Path(sys.argv[1])))
+print(os.path.exists(sys.argv[2]))
+"""
+
+
+@isolated
+def test_a_private_folder_of_a_run_whose_name_is_not_utf_8_is_hidden(tmp_path: Path) -> None:
+    lock = tmp_path / os.fsdecode(b"caf\xe9") / "private" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    ran = subprocess.run(
+        [sys.executable, "-c", HIDES, str(tmp_path / "mine"), str(lock)], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (0, "False\n"), ran.stderr
+
+
 def test_of_the_environment_only_what_is_listed_or_named_passes() -> None:
     passing = {
         "PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "PYTHONPATH": "/p", "HF_HOME": "/hf", "CUDA_VISIBLE_DEVICES": "0",
