@@ -17,7 +17,7 @@ SECRET = re.compile(
 )
 LISTED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "LINES", "LANG", "LANGUAGE", "LC_*", "TZ"),
-    *("TMPDIR", "TMP", "TEMP", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    *("TMPDIR", "TMP", "TEMP", "XDG_*_HOME"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "LD_LIBRARY_PATH", "LD_PRELOAD", "JAVA_HOME", "NLTK_DATA"),
     *("HF_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
     *("CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "OMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "KMP_*", "MALLOC_*"),

@@ -145,6 +145,7 @@ def test_of_the_environment_only_what_is_listed_or_named_passes() -> None:
     passing = {
         "PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "PYTHONPATH": "/p", "HF_HOME": "/hf", "CUDA_VISIBLE_DEVICES": "0",
         "TOKENIZERS_PARALLELISM": "false", "https_proxy": "http://proxy", "OMP_NUM_THREADS": "2", "TMPDIR": "/t",
+        "XDG_CACHE_HOME": "/x", "XDG_STATE_HOME": "/x",
     }  # fmt: skip
     kept = {
         "ASYNCRL_PRIVATE": "x", "WANDB_API_KEY": "x", "HF_TOKEN": "x", "HUGGINGFACE_HUB_TOKEN": "x", "JUDGE": "x",
