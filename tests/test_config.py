@@ -3,15 +3,18 @@
 import json
 from typing import get_args
 
+import msgspec
 import pytest
 from run_settings import SIMULATED
 
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
 from asyncrl.config.operation import ActorState
+from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.errors import ConfigError
 from asyncrl.learner.actor import Learner
 from asyncrl.learner.publishing.broadcasting import collective_backend
+from asyncrl.messages import Uid
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import Actor
 from asyncrl.telemetry.states import STATES
@@ -237,6 +240,15 @@ def test_the_states_that_may_have_times_of_their_own_are_those_of_actors():
     assert set(get_args(ActorState)) == {state for kind in kinds for state in STATES[kind]}
     with pytest.raises(ConfigError, match=r"watchdog\.budgets_s\.trainin: input should be 'starting', "):
         validate_config(SIMULATED | {"watchdog": {"budgets_s": {"trainin": 9.0}}})
+
+
+def test_the_prompts_of_a_named_set_have_uids_however_many_there_are():
+    longest = "n" * 150
+    assert longest in validate_config(SIMULATED | {"eval": {longest: {"data": {"source": "synthetic"}}}}).eval
+    uid = EvalPrompt(longest, version=2**63, index=2**63).uid
+    assert msgspec.convert(uid, Uid) == uid
+    with pytest.raises(ConfigError, match=r"eval\.n+: string should match pattern"):
+        validate_config(SIMULATED | {"eval": {longest + "n": {"data": {"source": "synthetic"}}}})
 
 
 def test_betas_of_adamw_are_below_1():

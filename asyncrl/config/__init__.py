@@ -67,7 +67,8 @@ class Config(Section):
     """Weight updates."""
     drift: DriftConfig = DriftConfig()
     """Engines that do not compute what the learner does."""
-    eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalConfig] = {}
+    # A uid, NAME@ROUND-INDEX, has at most 200 characters.
+    eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,150}$")], EvalConfig] = {}
     """Named evaluation sets."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints to go on from, and the export that a run leaves behind."""
