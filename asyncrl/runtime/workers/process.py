@@ -9,6 +9,7 @@ there is no process to be had.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import fcntl
 import os
@@ -285,6 +286,8 @@ class Output:
         self.tail = b""
         self._limit = limit
         self._kept = bytearray()
+        # Holds a character whose end has not come so far.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._left = limit
         self._dropped = 0
         self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -337,7 +340,7 @@ class Output:
 
     def take(self, *, end_of_call: bool) -> tuple[str, int]:
         """Text kept since the last time, and at the end of a call the number of bytes more that it has printed."""
-        text = self._kept.decode(errors="replace")
+        text = self._decoder.decode(self._kept, final=end_of_call)
         self._kept.clear()
         dropped = 0
         if end_of_call:

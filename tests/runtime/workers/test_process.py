@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.runtime.linux import kill_child
 from asyncrl.runtime.workers.confinement import UNISOLATED
-from asyncrl.runtime.workers.process import WorkerProcess, kill_living
+from asyncrl.runtime.workers.process import Output, WorkerProcess, kill_living
 
 TAKEN = 8
 """Descriptors that a start takes: socket pair, /dev/null, pipe, and those of subprocess."""
@@ -44,6 +44,23 @@ async def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_no
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert opened() == before, f"{spare} were left"
+
+
+def test_a_character_that_is_printed_in_two_parts_is_one() -> None:
+    output = Output(limit=7)
+
+    def taken(printed: bytes, *, end_of_call: bool = False) -> tuple[str, int]:
+        os.write(output.write_fd, printed)
+        output.drain()
+        return output.take(end_of_call=end_of_call)
+
+    try:
+        assert [taken(b"a\xe6\x97"), taken(b"\xa5"), taken(b"b")] == [("a", 0), ("日", 0), ("b", 0)]
+        # What the limit cuts off never comes, and the next call begins with its own.
+        assert [taken("日".encode()), taken(b"", end_of_call=True), taken(b"c")] == [("", 0), ("\ufffd", 1), ("c", 0)]
+    finally:
+        output.started()
+        output.close()
 
 
 def test_a_process_that_may_not_be_killed_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
