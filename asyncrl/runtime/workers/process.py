@@ -198,7 +198,7 @@ class WorkerProcess:
         self._socket.close()
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
-    def _reap(self, kill_at: float) -> None:
+    def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S) -> None:
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             # Those that it has left behind; its number is its own until it is reaped.
@@ -213,12 +213,14 @@ class WorkerProcess:
             self._on_end(self, self._fault or describe_exit(code, self._memory_key))
             self.output.close()
             return
-        if self._loop.time() >= kill_at:
+        if (now := self._loop.time()) >= kill_at:
             # It has closed its socket but lives on; from here on, it is only a matter of time.
             self._fault = self._fault or f"{SOCKET_CLOSED}; the process was killed"
             kill_living(self.descendants())
             kill_group(self.pid)
-        self._loop.call_later(REAP_INTERVAL_S, self._reap, kill_at)
+            # That may be long, as on a hung file system, and to find descendants all processes are looked at.
+            kill_at, pause_s = now + REAP_GRACE_S, min(2 * pause_s, REAP_GRACE_S)
+        self._loop.call_later(pause_s, self._reap, kill_at, pause_s)
 
 
 def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:

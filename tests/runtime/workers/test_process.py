@@ -1,5 +1,6 @@
 """A worker process, seen from its actor."""
 
+import asyncio
 import errno
 import os
 import resource
@@ -8,6 +9,7 @@ import sys
 
 import psutil
 import pytest
+from virtual import run_virtual
 
 from asyncrl.runtime.linux import kill_child
 from asyncrl.runtime.workers.confinement import UNISOLATED
@@ -44,6 +46,44 @@ async def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_no
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert opened() == before, f"{spare} were left"
+
+
+def test_a_killed_worker_that_is_slow_to_go_is_looked_after_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    waitid, descendants = os.waitid, WorkerProcess.descendants
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def slow(*arguments: int) -> os.waitid_result | None:
+            looked.append("process")
+            return waitid(*arguments) if loop.time() >= 20.0 else None
+
+        def counted(worker: WorkerProcess) -> list[psutil.Process]:
+            looked.append("descendants")
+            return descendants(worker)
+
+        monkeypatch.setattr(os, "waitid", slow)
+        monkeypatch.setattr(WorkerProcess, "descendants", counted)
+        worker = WorkerProcess(
+            "asyncrl.runtime.workers.keeper",
+            b"",
+            confined=UNISOLATED,
+            max_frame_bytes=1,
+            max_output_bytes=1,
+            memory_key="",
+            on_output=lambda _: None,
+            on_frame=lambda *_: None,
+            on_end=lambda *_: ended.set(),
+        )
+        worker.kill("took too long")
+        await ended.wait()
+        return loop.time()
+
+    assert run_virtual(main()) >= 20.0
+    assert looked.count("descendants") <= 21
+    assert looked.count("process") < 1000
 
 
 def test_a_character_that_is_printed_in_two_parts_is_one() -> None:
