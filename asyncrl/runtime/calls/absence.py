@@ -41,6 +41,10 @@ class Absence:
         # Another incarnation may be reached by another path, of which nothing is known so far.
         self._flaps = self._flaps and not by_another
 
+    def forget(self) -> None:
+        """Nothing is tried any more to reach the peer."""
+        self._missed = None
+
     def prove(self) -> None:
         """Something else has come over the connection."""
         self._is_proven, self._flaps = True, False

@@ -217,9 +217,14 @@ class Peer:
         endpoint = self._endpoint
         # Random at its end: the server may still have the half-open pipe of an earlier connection under its id.
         routing_id = f"{endpoint.name}/{endpoint.incarnation}/{secrets.token_hex(6)}".encode()
-        self._client = endpoint.transport.connect(
-            self._record.address, routing_id, self._receive, self._lost, self.name
-        )
+        try:
+            self._client = endpoint.transport.connect(
+                self._record.address, routing_id, self._receive, self._lost, self.name
+            )
+        except OSError:
+            # The next call tries again, which may be long after this.
+            self._absence.forget()
+            raise
         self._hellos = 0
         self._say_hello()
 
@@ -480,6 +485,7 @@ class Peer:
 
     def _on_refuse(self, body: Refuse) -> None:
         self._disconnect()
+        self._absence.forget()
         self._endpoint.counters.add("wire/refused_by_peer")
         for future in list(self._pending.values()):
             # The peer speaks of itself: its "ours" is our "theirs".

@@ -1,20 +1,22 @@
 """A peer knows for how long its actor has not reached the other, over real sockets."""
 
 import asyncio
+import errno
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 from cuts import way_to
-from harness import Net, replace, until
+from harness import SECRET, Net, replace, until
 
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.calls import absence
 from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls.handlers import Caller, handler
+from asyncrl.wire.keys import Credentials
 
 
 class Store(Request, frozen=True, kw_only=True):
@@ -70,6 +72,31 @@ async def test_who_has_never_been_reached_is_missed_from_when_it_was_first_asked
         with pytest.raises(DeadlineExceeded, match="HELLO to tcp://127.0.0.1:9 is not answered"):
             await peer.call(SMALL, timeout=0.3)
         assert peer.unreached_s >= 0.3 and not peer.ready
+
+
+async def test_who_is_not_tried_any_more_is_not_missed_until_it_is_tried_again(monkeypatch):
+    async with learner_behind_a_way() as (net, way, peer):
+
+        def no_descriptor(*_):
+            raise OSError(errno.EMFILE, "no connection to learner/0: Too many open files")
+
+        # Found out and then known.
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(net.endpoints[-1].transport, "connect", no_descriptor)
+                with pytest.raises(OSError, match="Too many open files"):
+                    await peer.call(SMALL)
+            assert peer.known and peer.unreached_s == 0.0
+        way.cut()
+        call = peer.call(SMALL)
+        await until(lambda: peer.unreached_s > 0.0)
+        await way.open()
+        await call
+        # Another run's is refused, so it was reached.
+        stranger = net.client("learner/0", "client/1", credentials=Credentials("run-2", SECRET))
+        with pytest.raises(Refused):
+            await stranger.call(SMALL)
+        assert stranger.unreached_s == 0.0
 
 
 async def test_who_is_known_to_be_dead_is_not_missed_until_its_successor_is():
