@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 import zmq.utils.z85
 
+from asyncrl.wire.envelope import MAX_HEADER_BYTES
 from asyncrl.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
 from asyncrl.wire.listening import Door, ListeningSocket
 from asyncrl.wire.pieces import CURVE_BYTES, MARK, PIECE_BYTES, cut, joined
@@ -78,7 +79,8 @@ class ZmqTransport:
             socket.curve_server = True
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
-        pieces = self._max_message_bytes if self._credentials.curve else None
+        # The limit is one of body and buffers.
+        pieces = self._max_message_bytes + MAX_HEADER_BYTES if self._credentials.curve else None
         try:
             server = ZmqServer(socket, self._open.discard, receive, turned_away, address, pieces=pieces)
         except zmq.ZMQError as error:
@@ -103,6 +105,7 @@ class ZmqTransport:
             if not keys:
                 socket.close(0)
                 raise OSError(f"no public key of {peer} is known to this run")
+            socket.maxmsgsize = self._max_message_bytes + CURVE_BYTES
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
             # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is. All starts

@@ -14,10 +14,12 @@ from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls import server as server_module
+from asyncrl.runtime.calls.endpoint import size_of
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire import zeromq
 from asyncrl.wire.keys import create_credentials, load_credentials
 from asyncrl.wire.pieces import PIECE_BYTES
+from asyncrl.wire.zeromq import ZmqTransport
 
 
 class Echo(Request, frozen=True, kw_only=True):
@@ -35,6 +37,16 @@ class Add(Request, frozen=True, kw_only=True):
     reply = Sum
     senders = ANYBODY
     data: np.ndarray
+
+
+class Text(Message, frozen=True, kw_only=True):
+    text: str
+
+
+class Recite(Request, frozen=True, kw_only=True):
+    reply = Text
+    senders = ANYBODY
+    length: int
 
 
 class Count(Request, frozen=True, kw_only=True):
@@ -78,6 +90,10 @@ class Server:
     @handler
     def add(self, request: Add, caller: Caller) -> Sum:
         return Sum(total=float(request.data.sum()), data=np.tile(request.data, 2))
+
+    @handler
+    def recite(self, request: Recite, caller: Caller) -> Text:
+        return Text(text="x" * request.length)
 
     @handler
     def count(self, request: Count, caller: Caller) -> Done:
@@ -426,3 +442,30 @@ async def test_under_curve_a_large_message_arrives_whole(tmp_path):
             assert np.array_equal((await peer.call(Add(data=data))).data, np.tile(data, 2))
         assert peer.cast(Note(text="x" * 3 * PIECE_BYTES))
         assert await server.noted.get() == "x" * 3 * PIECE_BYTES
+
+
+@pytest.mark.parametrize("curve", [False, True], ids=["plain", "curve"])
+async def test_what_is_as_large_as_the_limit_arrives(tmp_path, curve):
+    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=curve)
+    limit = 3 * PIECE_BYTES
+
+    def known(name):
+        return load_credentials(tmp_path / "private", name, 0)
+
+    def limited(name):
+        return {"max_message_bytes": limit, "transport": ZmqTransport(known(name), max_message_bytes=limit)}
+
+    async with Net(credentials=known) as net:
+        net.serve(Server(), "server/0", **limited("server/0"))
+        endpoint = net.endpoint("client/0", **limited("client/0"))
+        peer = net.peer(endpoint, "server/0")
+
+        await peer.call(Echo())
+        data = np.zeros(limit, np.uint8)
+        beside_data = size_of(endpoint.codec.encode(Add(data=data))) - limit
+        # A call that the server has taken, since the answer is twice as large.
+        with pytest.raises(RemoteError, match="too_large"):
+            await peer.call(Add(data=data[: limit - beside_data]))
+        # An answer of one frame.
+        beside_text = size_of(endpoint.codec.encode(Text(text="x" * limit))) - limit
+        assert len((await peer.call(Recite(length=limit - beside_text))).text) == limit - beside_text
