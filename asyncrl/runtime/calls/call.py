@@ -21,6 +21,7 @@ class CallFuture(asyncio.Future[Any]):
         "heard",
         "id",
         "kind",
+        "lacked",
         "peer",
         "placed",
         "sent",
@@ -44,6 +45,8 @@ class CallFuture(asyncio.Future[Any]):
     placed: int
     """Least id of an ASK that was sent after the call had gone whole to this incarnation, which has not said that it
     lacks the call; 0 where it has not gone."""
+    lacked: bool
+    """Whether the peer has said that it lacks the call, and its timer has not asked after it since."""
     size: int
     """Bytes of body and buffers."""
     times: int

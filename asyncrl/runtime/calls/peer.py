@@ -1,7 +1,8 @@
 """The calling side: one connection to one peer, with its calls in flight.
 
 Delivery is at least once: until it is answered or its deadline is over, a call is asked after (ASK), with exponential
-backoff and full jitter, and sent again, under the same message id, only when the peer says that it does not have it.
+backoff and full jitter, and sent again, under the same message id, only when the peer says that it does not have it;
+where it says so of what was sent just now, as of a call that it cannot read, not before the next pause is over.
 So what a call costs again does not depend on its size, and a large payload or answer that is queued is never there
 twice. No more than a budget of large payloads is on its way to one peer (turns.py): the others wait, within their
 deadlines. When the peer is replaced by a new incarnation, idempotent calls go to the new one at once, and the others
@@ -94,7 +95,7 @@ class Peer:
             timeout = endpoint.call_timeout_s
         kind = type(request)
         future = CallFuture(loop=self._loop)
-        future.peer, future.kind, future.sent = self, kind, False
+        future.peer, future.kind, future.sent, future.lacked = self, kind, False, False
         future.answered_by = future.placed = future.times = 0
         future.silence = silence
         future.frames = endpoint.codec.encode(request)
@@ -353,7 +354,10 @@ class Peer:
         future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
         if not self.ready:
             self._connect_for(future)
+        elif is_out and not future.placed:
+            self._send_again(future)
         elif is_out:
+            future.lacked = False
             self._transmit(future)
         else:
             # Payloads of calls that are over may hold its turn up, and nobody else asks whether they have arrived.
@@ -426,8 +430,18 @@ class Peer:
         elif header.id >= future.placed:
             # The answer to an ASK from before the call went out last says nothing of that.
             future.placed = 0
-            self._turns.remove(future.id)
-            self._turns.add(future.id, future.size)
+            if future.lacked:
+                # Sent at once again, it would fare as it did just now: its timer sends it.
+                self._turns.arrived(future.id)
+            else:
+                future.lacked = True
+                self._send_again(future)
+        self._let_go()
+
+    def _send_again(self, future: CallFuture) -> None:
+        """Send a call that the peer lacks, when its turn comes."""
+        self._turns.remove(future.id)
+        self._turns.add(future.id, future.size)
         self._let_go()
 
     def _came_too_late(self, header: Header) -> None:
@@ -474,6 +488,7 @@ class Peer:
         self.ready = True
         self._turns.begin(body.credit)
         for future in list(self._pending.values()):
+            future.lacked = False
             if restarted:
                 if future.sent and not future.kind.idempotent:
                     self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))

@@ -119,6 +119,25 @@ def test_many_questions_about_a_lost_call_send_it_again_once():
     run_virtual(main())
 
 
+def test_a_call_that_never_arrives_is_sent_with_growing_pauses():
+    """As one that its receiver cannot read."""
+
+    async def main():
+        async with Net(memory=True) as net:
+            tap = Tap()
+            net.serve(Receiver(), "server/0", tap=tap)
+            peer = net.client("server/0")
+            await peer.call(Ping())
+            tap.taken.clear()
+            # So many that nobody waits for ever here.
+            tap.takes = lambda header, go_on: None if header.kind == Kind.CALL and tap.taken["CALL"] < 100 else go_on()
+            with pytest.raises(DeadlineExceeded, match="which has not said that it has the call"):
+                await peer.call(ones(MB10), 120.0)
+            assert 4 <= tap.taken["CALL"] <= 20
+
+    run_virtual(main())
+
+
 def is_bound(server):
     """Bind it where it was, if that is free."""
     with contextlib.suppress(OSError):
