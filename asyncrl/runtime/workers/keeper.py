@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import select
@@ -149,10 +150,10 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
             if not data:
                 _signal_group(program.pid, signal.SIGKILL)
                 waiting.unregister(control)
-    # Others may hold the pipes, and go on.
     for lines in (out, err):
-        while lines.copy():
-            pass
+        # All that the program has printed is in the pipe now. Others may hold its other end, and go on printing.
+        for _ in range(0, fcntl.fcntl(lines.pipe, fcntl.F_GETPIPE_SZ), READ_BYTES):
+            lines.copy()
         lines.flush()
     _, status, used = os.wait4(program.pid, 0)
     # Popen has to know that the program is reaped, or it would look for it again.

@@ -4,9 +4,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import termios
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
+import psutil
 import pytest
 
 from asyncrl.runtime.workers.framing import FrameReader, framed
@@ -103,3 +107,48 @@ def test_a_start_that_fails_for_want_of_the_host_s_is_no_fault_of_the_program(tm
     assert ended.returncode == 0
     answer = json.loads(told)
     assert answer["blame"] == "host" and answer["error"].startswith("cannot be started: ")
+
+
+PRINTS_ON = 'yes >&2 & while ! [ -e "$0" ]; do sleep 0.01; done; echo 1.0'
+
+
+def test_what_a_program_leaves_behind_is_ended_though_it_prints_without_end(tmp_path: Path) -> None:
+    may_end = tmp_path / "may_end"
+    setup = {"argv": ["sh", "-c", PRINTS_ON, str(may_end)], "env": dict(os.environ), "files": {}}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(framed(json.dumps(setup).encode()))
+        argv = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(theirs.fileno())]
+        keeper = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert keeper.stdout is not None
+        try:
+            # Nobody takes its output: it stands still when the program ends.
+            wait_until(lambda: held(keeper.stdout) > 60_000)
+            may_end.touch()
+            wait_until(lambda: any(c.status() == "zombie" for c in psutil.Process(keeper.pid).children()))
+            taken = 0
+            while taken < 1 << 20 and (data := os.read(keeper.stdout.fileno(), 4096)):
+                taken += len(data)
+                # Slower than it is printed.
+                time.sleep(0.001)
+            assert taken < 1 << 20
+        finally:
+            keeper.kill()
+            keeper.wait()
+            keeper.stdout.close()
+        (told,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
+    answer = json.loads(told)
+    assert (answer["code"], answer["last_line"]) == (0, "1.0")
+
+
+def held(pipe: IO[bytes] | None) -> int:
+    """Bytes that are in a pipe."""
+    assert pipe is not None
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
