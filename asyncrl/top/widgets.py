@@ -77,7 +77,8 @@ class Rows(DataTable[Text]):
     @property
     def chosen(self) -> str:
         """Actor that the row under the cursor is about; empty if it is about nothing."""
-        return self._shown[self.cursor_row].key if self.cursor_row < len(self._shown) else ""
+        # A key may have moved the cursor to -1 while there was no row.
+        return self._shown[self.cursor_row].key if 0 <= self.cursor_row < len(self._shown) else ""
 
     def show(self, table: Table, width: int, glyphs: Glyphs) -> None:
         chosen, layout = self.chosen, table.laid(width)

@@ -104,6 +104,22 @@ async def test_sort_filter_and_level_keys():
         assert "the run has begun" not in text and "engine died" in text
 
 
+@pytest.mark.parametrize("key", ["up", "down", "k", "j", "pageup", "pagedown", "home", "end"])
+async def test_a_key_before_there_is_anything_to_see_does_nothing(key):
+    coming = asyncio.Event()
+
+    async def feed():
+        await coming.wait()
+        yield Run().at(100.0)
+
+    async with shown(Source(feed=feed)) as (app, pilot):
+        await pilot.press(key)
+        coming.set()
+        await until(pilot, "step 50/100")
+        await pilot.press("end", "home")
+        assert app.panes["rollouters"].query_one(Rows).chosen == "rollouter/0"
+
+
 async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
     run, gate = Run(steps=1000), asyncio.Queue()
 
