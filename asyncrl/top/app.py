@@ -1,7 +1,8 @@
 """The terminal of asyncrl-top: panes around the pipeline, live or from a recording. Read-only.
 
-It keeps a history of snapshots, builds a Document of it and draws that; nothing here decides anything about a run. Each
-new snapshot is drawn at most every DRAW_S. A feed that fails is shown as such, and what was last seen stays.
+It keeps a history of snapshots, builds a Document of it and draws that; nothing here decides anything about a run. It
+takes in each snapshot that comes, and draws the newest at most every DRAW_S. A feed that fails is shown as such, and
+what was last seen stays.
 """
 
 from __future__ import annotations
@@ -202,11 +203,8 @@ class Top(App[int]):
                 else:
                     self._away = None
                     self._history.add(seen)
+                    # Drawn by a tick, after the next question: only one that waits gets the controller's last answer.
                     self._stale = True
-                    at = time.monotonic()
-                    self._tick()
-                    # There is a newer one by then: to read one that is not drawn would be for nothing.
-                    await asyncio.sleep(max(0.0, at + DRAW_S - time.monotonic()))
             self._over = "the run has ended"
         except AsyncRLError as error:
             if self.document is None and self._history.newest is None:

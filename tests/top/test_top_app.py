@@ -159,25 +159,57 @@ async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
     assert app.return_code == 1 and "of another run" in str(app.failure)
 
 
-async def test_it_reads_no_more_than_it_draws_and_what_a_picture_takes_is_part_of_the_pace(monkeypatch):
-    run, read_at, drawn_at = Run(steps=1000), [], {}
+@pytest.fixture
+def drawn_at(monkeypatch):
+    """The times at which pictures were begun, each of which takes a while."""
+    began = []
 
     def slow(history):
+        began.append(time.monotonic())
         time.sleep(terminal.DRAW_S / 2)
-        drawn_at.setdefault(len(read_at), time.monotonic())
         return build(history)
 
-    async def feed():
-        while True:
-            read_at.append(time.monotonic())
-            yield run.at(100.0 + len(read_at))
-
     monkeypatch.setattr(terminal, "build", slow)
+    return began
+
+
+async def test_it_asks_on_before_it_draws_so_that_the_last_answer_finds_a_question(drawn_at):
+    """A controller is soon gone after it."""
+    run, coming, drawn_when_asked = Run(steps=1000), asyncio.Event(), []
+
+    async def feed():
+        await coming.wait()
+        yield run.at(100.0)
+        drawn_when_asked.append(len(drawn_at))
+        yield Run(steps=1000, phase="done").at(100.1)
+
+    async with shown(Source(feed=feed)) as (app, pilot):
+        coming.set()
+        await until(pilot, "the run has ended")
+        assert drawn_when_asked == [0]
+        await until(pilot, "done")
+        assert app.document.run.phase == "done"
+
+
+async def test_it_draws_at_a_pace_whatever_it_reads_and_what_a_picture_takes_is_part_of_it(drawn_at):
+    run, coming, asked = Run(steps=1000), asyncio.Event(), []
+
+    async def feed():
+        await coming.wait()
+        for second in itertools.count():
+            asked.append(second)
+            yield run.at(100.0 + second)
+            await asyncio.sleep(terminal.DRAW_S / 8)
+
     async with shown(Source(feed=feed)) as (_, pilot):
-        await until(pilot, "step 52/1000")
-    assert len(read_at) >= 2
-    assert all(later - earlier >= terminal.DRAW_S - 0.01 for earlier, later in itertools.pairwise(read_at))
-    assert min(read - drawn_at[number] for number, read in enumerate(read_at) if number) < 0.75 * terminal.DRAW_S
+        coming.set()
+        async with asyncio.timeout(20.0):
+            while len(drawn_at) < 4:
+                await pilot.pause(0.05)
+    assert len(asked) > len(drawn_at)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(drawn_at)]
+    assert min(pauses) >= terminal.DRAW_S - terminal.TICK_S / 2 - 0.01
+    assert min(pauses) < 1.5 * terminal.DRAW_S
 
 
 async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch):
