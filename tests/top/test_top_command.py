@@ -189,6 +189,20 @@ def test_the_end_of_a_replay_says_how_the_run_ended_if_it_has(tmp_path, facts, s
     assert ("running" in capsys.readouterr().out.splitlines()[0]) == (not facts)
 
 
+def test_a_run_whose_last_snapshot_is_damaged_is_not_shown_as_running(tmp_path, capsys):
+    """As a host that lost its power leaves it: the last bytes are zeros."""
+    run = Run(steps=1000)
+    record(tmp_path, *(run.at(float(second)) for second in range(40, 102)))
+    path = next((tmp_path / "monitor").iterdir())
+    for zeros in (300, len(path.read_bytes()) // 62 * 3):
+        path.write_bytes(path.read_bytes()[:-zeros] + bytes(zeros))
+        assert command.main([str(tmp_path), *REPLAY]) == 0
+        shown = capsys.readouterr().out
+        assert "failed: nothing is known after this, when it was running" in " ".join(shown.split())
+        head = shown.splitlines()[0]
+        assert "failed" in head and "ETA –" in head
+
+
 def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch, capsys):
     def refuse(_run):
         raise PermissionError(13, "Permission denied", str(ended / "private"))

@@ -33,15 +33,19 @@ class Replay:
     """Place of the viewer in a recording; ``position`` is Unix time, s."""
 
     def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False) -> None:
-        """``entries`` are (wall, snapshot as recorded), in the order of the recording; there is at least one.
+        """``entries`` are (wall, snapshot as recorded), in the order of the recording; there is at least one. Those behind
+        the newest that can be read are left out.
 
         ``lives``: more may come.
         """
         self.lives = lives
+        count = len(entries)
+        while count > 1 and decode(entries[count - 1][1]) is None:
+            count -= 1
         # Each place is after the one before, also where the clock was set back.
-        walls = (wall for wall, _ in entries)
+        walls = (wall for wall, _ in entries[:count])
         self._walls: list[float] = list(accumulate(walls, lambda last, wall: max(math.nextafter(last, math.inf), wall)))
-        self._bodies = [body for _, body in entries]
+        self._bodies = [body for _, body in entries[:count]]
         self.position = self._walls[0]
         self.speed = SPEEDS[3]
         self.playing = True
