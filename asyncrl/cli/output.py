@@ -1,7 +1,7 @@
 """The end of a command: its output is flushed where a failure can still be told, and its complaints never fail.
 
-A reader of the output that has read enough, as ``head`` does, ends a command with exit code 141; a full disk, with
-code 1 and a word of it. Standard library only.
+A reader of the output that has read enough, as ``head`` does, ends a command with exit code 141; a full disk, or an
+output that is closed, with code 1 and a word of it. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from asyncrl.text.streams import send_nowhere
 
 def flushed(program: str, command: Callable[[], int]) -> int:
     """Call the rest of ``program`` and flush what it has printed; the exit code."""
+    if sys.stdout is None:
+        return complain(program, "what is printed cannot be written: standard output is closed", 1)
     try:
         try:
             return command()
@@ -31,7 +33,9 @@ def flushed(program: str, command: Callable[[], int]) -> int:
 
 
 def complain(program: str, problem: str, exit_code: int) -> int:
-    """Say on standard error why a command ends; returns ``exit_code``."""
+    """Say on standard error, unless it is closed, why a command ends; returns ``exit_code``."""
+    if sys.stderr is None:
+        return exit_code
     try:
         say(f"{program}: {problem}", sys.stderr)
         sys.stderr.flush()

@@ -1,6 +1,8 @@
-"""Output of the commands that goes nowhere: a full disk is a failure that is told, a reader may end when it likes."""
+"""Output of the commands that goes nowhere: a full disk, or an output that is closed, is a failure that is told, a
+reader may end when it likes."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -49,3 +51,24 @@ def test_a_reader_that_has_read_enough_ends_a_command_in_silence(tmp_path, progr
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def call_closed(folder, program, words, closed):
+    line = f"{shlex.join([sys.executable, '-m', f'asyncrl.cli.{program}', *words.split()])} {closed}"
+    return subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("program", "words"), CALLS)
+def test_an_output_that_is_closed_is_a_failure_that_is_told(tmp_path, program, words):
+    (tmp_path / "sim.toml").write_text(SIM)
+    done = call_closed(tmp_path, program, words, ">&-")
+    said = f"asyncrl-{program}: what is printed cannot be written: standard output is closed\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    assert (call_closed(tmp_path, program, words, ">&- 2>&-")).returncode == 1
+
+
+@pytest.mark.parametrize(("program", "words"), CALLS)
+def test_an_input_that_is_closed_changes_nothing(tmp_path, program, words):
+    (tmp_path / "sim.toml").write_text(SIM)
+    done, closed = (call_closed(tmp_path, program, words, how) for how in ("</dev/null", "<&-"))
+    assert (closed.returncode, closed.stderr) == (done.returncode, done.stderr)

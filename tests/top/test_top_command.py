@@ -292,6 +292,15 @@ def test_a_reader_that_has_read_enough_is_no_fault(ended, unbuffered):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- 2>&-"])
+def test_without_an_input_it_prints_what_it_prints_without_a_terminal(ended, closed):
+    def printed(words):
+        return subprocess.run(words, shell=True, capture_output=True, timeout=120, check=True).stdout
+
+    words = shlex.join([*TOP, str(ended), "--replay"])
+    assert printed(f"{words} {closed}") == printed(f"{words} --once")
+
+
 def test_a_disk_that_is_full_is_said_once(ended):
     code = """
 import io, os, sys
