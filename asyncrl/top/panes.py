@@ -21,6 +21,7 @@ from asyncrl.top.drawing.text import (
     columns,
     fitting,
     joined,
+    length,
     level_bar,
     said,
     state_bar,
@@ -347,7 +348,7 @@ def page(document: Document, width: int, glyphs: Glyphs, *, whole: bool = False)
     however wide they are."""
     choice = Choice()
     lines = [*header(document, width, glyphs), Text(), *pipeline(document, width, glyphs)]
-    longest = max((len(event.text) for event in document.events), default=0) if whole else 0
+    longest = max((length([(event.text, "")]) for event in document.events), default=0) if whole else 0
     for name in panes_of(document):
         wide = width + longest if name == "events" else width
         drawn = pane(name, document, choice, wide, glyphs).lines(wide, glyphs, MOST_SHOWN.get(name))

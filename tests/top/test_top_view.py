@@ -347,10 +347,11 @@ def test_on_a_small_terminal_a_stage_keeps_its_name_and_a_table_says_by_what_it_
 
 
 def test_events_are_cut_where_a_terminal_ends_and_nowhere_else():
-    text = "worker 1 was killed: " + "timeout " * 40
-    document = seen(Run(events=[Event(number=1, wall=0.0, level="info", actor="", text=text)]).between())
-    assert text.strip() in page(document, 80, UNICODE, whole=True)
-    assert text.strip() not in (cut := page(document, 80, UNICODE)) and "…" in cut
+    wide, escaped = "显存不足" * 60 + " the end", "\x1b[31m" * 60 + " the end"
+    for text in ("worker 1 was killed: " + "timeout " * 40 + "the end", wide, escaped):
+        document = seen(Run(events=[Event(number=1, wall=0.0, level="info", actor="", text=text)]).between())
+        assert "the end" in page(document, 80, UNICODE, whole=True)
+        assert "the end" not in (cut := page(document, 80, UNICODE)) and "…" in cut
 
 
 def test_sorting_and_filtering():
