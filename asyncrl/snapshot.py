@@ -142,8 +142,8 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     """The watchdog's report, while it holds."""
     staleness_max: Count = 0
     groups_per_step: Count = 0
-    disk_free_bytes: Count = 0
-    """Bytes free on the disk of the run folder."""
+    disk_free_bytes: Count | None = None
+    """Bytes free on the disk of the run folder; None where that is not known."""
     aside: dict[str, str] = {}
     """The replicas that are set aside, with the reasons."""
 

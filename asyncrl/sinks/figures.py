@@ -29,9 +29,9 @@ def update_numbers(line: Line) -> Iterator[tuple[str, float]]:
 
 
 def run_figures(snapshot: Snapshot) -> dict[str, float]:
-    """Figures of the run as a whole at one moment: ``run/*``."""
+    """Figures of the run as a whole at one moment: ``run/*``, as far as they are known."""
     run, actors = snapshot.run, snapshot.actors
-    return {
+    figures: dict[str, float | None] = {
         "run/age_s": run.age_s,
         "run/step": run.step,
         "run/steps": run.steps,
@@ -48,6 +48,7 @@ def run_figures(snapshot: Snapshot) -> dict[str, float]:
         "run/cpu": sum(actor.cpu for actor in actors),
         "run/rss_bytes": sum(actor.rss_bytes for actor in actors),
     }
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 class Steps:

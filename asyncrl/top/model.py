@@ -110,7 +110,7 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
         evals={name: value for name, (value, _) in evals.items()},
         eval_versions={name: versions for name, (_, versions) in evals.items() if versions is not None},
         down=_down(facts),
-        disk_free_bytes=run.disk_free_bytes or None,
+        disk_free_bytes=run.disk_free_bytes,
     )
 
 

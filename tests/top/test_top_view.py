@@ -265,6 +265,13 @@ def test_every_figure_that_is_shown_is_declared():
 # --- JSON ---
 
 
+@pytest.mark.parametrize("free", [None, 0, 10**11])
+def test_a_full_disk_has_0_bytes_and_one_that_nobody_knows_of_none(free):
+    last = Run().at(100.0)
+    document = seen([replace(last, run=replace(last.run, disk_free_bytes=free))])
+    assert json.loads(to_json(document))["run"]["disk_free_bytes"] == free
+
+
 def test_json_follows_its_schema_which_is_the_one_that_is_documented():
     documented = json.loads((ROOT / "docs/top.schema.json").read_text())
     assert documented == json_schema(), "python -m asyncrl.top.figures.document > docs/top.schema.json"

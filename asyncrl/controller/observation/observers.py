@@ -86,7 +86,7 @@ class Watching:
         self._own: Heartbeat | None = None
         self._own_event = 0
         """Number of the newest of the controller's own events."""
-        self._disk_free = 0
+        self._disk_free: int | None = None
         self._logs_lost = 0
         """Lines of logs that are lost, of all lives of all actors, as far as told."""
         self._lost_of: dict[str, tuple[int, int]] = {}
@@ -273,5 +273,5 @@ class Watching:
                 found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._actor.context.run_dir)
                 self._disk_free = found.f_bavail * found.f_frsize
             except OSError:
-                self._disk_free = 0
+                self._disk_free = None
             await asyncio.sleep(DISK_S)

@@ -155,7 +155,7 @@ def take_picture(
     *,
     stalled: str,
     age_s: float,
-    disk_free_bytes: int,
+    disk_free_bytes: int | None,
     wall: float,
 ) -> Snapshot:
     """The run with its actors."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -270,6 +271,28 @@ def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
 
     unrecorded = {"monitor": {"record_bytes": 0, "record_s": 0.01}}
     run(tmp_path, scenario, validate_config(CONFIG.model_dump() | unrecorded))
+
+
+def test_the_room_on_a_disk_that_does_not_answer_is_not_known_and_a_full_disk_has_none(tmp_path, monkeypatch):
+    answers = threading.Event()
+
+    def statvfs(_path):
+        if not answers.is_set():
+            raise OSError("late")
+        return SimpleNamespace(f_bavail=0, f_frsize=4096)
+
+    monkeypatch.setattr(watching_module, "DISK_S", 0.01)
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+    async def scenario(cluster):
+        viewer = cluster.caller(VIEWER)
+        number, first = await look(viewer)
+        _, second = await look(viewer, number)
+        assert first.run.disk_free_bytes is second.run.disk_free_bytes is None
+        answers.set()
+        await seen_by(viewer, lambda s: s.run.disk_free_bytes == 0)
+
+    run(tmp_path, scenario)
 
 
 def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatch):
