@@ -336,7 +336,7 @@ class Controller(Actor):
                 self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=said)
             return
         self._sinks.line(request.line)
-        self._watching.lines.add(request.line)
+        self._watching.lines.add(request.line, by=caller.incarnation)
         if request.line.get("kind") == "update":
             # Too many for those who follow the run step by step.
             return

@@ -45,14 +45,17 @@ MOST_EVALS = 64
 class RecentMetrics:
     """The newest lines of metrics.jsonl."""
 
+    learner: int = -1
+    """Incarnation of the learner that told the newest line of training, as far as it is known; else -1."""
     train: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=TRAIN_LINES))
     updates: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=UPDATE_LINES))
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Take in a line."""
+    def add(self, line: dict[str, Any], by: int = -1) -> None:
+        """Take in a line that an actor of incarnation ``by`` has told, or that was recorded."""
         match line.get("kind"):
             case "train":
+                self.learner = by
                 self._void(line)
                 self.train.append(line)
             case "update":
@@ -193,9 +196,13 @@ def take_picture(
 
 
 def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
-    """Steps trained: by the newest line, or, before one is there in this attempt, by what the learner says."""
-    said = (actor.figures.get("learner/step", 0.0) for actor in actors if actor.name == "learner/0")
-    return max(lines.step, int(next(said, 0.0)))
+    """Steps trained: by the newest line, or by what the learner says, where that is of a later one or the line is of
+    another learner: one that was started again goes on from its checkpoint."""
+    learner = next((actor for actor in actors if actor.name == "learner/0"), None)
+    if learner is None or "learner/step" not in learner.figures:
+        return lines.step
+    said = int(learner.figures["learner/step"])
+    return max(lines.step, said) if lines.learner == learner.incarnation else said
 
 
 def _view(

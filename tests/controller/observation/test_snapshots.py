@@ -334,6 +334,28 @@ def test_nothing_is_left_of_steps_that_a_learner_trains_again():
     assert {name: line["start"] for name, line in lines.evals.items()} == {"kept": 1, "again": 2}
 
 
+@on_cluster()
+async def test_of_a_learner_that_goes_on_from_its_checkpoint_the_step_is_the_one_that_it_tells(cluster):
+    async def told(incarnation, step, shown, line=None):
+        learner = cluster.caller("learner/0", incarnation)
+        await cast(learner, beat(step, counters={"learner/step": float(step)}))
+        if line is not None:
+            await cast(learner, MetricsLine(line={"kind": "train", "step": line, "start": incarnation}))
+        await seen_by(cluster.caller(VIEWER), lambda s: s.run.step == shown)
+
+    await cluster.register("learner/0", 1)
+    await told(1, 7, shown=7)
+    # A line comes before the heartbeat that tells of it.
+    await told(1, 8, shown=9, line=9)
+    await cluster.register("learner/0", 2)
+    # Before it has found where it stands the newest line is all there is.
+    await cast(cluster.caller("learner/0", 2), beat(1))
+    seen = await seen_by(cluster.caller(VIEWER), lambda s: of(s, "learner/0").incarnation == 2)
+    assert seen.run.step == 9
+    await told(2, 4, shown=4)
+    await told(2, 5, shown=6, line=6)
+
+
 RECORDED = {"record_s": 0.02}
 
 
