@@ -311,6 +311,12 @@ def test_a_run_whose_clock_was_set_back_is_shown_to_its_end(tmp_path):
             assert whole.history().newest == expected
 
 
+def test_after_a_jump_rates_are_those_of_the_last_10_s():
+    replay = Replay(recording(Run(step_s=150.0), 300))
+    replay.jump(replay.end)
+    assert replay.history().recent().seconds == 10.0
+
+
 def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
     run = Run(steps=100_000)
     record(tmp_path, *(run.at(float(second)) for second in range(0, 1800, 10)))

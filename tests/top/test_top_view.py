@@ -437,6 +437,14 @@ def test_a_history_stays_bounded_and_long_enough_and_another_attempt_begins_anew
         history.add(run.at(n * 0.5))
     assert len(history.window()) <= 1.1 * KEPT
     assert history.steps().seconds == pytest.approx(4 * 30.0, rel=0.1)
-    assert 10.0 <= history.recent().seconds <= 13.0
+    assert history.recent().seconds == pytest.approx(10.0, abs=0.5)
     history.add(Run().at(3.0))
     assert history.steps() is None and build(history).run.tokens_per_s is None
+
+
+@pytest.mark.parametrize("every_s", [0.5, 2.0])
+def test_rates_are_those_of_the_last_10_s_however_long_a_step_takes(every_s):
+    history, run = History(), Run(step_s=150.0, steps=10_000)
+    for n in range(600):
+        history.add(run.at(n * every_s))
+        assert n * every_s < 10.0 or 10.0 <= history.recent().seconds < 10.0 + every_s

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from asyncrl.snapshot import ActorView, RunView, Snapshot
 from asyncrl.telemetry.metrics_line import number_in
@@ -109,29 +110,34 @@ class Moment:
 
 
 class History:
-    """The newest snapshots of one run, oldest first."""
+    """The newest snapshots of one run, oldest first: all of the last RATES_S, and fewer of the time before."""
 
     def __init__(self) -> None:
-        self._kept: deque[Moment] = deque()
+        self._earlier: deque[Moment] = deque()
+        self._latest: deque[Moment] = deque()
+        """Moments of the last RATES_S, and the one before them, so that rates are of that time."""
 
     def add(self, snapshot: Snapshot) -> None:
         """Take a snapshot. One of the same moment as the newest replaces it; one that is older, or of another run or
         attempt, begins anew."""
-        if self._kept:
-            last = self._kept[-1].snapshot
+        if self._latest:
+            last = self._latest[-1].snapshot
             same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
             if not same or snapshot.wall < last.wall:
-                self._kept.clear()
+                self._earlier.clear()
+                self._latest.clear()
             elif snapshot.wall == last.wall:
-                self._kept.pop()
+                self._latest.pop()
         window = self.window_s(snapshot)
-        # The last two may lie closer together: rates want recent ones, shares long ones.
-        if len(self._kept) >= 3 and self._kept[-1].wall - self._kept[-3].wall < 2 * window / KEPT:
-            del self._kept[-2]
-        self._kept.append(Moment(snapshot, levels_of(snapshot)))
+        self._latest.append(Moment(snapshot, levels_of(snapshot)))
+        while len(self._latest) > 1 and self._latest[1].wall <= snapshot.wall - RATES_S:
+            moment = self._latest.popleft()
+            if len(self._earlier) > 1 and moment.wall - self._earlier[-2].wall < 2 * window / KEPT:
+                self._earlier.pop()
+            self._earlier.append(moment)
         # The last one from before the window stays, so that the window is covered as a whole.
-        while len(self._kept) > 2 and self._kept[1].wall <= snapshot.wall - window:
-            self._kept.popleft()
+        while len(self._earlier) > 1 and self._earlier[1].wall <= snapshot.wall - window:
+            self._earlier.popleft()
 
     @staticmethod
     def window_s(snapshot: Snapshot) -> float:
@@ -144,11 +150,11 @@ class History:
     @property
     def newest(self) -> Snapshot | None:
         """The newest snapshot; None before the first."""
-        return self._kept[-1].snapshot if self._kept else None
+        return self._latest[-1].snapshot if self._latest else None
 
     def recent(self) -> Interval:
         """Interval for rates."""
-        return Interval(self._back(RATES_S)[0].snapshot, self._kept[-1].snapshot)
+        return Interval(self._back(RATES_S)[0].snapshot, self._latest[-1].snapshot)
 
     def steps(self) -> Interval | None:
         """Interval for shares; None when there is one snapshot alone."""
@@ -157,7 +163,7 @@ class History:
 
     def window(self) -> list[Moment]:
         """The moments from one end of ``steps`` to the other, oldest first; there must be one."""
-        found = self._back(self.window_s(self._kept[-1].snapshot))
+        found = self._back(self.window_s(self._latest[-1].snapshot))
         stepping = self._stepping(found)
         return stepping if len(stepping) > 1 else found
 
@@ -173,8 +179,8 @@ class History:
     def _back(self, seconds: float) -> list[Moment]:
         """The newest moment, and those before it up to the first that is older by so much."""
         found: list[Moment] = []
-        for each in reversed(self._kept):
+        for each in chain(reversed(self._latest), reversed(self._earlier)):
             found.append(each)
-            if each.wall <= self._kept[-1].wall - seconds:
+            if each.wall <= self._latest[-1].wall - seconds:
                 break
         return found[::-1]

@@ -21,7 +21,7 @@ from asyncrl.errors import UsageError
 from asyncrl.snapshot import OVER, Snapshot
 from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_latest, segments
 from asyncrl.top.source.client import Away, WatchedRun, watch
-from asyncrl.top.source.history import LONGEST_S, History
+from asyncrl.top.source.history import LONGEST_S, RATES_S, History
 
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 ELSE = "What the run measured and logged is shown by --report and --explain"
@@ -118,12 +118,14 @@ class Replay:
         return max(0, bisect_right(self._walls, self.position) - 1)
 
     def _before(self, index: int) -> list[int]:
-        """The snapshot at ``index`` and some before it that lie within its window."""
+        """The snapshot at ``index``, and those before it that lie within its window: some, and all of the latest."""
         last = self._decoded(index)
         window = LONGEST_S if last is None else History.window_s(last)
-        first = max(0, bisect_right(self._walls, self._walls[index] - window) - 1)
+        first, latest = (
+            max(0, bisect_right(self._walls, self._walls[index] - seconds) - 1) for seconds in (window, RATES_S)
+        )
         stride = max(1, -(-(index - first) // FRAMES))
-        return sorted({*range(first, index, stride), max(0, index - 1), index})
+        return sorted({*range(first, index, stride), *range(latest, index + 1)})
 
     def _decoded(self, index: int) -> Snapshot | None:
         snapshot = decode(self._bodies[index])
