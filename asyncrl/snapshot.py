@@ -130,7 +130,7 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     """RunPhase."""
     attempt: Count
     age_s: float
-    """Seconds since the run's first controller started in this attempt."""
+    """Seconds since the run's first controller started in this attempt; they go on evenly where a clock is set."""
     step: Count
     steps: Count
     version: int

@@ -57,7 +57,7 @@ class Facts:
 
     def over_window(self, level: Callable[[Levels], float | None]) -> float | None:
         """The mean of a level over the time that shares are taken over."""
-        return time_mean([(each.wall, level(each)) for each in self.window])
+        return time_mean([(each.age_s, level(each)) for each in self.window])
 
     def counted(self, role: str, figure: str) -> float | None:
         """A counter, added up over the actors of a role."""

@@ -108,7 +108,7 @@ def started(t):
     for resource in (resource for actor in snapshot.actors for resource in actor.resources):
         for state, seconds in (("starting", 29.0), ("waiting", 1.0)):
             resource.seconds[state] = resource.seconds.get(state, 0.0) + min(1.0, t / 30.0) * seconds
-    return replace(snapshot, wall=WALL + t)
+    return replace(snapshot, wall=WALL + t, run=replace(snapshot.run, age_s=t))
 
 
 def test_once_a_run_steps_its_start_is_not_what_sets_the_pace():
@@ -448,3 +448,13 @@ def test_rates_are_those_of_the_last_10_s_however_long_a_step_takes(every_s):
     for n in range(600):
         history.add(run.at(n * every_s))
         assert n * every_s < 10.0 or 10.0 <= history.recent().seconds < 10.0 + every_s
+
+
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_changes_no_rate_and_no_share(by_s):
+    run = Run(steps=10_000)
+    even = run.between(0.0, 40.0, 0.5)
+    for since in (1, 10, 40):
+        is_set = [replace(each, wall=each.wall + by_s) if each in even[-since:] else each for each in even]
+        one, other = seen(even), seen(is_set)
+        assert (one.run, one.stages, one.bottleneck) == (other.run, other.stages, other.bottleneck)

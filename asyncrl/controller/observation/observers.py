@@ -79,6 +79,8 @@ class Watching:
         )
         self.began = actor.clock.wall()
         """Wall time at which the first controller of this attempt of the run started."""
+        self._own_began = (actor.clock.now(), self.began)
+        """Monotonic and wall time at which this controller started."""
         self.lines = RecentMetrics()
         self._events = RecentEvents()
         self._phase = run.phase
@@ -196,10 +198,15 @@ class Watching:
             self._events.kept,
             views,
             stalled=self._stalled(),
-            age_s=max(0.0, wall - self.began),
+            age_s=self._age_s(now),
             disk_free_bytes=self._disk_free,
             wall=wall,
         )
+
+    def _age_s(self, now: float) -> float:
+        """Age of the run, by a clock that is never set but for the time of earlier controllers."""
+        own_now, own_wall = self._own_began
+        return own_wall - self.began + now - own_now
 
     def _record(self, wall: float, snapshot: bytes) -> None:
         if self._is_over:

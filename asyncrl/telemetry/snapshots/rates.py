@@ -23,7 +23,8 @@ class Interval:
     those of whole lives."""
 
     def __init__(self, older: Snapshot | None, newer: Snapshot) -> None:
-        self.seconds = 0.0 if older is None else max(0.0, newer.wall - older.wall)
+        # By age, which goes on evenly where a clock is set.
+        self.seconds = 0.0 if older is None else max(0.0, newer.run.age_s - older.run.age_s)
         self._older = {} if older is None else {actor.name: actor for actor in older.actors}
 
     def before(self, actor: ActorView) -> ActorView | None:

@@ -21,7 +21,8 @@ GONE = frozenset({"absent", "dead", "lost", "aside"})
 class Levels:
     """Levels of a run at one moment."""
 
-    wall: float
+    age_s: float
+    """Age of the run at that moment."""
     dataloader_busy: float | None
     """Share of the time of its event loop, 0 to 1."""
     generating: float | None
@@ -41,7 +42,7 @@ def levels_of(snapshot: Snapshot) -> Levels:
     rollouters, dataloaders = living_in(snapshot, "rollouter"), living_in(snapshot, "dataloader")
     outstanding, gate = (level_of(dataloaders, f"tickets/{name}") for name in ("outstanding", "gate"))
     return Levels(
-        wall=snapshot.wall,
+        age_s=snapshot.run.age_s,
         dataloader_busy=total(actor.loop_busy for actor in dataloaders),
         generating=level_of(rollouters, "rollout/in_flight"),
         at_reward=level_of(rollouters, "rollout/scoring"),
@@ -99,9 +100,9 @@ class Moment:
     levels: Levels
 
     @property
-    def wall(self) -> float:
-        """Unix time (s)."""
-        return self.snapshot.wall
+    def age_s(self) -> float:
+        """Age of the run, which goes on evenly where a clock is set."""
+        return self.snapshot.run.age_s
 
     @property
     def learner(self) -> object:
@@ -118,25 +119,25 @@ class History:
         """Moments of the last RATES_S, and the one before them, so that rates are of that time."""
 
     def add(self, snapshot: Snapshot) -> None:
-        """Take a snapshot. One of the same moment as the newest replaces it; one that is older, or of another run or
+        """Take a snapshot. One of the same age as the newest replaces it; one that is younger, or of another run or
         attempt, begins anew."""
         if self._latest:
             last = self._latest[-1].snapshot
             same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
-            if not same or snapshot.wall < last.wall:
+            if not same or snapshot.run.age_s < last.run.age_s:
                 self._earlier.clear()
                 self._latest.clear()
-            elif snapshot.wall == last.wall:
+            elif snapshot.run.age_s == last.run.age_s:
                 self._latest.pop()
         window = self.window_s(snapshot)
         self._latest.append(Moment(snapshot, levels_of(snapshot)))
-        while len(self._latest) > 1 and self._latest[1].wall <= snapshot.wall - RATES_S:
+        while len(self._latest) > 1 and self._latest[1].age_s <= snapshot.run.age_s - RATES_S:
             moment = self._latest.popleft()
-            if len(self._earlier) > 1 and moment.wall - self._earlier[-2].wall < 2 * window / KEPT:
+            if len(self._earlier) > 1 and moment.age_s - self._earlier[-2].age_s < 2 * window / KEPT:
                 self._earlier.pop()
             self._earlier.append(moment)
         # The last one from before the window stays, so that the window is covered as a whole.
-        while len(self._earlier) > 1 and self._earlier[1].wall <= snapshot.wall - window:
+        while len(self._earlier) > 1 and self._earlier[1].age_s <= snapshot.run.age_s - window:
             self._earlier.popleft()
 
     @staticmethod
@@ -170,7 +171,7 @@ class History:
     def stepping_s(self) -> float:
         """Seconds of ``window`` in which the present learner has trained steps; all of it before the first."""
         stepping = self._stepping(self.window())
-        return stepping[-1].wall - stepping[0].wall
+        return stepping[-1].age_s - stepping[0].age_s
 
     @staticmethod
     def _stepping(moments: list[Moment]) -> list[Moment]:
@@ -181,6 +182,6 @@ class History:
         found: list[Moment] = []
         for each in chain(reversed(self._latest), reversed(self._earlier)):
             found.append(each)
-            if each.wall <= self._latest[-1].wall - seconds:
+            if each.age_s <= self._latest[-1].age_s - seconds:
                 break
         return found[::-1]

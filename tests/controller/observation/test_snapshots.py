@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -271,6 +272,17 @@ def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
 
     unrecorded = {"monitor": {"record_bytes": 0, "record_s": 0.01}}
     run(tmp_path, scenario, validate_config(CONFIG.model_dump() | unrecorded))
+
+
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+@on_cluster()
+async def test_a_clock_that_is_set_changes_no_age(cluster, monkeypatch, by_s):
+    clock = cluster.controller.clock
+    number, before = await look(viewer := cluster.caller(VIEWER))
+    monkeypatch.setattr(clock, "wall", lambda: time.time() + by_s)
+    _, after = await look(viewer, number)
+    assert abs(after.wall - before.wall - by_s) < 1800
+    assert before.run.age_s < after.run.age_s < 1800
 
 
 def test_the_room_on_a_disk_that_does_not_answer_is_not_known_and_a_full_disk_has_none(tmp_path, monkeypatch):
