@@ -33,8 +33,8 @@ class Replay:
     """Place of the viewer in a recording; ``position`` is Unix time, s."""
 
     def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False) -> None:
-        """``entries`` are (wall, snapshot as recorded), in the order of the recording; there is at least one. Those behind
-        the newest that can be read are left out.
+        """``entries`` are (wall, snapshot as recorded), in the order of the recording; there is at least one. Those
+        behind the newest that can be read are left out.
 
         ``lives``: more may come.
         """
