@@ -62,9 +62,9 @@ async def test_the_pane_of_episodes():
         await settled(pilot)
         compare("pane-8-80x24", text_of(app))
         await pilot.press("down", "enter")
-        await until(pilot, "episodes/1")
+        await until(pilot, "playing 90%")
         text = text_of(app)
-        assert "worker/1" in text and "playing 90%" in text
+        assert "episodes/1" in text and "worker/1" in text
         await pilot.press("escape", "tab")
         await until(pilot, "1 rollouters")
 
