@@ -40,7 +40,7 @@ class KLConfig(Section):
     """The divergence from a frozen reference, the policy that the run began with."""
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence; 0 is without, and then no reference is loaded."""
+    """Weight of the divergence; 0 is without, and then no reference is loaded unless a loss of yours asks for one."""
     place: Literal["loss", "reward"] = "loss"
     """A term of each token's loss, or subtracted from the reward before the advantages, summed over what the trajectory
     has sampled; in the reward the policy is the one that sampled the token."""

@@ -13,6 +13,7 @@ fails in the next collective, or is ended before.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -255,9 +256,7 @@ class Learner(Actor):
             )
             begin_all(self._teacher, self._intake.buffer.groups)
         self._supply = DataloaderLink(
-            lambda request, patience=1.0: self.peer(DATALOADER).call(
-                request, patience * self.config.network.call_timeout_s, silence=self.config.network.call_timeout_s
-            ),
+            self._call_dataloader,
             self._intake,
             self._evals,
             self.services,
@@ -586,6 +585,12 @@ class Learner(Actor):
                 for group in groups:
                     self._intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
                 self._supply.changed()
+
+    def _call_dataloader(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]:
+        timeout_s = self.config.network.call_timeout_s
+        # With more patience, only while it says that it has the call.
+        silence = timeout_s if patience > 1.0 else math.inf
+        return self.peer(DATALOADER).call(request, patience * timeout_s, silence=silence)
 
     async def _until_answered(self, request: Request) -> None:
         with self.awaits.on(CONTROLLER, type(request).__name__):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.teacher import TeacherClient, TeacherFailed
@@ -36,7 +37,7 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     learner, found = config.learner, []
     if learner.backend == "sim" or config.model.path is None:
         return []
-    folders = {REFERENCE: learner.kl.path}
+    folders = {REFERENCE: reference_path(learner)}
     if learner.teacher_url is None:
         folders[TEACHER] = learner.teacher
     for key, path in folders.items():
@@ -47,6 +48,11 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     if learner.teacher_url is not None:
         found.append(asyncio.run(check_server(learner.teacher_url, config, tokenizer)))
     return found
+
+
+def reference_path(learner: LearnerConfig) -> str | None:
+    """Folder of the reference, where one may be loaded from it: a loss of the user's may ask for it."""
+    return learner.kl.path if learner.kl.coefficient or ":" in learner.loss else None
 
 
 def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:

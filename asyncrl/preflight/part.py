@@ -12,6 +12,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
 from asyncrl.preflight.findings import Finding, warn
+from asyncrl.preflight.frozen import reference_path
 from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
 from asyncrl.preflight.model import check_model, check_served, check_window
 from asyncrl.preflight.needs import ModelSize, checkpoints_need, count, descriptors_need, run_dir_need
@@ -99,7 +100,7 @@ async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompt
 def asks_of_learner(config: Config) -> bool:
     """Whether rank 0 of the learner needs more than the model's weights: conversations, or models that only score."""
     learner = config.learner
-    return config.sft.data is not None or learner.teacher is not None or learner.kl.path is not None
+    return config.sft.data is not None or learner.teacher is not None or reference_path(learner) is not None
 
 
 def check_folders(part: Part, size: ModelSize | None) -> list[Finding]:

@@ -16,8 +16,9 @@ from typing import ClassVar, Protocol
 from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.sinks.figures import Line
 from asyncrl.snapshot import Snapshot
+from asyncrl.telemetry.metrics_line import room_for
 
-ROOM = 1000
+ROOM = 4000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 TROUBLE_CHARACTERS = 500
 SECRETS = ("WANDB_API_KEY",)
@@ -72,7 +73,7 @@ class Lane:
         with self._news:
             if isinstance(record, Snapshot):
                 self._snapshot = record
-            elif len(self._lines) >= ROOM:
+            elif len(self._lines) >= room_for(record, ROOM):
                 self.dropped += 1
             else:
                 self._lines.append(record)

@@ -20,6 +20,12 @@ LARGEST_WHOLE = 1 << 53
 LARGEST = 10**300
 
 
+def room_for(line: Line, room: int) -> int:
+    """Most lines that may wait in front of ``line`` in a queue of ``room``. Those of updates, of which a step has one
+    for each replica, leave half of it to others."""
+    return room // 2 if line.get("kind") == "update" else room
+
+
 def parse_line(text: bytes) -> Line | None:
     """The line; None for text that is no line of metrics."""
     try:

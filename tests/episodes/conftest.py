@@ -156,6 +156,13 @@ async def decorated(task, client):
     return len((await client.chat(asks(task.prompt))).content)
 
 
+def embedded(task, client):
+    async def inner():
+        return client.chat(asks(task.prompt)).content
+
+    return len(asyncio.run(inner()))
+
+
 class Counting:
     open = 0
 

@@ -391,15 +391,15 @@ async def test_a_trajectory_under_a_rubric_closes_no_block_and_opens_none():
         assert at not in block and other not in block and at != other
 
 
-@pytest.mark.parametrize("answer", ["", '{"verdicts": [{"name": "ri'])
-async def test_an_answer_that_was_cut_is_told_as_such_and_not_sent_back(answer):
+@pytest.mark.parametrize(("answer", "requests"), [("", 1), ('{"verdicts": [{"name": "ri', 2)])
+async def test_an_answer_that_was_cut_is_told_as_such_and_sent_back_if_there_is_any(answer, requests):
     async def short(request, body):
         choice = {"message": {"role": "assistant", "content": answer}, "finish_reason": "length"}
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})
 
     async with judging(short, function="rubric", rubric=RUBRIC) as (server, pool):
         await fails(pool, group(1), r"its answer was cut after 5 tokens .* \(reward\.options\.extra, as max_completion")
-        assert len(server.bodies) == 1
+        assert len(server.bodies) == requests
 
 
 async def test_a_vote_that_is_kept_counts_once_also_where_all_are_asked_in_the_same_words(tmp_path):

@@ -99,6 +99,16 @@ async def test_lines_without_room_are_counted_and_those_that_nobody_takes(feed, 
     assert counters["sinks/dropped"] == 8 + ROOM
 
 
+def test_updates_leave_room_for_other_lines(counters, feed):
+    for number in range(ROOM):
+        feed.line({"kind": "update", "step": 1, "replica": f"rollouter/{number}"})
+    assert counters["sinks/dropped"] == ROOM // 2
+    feed_lines(feed, *range(ROOM // 2))
+    assert counters["sinks/dropped"] == ROOM // 2
+    feed_lines(feed, 1)
+    assert counters["sinks/dropped"] == ROOM // 2 + 1
+
+
 def test_without_sinks_nothing_is_counted():
     counters = {}
     feed = SinksFeed(counters, ABOVE, wanted=False)

@@ -15,9 +15,10 @@ from typing import Any
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.runtime.calls.handlers import Caller
 from asyncrl.runtime.parking import ParkingLot
+from asyncrl.telemetry.metrics_line import room_for
 
 DROPPED, RESTARTS = "sinks/dropped", "sinks/restarts"
-ROOM = 1000
+ROOM = 4000
 AT_ONCE = 100
 """Most lines of one answer."""
 
@@ -43,7 +44,7 @@ class SinksFeed:
         """Hand over a line of metrics.jsonl, which nobody changes any more."""
         if not self._wanted:
             return
-        if self._is_over or len(self._lines) >= ROOM:
+        if self._is_over or len(self._lines) >= room_for(line, ROOM):
             self._counters[DROPPED] += 1
             return
         self._lines.append(line)

@@ -132,17 +132,23 @@ class BlockingClient:
         self.model, self.base_url, self.api_key = client.model, client.base_url, client.api_key
 
     def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Any:
-        """Ask the policy, as Client.chat: a Reply; on the event loop an awaitable of one.
+        """Ask the policy, as Client.chat: a Reply; on the worker's event loop an awaitable of one.
 
         A coroutine is there that a plain function has returned, as a decorator does which is not asynchronous itself.
         """
         asked = self._client.chat(messages, *args, **kwargs)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
-        return asked
+        if _running_loop() is self._loop:
+            return asked
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
     def reward(self, value: float) -> None:
         """Credit a turn, as Client.reward."""
         self._client.reward(value)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread, if there is one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -51,7 +51,7 @@ class Stand:
     finished: bool
 
 
-class Call(Protocol):
+class DataloaderCall(Protocol):
     """A call of the dataloader, whose deadline is ``patience`` times that of any call."""
 
     def __call__(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]: ...
@@ -62,7 +62,7 @@ class DataloaderLink:
 
     def __init__(
         self,
-        call: Call,
+        call: DataloaderCall,
         intake: Intake,
         evals: EvalCollector,
         services: ActorServices,

@@ -10,6 +10,7 @@ written is lost, counted and told to the user; training goes on.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +67,7 @@ class StepLines:
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
-        self._writing = asyncio.Lock()
+        self._writing = threading.Lock()
         self._early: list[dict[str, Any]] = []
         """Lines that are written and not told: of steps whose own line is not written yet."""
 
@@ -113,8 +114,9 @@ class StepLines:
             await self._write_step(step, complete=complete)
             self._written = step.line["step"]
             self._line_written.set()
-            early, self._early = self._early, []
-            self._tell_lines(early)
+            told = [line for line in self._early if line["step"] <= self._written]
+            self._early = [line for line in self._early if line["step"] > self._written]
+            self._tell_lines(told)
             self._steps.task_done()
 
     async def written(self, step: int) -> None:
@@ -168,11 +170,15 @@ class StepLines:
         }
 
     async def _write(self, write: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(self._alone, write)
+        except OSError as error:
+            self._counters["records/lost"] = self._counters.get("records/lost", 0) + 1
+            self._log.error("record not written", error=str(error))
+            self._notify(int(self._counters["records/lost"]), error)
+
+    def _alone(self, write: Callable[[], None]) -> None:
+        """Write, in a thread, while no other does, also one whose caller was cancelled."""
         # One that fails puts the file back to where it was, and would cut off what another has written since.
-        async with self._writing:
-            try:
-                await asyncio.to_thread(write)
-            except OSError as error:
-                self._counters["records/lost"] = self._counters.get("records/lost", 0) + 1
-                self._log.error("record not written", error=str(error))
-                self._notify(int(self._counters["records/lost"]), error)
+        with self._writing:
+            write()

@@ -135,17 +135,20 @@ class Asker:
         try:
             return question.read(text), text
         except BadAnswer as error:
-            if reply.cut:
-                # Asked to mend it, it would be cut again.
-                told = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
-                fix = "give it more (reward.options.extra, as max_completion_tokens)"
-                raise AskFailed("cut answer", f"{told}; {fix}", passing=True) from error
+            if reply.cut and not text:
+                # Reasoning has taken all that it may write, and would again.
+                raise _cut(reply, error) from error
             problems = "\n".join(f"* {problem}" for problem in error.problems)
         self._counters.repairs += 1
         said = {"role": "assistant", "content": shorten(text, REPAIR_CHARS) or "(nothing)"}
         asked = {"role": "user", "content": REPAIR.format(problems=problems)}
-        text = (await self._answer([*question.messages, said, asked], question.schema, time_left)).text
-        return question.read(text), text
+        reply = await self._answer([*question.messages, said, asked], question.schema, time_left)
+        try:
+            return question.read(reply.text), reply.text
+        except BadAnswer as error:
+            if reply.cut:
+                raise _cut(reply, error) from error
+            raise
 
     async def _answer(self, messages: list[dict[str, str]], schema: dict[str, Any], time_left: _TimeLeft) -> JudgeReply:
         tokens = int(sum(len(message["content"]) for message in messages) / CHARS_PER_TOKEN) + ANSWER_TOKENS
@@ -194,6 +197,12 @@ class Asker:
                 # The estimate with which it began is put right, for those that come in the same minute.
                 spent.units = answer.prompt_tokens + answer.completion_tokens
         return answer
+
+
+def _cut(reply: JudgeReply, error: BadAnswer) -> AskFailed:
+    told = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
+    fix = "give it more (reward.options.extra, as max_completion_tokens)"
+    return AskFailed("cut answer", f"{told}; {fix}", passing=True)
 
 
 class _TimeLeft:

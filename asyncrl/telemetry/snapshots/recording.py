@@ -10,12 +10,13 @@ skips what it cannot read.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import msgpack
@@ -137,7 +138,7 @@ def _append(path: Path, body: bytes) -> None:
 
 
 def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
-    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording."""
+    """(wall, snapshot as ``decode`` takes it), segment after segment: what a time bar holds of a long recording."""
     seen: set[float] = set()
     for segment in segments(run_dir):
         for wall, body in _entries(segment.path):
@@ -148,15 +149,18 @@ def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
 
 
 def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
-    """Entries as ``read_bodies`` gives them, of the last ``seconds`` and as far as the segments go that these begin in;
-    older ones are not read. They are in the order of their recording, also where the clock was set back."""
-    found: dict[float, bytes] = {}
+    """Entries as ``read_bodies`` gives them, in the order of recording: of the last ``seconds``, and as far as the
+    segments go that these begin in; older ones are not read."""
+    parts: list[list[tuple[float, bytes]]] = []
+    newest = -math.inf
     for segment in reversed(segments(run_dir)):
-        # Of those that a writer which died while it thinned has left twice, the place in the later segment counts.
-        found = {wall: body for wall, body in _entries(segment.path) if wall not in found} | found
-        if found and next(iter(found)) < max(found) - seconds:
+        parts.append(list(_entries(segment.path)))
+        newest = max([newest, *(wall for wall, _ in parts[-1])])
+        if parts[-1] and parts[-1][0][0] < newest - seconds:
             break
-    return list(found.items())
+    # Of those that a writer which died while it thinned has left twice, the place in the later segment counts.
+    backwards = dict(chain.from_iterable(map(reversed, parts)))
+    return list(backwards.items())[::-1]
 
 
 def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -23,6 +23,8 @@ from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_latest, s
 from asyncrl.top.source.client import Away, WatchedRun, watch
 from asyncrl.top.source.history import LONGEST_S, RATES_S, History
 
+LEAST_S = 0.001
+"""Least time between two places of a recording, as where the clock was set back between them."""
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 ELSE = "What the run measured and logged is shown by --report and --explain"
 FRAMES = 24
@@ -42,9 +44,10 @@ class Replay:
         count = len(entries)
         while count > 1 and decode(entries[count - 1][1]) is None:
             count -= 1
-        # Each place is after the one before, also where the clock was set back.
-        walls = (wall for wall, _ in entries[:count])
-        self._walls: list[float] = list(accumulate(walls, lambda last, wall: max(math.nextafter(last, math.inf), wall)))
+        # Each place is after the one before: where the clock was set back, later ones are shifted by as much.
+        walls = [wall for wall, _ in entries[:count]]
+        passed = (max(LEAST_S, later - earlier) for earlier, later in pairwise(walls))
+        self._walls: list[float] = list(accumulate(passed, initial=walls[0]))
         self._bodies = [body for _, body in entries[:count]]
         self.position = self._walls[0]
         self.speed = SPEEDS[3]

@@ -220,6 +220,11 @@ async def test_a_coroutine_that_a_plain_function_returns_is_played(tmp_path):
         assert await host.play("go") == EpisodeDone(reward=2.0)
 
 
+async def test_a_plain_function_may_run_a_loop_of_its_own(tmp_path):
+    async with hosting(play(function="plays:embedded"), tmp_path, Rollouter("ab")) as host:
+        assert await host.play("go") == EpisodeDone(reward=2.0)
+
+
 async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path):
     rollouter = Rollouter("ab", "cde")
     async with hosting(play(function="plays:plain", close_timeout_s=1.0), tmp_path, rollouter) as host:

@@ -14,6 +14,8 @@ from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
+TOLD = ("train", "update", "eval")
+
 
 def made(run_dir, told, step=0, samples_per_step=1):
     return StepLines(
@@ -47,17 +49,20 @@ def test_nobody_is_told_of_a_step_before_its_line(tmp_path):
         await lines.emit({"kind": "eval", "step": 3})
         updated(lines, "rollouter/0")
         await lines.put(trained(4))
+        await lines.put(trained(5))
         # Complete once the step is trained, before its line is written.
-        await lines.emit({"kind": "eval", "step": 4})
+        for step in (4, 5):
+            await lines.emit({"kind": "eval", "step": step})
         writing = asyncio.create_task(lines.run())
-        await lines.written(4)
+        await lines.written(5)
         updated(lines, "rollouter/1")
         await lines.finish()
         writing.cancel()
 
     run_virtual(live())
     kinds = [(line["kind"], line["step"]) for line in told]
-    assert kinds == [("eval", 3), ("train", 4), ("update", 4), ("eval", 4), ("update", 4)]
+    of_4, of_5 = ([(kind, step) for kind in order] for step, order in ((4, TOLD), (5, ("train", "eval", "update"))))
+    assert kinds == [("eval", 3), *of_4, *of_5]
     assert {line["start"] for line in told} == {2}
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sorted(map(str, written)) == sorted(map(str, told))
