@@ -8,7 +8,6 @@ Invariant: each token counts in one step at most, whenever the lines of the step
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +63,7 @@ class GenerationLog:
     """Statistics of all rollouters. Times are wall clock, in seconds.
 
     ``succeeds``: an earlier learner had reports too, so that the tokens of a rollouter that is new here are not known
-    before its first report.
+    since the last of them.
     """
 
     succeeds: bool = False
@@ -72,18 +71,14 @@ class GenerationLog:
     _reports: list[_Report] = field(default_factory=list)
     _intervals: list[tuple[float, float]] = field(default_factory=list)
     _updates: list[tuple[str, UpdateTimes]] = field(default_factory=list)
-    _known_since: float = -math.inf
-    """Time from which the tokens of all rollouters are known."""
 
     def add(self, name: str, incarnation: int, stats: RolloutStats, now: float) -> None:
         """Take a rollouter's statistics, which came at ``now``."""
         source, tokens = self._sources.get(name), Tokens(stats.sampled_tokens, stats.reprefill_tokens)
         if source is None or source.incarnation != incarnation:
             # A new incarnation counts from 0. One that an earlier learner knew counts from what it says first.
-            known, began = Tokens(0, 0), now - _extent(stats.sampling)
-            if source is None and self.succeeds:
-                known, began = tokens, now
-                self._known_since = now
+            known = Tokens(0, 0) if source is not None or not self.succeeds else tokens
+            began = now - _extent(stats.sampling)
             source = self._sources[name] = _Source(incarnation, known, began)
         more = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
         self._reports.append(_Report(name, more, source.heard, now))
@@ -100,10 +95,10 @@ class GenerationLog:
         return all(source.heard >= time or source.heard < now - patience_s for source in self._sources.values())
 
     def take_tokens(self, start: float, end: float) -> Tokens | None:
-        """Tokens of [start, end); None if not all of that time is known. Forgets those before ``end``."""
+        """Tokens of [start, end); None if nobody told of that time. Forgets those before ``end``."""
         told = [each for each in self._reports if each.until > start]
         self._reports = [each for each in told if each.until > end]
-        if not told or start < self._known_since:
+        if not told:
             return None
         return Tokens(
             sampled=round(sum(each.within(start, end) * each.tokens.sampled for each in told)),

@@ -122,15 +122,11 @@ def test_steps_between_two_reports_have_the_rate_of_that_time():
     assert taken == [250, 250, 375, 375]
 
 
-@pytest.mark.parametrize("succeeds", [False, True])
-def test_the_whole_life_of_a_rollouter_is_not_the_first_step_of_a_learner_that_starts_again(succeeds):
+@pytest.mark.parametrize(("succeeds", "tokens"), [(False, 5000), (True, 250)])
+def test_the_whole_life_of_a_rollouter_is_not_the_first_step_of_a_learner_that_starts_again(succeeds, tokens):
     log = GenerationLog(succeeds=succeeds)
-    told(log, "rollouter/0", (9.5, 4000), (10.0, 4750))
-    told(log, "rollouter/1", (10.0, 30), (10.5, 130))
-    # A part of them is not said to be all.
-    assert log.take_tokens(9.0, 10.0) == (None if succeeds else Tokens(sampled=4780, reprefill=0))
-    told(log, "rollouter/0", (10.5, 5000))
-    assert log.take_tokens(10.0, 10.5).sampled == 350
+    told(log, "rollouter/0", (10.0, 4750), (10.5, 5000))
+    assert log.take_tokens(9.0, 10.5).sampled == tokens
     # That of one that is known begins in this learner's time.
     told(log, "rollouter/0", (11.0, 70), incarnation=2)
     assert log.take_tokens(10.5, 11.0).sampled == 70
