@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from pathlib import Path
@@ -133,8 +134,16 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
         os.truncate(newest / "groups.msgpack", 1)
         (run_dir / "version_mark.json").unlink()
 
+    def whole() -> bool:
+        """Whether there are two checkpoints, and lines tell of all versions: the mark is not all that does."""
+        if len(CheckpointFolder(run_dir / "checkpoints").candidates()) < 2:
+            return False
+        told = [line["weights/version"] for line in system.lines("train")]
+        used = json.loads((run_dir / "version_mark.json").read_text())["version"]
+        return told[-1:] == [used]
+
     async def kill() -> None:
-        await until(lambda: len(CheckpointFolder(run_dir / "checkpoints").candidates()) >= 2)
+        await until(whole)
         await system.replace("learner/0", damage)
 
     state = system.play(kill, timeout=100)
