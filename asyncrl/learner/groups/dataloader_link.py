@@ -34,6 +34,7 @@ from asyncrl.messages.dataloader import (
     WatchSupply,
 )
 from asyncrl.runtime.calls.retry import AWAY_S, DEADLINE, log_away, wait_out
+from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.runtime.services import ActorServices
 
 DATALOADER = "dataloader/0"
@@ -98,7 +99,7 @@ class DataloaderLink:
 
     async def restore(self) -> None:
         """Tell the dataloader the state of the run, until it goes on from there. Raises ConfigError."""
-        seen, patience = self._restored, 1.0
+        seen, late = self._restored, 0
         async with self._restoring:
             if self._restored != seen:
                 # The other loop has met the same new dataloader.
@@ -106,16 +107,15 @@ class DataloaderLink:
             with self._awaits.on(DATALOADER, "Restored"):
                 while True:
                     try:
-                        resumed: Resumed = await self._call(self._message(), patience)
+                        resumed: Resumed = await self._call(self._message(), backoff(1.0, late, MOST_PATIENCE))
                     except DeadlineExceeded as error:
                         log_away(self._log, "dataloader", error)
-                        patience = min(2.0 * patience, MOST_PATIENCE)
+                        late += 1
                     except RemoteError as error:
                         if error.code == RunChanged.code:
                             raise ConfigError([error.message]) from error
-                        if error.code == DEADLINE:
-                            # It is there, and its data are large: it begins anew each time that it is told.
-                            patience = min(2.0 * patience, MOST_PATIENCE)
+                        # It is there, and its data are large: it begins anew each time that it is told.
+                        late += error.code == DEADLINE
                         self._log.warning("dataloader cannot go on", error=str(error))
                         await asyncio.sleep(AWAY_S)
                     else:

@@ -7,7 +7,7 @@ from itertools import count
 
 LONGEST_S = 60.0
 MOST_DOUBLINGS = 64
-"""Doublings that a float takes of any seconds, and that end every wait there is."""
+"""Bound of the exponent: a float takes so many of any seconds, and they are longer than any longest."""
 
 
 def backoff(first_s: float, times: int, longest_s: float = LONGEST_S) -> float:

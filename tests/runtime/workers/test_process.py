@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -17,6 +18,20 @@ from asyncrl.runtime.workers.process import Output, WorkerProcess, kill_living
 
 TAKEN = 8
 """Descriptors that a start takes: socket pair, /dev/null, pipe, and those of subprocess."""
+
+
+def started(module: str, on_end: Callable[..., None] = lambda *_: None) -> WorkerProcess:
+    return WorkerProcess(
+        module,
+        b"",
+        confined=UNISOLATED,
+        max_frame_bytes=1,
+        max_output_bytes=1,
+        memory_key="",
+        on_output=lambda _: None,
+        on_frame=lambda *_: None,
+        on_end=on_end,
+    )
 
 
 def opened() -> set[int]:
@@ -32,17 +47,7 @@ async def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_no
         resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], limits[1]))
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                WorkerProcess(
-                    "there_is_none",
-                    b"",
-                    confined=UNISOLATED,
-                    max_frame_bytes=1,
-                    max_output_bytes=1,
-                    memory_key="",
-                    on_output=lambda _: None,
-                    on_frame=lambda *_: None,
-                    on_end=lambda *_: None,
-                )
+                started("there_is_none")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert opened() == before, f"{spare} were left"
@@ -66,17 +71,7 @@ def test_a_killed_worker_that_is_slow_to_go_is_looked_after_now_and_then(monkeyp
 
         monkeypatch.setattr(os, "waitid", slow)
         monkeypatch.setattr(WorkerProcess, "descendants", counted)
-        worker = WorkerProcess(
-            "asyncrl.runtime.workers.keeper",
-            b"",
-            confined=UNISOLATED,
-            max_frame_bytes=1,
-            max_output_bytes=1,
-            memory_key="",
-            on_output=lambda _: None,
-            on_frame=lambda *_: None,
-            on_end=lambda *_: ended.set(),
-        )
+        worker = started("asyncrl.runtime.workers.keeper", lambda *_: ended.set())
         worker.kill("took too long")
         await ended.wait()
         return loop.time()
