@@ -140,10 +140,6 @@ def _main(argv: list[str]) -> int:
         return complain(PROGRAM, f"{count}: correct what is listed above{keys}", 78)
     except AsyncRLError as error:
         return complain(PROGRAM, str(error), error.exit_code)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        return complain(PROGRAM, f"{error.filename or 'the operating system'}: {error.strerror or error}", 1)
 
 
 def _parser() -> Parser:
