@@ -3,10 +3,10 @@
     python -m tools.soak
     python -m tools.soak --steps 50 --transport gloo --mode keep
 
-Two rollouters, ``weights.verify = "full"``. After each run: every trajectory's version spans are contiguous, in order
-and cover it; all engines held the same weights after each update (their checksums, and the learner's probe to within
-rounding); both have come to the end with the learner; no engine was restarted. One line a run, then JSON. Exit code 1
-if anything does not hold.
+Two rollouters, ``weights.verify = "full"``. A run is stopped when both serve a version that is ``--steps`` newer than
+the first that both served. After each run: every trajectory's version spans are contiguous, in order and cover it; all
+engines held the same weights after each update (their checksums, and the learner's probe to within rounding); no engine
+was restarted. One line a run, then JSON. Exit code 1 if anything does not hold.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from asyncrl.errors import PREEMPTED_EXIT_CODE
 from tools.bench.tiny_model import make_model
-from tools.live_run import LiveRun
+from tools.live_run import LiveRun, RunEnded
 
 SUMMARY = "Run the real vLLM through an update after every step, and look at the result."
 MODES = ("abort_resume", "keep", "drain")
 TRANSPORTS = ("gloo", "shm", "stream")
 REPLICAS = 2
-STALENESS = 4
+STEPS_OF_ALL = 1_000_000
 RUN_S = 900.0
 PROBE_KL = 1e-8
 """Largest divergence (nats) that rounding makes in float32: log-probs apart by 1e-4."""
 
 
-def configuration(transport: str, mode: str, steps: int, model: Path) -> dict[str, Any]:
+def configuration(transport: str, mode: str, model: Path) -> dict[str, Any]:
     """A version a step."""
     return {
         "run": {"samples_per_step": 1000},
@@ -52,14 +53,24 @@ def configuration(transport: str, mode: str, steps: int, model: Path) -> dict[st
             "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
         },
         "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
-        "learner": {"steps": steps, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False, "threads": 1},
+        "learner": {"steps": STEPS_OF_ALL, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False, "threads": 1},
         "weights": {"transport": transport, "verify": "full", "bucket_bytes": 1 << 20, "chunk_bytes": 1 << 18},
-        "staleness": {"max": STALENESS},
+        "staleness": {"max": 4},
         "checkpoint": {"export_at_end": False},
     }
 
 
-def problems_of(run: LiveRun, mode: str, steps: int) -> tuple[list[str], dict[str, float]]:
+def follow(run: LiveRun, steps: int) -> None:
+    """Stop a run once both rollouters have come ``steps`` versions further. Raises RunEnded or TimeoutError."""
+    # A run begins with the rollouter that is ready first, and may be some steps old when the second is.
+    run.until(lambda: len(run.served()) == REPLICAS, "a version served by each rollouter", RUN_S)
+    last = max(run.served().values()) + steps
+    run.until(lambda: min(run.served().values()) >= last, f"version {last} served by each rollouter", RUN_S)
+    if (code := run.stop()) != PREEMPTED_EXIT_CODE:
+        raise RunEnded(f"exit code {code} after Ctrl-C: {run.output[-2000:]}")
+
+
+def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
     """Problems, where something does not hold, and figures of the run."""
     problems = []
     trajectories = mixed = 0
@@ -75,8 +86,6 @@ def problems_of(run: LiveRun, mode: str, steps: int) -> tuple[list[str], dict[st
                     problems.append(f"{group['uid']}: spans {spans} do not cover {len(sequence['tokens'])} tokens")
                 if sorted(versions := [span[0] for span in spans]) != versions:
                     problems.append(f"{group['uid']}: versions {versions} go back")
-    if run.step != steps:
-        problems.append(f"{run.step} steps instead of {steps}")
     updates = run.lines("update")
     if not trajectories or (mixed > 0) == (mode == "drain"):
         problems.append(f"{mixed} of {trajectories} trajectories met an update")
@@ -89,9 +98,6 @@ def problems_of(run: LiveRun, mode: str, steps: int) -> tuple[list[str], dict[st
     drifts = [abs(u["policy/probe_kl"]) for u in updates if u.get("policy/probe_kl") is not None]
     if len(drifts) != len(updates) or max(drifts) > PROBE_KL:
         problems.append(f"{len(drifts)} of {len(updates)} updates were probed, the worst was off by {max(drifts):.2g}")
-    # The run ends with its last step, and waits for no update that nobody needs any more.
-    if len(run.served()) != REPLICAS or min(run.served().values()) < steps - STALENESS:
-        problems.append(f"at the end {run.served()} is served, of {steps} versions")
     replaced = sum(
         line.get("event") == "engine is replaced" for i in range(REPLICAS) for line in run.log(f"rollouter/{i}")
     )
@@ -127,12 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for mode in chosen.mode or MODES:
                 folder = (chosen.keep or Path(name)) / f"{transport}-{mode}"
                 folder.mkdir(parents=True)
-                run = LiveRun(configuration(transport, mode, chosen.steps, model), folder)
+                run = LiveRun(configuration(transport, mode, model), folder)
                 try:
-                    code = run.wait(RUN_S)
-                    problems, figures = (
-                        problems_of(run, mode, chosen.steps) if code == 0 else ([run.output[-2000:]], {})
-                    )
+                    follow(run, chosen.steps)
+                    problems, figures = problems_of(run, mode)
+                except (RunEnded, TimeoutError) as error:
+                    problems, figures = [str(error)], {}
                 finally:
                     run.close()
                 found[f"{transport}/{mode}"] = figures
