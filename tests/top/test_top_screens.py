@@ -3,6 +3,7 @@
 ASYNCRL_UPDATE_SCREENS=1 writes the screens anew, to be read before they are committed.
 """
 
+import contextlib
 import json
 import os
 from datetime import UTC, datetime
@@ -18,11 +19,14 @@ pytestmark = pytest.mark.usefixtures("utc")
 SCREENS = Path(__file__).parent / "screens"
 
 
-def compare(name, text):
+async def compare(name, pilot):
     path = SCREENS / f"{name}.txt"
     if os.environ.get("ASYNCRL_UPDATE_SCREENS"):
-        path.write_text(text)
-    assert text == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
+        await settled(pilot)
+        path.write_text(text_of(pilot.app))
+    with contextlib.suppress(TimeoutError):
+        await until(pilot, path.read_text())
+    assert text_of(pilot.app) == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
 
 
 @pytest.mark.parametrize(
@@ -33,8 +37,8 @@ def compare(name, text):
     ],
 )
 async def test_screens(state, size):
-    async with shown(Source(history=known(STATES[state]())), size) as (app, _):
-        compare(f"{state}-{size}", text_of(app))
+    async with shown(Source(history=known(STATES[state]())), size) as (_, pilot):
+        await compare(f"{state}-{size}", pilot)
 
 
 async def test_panes_on_a_small_terminal_and_all_of_them_on_a_larger_one():
@@ -46,21 +50,21 @@ async def test_panes_on_a_small_terminal_and_all_of_them_on_a_larger_one():
         for key in ("2", "3", "4", "5", "6", "7", "question_mark"):
             await pilot.press(key)
             await settled(pilot)
-            compare(f"pane-{key}-80x24", text_of(app))
+            await compare(f"pane-{key}-80x24", pilot)
         await pilot.press("escape", "1")
         await pilot.resize_terminal(150, 40)
         await settled(pilot)
-        compare("between-150x40", text_of(app))
+        await compare("between-150x40", pilot)
 
 
 async def test_the_pane_of_episodes():
     history = known(STATES["agents"]())
     async with shown(Source(history=history), "200x50") as (app, pilot):
-        compare("agents-200x50", text_of(app))
+        await compare("agents-200x50", pilot)
         await pilot.resize_terminal(80, 24)
         await pilot.press("8")
         await settled(pilot)
-        compare("pane-8-80x24", text_of(app))
+        await compare("pane-8-80x24", pilot)
         await pilot.press("down", "enter")
         await until(pilot, "playing 90%")
         text = text_of(app)
@@ -70,10 +74,9 @@ async def test_the_pane_of_episodes():
 
 
 async def test_a_terminal_that_knows_ascii_alone():
-    async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, _):
-        text = text_of(app)
-    assert text.isascii()
-    compare("ascii-80x24", text)
+    async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, pilot):
+        assert text_of(app).isascii()
+        await compare("ascii-80x24", pilot)
 
 
 async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
@@ -84,7 +87,7 @@ async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
         # The rows are node0, 0, 1, node1, 2.
         await pilot.press("down", "down", "down", "down", "enter")
         await until(pilot, "engine is up")
-        compare("detail-80x24", text_of(app))
+        await compare("detail-80x24", pilot)
         await pilot.press("n")
         await until(pilot, "rollouter/3")
         await settled(pilot)
@@ -113,7 +116,7 @@ async def test_a_replay_with_its_time_bar_and_the_log_of_the_moment(tmp_path):
         text = text_of(app)
         assert "1m02s of 1m59s" in text and "step 35/1000" in text
         assert "86% generating" in text, "shares are there right after a jump"
-        compare("replay-80x24", text)
+        await compare("replay-80x24", pilot)
         await pilot.press("left")
         await until(pilot, "1m00s of 1m59s")
         await pilot.press(*["<"] * 6, "enter")
