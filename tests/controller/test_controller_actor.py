@@ -131,7 +131,10 @@ async def is_parked(call):
 
 async def resolved(cluster, name):
     """The record of an actor, once it can be called."""
-    return (await cluster.caller().call(Resolve(name=name))).record
+    caller = cluster.caller()
+    while (record := (await caller.call(Resolve(name=name))).record) is None:
+        pass
+    return record
 
 
 @pytest.mark.parametrize(
