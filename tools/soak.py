@@ -5,8 +5,9 @@
 
 Two rollouters, ``weights.verify = "full"``. A run is stopped when both serve a version that is ``--steps`` newer than
 the first that both served. After each run: every trajectory's version spans are contiguous, in order and cover it; all
-engines held the same weights after each update (their checksums, and the learner's probe to within rounding); no engine
-was restarted. One line a run, then JSON. Exit code 1 if anything does not hold.
+engines held the same weights after each update (their checksums, and the learner's probe to within rounding); both have
+come to the end with the learner; no engine was restarted. One line a run, then JSON. Exit code 1 if anything does not
+hold.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ SUMMARY = "Run the real vLLM through an update after every step, and look at the
 MODES = ("abort_resume", "keep", "drain")
 TRANSPORTS = ("gloo", "shm", "stream")
 REPLICAS = 2
-STEPS_OF_ALL = 1_000_000
+STALENESS = 4
 RUN_S = 900.0
 PROBE_KL = 1e-8
 """Largest divergence (nats) that rounding makes in float32: log-probs apart by 1e-4."""
 
 
 def configuration(transport: str, mode: str, model: Path) -> dict[str, Any]:
-    """A version a step."""
+    """A version a step, until it is stopped."""
     return {
         "run": {"samples_per_step": 1000},
         "model": {"path": str(model)},
@@ -53,9 +54,9 @@ def configuration(transport: str, mode: str, model: Path) -> dict[str, Any]:
             "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
         },
         "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
-        "learner": {"steps": STEPS_OF_ALL, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False, "threads": 1},
+        "learner": {"steps": 1_000_000, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False, "threads": 1},
         "weights": {"transport": transport, "verify": "full", "bucket_bytes": 1 << 20, "chunk_bytes": 1 << 18},
-        "staleness": {"max": 4},
+        "staleness": {"max": STALENESS},
         "checkpoint": {"export_at_end": False},
     }
 
@@ -98,6 +99,9 @@ def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
     drifts = [abs(u["policy/probe_kl"]) for u in updates if u.get("policy/probe_kl") is not None]
     if len(drifts) != len(updates) or max(drifts) > PROBE_KL:
         problems.append(f"{len(drifts)} of {len(updates)} updates were probed, the worst was off by {max(drifts):.2g}")
+    # It is stopped, and waits for no update that nobody needs any more.
+    if min(run.served().values()) < run.step - STALENESS:
+        problems.append(f"at the end {run.served()} is served, of {run.step} versions")
     replaced = sum(
         line.get("event") == "engine is replaced" for i in range(REPLICAS) for line in run.log(f"rollouter/{i}")
     )

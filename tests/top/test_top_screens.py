@@ -26,6 +26,7 @@ async def compare(name, pilot):
         path.write_text(text_of(pilot.app))
     with contextlib.suppress(TimeoutError):
         await until(pilot, path.read_text())
+    await settled(pilot)
     assert text_of(pilot.app) == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
 
 
@@ -49,11 +50,9 @@ async def test_panes_on_a_small_terminal_and_all_of_them_on_a_larger_one():
         assert text_of(app) == before, "where a prompt has one response there are no episodes"
         for key in ("2", "3", "4", "5", "6", "7", "question_mark"):
             await pilot.press(key)
-            await settled(pilot)
             await compare(f"pane-{key}-80x24", pilot)
         await pilot.press("escape", "1")
         await pilot.resize_terminal(150, 40)
-        await settled(pilot)
         await compare("between-150x40", pilot)
 
 
@@ -63,7 +62,6 @@ async def test_the_pane_of_episodes():
         await compare("agents-200x50", pilot)
         await pilot.resize_terminal(80, 24)
         await pilot.press("8")
-        await settled(pilot)
         await compare("pane-8-80x24", pilot)
         await pilot.press("down", "enter")
         await until(pilot, "playing 90%")
