@@ -25,7 +25,8 @@ import numpy as np
 
 from asyncrl.messages.groups import ConcludedEpochs, EpochIntervals, LedgerState
 
-Kind = Literal["trained", "filtered", "quarantined"]
+Kind = Literal["trained", "filtered", "quarantined", "left_out"]
+"""The outcomes of a prompt. ``left_out``: a rule of the data left it out before any lease; this is no failure."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_PROMPTS = 1 << 32
 """Prompts of an epoch, at most: the memory of a ledger is bounded for any index that is named."""

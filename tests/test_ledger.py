@@ -93,6 +93,13 @@ def test_i1_a_ledger_answers_as_a_dict_does_from_the_wire_and_from_disk_too(
         assert again.state != state, "a state is of the moment it was taken"
 
 
+def test_a_ledger_of_a_release_without_left_out_prompts_is_read() -> None:
+    ledger = made({(0, 5): "trained", (0, 6): "quarantined"})
+    counts: dict[Kind, int] = {"trained": 1, "filtered": 0, "quarantined": 1}
+    again = Ledger.restore(msgspec.structs.replace(ledger.state, counts=counts))
+    assert [again.count(kind) for kind in KINDS] == [1, 0, 1, 0]
+
+
 def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
     ledger = made({(0, 5): "trained", (1, 5): "filtered"})
     ledger.attempts["0-6"] = ledger.requeues["0-6"] = 1
@@ -100,7 +107,7 @@ def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
         with pytest.raises(AssertionError, match="0-5 has an outcome"):
             ledger.record(kind, 0, 5)
     ledger.record("filtered", 0, 6)
-    assert [ledger.count(kind) for kind in KINDS] == [1, 2, 0]
+    assert [ledger.count(kind) for kind in KINDS] == [1, 2, 0, 0]
     assert (ledger.attempts, ledger.requeues) == ({}, {})
 
 

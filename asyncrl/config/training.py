@@ -59,7 +59,11 @@ class DataConfig(Section):
     system: str | None = None
     """System message put before each prompt; chat template only."""
     max_prompt_tokens: Positive = 1024
-    """Longer prompts are quarantined before they are ever leased; the terminal tells how many."""
+    """Prompts with more tokens are left out before a lease. The start prints their share. They count as left out
+    (ledger/left_out), which is no failure."""
+    max_left_out_fraction: Fraction = 0.5
+    """Share of the rows that may be left out, by max_prompt_tokens and by on_bad_row = "skip" together. With a larger
+    share the start is refused."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read or tokenized ends the start with file and line, or is counted and left out."""
     shuffle: bool = True
@@ -198,9 +202,9 @@ class LearnerConfig(Section):
     max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
     """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of all prompts with an outcome that may be quarantined, and of all trajectories that may be dropped from
-    their groups, past which the run ends and says why; counted from 100 groups on. A reward function that fails in all
-    of its calls ends the run before."""
+    """Largest share of quarantined prompts among those trained, filtered or quarantined, and of dropped trajectories
+    among all. Past it the run ends and says why; counted from 100 groups on. Prompts that the rules of data leave out
+    are in neither number. A reward function that fails in all of its calls ends the run before."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run, or quarantines the groups that it came from."""
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6

@@ -1,7 +1,7 @@
 """The training prompt that is granted next: first one that came back, then the next one of the order.
 
 A function of the order, the ledger and what is out. Invariant: every prompt of an epoch is in at most one place: out
-(granted, or with the learner), returned, rejected and not yet reported as quarantined, or concluded in the ledger;
+(granted, or with the learner), returned, rejected and not yet reported by the learner, or concluded in the ledger;
 those in none of these are still to come, in the order. So the place where the order goes on needs no record of its own,
 and a prompt that was concluded, or found with somebody, before its turn is passed over.
 """
@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.ledger import Kind, Ledger
+from asyncrl.messages.dataloader import Rejected
 
 TOO_LONG = "over data.max_prompt_tokens"
 LOOKED_UP_AT_ONCE = 4096
@@ -48,8 +49,8 @@ class PromptQueue:
         assert len(oversize) < order.size
         self.ledger = ledger
         """Ledger of the outcomes, changed here alone."""
-        self.rejected: dict[str, str] = {}
-        """Reasons that prompts will not be granted, by uid, until the learner has reported them; in order."""
+        self.rejected: dict[str, Rejected] = {}
+        """Prompts that will not be granted, by uid, until the learner has reported them; in order."""
         self.rejections = 0
         """Prompts rejected so far."""
         self._order = order
@@ -88,7 +89,7 @@ class PromptQueue:
             if prompt.index not in self._oversize:
                 self._out.add(prompt.uid)
                 return prompt
-            self._reject(prompt.uid, TOO_LONG)
+            self._reject(Rejected(prompt.uid, TOO_LONG, "left_out"))
 
     def ahead(self, count: int) -> list[TrainingPrompt]:
         """The next prompts that are still to come, left where they are."""
@@ -115,7 +116,7 @@ class PromptQueue:
     def reject(self, prompt: TrainingPrompt, reason: str) -> None:
         """A prompt that was out will not be granted again."""
         self._come_back(prompt)
-        self._reject(prompt.uid, reason)
+        self._reject(Rejected(prompt.uid, reason))
 
     def finish(self, kind: Kind, epoch: int, index: int) -> None:
         """The learner has reported the outcome of a prompt that had none, wherever it is."""
@@ -137,8 +138,8 @@ class PromptQueue:
         assert prompt.uid in self._out, f"{prompt.uid} is not out"
         self._out.remove(prompt.uid)
 
-    def _reject(self, uid: str, reason: str) -> None:
-        self.rejected[uid] = reason
+    def _reject(self, rejected: Rejected) -> None:
+        self.rejected[rejected.uid] = rejected
         self.rejections += 1
 
     def _is_to_come(self, prompt: TrainingPrompt) -> bool:

@@ -1,9 +1,9 @@
 """A set of prompts ready to be granted: rows with their tokens.
 
-Invariant: ids, text and row of an index never change. A row whose prompt cannot be tokenized is one that cannot be
-used: it ends the reading with DataError (file and line), or is left out under on_bad_row = "skip", as if it were not
-there. Fails with NothingUsable when not one prompt is within max_prompt_tokens, with ConfigError where the model has
-no chat template.
+Invariant: ids, text and row of an index never change. A row whose prompt cannot be tokenized ends the reading with
+DataError (file and line). Under on_bad_row = "skip" it is left out, as if it were not there. A prompt over
+max_prompt_tokens keeps its index and is left out before a lease, which is no failure. Fails with TooFewUsable when no
+prompt is left, or more than max_left_out_fraction is left out; with ConfigError where the model has no chat template.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.dataloader.rows import (
     BadRow,
     DataRow,
     Dataset,
-    NothingUsable,
+    TooFewUsable,
     fingerprint_of,
     nothing_usable,
     unpack,
@@ -118,31 +118,50 @@ class PromptSet:
         if not len(self):
             raise nothing_usable(path, self._first_skipped)
         if len(self.oversize) == len(self):
-            raise NothingUsable(
+            raise TooFewUsable(
                 f"every prompt is over data.max_prompt_tokens = {self._config.max_prompt_tokens}; the longest has "
                 f"{self.longest[0]} tokens",
                 path=path,
                 fix="raise data.max_prompt_tokens, or shorten the prompts",
             )
+        self._check_share(path)
         self._rows = []
+
+    def _check_share(self, path: str) -> None:
+        """Raises TooFewUsable where more than max_left_out_fraction is left out."""
+        config, rows, left_out = self._config, len(self) + self.skipped, len(self.oversize) + self.skipped
+        if left_out <= config.max_left_out_fraction * rows:
+            return
+        parts, mends = [], []
+        if self.oversize:
+            tokens, place = self.longest
+            over = f"{len(self.oversize):,} have more than data.max_prompt_tokens = {config.max_prompt_tokens} tokens"
+            parts.append(f"{over} (the longest has {tokens}: {place})")
+            mends.append("raise data.max_prompt_tokens or shorten the prompts")
+        if self.skipped:
+            parts.append(f"{self.skipped:,} cannot be used (the first: {self._first_skipped})")
+            mends.append("mend the rows")
+        raise TooFewUsable(
+            f"{_share(left_out, rows)} rows are left out, more than data.max_left_out_fraction = "
+            f"{config.max_left_out_fraction:g} allows: {'; '.join(parts)}",
+            path=path,
+            fix=f"{'; '.join(mends)}; or raise data.max_left_out_fraction if the rest is enough",
+        )
 
     def remarks(self, key: str) -> list[Remark]:
         """Remarks on the prompts so far that are left out; ``key`` is the set's in the configuration."""
         found = []
         if self.skipped:
-            told = f'rows that cannot be used and are left out ({key}.on_bad_row = "skip"): {self.skipped}'
+            share = _share(self.skipped, self.skipped + len(self))
+            told = f'{share} rows cannot be used and are left out ({key}.on_bad_row = "skip")'
             found.append(Remark("bad_rows", f"{told}; the first: {self._first_skipped}", "mend them, or leave it so"))
         if self.oversize:
             tokens, place = self.longest
             told = (
-                f"{len(self.oversize)} of {len(self)} prompts have more than {key}.max_prompt_tokens = "
+                f"{_share(len(self.oversize), len(self))} prompts have more than {key}.max_prompt_tokens = "
                 f"{self._config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place})"
             )
-            fix = f"raise {key}.max_prompt_tokens, or shorten them"
-            if key == "data":
-                # Those of a round of evaluation end no run.
-                fix += "; they count as quarantined, for learner.max_quarantined_fraction"
-            found.append(Remark("too_long", told, fix))
+            found.append(Remark("too_long", told, f"raise {key}.max_prompt_tokens, shorten them, or leave it so"))
         return found
 
     @property
@@ -154,3 +173,8 @@ class PromptSet:
         """(ids int32 [P], text, row) of a prompt that may be granted."""
         assert index not in self.oversize
         return self._ids[index], self._texts[index], unpack(self._packed[index])
+
+
+def _share(count: int, total: int) -> str:
+    """The count with its share of the total, as in "40 of 200 (20 %)"."""
+    return f"{count:,} of {total:,} ({100 * count / total:.2g} %)"

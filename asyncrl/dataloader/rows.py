@@ -32,8 +32,8 @@ class BadRow(ValueError):
     """The problem of one row."""
 
 
-class NothingUsable(DataError):
-    """Each row was read, and none can be used."""
+class TooFewUsable(DataError):
+    """The rows were read, and none, or too small a share, can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ def collect(
     return Dataset(rows, fingerprint_of(rows), skipped, first_skipped)
 
 
-def nothing_usable(source: str, first_bad: str) -> NothingUsable:
+def nothing_usable(source: str, first_bad: str) -> TooFewUsable:
     """``first_bad`` is the first row that cannot be used, with its problem; empty where there is no row at all."""
     if first_bad:
-        return NothingUsable(f"holds no usable row ({first_bad})", path=source, fix="mend them")
-    return NothingUsable("holds no row", path=source, fix="put the prompts there, or set another path")
+        return TooFewUsable(f"holds no usable row ({first_bad})", path=source, fix="mend them")
+    return TooFewUsable("holds no row", path=source, fix="put the prompts there, or set another path")
 
 
 def fingerprint_of(rows: Iterable[DataRow]) -> str:

@@ -100,12 +100,12 @@ class Tickets:
     @property
     def supply(self) -> Supply:
         """The supply that is still to come. ``outstanding`` moves its number only when nothing is left to grant."""
-        rejected = self._queue.rejected | self._evals.rejected
+        of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
         return Supply(
             number=self.supply_number,
             exhausted=self._exhausted,
             outstanding=self.outstanding,
-            rejected=[Rejected(uid, reason) for uid, reason in rejected.items()],
+            rejected=[*self._queue.rejected.values(), *of_evals],
             attempts=dict(self.ledger.attempts),
             evals=self._evals.sizes,
         )

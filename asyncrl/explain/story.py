@@ -55,7 +55,7 @@ def verdict(happenings: list[Happening]) -> str:
     delivered = given_up = ""
     for happening in reversed(happenings):
         match happening.what:
-            case "trained" | "evaluated" | "quarantined" | "filtered":
+            case "trained" | "evaluated" | "quarantined" | "filtered" | "left out":
                 return happening.text
             case "requeued":
                 return f"to be generated again: {happening.text}"
@@ -145,6 +145,7 @@ _STANDS_AS = {
     "buffered": "in the buffer",
     "filtered": "filtered",
     "quarantined": "quarantined",
+    "left out": "left out",
     "evaluated": "evaluated",
     "evaluation": "with the learner",
 }

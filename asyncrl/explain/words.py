@@ -70,7 +70,7 @@ def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
                 for seconds, what, *facts in events:
                     yield told(what, _SAMPLE_SAYS[what](*facts), line.since + seconds, sample, told=facts)
             if line.left_out:
-                yield told("left out", f"{line.left_out} more events of its samples are not kept")
+                yield told("events left out", f"{line.left_out} more events of its samples are not kept")
             if line.end == "running":
                 yield told("running", "it goes on; this is the last word on it")
             elif line.end == "given up":

@@ -388,6 +388,7 @@ class Learner(Actor):
             "ledger/trained": counts.count("trained"),
             "ledger/filtered": counts.count("filtered"),
             "ledger/quarantined": counts.count("quarantined"),
+            "ledger/left_out": counts.count("left_out"),
             "rollout/dropped_trajectories": self._intake.dropped_trajectories,
             "rollout/failed_attempts": self._intake.failed_attempts,
             "records/pending": self._lines.pending,
@@ -559,7 +560,10 @@ class Learner(Actor):
     async def _write_found(self) -> None:
         # One after the other: a checkpoint is not to be complete while lines of what it holds are under way.
         async with self._writing_found:
+            left_out, self._intake.left_out = self._intake.left_out, []
             found, self._intake.quarantined = self._intake.quarantined, []
+            for each in left_out:
+                self._story.tell(NOT_TRAINED, uid=each.uid, reason=each.reason, outcome="left out")
             for item in found:
                 self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
             await self._lines.quarantined(self._training.step, found)

@@ -323,6 +323,7 @@ class Training:
             "ledger/trained": ledger.count("trained"),
             "ledger/filtered": ledger.count("filtered"),
             "ledger/quarantined": ledger.count("quarantined"),
+            "ledger/left_out": ledger.count("left_out"),
             "rollout/dropped_trajectories": intake.dropped_trajectories,
             "rollout/failed_attempts": intake.failed_attempts,
         }

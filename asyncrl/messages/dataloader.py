@@ -59,7 +59,7 @@ class Outcome(Struct, gc=False, frozen=True, array_like=True):
     """
 
     uid: Uid
-    kind: Literal["trained", "filtered", "quarantined", "evaluated", "requeued"]
+    kind: Literal["trained", "filtered", "quarantined", "left_out", "evaluated", "requeued"]
     requeues: Count = 0
     """Ticket.requeues of the next grant; 0 but for ``requeued``."""
 
@@ -99,6 +99,8 @@ class Rejected(Struct, gc=False, frozen=True, array_like=True):
 
     uid: Uid
     reason: str
+    kind: Literal["quarantined", "left_out"] = "quarantined"
+    """The outcome that the learner records for it."""
 
 
 class Supply(Message, frozen=True, kw_only=True):
@@ -110,7 +112,7 @@ class Supply(Message, frozen=True, kw_only=True):
     outstanding: Count
     """Groups granted for training and not yet reported or returned."""
     rejected: list[Rejected] = []
-    """Prompts to be quarantined: over max_prompt_tokens, or in too many deaths. Until the learner reports them."""
+    """Prompts over max_prompt_tokens and prompts of too many deaths, until the learner reports their outcome."""
     attempts: dict[Uid, Count] = {}
     """LedgerState.attempts, as the dataloader knows it."""
     evals: dict[str, int] = {}

@@ -149,8 +149,8 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """The prompts of earlier epochs were others: nothing is granted from them any more."""
     concluded: list[ConcludedEpochs] = []
     """Outcomes by epochs, ascending; an epoch in which no prompt has an outcome is in none."""
-    counts: dict[Literal["trained", "filtered", "quarantined"], Count] = {}
-    """Prompts with an outcome, by what it was, over all epochs."""
+    counts: dict[Literal["trained", "filtered", "quarantined", "left_out"], Count] = {}
+    """Prompts with an outcome, by outcome, over all epochs; earlier releases counted left_out as quarantined."""
 
 
 class Group(Struct, gc=False, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
 from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.rows import BadRow, NothingUsable, check_row, collect, unpack
+from asyncrl.dataloader.rows import BadRow, TooFewUsable, check_row, collect, unpack
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight.chatting import CONVERSATIONS, check_chat, check_conversations
@@ -198,7 +198,7 @@ def _check_set(
             is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
             while not is_whole and time.monotonic() < end:
                 is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
-        except NothingUsable as error:
+        except TooFewUsable as error:
             judged = warn if reading.is_cut else fail
             told = f"{error.told}; not read beyond {reading.place}" if reading.is_cut else error.told
             return [judged("data", _of_set(key, told), _of_set(key, error.fix), key=key)]
@@ -232,7 +232,7 @@ def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
 
 def _of_set(key: str, text: str) -> str:
     """The text with the keys of the training prompts as those of this set."""
-    return re.sub(r"\bdata\.(on_bad_row|prompt_key|max_prompt_tokens)\b", rf"{key}.\1", text)
+    return re.sub(r"\bdata\.(on_bad_row|prompt_key|max_prompt_tokens|max_left_out_fraction)\b", rf"{key}.\1", text)
 
 
 class _Reading:

@@ -255,9 +255,9 @@ def tokens(train: Sequence[Line]) -> list[Panel]:
 
 def ledger(train: Sequence[Line]) -> list[Panel]:
     """Prompt groups by what became of them, since the start of the run."""
-    kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED}
+    kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED, "left out": BLUE}
     rows = [
-        {"step": line["step"], **{kind: number_in(line, f"ledger/{kind}") or 0.0 for kind in kinds}}
+        {"step": line["step"]} | {kind: number_in(line, f"ledger/{kind.replace(' ', '_')}") or 0.0 for kind in kinds}
         for line in train
         if number_in(line, "ledger/trained") is not None
     ]

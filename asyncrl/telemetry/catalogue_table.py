@@ -112,10 +112,11 @@ tickets/granted_alone | groups | grants of suspects of deaths, which have an eng
 tickets/returned | groups | tickets given back without being generated
 tickets/orphaned | groups | tickets whose holder died
 tickets/recovered | groups | of these, those that the learner does not hold: they are granted again
-tickets/rejected | prompts | prompts not to be granted: too long, or in too many deaths
+tickets/rejected | prompts | never granted (again) after too many deaths
 tickets/trained | groups | outcomes reported by the learner: trained
 tickets/filtered | groups | outcomes reported: filtered, without a signal
 tickets/quarantined | groups | outcomes reported: quarantined
+tickets/left_out | prompts | outcomes reported: left out by a rule of the data, as data.max_prompt_tokens
 tickets/evaluated | groups | outcomes reported: evaluated
 tickets/requeued | groups | given back by the learner as too stale, under staleness.late = requeue
 
@@ -299,6 +300,7 @@ groups/age_s | s | a group in the buffer, from its delivery to its step | SECOND
 ledger/trained | groups | trained so far, in the history from which the weights come
 ledger/filtered | groups | filtered so far
 ledger/quarantined | groups | quarantined so far
+ledger/left_out | prompts | left out so far by a rule of the data, as data.max_prompt_tokens; no failure
 rollout/dropped_trajectories | trajectories | left out of their groups since the learner started
 rollout/failed_attempts | attempts | at trajectories that failed, since the learner started
 buffer/groups | groups | in the learner's buffer; in a line, when its step was done

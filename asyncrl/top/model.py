@@ -396,6 +396,7 @@ def ledger(facts: Facts) -> LedgerView:
         trained=facts.ledger_figure("ledger/trained"),
         filtered=facts.ledger_figure("ledger/filtered"),
         quarantined=facts.ledger_figure("ledger/quarantined"),
+        left_out=facts.ledger_figure("ledger/left_out"),
         outstanding=facts.level("dataloader", "tickets/outstanding"),
         gate=facts.level("dataloader", "tickets/gate"),
         buffered=facts.buffered(),

@@ -270,6 +270,7 @@ def ledger(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pa
         ("trained", exact(view.trained), ""),
         ("filtered", exact(view.filtered), ""),
         ("quarantined", exact(view.quarantined), "bad" if view.quarantined else ""),
+        *([("left out", exact(view.left_out), "")] if view.left_out else []),
         ("in the buffer", count(view.buffered), ""),
         ("a step takes", f"{view.groups_per_step} groups", ""),
     ]

@@ -185,12 +185,12 @@ async def test_prompts_that_are_too_long_are_reported_and_never_granted(
     data = {"source": "jsonl", "path": str(path), "max_prompt_tokens": 10}
     async with running(tmp_path, small_config(data=data)) as it:
         assert await it.granted(A, 3) == ["0-0", "0-2", "1-0"]
-        assert (await it.supply()).rejected == [Rejected("0-1", TOO_LONG)]
-        await it.report("0-1", kind="quarantined", version=-1)
+        assert (await it.supply()).rejected == [Rejected("0-1", TOO_LONG, "left_out")]
+        await it.report("0-1", kind="left_out", version=-1)
         assert (await it.supply()).rejected == []
     [(key, text)] = notices
     assert key == "too_long/data"
-    assert text.startswith("data: 1 of 3 prompts have more than data.max_prompt_tokens = 10 tokens")
+    assert text.startswith("data: 1 of 3 (33 %) prompts have more than data.max_prompt_tokens = 10 tokens")
     assert f"the longest has 30 ({path}:2)" in text
 
 

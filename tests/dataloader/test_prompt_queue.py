@@ -60,7 +60,7 @@ def test_oversize_prompts_are_passed_over_and_named_until_they_are_reported() ->
     queue = make_queue(1)
     assert take(queue, 4) == ["0-0", "0-2", "1-0", "1-2"]
     assert list(queue.rejected) == ["0-1", "1-1"]
-    queue.finish("quarantined", 0, 1)
+    queue.finish("left_out", 0, 1)
     assert list(queue.rejected) == ["1-1"]
     assert queue.rejections == 2
 

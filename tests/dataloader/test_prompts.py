@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,30 @@ def test_prompts_over_the_limit_with_their_template_are_kept_apart() -> None:
     assert prompts.tokenize(9)
     assert prompts.prompt(0)[1] == "system: s\nuser: hi\nassistant:"
     assert (prompts.oversize, prompts.admissible) == ({1}, (0, 2))
-    told = (
-        "1 of 3 prompts have more than eval.a.data.max_prompt_tokens = 40 tokens and are left out; the longest has 67"
-    )
-    fix = "raise eval.a.data.max_prompt_tokens, or shorten them"
-    assert prompts.remarks("eval.a.data") == [Remark("too_long", f"{told} (d.jsonl:2)", fix)]
-    (remark,) = prompts.remarks("data")
-    assert remark.fix.endswith("shorten them; they count as quarantined, for learner.max_quarantined_fraction")
+    told = "1 of 3 (33 %) prompts have more than eval.a.data.max_prompt_tokens = 40 tokens and are left out"
+    fix = "raise eval.a.data.max_prompt_tokens, shorten them, or leave it so"
+    assert prompts.remarks("eval.a.data") == [Remark("too_long", f"{told}; the longest has 67 (d.jsonl:2)", fix)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields", "share"),
+    [
+        (["long", "long", "hi"], {"max_prompt_tokens": 3}, r"2 of 3 \(67 %\) rows .* 0\.5 allows: 2 have more than"),
+        (
+            ["hi", CHAT, CHAT],
+            {"on_bad_row": "skip"},
+            r"2 of 3 \(67 %\) rows .* 2 cannot be used \(the first: d\.jsonl:2",
+        ),
+        (["hi", "hi", "long", CHAT], {"on_bad_row": "skip", "max_prompt_tokens": 3}, None),
+        (["long", "hi"], {"max_prompt_tokens": 3, "max_left_out_fraction": 0.4}, r"1 of 2 \(50 %\) rows .* 0\.4"),
+        (["long", "long", "hi"], {"max_prompt_tokens": 3, "max_left_out_fraction": 0.7}, None),
+    ],
+)
+def test_a_set_of_which_the_rules_leave_out_too_large_a_share_is_refused_with_its_number(
+    prompts: list[Any], fields: dict[str, Any], share: str | None
+) -> None:
+    with pytest.raises(DataError, match=share) if share else nullcontext():
+        assert make_set(prompts, **fields).tokenize(9)
 
 
 class Silent(ByteTokenizer):

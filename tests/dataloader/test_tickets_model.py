@@ -290,7 +290,7 @@ class Loop(RuleBasedStateMachine):
         self.supply = self.tickets.supply
         for rejected in self.supply.rejected:
             if rejected.uid not in self.concluded:
-                self.conclude(rejected.uid, "quarantined")
+                self.conclude(rejected.uid, rejected.kind)
         if self.report is None:
             self.report = Outcomes(
                 number=self.tickets.number + 1,

@@ -264,6 +264,12 @@ def test_a_quarantine_tells_its_reason_and_what_was_printed_is_told(logs, tmp_pa
         assert piece in text
 
 
+def test_a_prompt_that_the_data_rules_left_out_is_explained(logs, tmp_path):
+    logs.line(0.7, "learner/0", "not trained", uid=UID, reason="over data.max_prompt_tokens", outcome="left out")
+    text = explain(tmp_path, UID)
+    assert text.startswith(f"prompt group {UID}: left out: over data.max_prompt_tokens\n")
+
+
 def test_where_nothing_is_known_it_is_said_what_is(logs, tmp_path):
     for uid in ("", "../0-7", "a b@0-1"):
         with pytest.raises(UsageError, match="EPOCH-INDEX"):

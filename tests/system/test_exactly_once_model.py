@@ -311,7 +311,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             if "@" in rejected.uid:
                 self.evals.reject(rejected.uid, rejected.reason)
             else:
-                self.intake.reject(rejected.uid, rejected.reason)
+                self.intake.reject(rejected)
         self.intake.ledger.attempts = dict(supply.attempts)
         for _, groups in self.evals.complete():
             for group in groups:
@@ -633,7 +633,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             assert not any(ledger.is_open(epoch, index) for index in range(self.size))
             assert not trained & {f"{epoch}-{index}" for index in self.oversize | self.poison}
         if endless:
-            assert ledger.count("quarantined") >= EPOCHS * len(self.oversize | self.poison)
+            assert ledger.count("left_out") >= EPOCHS * len(self.oversize)
+            assert ledger.count("quarantined") >= EPOCHS * len(self.poison)
         if not endless:
             assert len(self.trained) == groups
             if self.source.evals:

@@ -1,5 +1,6 @@
 """Every real actor in one process, simulated engines and learner: the loop as a whole."""
 
+import json
 import threading
 
 import msgspec
@@ -15,6 +16,7 @@ from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups import intake
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
+from asyncrl.ledger import position_of
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.learner import Deliver, Holds
 from asyncrl.messages.rollouter import OpenTickets
@@ -330,6 +332,22 @@ def test_a_learner_asks_again_where_its_controller_fails_to_answer(played, monke
     monkeypatch.setattr(owner, name, once)
     played(learner={"ranks": 2}, checkpoint={"every_versions": 2})
     assert failed == [name]
+
+
+def test_i1_prompts_over_the_limit_are_left_out_once_each_epoch_and_end_no_run(played, tmp_path):
+    """A third of the prompts is over the limit, and not one quarantined prompt is allowed."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "x" * (9 if n % 3 else 99)}) + "\n" for n in range(30)))
+    system = played(
+        data={"source": "jsonl", "path": str(prompts), "max_prompt_tokens": 20},
+        learner={"steps": 40, "groups_per_step": 4, "max_quarantined_fraction": 1e-9, "max_filtered_ratio": 1.0},
+    )
+    last = system.lines("train")[-1]
+    assert (last["ledger/trained"], last["ledger/quarantined"]) == (160, 0)
+    # The groups are those of eight epochs, and each epoch has ten prompts over the limit.
+    assert 70 <= last["ledger/left_out"] <= 90
+    assert not (system.run_dir / "quarantine.jsonl").exists()
+    assert not any(position_of(uid)[1] % 3 == 0 for uid in trained_uids(system))
 
 
 def test_a_checkpoint_is_complete_only_once_all_that_it_quarantines_is_written(played, monkeypatch):

@@ -274,11 +274,12 @@ def describe_warm_step(line: Line) -> str:
 LOSSES = {
     "ledger/filtered": "filtered",
     "ledger/quarantined": "quarantined",
+    "ledger/left_out": "left out",
     "rollout/dropped_trajectories": "dropped",
     "rollout/failed_attempts": "failed attempts",
 }
-"""Keys of a line of metrics that count what was generated and not trained: groups since the start of the run, then, of
-its learner, trajectories and attempts at them."""
+"""Keys of a line of metrics that count what is not trained: groups and prompts since the start of the run, then
+trajectories and attempts at them since the start of its learner."""
 
 
 def losses_of(line: Line) -> dict[str, int]:

@@ -13,9 +13,13 @@ from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in
 from asyncrl.text.numbers import fixed
 
 TENTH = 10
-OF_THE_RUN = {"ledger/filtered": "groups filtered", "ledger/quarantined": "groups quarantined"}
+OF_THE_RUN = {
+    "ledger/filtered": "groups filtered",
+    "ledger/quarantined": "groups quarantined",
+    "ledger/left_out": "prompts left out",
+}
 OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout/failed_attempts": "failed attempts"}
-"""Counts of what was generated and not trained, since the start of the run or of its learner."""
+"""Counts of what was not trained, since the start of the run or of its learner."""
 
 
 def summarise(

@@ -189,7 +189,7 @@ class DataloaderLink:
         await self._acknowledged.wait()
 
     async def watch(self) -> None:
-        """Follow the supply until cancelled: eval rounds, prompts to be quarantined, the end of the data."""
+        """Follow the supply until cancelled: eval rounds, prompts that are never granted, the end of the data."""
         while True:
             try:
                 with self._awaits.on(DATALOADER, "WatchSupply", idle=True):
@@ -203,7 +203,7 @@ class DataloaderLink:
                 if "@" in rejected.uid:
                     self._evals.reject(rejected.uid, rejected.reason)
                 else:
-                    self._intake.reject(rejected.uid, rejected.reason)
+                    self._intake.reject(rejected)
             self._intake.ledger.attempts = dict(supply.attempts)
             self._changed.set()
             self._news()

@@ -1,4 +1,4 @@
-"""The outcome of every group: taken once, trained, filtered or quarantined once, reported once. Pure.
+"""The outcome of every prompt: taken once, concluded once, reported once. Pure.
 
 Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again, so that
 a group that is delivered twice, by any sender, is trained at most once; and a group that was taken leaves only by an
@@ -8,9 +8,10 @@ moment.
 A group that is given back (``requeue``) is as if it had never been taken, but that its prompt is to be granted again,
 and no group of an earlier grant is taken any more.
 
-A group that cannot be trained is quarantined with its reason; one whose rewards are all equal, and those of its turns
-too, is filtered under dynamic sampling, and so are the groups of a step in which every trajectory is masked. Neither is
-ever a reward of 0.
+A group that cannot be trained is quarantined with its reason. A group whose rewards are all equal, and those of its
+turns too, is filtered under dynamic sampling; so are the groups of a step in which every trajectory is masked. Neither
+is ever a reward of 0. A prompt that a rule of the data leaves out before its lease counts as left out. That is no
+failure, and ``problem`` ignores it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asyncrl.learner.algorithm.advantage.signal import has_signal
 from asyncrl.learner.groups.buffer import GroupBuffer, in_order
 from asyncrl.learner.groups.outcomes import OutcomeQueue
 from asyncrl.ledger import Kind, Ledger, position_of
-from asyncrl.messages.dataloader import Outcome
+from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import Group, LedgerState
 from asyncrl.trajectories import sampled_tokens
 
@@ -73,6 +74,8 @@ class Intake:
         """Groups requeued since the last step."""
         self.quarantined: list[Quarantined] = []
         """Prompts that are not written so far; the caller takes them."""
+        self.left_out: list[Rejected] = []
+        """Prompts left out by a rule of the data that are not in the log so far; the caller takes them."""
         self.delivered_lengths: list[int] = []
         """Lengths of the responses taken since the last step."""
         self.dropped_trajectories = 0
@@ -137,10 +140,15 @@ class Intake:
         self._came[uid] = now
         return "buffered"
 
-    def reject(self, uid: str, reason: str) -> None:
-        """Quarantine a prompt that the dataloader will not grant; ignored if it is known."""
-        if not self.has(uid):
-            self._quarantine(Quarantined(uid, reason))
+    def reject(self, rejected: Rejected) -> None:
+        """Leave out or quarantine a prompt that the dataloader will not grant; ignored if it is known."""
+        if self.has(rejected.uid):
+            return
+        if rejected.kind == "left_out":
+            self.left_out.append(rejected)
+            self._conclude(rejected.uid, "left_out")
+        else:
+            self._quarantine(Quarantined(rejected.uid, rejected.reason))
 
     def requeue(self, uids: Collection[str]) -> list[Group]:
         """Give buffered groups back, to be generated again; ``end_step`` forgets them."""

@@ -256,6 +256,8 @@ class LedgerView(Struct, frozen=True, kw_only=True):
     trained: float | None = None
     filtered: float | None = None
     quarantined: float | None = None
+    left_out: float | None = None
+    """Prompts that a rule of the data left out before a lease, as data.max_prompt_tokens."""
     outstanding: float | None = None
     gate: float | None = None
     """Most that may be outstanding with the present limit, all of them granted at the newest version."""

@@ -102,14 +102,15 @@ def test_plain_lines(show):
 
 
 def test_a_step_line_tells_what_was_not_trained_when_that_moves(show):
-    for step, counts in enumerate([(0, 0, 3), (3, 0, 3), (3, 1, 3), (3, 1, 9)], 1):
-        names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts")
+    for step, counts in enumerate([(0, 0, 3, 0), (3, 0, 3, 0), (3, 1, 3, 0), (3, 1, 9, 0), (3, 1, 9, 2)], 1):
+        names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts", "ledger/left_out")
         show.step(step=step, **dict(zip(names, counts, strict=True)))
     assert [line.rpartition(":00  ")[2] for line in show.out()] == [
         "failed attempts 3 (+3)",
         "filtered 3 (+3)",
         "quarantined 1 (+1)",
         "failed attempts 9 (+6)",
+        "left out 2 (+2)",
     ]
 
 

@@ -11,7 +11,7 @@ from test_messages import make_group
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.groups.intake import FRACTION_FROM, Intake
 from asyncrl.ledger import KINDS
-from asyncrl.messages.dataloader import Outcome
+from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import Group
 
 LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantined_fraction=0.2)
@@ -41,7 +41,9 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     assert [intake.deliver(each) for each in (lossy, failed)] == ["filtered", "quarantined"]
     # The dataloader grants no prompt that it rejects, and rejects one that was granted only after a loss.
     for uid in ("0-1", "0-6", "0-6"):
-        intake.reject(uid, "too long")
+        intake.reject(Rejected(uid, "it kills"))
+    for uid in ("0-1", "0-7", "0-7"):
+        intake.reject(Rejected(uid, "too long", "left_out"))
     assert sorted(intake.claims) == ["0-1", "0-3"]
     groups, filtered = intake.begin_step()
     assert ([g.ticket.uid for g in groups], [g.ticket.uid for g in filtered]) == (["0-1", "0-3"], ["0-4"])
@@ -49,11 +51,12 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     assert all(intake.deliver(group(i)) == "duplicate" for i in (1, 3, 4, 5, 6))
     assert intake.end_step() == [3] * 6
     assert intake.claims == []
-    kinds = {1: "trained", 3: "trained", 4: "filtered", 5: "quarantined", 6: "quarantined"}
+    kinds = {1: "trained", 3: "trained", 4: "filtered", 5: "quarantined", 6: "quarantined", 7: "left_out"}
     told = reported(intake)
-    assert len(told) == 5 and {o.uid: o.kind for o in told} == {f"0-{i}": kind for i, kind in kinds.items()}
-    assert all(intake.deliver(group(i)) == "duplicate" for i in (1, 3, 4, 5, 6))
-    assert [(q.uid, q.reason) for q in intake.quarantined] == [("0-5", "its reward hangs"), ("0-6", "too long")]
+    assert len(told) == 6 and {o.uid: o.kind for o in told} == {f"0-{i}": kind for i, kind in kinds.items()}
+    assert all(intake.deliver(group(i)) == "duplicate" for i in (1, 3, 4, 5, 6, 7))
+    assert [(q.uid, q.reason) for q in intake.quarantined] == [("0-5", "its reward hangs"), ("0-6", "it kills")]
+    assert [each.uid for each in intake.left_out] == ["0-7"]
     assert (intake.dropped_trajectories, intake.failed_attempts) == (2, 10)
 
 
@@ -92,6 +95,21 @@ def test_what_earlier_updates_of_a_step_have_trained_stays_trained():
     assert sorted(reported(intake), key=lambda o: o.uid) == [Outcome("0-0", "trained"), Outcome("0-1", "quarantined")]
 
 
+def test_prompts_that_the_data_rules_leave_out_are_no_failure_and_no_lack_of_signal():
+    intake = Intake(LearnerConfig(groups_per_step=1, max_filtered_ratio=1.0, max_quarantined_fraction=0.1))
+    for index in range(100):
+        intake.reject(Rejected(f"0-{index}", "too long", "left_out"))
+    assert intake.problem() is None
+    assert intake.ledger.count("left_out") == 100
+    for index in range(100, 200):
+        intake.deliver(group(index, failure="it hangs" if index < 111 else None))
+        if index >= 111:
+            intake.begin_step()
+            intake.end_step()
+    told = "11 of 100 prompts were quarantined, over learner.max_quarantined_fraction = 0.1"
+    assert told in (intake.problem() or "")
+
+
 def test_what_was_filtered_before_a_step_that_trained_nothing_counts_with_the_next():
     intake = Intake(LearnerConfig(groups_per_step=2))
     intake.deliver(group(0, rewards=(1.0, 1.0)))
@@ -117,7 +135,12 @@ def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_n
         assert intake.claims == []
     kinds = {1: "quarantined"} | dict.fromkeys((0, 2, 3, 4, 5), "filtered")
     assert {outcome.uid: outcome.kind for outcome in reported(intake)} == {f"0-{i}": k for i, k in kinds.items()}
-    assert {kind: intake.ledger.count(kind) for kind in KINDS} == {"trained": 0, "filtered": 5, "quarantined": 1}
+    assert {kind: intake.ledger.count(kind) for kind in KINDS} == {
+        "trained": 0,
+        "filtered": 5,
+        "quarantined": 1,
+        "left_out": 0,
+    }
     assert intake.deliver(group(4)) == "duplicate"
     words = "none of the last 6 groups could be trained: 4 had no trajectory to train"
     assert words in (intake.problem() or "")
