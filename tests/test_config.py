@@ -269,3 +269,33 @@ def test_every_key_is_documented():
     keys = known_keys()
     assert len(keys) > 100
     assert [key for key, _, _, description in keys if not description.endswith((".", ")", "?"))] == []
+
+
+TRAINING = {"path": "t.jsonl", "template": "chat", "system": "Be brief.", "prompt_key": "q", "max_prompt_tokens": 77}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, TRAINING | {"path": "e.jsonl"}),
+        ({"system": ""}, {"template": "chat", "system": None, "prompt_key": "q"}),
+        ({"system": "Think."}, {"template": "chat", "system": "Think."}),
+        ({"template": "plain"}, {"template": "plain", "system": None, "max_prompt_tokens": 77}),
+        ({"prompt_key": "prompt", "max_prompt_tokens": 9}, {"prompt_key": "prompt", "max_prompt_tokens": 9}),
+    ],
+)
+def test_rows_of_an_evaluation_become_prompts_as_those_of_training_do_unless_it_says_otherwise(given, expected):
+    sets = {"held": {"data": {"path": "e.jsonl"} | given}}
+    data = TRAINING | {"shuffle": False, "split": "test"}
+    config = validate_config({"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": data, "eval": sets})
+    held = config.eval["held"].data
+    assert {key: getattr(held, key) for key in expected} == expected
+    assert (held.shuffle, held.split) == (True, "train"), "the source of the rows is the set's own"
+    assert config_from_json(config_to_json(config)) == config, "a resolved configuration stays as it is"
+
+
+def test_a_problem_of_a_key_that_evaluations_inherit_is_reported_once():
+    tree = {"data": {"path": "t.jsonl", "template": "char"}, "eval": {"held": {"data": {"path": "e.jsonl"}}}}
+    with pytest.raises(ConfigError) as caught:
+        validate_config(tree | {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}})
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith("data.template: ")

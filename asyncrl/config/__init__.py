@@ -105,6 +105,13 @@ class Config(Section):
             return tree | {"reward": {"function": "episode"} | reward}
         return tree
 
+    @model_validator(mode="after")
+    def _inherit_data(self) -> Config:
+        """The prompts of evaluation sets are made as those of training, but for the keys that a set gives itself."""
+        for name, each in self.eval.items():
+            self.eval[name] = each.model_copy(update={"data": each.data.inherit(self.data)})
+        return self
+
     @property
     def longest_sequence(self) -> int:
         """Longest prompt or context plus response, over training and evaluation, in tokens."""

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config
 from asyncrl.config.section import Section
+from asyncrl.config.training import SOURCE_KEYS
 
 _PLAIN = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any value"}
 
@@ -33,6 +34,8 @@ def known_keys() -> list[tuple[str, str, str, str]]:
                 visit(inner, f"{key}.NAME." if free else f"{key}.")
             else:
                 default = "required" if field.is_required() else default_words(field.default)
+                if prefix == "eval.NAME.data." and name not in SOURCE_KEYS:
+                    default = f"that of data.{name}"
                 rows.append((key, type_words(field.annotation, field.metadata), default, descriptions.get(name, "")))
 
     visit(Config, "")

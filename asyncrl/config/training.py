@@ -34,6 +34,10 @@ class ModelConfig(Section):
     """Let the model's own Python code run."""
 
 
+SOURCE_KEYS = frozenset({"source", "path", "split", "task", "size", "seed", "options", "shuffle"})
+"""Keys of a set of prompts that say where its rows come from; the others say how a row becomes a prompt."""
+
+
 class DataConfig(Section):
     """A set of prompts."""
 
@@ -57,7 +61,8 @@ class DataConfig(Section):
     template: Literal["plain", "chat"] = "plain"
     """Conversion of a prompt into tokens: as it stands, or through the tokenizer's chat template."""
     system: str | None = None
-    """System message put before each prompt; chat template only."""
+    """System message put before each prompt; chat template only. Empty text in an evaluation set: no system message,
+    where data.system has one."""
     max_prompt_tokens: Positive = 1024
     """Prompts with more tokens are left out before a lease. The start prints their share. They count as left out
     (ledger/left_out), which is no failure."""
@@ -73,6 +78,20 @@ class DataConfig(Section):
     def prompt_column(self) -> str:
         """The column of a row that holds its prompt; sources that make their prompts have one of their own."""
         return "question" if self.source in ("reasoning_gym", "synthetic") else self.prompt_key
+
+    def inherit(self, training: DataConfig) -> DataConfig:
+        """The set, with the keys of ``training`` for all that says how a row becomes a prompt and is not given here."""
+        given = self.model_fields_set
+        taken = {
+            key: getattr(training, key)
+            for key in DataConfig.model_fields
+            if key not in SOURCE_KEYS and key not in given
+        }
+        template = self.template if "template" in given else training.template
+        # A system message needs the chat template.
+        if self.system == "" if "system" in given else template != "chat":
+            taken["system"] = None
+        return self.model_copy(update=taken)
 
 
 class OverlongPenalty(Section):
@@ -253,7 +272,11 @@ class StalenessConfig(Section):
 
 
 class EvalConfig(Section):
-    """A named evaluation set."""
+    """A named evaluation set.
+
+    Its rows become prompts as those of [data]: template, system, prompt_key, on_bad_row and the limits are those of
+    [data] unless the set gives its own. `system = ""` removes the system message of [data].
+    """
 
     data: DataConfig
     """Prompts of the set; they never train."""

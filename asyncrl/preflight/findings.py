@@ -20,6 +20,7 @@ CHECKS = (
         "teacher",
         "chat",
         "data",
+        "prompt",
         "reward",
         "algorithm",
         "learning",

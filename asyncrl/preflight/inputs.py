@@ -32,6 +32,7 @@ from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.frozen import check_frozen
 from asyncrl.preflight.process import ask_process
 from asyncrl.stops import resolve_stops
+from asyncrl.text.printable import printable
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
@@ -47,6 +48,8 @@ SAMPLES = 3
 """Rows of the training prompts that the reward function is tried on; one of each other set."""
 LOOKED_AT = 100
 """Rows among which the samples are looked for."""
+SHOWN_START, SHOWN_END = 300, 120
+"""Characters at the start and at the end of a prompt that a finding shows."""
 MODEL = "model.path"
 STOPS = "rollout.stop_token_ids"
 
@@ -211,6 +214,7 @@ def _check_set(
         fix = "take a model that has one, or put chat_template.jinja into its folder"
         return [fail("data", told, fix, key=f"{key}.template")]
     found = [warn("data", remark.told, remark.fix, key=key) for remark in prompts.remarks(key)]
+    shown = _first_prompt(key, prompts)
     told = f"{name}: {_rows(len(prompts))} can be read; the longest prompt has {prompts.longest[0]} tokens"
     if reading.is_cut or not is_whole:
         until = f"read up to {reading.place} and tokenized up to {prompts.place}"
@@ -218,8 +222,25 @@ def _check_set(
     elif known is not None and known.fingerprint != prompts.fingerprint:
         return [*found, _changed(key, name, len(prompts), known)]
     elif found:
-        return found
-    return [*found, ok("data", told, key=key)]
+        return [*found, *shown]
+    return [*found, ok("data", told, key=key), *shown]
+
+
+def _first_prompt(key: str, prompts: PromptSet) -> list[Finding]:
+    """The first prompt of a set as the model gets it, for a person to look at; none where there is no prompt so far."""
+    for index in range(len(prompts)):
+        if index not in prompts.oversize:
+            ids, text, _ = prompts.prompt(index)
+            return [ok("prompt", f'the first has {len(ids)} tokens: "{_shown(text)}"', key=key)]
+    return []
+
+
+def _shown(text: str) -> str:
+    """A text in one line, without its middle where it is long: the end shows how the model is asked to answer."""
+    if len(text) > SHOWN_START + SHOWN_END:
+        left_out = len(text) - SHOWN_START - SHOWN_END
+        return f"{printable(text[:SHOWN_START])} [... {left_out:,} characters ...] {printable(text[-SHOWN_END:])}"
+    return printable(text)
 
 
 def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:

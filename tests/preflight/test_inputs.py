@@ -201,7 +201,7 @@ def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(
     assert "needs an unk_token that is in the vocabulary" in found.detail
     assert found.fix == 'mend it, or leave such rows out with data.on_bad_row = "skip"'
     found = finding(config_of(model, data=rows | {"on_bad_row": "skip"}), "data", with_rows=True)
-    said = f'are left out (data.on_bad_row = "skip"): 1; the first: {tmp_path}/p.jsonl:2: '
+    said = f'are left out (data.on_bad_row = "skip"); the first: {tmp_path}/p.jsonl:2: '
     assert found.result == "warn" and said in found.detail
 
 
@@ -255,12 +255,13 @@ def test_a_chat_template_is_looked_for_where_prompts_need_one(model):
 
 HELLO = '{"prompt": "hello"}'
 SKIP = {"on_bad_row": "skip"}
+HELD = {"source": "synthetic", "max_prompt_tokens": 1024}
 
 
 def data(tmp_path, lines, **settings):
     (tmp_path / "data.jsonl").write_bytes("\n".join(lines).encode() + b"\n")
     trained = {"source": "jsonl", "path": str(tmp_path / "data.jsonl")} | settings
-    return simulated_run(data=trained, eval={"held": {"data": {"source": "synthetic"}}})
+    return simulated_run(data=trained, eval={"held": {"data": HELD}})
 
 
 @pytest.mark.parametrize(
@@ -268,11 +269,16 @@ def data(tmp_path, lines, **settings):
     [
         (["\ufeff" + HELLO], {}, "ok", "1 row can be read; the longest prompt has 5 tokens"),
         ([HELLO] * 56 + ["{", HELLO, "[]"], {}, "fail", "1 more bad rows"),
-        ([HELLO] * 56 + ["{"], SKIP, "warn", "): 1; the first: {folder}/data.jsonl:57: is not valid"),
+        (
+            [HELLO] * 56 + ["{"],
+            SKIP,
+            "warn",
+            '1 of 57 (1.8 %) rows cannot be used and are left out (data.on_bad_row = "skip"); the first:',
+        ),
         (["{"], SKIP, "fail", "holds no usable row ({folder}/data.jsonl:1: is not valid JSON"),
         ([HELLO] * 56 + ['{"prompt": " "}'], {}, "fail", "data.jsonl:57: prompt is empty"),
         (['{"question": "hello"}'], {}, "fail", "has no column 'prompt'"),
-        ([HELLO, '{"prompt": "a long one"}'], {"max_prompt_tokens": 5}, "warn", "1 of 2 prompts have more than"),
+        ([HELLO, '{"prompt": "a long one"}'], {"max_prompt_tokens": 5}, "warn", "1 of 2 (50 %) prompts have more than"),
         ([HELLO], {"max_prompt_tokens": 3}, "fail", "every prompt is over data.max_prompt_tokens = 3"),
         (['{"prompt": [{"role": "user", "content": "x"}]}'], {}, "fail", 'need template = "chat"'),
         ([""], {}, "fail", "holds no row"),
@@ -280,7 +286,8 @@ def data(tmp_path, lines, **settings):
     ],
 )
 def test_all_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, result, said):
-    _, trained, held = read_inputs(data(tmp_path, lines, **settings), with_rows=True).findings
+    found = read_inputs(data(tmp_path, lines, **settings), with_rows=True).findings
+    trained, held = [one for one in found if one.check == "data"]
     assert trained.result == result and trained.key.partition(".")[0] == "data", trained
     assert said.format(folder=tmp_path) in trained.detail and bool(trained.fix) == (result != "ok"), trained
     assert held.result == "ok" and held.key == "eval.held.data"
@@ -302,6 +309,25 @@ def test_a_large_set_is_read_as_far_as_the_time_goes(tmp_path, monkeypatch, line
     found = read_inputs(data(tmp_path, lines, **settings), with_rows=True).findings
     (trained,) = [one for one in found if one.check == "data" and one.key.startswith("data")]
     assert trained.result == result and said.replace("{x}", f"{tmp_path}/data.jsonl") in trained.detail
+
+
+def test_the_first_prompt_of_each_set_is_shown_as_the_model_gets_it(tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "x" * 99}) + "\n" + HELLO + "\n")
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "a\x1b[2J" + "b" * 900}) + "\n")
+    training = {
+        "source": "jsonl",
+        "path": str(tmp_path / "data.jsonl"),
+        "template": "chat",
+        "system": "Add.",
+        "max_prompt_tokens": 60,
+    }
+    held = {"data": {"source": "jsonl", "path": str(tmp_path / "eval.jsonl"), "max_prompt_tokens": 2000}}
+    found = read_inputs(simulated_run(data=training, eval={"held": held}), with_rows=True).findings
+    shown = {one.key: one.detail for one in found if one.check == "prompt"}
+    assert shown["data"] == r'the first has 35 tokens: "system: Add.\nuser: hello\nassistant:"'
+    text = shown["eval.held.data"]
+    assert text.startswith(r'the first has 935 tokens: "system: Add.\nuser: a\x1b[2Jbbb') and len(text) < 600
+    assert text.endswith('b\\nassistant:"') and "[... 515 characters ...]" in text
 
 
 def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
