@@ -1,6 +1,7 @@
 """The configuration: merging, flags, and every problem reported at once with its path."""
 
 import json
+from operator import attrgetter
 from typing import get_args
 
 import msgspec
@@ -299,3 +300,28 @@ def test_a_problem_of_a_key_that_evaluations_inherit_is_reported_once():
     with pytest.raises(ConfigError) as caught:
         validate_config(tree | {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}})
     assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith("data.template: ")
+
+
+def test_paths_are_expanded_wherever_they_stand_and_only_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    given = {
+        "model.path": "~/m",
+        "run.dir": "$SCRATCH/runs",
+        "checkpoint.dir": "~/c",
+        "data.path": "${SCRATCH}/t.jsonl",
+        "eval.held.data.path": "~/e.jsonl",
+        "learner.kl.path": "~/r",
+        "learner.teacher": "~/t",
+        "sft.data": "~/s.jsonl",
+    }
+    home = str(tmp_path)
+    expanded = {key: path.replace("~", home).replace("${SCRATCH}", "/scratch/me") for key, path in given.items()}
+    expanded["run.dir"] = "/scratch/me/runs"
+    config = load_config([], given | {"sft.weight": "0.1"})
+    assert config.eval["held"].data.path == expanded.pop("eval.held.data.path")
+    assert {key: attrgetter(key)(config) for key in expanded} == expanded
+    assert config_from_json(config_to_json(config)) == config
+    for path in ("$NOT_SET/x", "http://host:1/~me/v1"):
+        assert load_config([], given | {"sft.weight": "0.1", "learner.teacher": path}).learner.teacher == path

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.section import Positive, Seconds, Section
+from asyncrl.config.section import OptionalPath, Positive, Seconds, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 AboveZero = Annotated[float, Field(gt=0)]
@@ -47,7 +47,7 @@ class KLConfig(Section):
     estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
     """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's; auto is
     k3 in the loss and k1 in the reward."""
-    path: str | None = None
+    path: OptionalPath = None
     """Folder of the reference; by default model.path. Scored by the learner, whose devices hold it while it scores and
     no longer."""
 

@@ -240,7 +240,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
 
 
 def _check_data(key: str, data: DataConfig) -> Iterator[Problem]:
-    if data.source in ("jsonl", "parquet", "hf") and data.path is None:
+    if data.source not in ("reasoning_gym", "synthetic") and data.path is None:
         yield f"{key}.path", f'is required by source = "{data.source}"'
     if data.source == "reasoning_gym" and data.task is None:
         yield f"{key}.task", 'is required by source = "reasoning_gym"'

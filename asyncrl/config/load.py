@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from asyncrl.config import Config
 from asyncrl.config.checks import cross_check
 from asyncrl.config.keys import describe, holds_text
+from asyncrl.config.section import expand_path
 from asyncrl.errors import ConfigError
 
 REMOVED = (("rollout", "spool"),)
@@ -64,7 +65,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
     checkpoints = tree.get("checkpoint")
     if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
         # A command that speaks of the run later may be called from another folder.
-        checkpoints["dir"] = os.path.abspath(checkpoints["dir"])
+        checkpoints["dir"] = os.path.abspath(expand_path(checkpoints["dir"]) or "")
     return validate_config(tree, problems, sources)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from asyncrl.config.section import NonNegative, Positive, Seconds, Section
+from asyncrl.config.section import NonNegative, OptionalPath, Positive, Seconds, Section
 
 
 class CheckpointConfig(Section):
@@ -14,7 +14,7 @@ class CheckpointConfig(Section):
 
     every_versions: NonNegative = 20
     """Write a checkpoint at each multiple of this many versions, and at the end; 0 writes none but when preempted."""
-    dir: str | None = None
+    dir: OptionalPath = None
     """Folder of the checkpoints, seen by all ranks of the learner; by default checkpoints/ in the run folder."""
     keep: Positive = 2
     """Newest checkpoints that are kept."""

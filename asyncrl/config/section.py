@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def expand_path(path: str | None) -> str | None:
+    """The path with ``~``, ``~USER`` and environment variables (``$NAME``, ``${NAME}``) replaced.
+
+    A variable that is not set stays as it is. A URL is no path.
+    """
+    if path is None or "://" in path:
+        return path
+    return os.path.expandvars(os.path.expanduser(path))
+
+
+PathText = Annotated[str, AfterValidator(expand_path)]
+OptionalPath = Annotated[str | None, AfterValidator(expand_path)]
+"""A path on the hosts of the run, expanded once, where the configuration is read."""
 
 
 class Section(BaseModel):

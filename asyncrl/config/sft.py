@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.section import NonNegative, Positive, Section
+from asyncrl.config.section import NonNegative, OptionalPath, Positive, Section
 
 
 class SftConfig(Section):
     """Supervised training on conversations: steps before the first version of the weights, and a term of each later
     step's loss."""
 
-    data: str | None = None
+    data: OptionalPath = None
     """JSON lines, a file or a glob: rows of {"messages": [...]}, with "tools" where the chat template has them, or of
     {"prompt": ..., "completion": ...}, which become tokens as data.template says. The assistant's messages are trained,
     with the token that ends each; one with "weight": 0 is context."""

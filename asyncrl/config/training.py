@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from asyncrl.config.algorithm import CorrectionConfig, KLConfig, TeacherServerConfig
-from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
+from asyncrl.config.section import Fraction, NonNegative, OptionalPath, PathText, Positive, Seconds, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -17,7 +17,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run's folder; an existing one is never overwritten: the next free NAME-2 is taken."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Folder that holds the run folders."""
     seed: NonNegative = 0
     """Seed of the data order, of sampling and of the learner."""
@@ -28,7 +28,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str | None = None
+    path: OptionalPath = None
     """Folder of a Hugging Face causal LM with its tokenizer. Left out only when everything is simulated."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
@@ -41,12 +41,15 @@ SOURCE_KEYS = frozenset({"source", "path", "split", "task", "size", "seed", "opt
 class DataConfig(Section):
     """A set of prompts."""
 
-    source: Literal["jsonl", "parquet", "hf", "reasoning_gym", "synthetic"] = "jsonl"
-    """Kind of source: files, a Hugging Face dataset folder on disk, a reasoning-gym task, or made-up prompts."""
-    path: str | None = None
-    """File, glob or folder, for jsonl, parquet and hf."""
+    source: Literal["auto", "jsonl", "parquet", "hf", "reasoning_gym", "synthetic"] = "auto"
+    """Kind of source: JSON files, Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
+    made-up prompts. auto is one of the first three, by the file: .jsonl, .json (lines or one list) and their .gz are
+    jsonl."""
+    path: OptionalPath = None
+    """File, glob or folder. Of a folder of JSON or Parquet files, as a download from the hub is, those files are read
+    whose names hold the split."""
     split: str = "train"
-    """Split of a hf dataset folder that holds several."""
+    """Split that is read of a folder that holds several."""
     task: str | None = None
     """Name of the reasoning-gym task."""
     size: Positive = 1024
@@ -57,7 +60,7 @@ class DataConfig(Section):
     """Further options of the reasoning-gym task."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: text, or a list of chat messages with role and content, which is text or a list of
-    text parts ({"type": "text", "text": ...}), joined by newlines."""
+    text parts ({"type": "text", "text": ...}), joined by newlines. Dots lead into objects: extra_info.question."""
     template: Literal["plain", "chat"] = "plain"
     """Conversion of a prompt into tokens: as it stands, or through the tokenizer's chat template."""
     system: str | None = None
@@ -200,7 +203,7 @@ class LearnerConfig(Section):
     """The divergence from the policy that the run began with."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy, nats, that is added to the objective of each token."""
-    teacher: str | None = None
+    teacher: OptionalPath = None
     """The teacher of loss = "distill", a causal LM with the policy's tokenizer: its folder, scored as the reference is;
     or http://HOST:PORT/v1 of a server that returns log-probs of prompts, as vLLM's, which is asked beside the
     training. A server's are of temperature 1, so rollout.temperature must be 1."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from asyncrl.data.columns import column_names, column_of, has_column
 from asyncrl.data.jsonl import RawRow
 from asyncrl.errors import DataError
 
@@ -115,8 +116,8 @@ def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
         raise BadRow(raw.problem)
     if not isinstance(raw.value, dict):
         raise BadRow(f"a row must be an object, not {_kind(raw.value)}")
-    if prompt_key not in raw.value:
-        raise BadRow(missing_column(prompt_key, raw.value))
+    if not has_column(raw.value, prompt_key):
+        raise BadRow(missing_column(prompt_key, column_names(raw.value)))
     try:
         columns = msgspec.to_builtins(raw.value, enc_hook=_simplify)
         packed = _ENCODER.encode(columns)
@@ -124,7 +125,7 @@ def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
         unpack(packed)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRow(f"cannot be sent as JSON or MessagePack: {error}") from None
-    return _check_prompt(columns[prompt_key], prompt_key), packed
+    return _check_prompt(column_of(columns, prompt_key), prompt_key), packed
 
 
 def missing_column(prompt_key: str, columns: Iterable[str]) -> str:

@@ -8,12 +8,13 @@ rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.training import DataConfig
-from asyncrl.data.jsonl import RawRow, files_of, read_jsonl
+from asyncrl.data.files import find_files, no_such
+from asyncrl.data.jsonl import RawRow, read_json_rows
 from asyncrl.dataloader.rows import Dataset, collect, missing_column
 from asyncrl.errors import DataError
 
@@ -27,26 +28,31 @@ def load_dataset(config: DataConfig) -> Dataset:
 
 
 def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow], str]:
-    """The source's name, its rows as they are read, and the column that holds the prompt. Reading raises DataError."""
-    path = config.path or ""
-    if config.source == "jsonl":
-        return path, read_jsonl(path), config.prompt_column
-    if config.source == "parquet":
-        return path, _parquet(path, config.prompt_column), config.prompt_column
-    if config.source == "hf":
-        return path, _hf(path, config.split, config.prompt_column), config.prompt_column
+    """The source's name, its rows as they are read, and the column that holds the prompt.
+
+    Raises DataError where there is no file, and so does reading.
+    """
+    column = config.prompt_column
     if config.source == "reasoning_gym":
         name = f"reasoning_gym/{config.task}"
-        return name, _reasoning_gym(config, name), config.prompt_column
-    return "synthetic", _synthetic(config.size), config.prompt_column
+        return name, _reasoning_gym(config, name), column
+    if config.source == "synthetic":
+        return "synthetic", _synthetic(config.size), column
+    path = config.path or ""
+    kind, files = find_files(path, kind=None if config.source == "auto" else config.source, split=config.split)
+    if kind == "hf":
+        return path, _hf(path, config.split, column), column
+    if kind == "parquet":
+        return path, _parquet(files, column), column
+    return path, read_json_rows(files), column
 
 
-def _parquet(pattern: str, prompt_key: str) -> Iterator[RawRow]:
-    """One row a record; lines count the records of a file. Raises DataError."""
-    pyarrow = _import_pyarrow(pattern)
+def _parquet(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
+    """One row a record. Raises DataError."""
+    pyarrow = _import_pyarrow(files[0])
     from pyarrow import parquet
 
-    for path in files_of(pattern):
+    for path in files:
         try:
             with parquet.ParquetFile(path) as file:
                 _check_columns(path, file.schema_arrow.names, prompt_key)
@@ -88,13 +94,13 @@ def _hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
 def _split_folder(folder: Path, split: str) -> Path:
     """The folder of one split, or the folder itself when it holds a single dataset."""
     if not folder.is_dir():
-        raise DataError("no such folder", path=str(folder))
+        raise no_such("no such folder", str(folder))
     if (folder / "state.json").is_file():
         return folder
     splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
     if not splits:
         raise DataError(
-            'was not written by save_to_disk; for a folder of Parquet files set source = "parquet" and a glob',
+            'was not written by save_to_disk; for a folder of Parquet files leave source out, or set it to "parquet"',
             path=str(folder),
         )
     if split not in splits:
@@ -103,7 +109,8 @@ def _split_folder(folder: Path, split: str) -> Path:
 
 
 def _check_columns(path: str, columns: list[str], prompt_key: str) -> None:
-    if prompt_key not in columns:
+    # A dotted name leads into an object: its first part is a column, and the rows show the rest.
+    if not any(prompt_key == column or prompt_key.startswith(f"{column}.") for column in columns):
         raise DataError(missing_column(prompt_key, columns), path=path)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
+from asyncrl.data.hub import fetch_advice
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.teacher import TeacherClient, TeacherFailed
@@ -43,8 +44,10 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     for key, path in folders.items():
         if path is not None:
             problem = compare(Path(config.model.path), Path(path), tokenizer)
-            told = f"{path} has the policy's tokens"
-            found.append(fail("tokenizer", problem, OTHERS, key=key) if problem else ok("tokenizer", told, key=key))
+            told, fix = f"{path} has the policy's tokens", OTHERS
+            if not Path(path).is_dir():
+                fix = fetch_advice(path, key) or OTHERS
+            found.append(fail("tokenizer", problem, fix, key=key) if problem else ok("tokenizer", told, key=key))
     if learner.teacher_url is not None:
         found.append(asyncio.run(check_server(learner.teacher_url, config, tokenizer)))
     return found

@@ -253,7 +253,11 @@ def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
 
 def _of_set(key: str, text: str) -> str:
     """The text with the keys of the training prompts as those of this set."""
-    return re.sub(r"\bdata\.(on_bad_row|prompt_key|max_prompt_tokens|max_left_out_fraction)\b", rf"{key}.\1", text)
+    return re.sub(
+        r"\bdata\.(source|split|path|on_bad_row|prompt_key|max_prompt_tokens|max_left_out_fraction)\b",
+        rf"{key}.\1",
+        text,
+    )
 
 
 class _Reading:

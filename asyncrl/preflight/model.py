@@ -14,6 +14,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.data.hub import fetch_advice
 from asyncrl.disk import in_bytes
 from asyncrl.preflight.findings import Finding, fail, listed, ok
 from asyncrl.preflight.needs import ModelSize
@@ -131,8 +132,9 @@ def check_model(path: str | None, lora: LoraConfig | None = None) -> tuple[Findi
         return ok("model", "none: everything is simulated", key=KEY), None
     folder = Path(path)
     if not folder.is_dir():
-        fix = "give a Hugging Face model folder, at the same place on each host"
-        return fail("model", f"{folder} is not a folder here", fix, key=KEY), None
+        # Not of the Path, which would take a slash of an address away.
+        fix = fetch_advice(path, KEY) or "give a Hugging Face model folder, at the same place on each host"
+        return fail("model", f"{path} is not a folder here", fix, key=KEY), None
     try:
         if not (folder / "config.json").is_file():
             raise Unreadable("there is no config.json, so it is not a Hugging Face model folder")

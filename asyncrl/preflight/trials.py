@@ -23,6 +23,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, RewardConfig
+from asyncrl.data.columns import column_of
 from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.messages.reward import Completion, Score
@@ -126,7 +127,7 @@ def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[
     """Each sample with completions that a model may have given: the row's answer, where it has one, and another."""
     column = reward.options.get("answer_key", "answer")
     for sample in samples:
-        answer = sample.row.get(column)
+        answer = column_of(sample.row, column)
         texts = [str(answer), PLAIN] if isinstance(answer, str | int | float) else [PLAIN]
         said = [Completion(text=text, finish_reason="stop", tokens=max(1, len(text.split()))) for text in texts]
         if reward.per == "group":

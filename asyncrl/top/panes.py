@@ -270,10 +270,11 @@ def ledger(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pa
         ("trained", exact(view.trained), ""),
         ("filtered", exact(view.filtered), ""),
         ("quarantined", exact(view.quarantined), "bad" if view.quarantined else ""),
-        *([("left out", exact(view.left_out), "")] if view.left_out else []),
         ("in the buffer", count(view.buffered), ""),
         ("a step takes", f"{view.groups_per_step} groups", ""),
     ]
+    if view.left_out:
+        facts.insert(3, ("left out", exact(view.left_out), ""))
     if view.outstanding is not None and view.gate:
         full = view.outstanding >= view.gate
         bar = level_bar(view.outstanding, view.gate, max(4, min(40, width - 36)), glyphs, "warn" if full else "level")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -178,7 +180,7 @@ def test_a_folder_of_hugging_face_holds_one_dataset_of_several_shards_or_splits(
 
 
 def test_bad_folders_of_hugging_face(tmp_path: Path) -> None:
-    fails('was not written by save_to_disk; .* source = "parquet"', source="hf", path=str(tmp_path))
+    fails('was not written by save_to_disk; .* "parquet"', source="hf", path=str(tmp_path))
     path = save_to_disk(tmp_path / "a", [{"text": "a", "n": 1}])
     fails("has no column 'prompt'; it has 'text', 'n'", source="hf", path=path)
     path = save_to_disk(tmp_path / "b", [{"prompt": "a"}], _indices_data_files=[{"filename": "indices.arrow"}])
@@ -196,7 +198,7 @@ def test_bad_folders_of_hugging_face(tmp_path: Path) -> None:
     [
         ("jsonl", "none.jsonl", "no such file"),
         ("jsonl", "*.none", "no such file"),
-        ("jsonl", "", "is a folder; give a file or a glob"),
+        ("parquet", "", r"is a folder without a file of rows \(.parquet\). To do: give a file or a glob"),
         ("jsonl", "empty.jsonl", "holds no row"),
         ("parquet", "none.parquet", "no such file"),
         ("hf", "none", "no such folder"),
@@ -205,6 +207,108 @@ def test_bad_folders_of_hugging_face(tmp_path: Path) -> None:
 def test_sources_that_are_not_there_or_empty(tmp_path: Path, source: str, path: str, match: str) -> None:
     write_lines(tmp_path / "empty.jsonl", "")
     fails(match, source=source, path=str(tmp_path / path))
+
+
+# --- the kind of source follows from the file ---
+
+
+def test_the_kind_of_source_follows_from_the_file(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    files = {
+        "a.jsonl": lines,
+        "a.json": json.dumps(ROWS, indent=1).encode(),
+        "one_line.json": json.dumps(ROWS).encode(),
+        "lines.json": lines,
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+        "prompts": lines,
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert columns(load(path=str(tmp_path / name))) == ROWS, name
+    table = write_table(tmp_path / "a.parquet", prompt=["one"])
+    Path(table).with_name("no_suffix").write_bytes(Path(table).read_bytes())
+    for name in ("a.parquet", "no_suffix", "*.parquet"):
+        assert prompts(load(path=str(tmp_path / name))) == ["one"]
+    folder = save_to_disk(tmp_path / "saved", [{"prompt": "of hf"}])
+    assert prompts(load(path=folder)) == ["of hf"]
+    fails("is a Parquet file, and is read as JSON. To do: leave data.source out", source="jsonl", path=table)
+    fails(r"holds files of several kinds \(.*a.json.* and .*a.parquet\)", path=str(tmp_path / "a.*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.csv", b"prompt\nx\n", "is not a kind of file that is read: .* To do: convert it"),
+        ("a.json", b'[{"prompt": "x"},', r"a\.json: is not a valid JSON list: "),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}' * 99)[:20], "is damaged or not whole"),
+        ("a.json", b'[{"prompt": "x"}, 3]', r"a\.json:2: a row must be an object, not a number"),
+    ],
+)
+def test_a_file_that_is_of_no_kind_or_damaged_says_so(tmp_path: Path, name: str, content: bytes, match: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    fails(match, path=str(tmp_path / name))
+
+
+def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    for place in ("main", "socratic", ".cache/huggingface"):
+        (hub / place).mkdir(parents=True)
+        for split in ("train", "test"):
+            write_table(hub / place / f"{split}-00000-of-00001.parquet", prompt=[f"{place} {split}"])
+    (hub / "dataset_infos.json").write_text("{}")
+    told = f"holds several data sets: main, socratic. To do: give one of them, as {hub}/main"
+    fails(told, path=str(hub))
+    assert prompts(load(path=str(hub / "main"))) == ["main train"]
+    assert prompts(load(path=str(hub / "main"), split="test")) == ["main test"]
+    fails("has no file of the split 'dev'; it has test-00000", path=str(hub / "main"), split="dev")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in "ab":
+        write_rows(plain / f"{name}.jsonl", [{"prompt": name}])
+    assert prompts(load(path=str(plain))) == ["a", "b"]
+    assert prompts(load(path=str(plain), source="jsonl")) == ["a", "b"]
+
+
+def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_table(tmp_path / "a.parquet", prompt=["x"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    fails(r"needs pyarrow: pip install 'asyncrl\[train\]'", path=path)
+
+
+def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "hf download --repo-type dataset openai/gsm8k --local-dir gsm8k"
+    for path in (
+        "openai/gsm8k",
+        "https://huggingface.co/datasets/openai/gsm8k/tree/main",
+        "hf://datasets/openai/gsm8k",
+    ):
+        assert f"run `{command}` (asyncrl downloads nothing) and set the path to gsm8k" in str(
+            fails("no such file", path=path)
+        )
+    assert command in str(fails("no such folder", source="hf", path="openai/gsm8k"))
+    (tmp_path / "openai").mkdir()
+    for path in ("openai/gsm8k", "data/prompts.jsonl", "./openai/gsm8k", "a/b/c", "gsm8k"):
+        assert "hf download" not in str(fails("no such file", path=path))
+
+
+# --- nested columns ---
+
+
+def test_a_dotted_name_leads_into_objects_and_a_name_that_holds_the_dot_wins(tmp_path: Path) -> None:
+    row = {"extra_info": {"question": "q", "more": {"n": 1}}, "a.b": "dotted", "a": {"b": "nested"}}
+    for path in (
+        write_rows(tmp_path / "a.jsonl", [row]),
+        write_table(tmp_path / "a.parquet", **{name: [value] for name, value in row.items()}),
+    ):
+        assert prompts(load(path=path, prompt_key="extra_info.question")) == ["q"]
+        assert prompts(load(path=path, prompt_key="a.b")) == ["dotted"]
+        assert columns(load(path=path, prompt_key="a.b")) == [row]
+        fails(
+            "has no column 'extra_info.x'; it has 'extra_info.question', 'extra", path=path, prompt_key="extra_info.x"
+        )
+    fails("has no column 'x.y'; it has 'extra_info'", path=path, prompt_key="x.y")
 
 
 # --- made ---

@@ -48,6 +48,17 @@ def test_a_whole_model_is_measured_all_its_files_together(model):
     assert measure(model) == ModelSize(parameters=500, bytes=1000)
 
 
+def test_a_name_of_the_hub_gets_the_command_that_downloads_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct"
+    for path in ("Qwen/Qwen2.5-0.5B-Instruct", "https://huggingface.co/Qwen/Qwen2.5-0.5B-Instruct"):
+        found, _ = check_model(path)
+        assert found.result == "fail" and f"{path} is not a folder here" in found.detail
+        assert found.fix == f"run `{command}` (asyncrl downloads nothing) and set model.path to Qwen2.5-0.5B-Instruct"
+    for path in ("/models/x", "models", "./Qwen/x", "../Qwen"):
+        assert "hf download" not in check_model(path)[0].fix
+
+
 def test_adapters_are_counted_where_layers_are_numbered(model):
     shapes = {"model.layers.0.q_proj": (6, 4), "model.layers.1.mlp.up_proj": (8, 4), "lm_head": (9, 4)}
     (model / "model.safetensors").unlink()

@@ -207,11 +207,11 @@ async def test_the_request_is_as_the_options_say(monkeypatch):
         "low": -1.0,
         "high": 10.0,
         "extra": {"temperature": 0},
-        "row_keys": ["answer"],
+        "row_keys": ["answer", "extra.hint"],
         "price_per_million": [2.0, 20.0],
     }
     async with judging(right, **options) as (server, pool):
-        found = await pool.score(group(-0.5, 9.0, prompt="What is it?", row={"answer": "42", "secret": "s"}))
+        found = await pool.score(group(-0.5, 9.0, prompt="What is it?", row={"answer": "42", "extra": {"hint": "h"}}))
         assert found.rewards == [-0.5, 9.0]
         [asked], [headers] = server.bodies, server.headers
         assert (asked["model"], asked["temperature"], headers["Authorization"]) == ("judge", 0, "Bearer k-123")
@@ -220,7 +220,7 @@ async def test_the_request_is_as_the_options_say(monkeypatch):
         system, user = (message["content"] for message in asked["messages"])
         assert "* Short is good.\n" in system and "from -1 to 10" in system
         assert re.search(r"=== task (\w{5}) begins ===\nWhat is it\?\n=== task \1 ends ===", user)
-        assert "answer: 42" in user and "secret" not in user
+        assert "answer: 42\nextra.hint: h\n" in user and "{" not in user
         assert (pool.judged.prompt_tokens, pool.judged.completion_tokens) == (100, 10)
         assert pool.judged.cost == pytest.approx(0.0004)
         await fails(pool, group(), "unjudged: the row has no column 'answer'", retryable=False)

@@ -55,6 +55,15 @@ def test_exact_and_regex(options, completion, answer, expected):
     assert function(completion=completion, row={options.get("answer_key", "answer"): answer}) == expected
 
 
+def test_an_answer_inside_an_object_is_named_with_dots():
+    row = {"reward_model": {"style": "rule", "ground_truth": "42"}, "a.b": "7", "a": {"b": "8"}}
+    assert exact(answer_key="reward_model.ground_truth")(completion="42", row=row) == 1
+    assert exact(answer_key="a.b")(completion="7", row=row) == 1
+    there = r"no column 'reward_model.x' .* it has \['a.b', 'a.b', 'reward_model.ground_truth', 'reward_model.style'\]"
+    with pytest.raises(ValueError, match=there):
+        exact(answer_key="reward_model.x")(completion="42", row=row)
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "expected"),
     [

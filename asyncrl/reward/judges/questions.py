@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.data.columns import column_names, column_of, has_column
 from asyncrl.messages.reward import Score
 from asyncrl.outcome import Outcome
 from asyncrl.reward.judges.answers import match, read_entries, read_number
@@ -164,7 +165,7 @@ class Rubric:
         if not key:
             return self.options.rubric
         try:
-            own = msgspec.convert(row.get(key), list[Criterion])
+            own = msgspec.convert(column_of(row, key), list[Criterion])
         except msgspec.ValidationError as error:
             raise ValueError(f"row[{key!r}] holds no criteria (reward.options.rubric_key): {error}") from None
         criteria = [*self.options.rubric, *own]
@@ -227,12 +228,13 @@ def _criterion_line(criterion: Criterion) -> str:
 
 
 def _row_text(row: Mapping[str, Any], options: JudgeOptions) -> str:
-    missing = [key for key in options.row_keys if key not in row]
+    missing = [key for key in options.row_keys if not has_column(row, key)]
     if missing:
-        raise ValueError(f"the row has no column {missing[0]!r} (reward.options.row_keys); it has {sorted(row)}")
+        there = sorted(column_names(row))
+        raise ValueError(f"the row has no column {missing[0]!r} (reward.options.row_keys); it has {there}")
     lines = []
     for key in options.row_keys:
-        value = row[key]
+        value = column_of(row, key)
         lines.append(
             f"{key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}"
         )

@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.data.columns import column_names, column_of, has_column
+
 Row = Mapping[str, Any]
 RewardFunction = Callable[..., float]
 
@@ -176,9 +178,10 @@ BUILT_IN: dict[str, Callable[..., RewardFunction]] = {
 
 
 def _answers(row: Row, answer_key: str) -> list[str]:
-    if answer_key not in row:
-        raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {sorted(row)}")
-    value = row[answer_key]
+    if not has_column(row, answer_key):
+        there = sorted(column_names(row))
+        raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {there}")
+    value = column_of(row, answer_key)
     answers = [str(one) for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
     if not answers:
         raise ValueError(f"row[{answer_key!r}] holds no answer")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from asyncrl.config import Config
+from asyncrl.data.columns import column_of
 from asyncrl.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Ticket, Trajectory
@@ -232,7 +233,7 @@ def _is_full(error: Exception) -> bool:
 def first_messages(config: Config, ticket: Ticket) -> list[dict[str, Any]]:
     """The prompt of a ticket as its row has it, text as one message of the user, behind the system message if any."""
     data = config.data if ticket.purpose == "train" else config.eval[ticket.purpose.removeprefix("eval/")].data
-    prompt = ticket.row.get(data.prompt_column, ticket.prompt)
+    prompt = column_of(ticket.row, data.prompt_column, ticket.prompt)
     messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
     if data.system is not None and not any(message["role"] == "system" for message in messages):
         messages.insert(0, {"role": "system", "content": data.system})

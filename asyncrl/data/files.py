@@ -1,0 +1,126 @@
+"""The files of a data set: which ones a path names, and the kind of source that reads them.
+
+The kind follows from the files' names, and from their first bytes where a name says nothing. A folder was written by
+``datasets.save_to_disk``, or it holds JSON or Parquet files, as a download from the hub does. Of those, the files of
+one split are taken. Fails with DataError if there is no file, or if several sets are there.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.data.hub import fetch_advice
+from asyncrl.errors import DataError
+
+Kind = Literal["jsonl", "parquet", "hf"]
+PARQUET_MAGIC = b"PAR1"
+LISTED = 5
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_OTHERS = (".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
+_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
+"""Files that describe a data set and hold no rows."""
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") -> tuple[Kind, list[str]]:
+    """The kind of source that reads ``pattern``, and its files by name; of "hf" the folder alone.
+
+    ``pattern`` is a file, a glob or a folder. With ``kind`` only that one is meant. Raises DataError.
+    """
+    folder = Path(pattern)
+    if kind == "hf" or (kind is None and _is_saved_to_disk(folder)):
+        return "hf", [pattern]
+    files = _of_folder(folder, kind, split) if folder.is_dir() else files_of(pattern)
+    if kind is not None:
+        return kind, files
+    kinds = {_kind_of(file): file for file in files}
+    if len(kinds) > 1:
+        given = " and ".join(kinds.values())
+        raise DataError(f"holds files of several kinds ({given})", path=pattern, fix="give a glob, as *.parquet")
+    return next(iter(kinds)), files
+
+
+def files_of(pattern: str) -> list[str]:
+    """The files of a path or glob, by name. Raises DataError."""
+    if Path(pattern).is_file():
+        return [pattern]
+    if Path(pattern).is_dir():
+        raise DataError("is a folder; give a file or a glob such as FOLDER/*.jsonl", path=pattern)
+    found = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    if not found:
+        raise no_such("no such file", pattern)
+    return found
+
+
+def no_such(what: str, path: str) -> DataError:
+    """The error of a path that is not there; it names the command that downloads the data set of the hub."""
+    advice = fetch_advice(path, is_dataset=True)
+    if not advice:
+        return DataError(what, path=path)
+    return DataError(f"{what}, and this looks like a name of the Hugging Face hub", path=path, fix=advice)
+
+
+def _is_saved_to_disk(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or any(folder.glob("*/state.json"))
+
+
+def _kind_of(file: str) -> Kind:
+    """The kind of source that reads a file. Raises DataError."""
+    name = Path(file.lower().removesuffix(".gz"))
+    if name.suffix in _KINDS:
+        return _KINDS[name.suffix]
+    if Path(file.lower()).suffix in _OTHERS or name.suffix in _OTHERS:
+        fix = 'convert it, as with pandas: read_csv(...).to_json("prompts.jsonl", orient="records", lines=True)'
+        raise DataError("is not a kind of file that is read: JSON lines, a JSON list, Parquet", path=file, fix=fix)
+    try:
+        with open(file, "rb") as opened:
+            return "parquet" if opened.read(4) == PARQUET_MAGIC else "jsonl"
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", path=file) from None
+
+
+def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
+    """The files of one split in a folder and the folders in it. Raises DataError."""
+    path = str(folder)
+    candidates = [*folder.glob("*"), *folder.glob("*/*")]
+    files = [file.relative_to(folder) for file in sorted(candidates) if _holds_rows(file.relative_to(folder), kind)]
+    if not files:
+        suffixes = ", ".join(suffix for suffix, of in _KINDS.items() if kind in (None, of))
+        raise DataError(f"is a folder without a file of rows ({suffixes})", path=path, fix="give a file or a glob")
+    chosen = [file for file in files if _is_named(file, split)]
+    if not chosen:
+        if any(_is_named(file, other) for file in files for other in _SPLITS):
+            raise DataError(
+                f"has no file of the split {split!r}; it has {_listed(files)}",
+                path=path,
+                fix="set data.split, or give a file or a glob",
+            )
+        chosen = files
+    parents = list(dict.fromkeys(file.parent for file in chosen))
+    if len(parents) > 1:
+        raise DataError(
+            f"holds several data sets: {_listed(parents)}",
+            path=path,
+            fix=f"give one of them, as {folder / parents[0]}",
+        )
+    return [str(folder / file) for file in chosen]
+
+
+def _holds_rows(file: Path, kind: Kind | None) -> bool:
+    """Whether a file, by its path in the folder of a data set, can hold rows of this kind."""
+    found = _KINDS.get(Path(file.name.lower().removesuffix(".gz")).suffix)
+    is_hidden = any(part.startswith(".") for part in file.parts)
+    return found is not None and kind in (None, found) and not is_hidden and file.name not in _DESCRIPTIONS
+
+
+def _is_named(file: Path, split: str) -> bool:
+    return re.search(rf"(^|[-_./ ]){re.escape(split)}([-_./ ]|$)", file.as_posix(), re.IGNORECASE) is not None
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    names = [str(path) for path in paths]
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
