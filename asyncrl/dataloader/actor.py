@@ -361,6 +361,7 @@ class Dataloader(Actor):
             request.free_groups,
             request.served_version,
             frozenset(request.holding),
+            request.number,
         )
         if not self._asks_no_more(ask):
             self._meet(ask)

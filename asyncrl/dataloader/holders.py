@@ -8,7 +8,7 @@ holder has died; it stays outstanding until it is released.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.prompt_queue import TrainingPrompt
@@ -26,6 +26,7 @@ class Ask:
     free_groups: int
     served_version: int
     holding: frozenset[str] = frozenset()
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,17 @@ class Grant:
     """Number of times that its prompt came back too stale to be trained."""
     served_version: int = -1
     """The oldest version that the receiver's engines served; -1 where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The numbers of an incarnation's lease calls."""
+
+    incarnation: int
+    newest: int = 0
+    """The latest call that has arrived."""
+    answered: int = 0
+    """The latest call that was granted something."""
 
 
 @dataclass(slots=True)
@@ -86,6 +98,8 @@ class Holders:
         self._leaving: set[str] = set()
         """Rollouters that ask no more, and live until they are removed."""
         self._held: dict[str, HeldPrompt] = {}
+        self._calls: dict[str, Calls] = {}
+        """Lease calls by rollouter."""
         self.outstanding = 0
         """Training prompts among those that are out."""
 
@@ -120,13 +134,37 @@ class Holders:
         # A call that was overtaken would be granted again what a later one has said that it has seen.
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
             return None
-        if ask.rollouter in self._leaving:
+        if ask.rollouter in self._leaving or ask.number < self._calls_of(ask).newest:
             return None
         return holder
+
+    def is_answered(self, ask: Ask) -> bool:
+        """Whether a call was granted something before.
+
+        The caller may have received that, so ``holding`` no longer covers all that the caller holds. A call that was
+        neither answered nor overtaken names everything that its rollouter can hold, since a rollouter receives
+        grants only as the answer to its latest call.
+        """
+        return 0 < ask.number <= self._calls_of(ask).answered
+
+    def note_answer(self, ask: Ask) -> None:
+        """Record that a call was granted something."""
+        self._calls[ask.rollouter] = replace(self._calls_of(ask), answered=ask.number)
+
+    def recall_calls(self, before: Holders) -> None:
+        """Take over the numbers of the calls that ``before`` knows: some of these may be parked, or arrive again."""
+        self._calls = dict(before._calls)
+
+    def _calls_of(self, ask: Ask) -> Calls:
+        found = self._calls.get(ask.rollouter)
+        return found if found is not None and found.incarnation == ask.incarnation else Calls(ask.incarnation)
 
     def update(self, ask: Ask) -> None:
         """Take note of a call of a rollouter whose older incarnations have been ``remove``d."""
         holder = self._rollouters.get(ask.rollouter)
+        if holder is None or ask.incarnation == holder.incarnation:
+            calls = self._calls_of(ask)
+            self._calls[ask.rollouter] = replace(calls, newest=max(calls.newest, ask.number))
         if holder is None:
             self._rollouters[ask.rollouter] = Holder(
                 ask.incarnation, ask.seen, ask.seen, ask.served_version, ask.holding

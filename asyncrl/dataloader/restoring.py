@@ -107,6 +107,8 @@ def rebuild(
         number=request.outcomes_number,
         supply_number=supply_number,
     )
+    if previous is not None:
+        tickets.recall_calls(previous)
     for uid in request.claims:
         tickets.claim(uid)
     for name, answer in answers.items():

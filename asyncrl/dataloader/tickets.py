@@ -8,8 +8,10 @@ Invariants:
 - a training prompt is outstanding from its grant until the learner reports its outcome or it is returned, with any
   holder meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
   said whether it holds it (``settle``); only what it does not hold is granted again;
-- a group that the learner found too stale is granted again with a larger number of requeues, to nobody who still holds
-  it with a smaller one: what comes of that is worth nothing to the learner;
+- a prompt whose group was too stale is granted again with a larger number of requeues, but not to a rollouter that
+  still holds it with a smaller one: the rollouter would ignore the new grant, and the learner drops the old group;
+- a lease call is granted something new once, and only while it is the latest call of its rollouter. So its ``holding``
+  covers all that the rollouter can hold, however late the call, or a copy of it, arrives;
 - a prompt that was held in too many deaths is granted only to a rollouter that holds nothing, and nothing beside it.
 
 All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring`` makes
@@ -140,8 +142,15 @@ class Tickets:
         # First of all, and past the gate, in which these have their places already.
         found = [grant for grant in running if grant.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
-        if lone:
-            return found
+        if not lone and not self._holders.is_answered(ask):
+            self._grant_new(ask, running, found)
+        if found:
+            self._holders.note_answer(ask)
+        self._note_supply()
+        return found
+
+    def _grant_new(self, ask: Ask, running: list[Grant], found: list[Grant]) -> None:
+        """Add new grants to ``found``, up to the number that was asked for."""
         generating = sum(isinstance(grant.prompt, TrainingPrompt) for grant in running)
         # It may hold groups of which there is no grant here, as one whose prompt was requeued meanwhile.
         empty = not running and not ask.holding
@@ -164,8 +173,6 @@ class Tickets:
             found.append(grant)
             if grant.alone:
                 break
-        self._note_supply()
-        return found
 
     def give_back(self, rollouter: str, incarnation: int, uids: Iterable[str]) -> None:
         """A rollouter returns prompts; those that it does not hold are ignored."""
@@ -267,6 +274,10 @@ class Tickets:
                 grant = Grant(number, prompt, version, ticket.attempt, alone, ticket.requeues, ticket.served_version)
                 self._holders.restore(rollouter, grant)
         self._note_supply()
+
+    def recall_calls(self, previous: Tickets) -> None:
+        """Remember which lease calls ``previous`` has heard and answered: they may be parked, or arrive again."""
+        self._holders.recall_calls(previous._holders)
 
     def missing(self, previous: Tickets) -> list[str]:
         """Uids of the prompts that ``previous`` had out and that nobody was found with."""

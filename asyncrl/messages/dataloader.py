@@ -36,6 +36,11 @@ class Lease(Request, frozen=True, kw_only=True):
     """The oldest version that its engines serve; -1 before the first."""
     holding: list[Uid] = []
     """Uids that it holds. Nothing is left of its earlier incarnations."""
+    number: Count = 0
+    """Number of the call, from 1 in each incarnation of the rollouter; 0 if it has none.
+
+    Nothing new is granted to a call that a later one has overtaken, or that was granted something before.
+    """
 
 
 class ReturnTickets(Request, frozen=True, kw_only=True):

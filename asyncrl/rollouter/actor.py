@@ -113,6 +113,8 @@ class Rollouter(Actor):
         self._running: set[asyncio.Task[None]] = set()
         """Tasks that run, each by the name of its ticket."""
         self._seen = 0
+        """The highest grant received."""
+        self._lease_calls = 0
         self._generating = 0
         """Trajectories leased and not yet generated; those without a slot wait."""
         self._preempted = False
@@ -313,7 +315,14 @@ class Rollouter(Actor):
     async def _lease(self, free: int) -> Leased | None:
         """One lease call; given up when the version or what is held changes, since the gate then counts differently."""
         self._ask_again.clear()
-        request = Lease(seen=self._seen, free_groups=free, served_version=self._host.version, holding=list(self._held))
+        self._lease_calls += 1
+        request = Lease(
+            seen=self._seen,
+            free_groups=free,
+            served_version=self._host.version,
+            holding=list(self._held),
+            number=self._lease_calls,
+        )
         call = self.peer(DATALOADER).call(request)
         changed = asyncio.ensure_future(self._ask_again.wait())
         try:

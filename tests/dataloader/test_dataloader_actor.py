@@ -75,6 +75,22 @@ async def test_a_lease_is_parked_until_a_place_is_free(tmp_path: Path) -> None:
         assert [ticket.uid for ticket in (await parked).tickets] == [granted[1]]
 
 
+async def test_a_lease_call_that_was_given_up_and_is_still_parked_is_granted_nothing(tmp_path: Path) -> None:
+    """I1: its CANCEL was lost, and the prompt that a later call was granted is requeued."""
+    async with running(tmp_path, small_config(**FRESH)) as it:
+        held, _ = " ".join(await it.granted(A, 2, number=1)), await it.granted(B, 2, number=1)
+        given_up = it.lease(A, 2, seen=2, holding=held, number=2)
+        assert await it.is_parked(given_up)
+        parked = it.lease(A, 2, seen=2, holding=held, number=3)
+        assert await it.is_parked(parked)
+        await it.report(held.split()[0], kind="filtered")
+        [ticket] = (await parked).tickets
+        await it.report(ticket.uid, kind="requeued")
+        assert await it.is_parked(given_up)
+        assert await it.granted(B, 1, seen=2, number=2) == [ticket.uid]
+        given_up.cancel()
+
+
 @pytest.mark.parametrize("holds", [True, False])
 async def test_a_call_of_who_leaves_that_is_still_parked_is_granted_nothing(tmp_path: Path, holds: bool) -> None:
     """I1: as when its CANCEL was lost; what is free goes to the others."""

@@ -43,7 +43,8 @@ class Book(Tickets):
         super().__init__(queue, gate, EvalRounds(evals), max_attempts=3)
 
     def grant(self, name: str = A, free: int = 4, *, seen: int = 0, served: int = 0, life: int = 1, **of: Any) -> Any:
-        ask = Ask(name, life, seen, free, served, frozenset(of.get("holding", "").split()))
+        holding, number = frozenset(of.get("holding", "").split()), of.get("number", 0)
+        ask = Ask(name, life, seen, free, served, holding, number)
         self.meet(ask)
         return self.lease(ask)
 
@@ -275,6 +276,48 @@ def test_a_requeued_prompt_is_granted_to_nobody_who_still_holds_an_earlier_attem
     assert book.report(Outcomes(number=1, version=0, trained_at_version=0, outcomes=outcomes)) == 1
     assert book.outstanding == 1
     assert book.uids(B, 1, seen=1) == ["0-3"]
+
+
+def test_i1_a_copy_of_an_answered_lease_call_is_not_granted_a_prompt_that_was_requeued_since() -> None:
+    """The rollouter may hold the earlier attempt, and would take the new grant for that one."""
+    book = Book()
+    assert book.uids(free=1, number=1) == ["0-0"]
+    book.tell("0-0", kind="requeued", requeues=1)
+    assert book.uids(free=1, number=1) == []
+    # The next call says what the rollouter holds, and the prompt goes to another.
+    assert book.uids(free=1, seen=1, holding="0-0", number=2) == ["0-1"]
+    assert book.uids(B, 1, number=1) == ["0-0"]
+    assert book.outstanding == 2
+
+
+def test_a_call_that_a_later_one_has_overtaken_is_granted_nothing() -> None:
+    book = Book()
+    assert book.grant(free=0, number=1) == []
+    assert book.uids(free=1, number=2) == ["0-0"]
+    book.tell("0-0", kind="requeued", requeues=1)
+    assert book.grant(free=1, number=1) == []
+    # A successor counts anew.
+    assert book.uids(free=1, life=2, number=1) == ["0-0"]
+
+
+def test_a_call_whose_answer_was_lost_is_granted_the_same_again_and_nothing_new() -> None:
+    book = Book()
+    assert book.uids(free=1, number=1) == ["0-0"]
+    assert book.uids(free=2, number=1) == ["0-0"]
+    # The answer was lost, and the next call is sent without it: only that one is granted more.
+    book.tell("0-0", kind="requeued", requeues=1)
+    assert book.uids(free=2, number=2) == ["0-0", "0-1"]
+
+
+def test_calls_that_were_answered_before_a_restore_are_granted_nothing_new_after_it() -> None:
+    book, after = Book(), Book()
+    assert book.uids(free=1, number=1) == ["0-0"]
+    after.recall_calls(book)
+    # The learner has the group, and the rollouter, which may still hold it, was not reached.
+    after.claim("0-0")
+    after.tell("0-0", kind="requeued", requeues=1)
+    assert after.grant(free=1, number=1) == []
+    assert after.uids(free=1, seen=1, holding="0-0", number=2) == ["0-1"]
 
 
 def test_an_answer_about_an_orphan_is_not_one_about_the_same_prompt_after_its_requeue() -> None:

@@ -115,6 +115,9 @@ async def test_grants_of_a_dataloader_that_is_no_more_are_dropped_with_their_num
         new.grant("0-3")
         await life.until(lambda: life.held.keys() == {"0-1", "0-3"})
         assert life.held["0-3"] == 2
+        # The numbers of the calls only grow, across dataloaders too.
+        numbers = [call.number for call in (*old.asked, *new.asked)]
+        assert numbers[0] == 1 and numbers == sorted(numbers) and numbers[-1] > 1
         learner.open.set()
         await life.until(lambda: not life.held)
 

@@ -70,6 +70,8 @@ class Rollouter:
     """The last one that was spoken to."""
     asks: list[Ask] = field(default_factory=list)
     """All that were ever sent: any may arrive again."""
+    waits_for: Ask | None = None
+    """The call whose answer it still takes."""
     held: dict[str, Held] = field(default_factory=dict)
 
     def generates(self, uid: str, requeues: int) -> bool:
@@ -152,8 +154,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.supply_number = 0
         self.asked: tuple[Tickets, list[str], set[str]] | None = None
         self.dataloader = 1
-        self.late_acks: list[tuple[Rollouter, int, int, str]] = []
-        """Rollouter, its incarnation, the learner's, the group."""
+        self.late_acks: list[tuple[Rollouter, int, int, str, Held]] = []
+        """Rollouter, its incarnation, the learner's, the group, and the lease under which it was delivered."""
         self.late_grants: list[tuple[Rollouter, int, int, list[Grant]]] = []
         """Rollouter, its incarnation, the dataloader's; of its last call, else it would not listen."""
         self.blind = False
@@ -424,9 +426,11 @@ class ExactlyOnce(RuleBasedStateMachine):
             free_groups,
             rollouter.served,
             frozenset(rollouter.held),
+            len(rollouter.asks) + 1,
         )
         rollouter.dataloader = self.dataloader
         rollouter.asks.append(ask)
+        rollouter.waits_for = ask
         self.tickets.meet(ask)
         before = set(self.tickets._holders.uids)
         grants = self.tickets.lease(ask)
@@ -448,6 +452,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.late_grants.append((rollouter, rollouter.incarnation, self.dataloader, grants))
 
     def receive(self, rollouter: Rollouter, grants: list[Grant]) -> None:
+        rollouter.waits_for = None
+        self.late_grants = [late for late in self.late_grants if late[0] is not rollouter]
         for grant in grants:
             assert grant.number > rollouter.seen
             rollouter.seen = grant.number
@@ -456,17 +462,20 @@ class ExactlyOnce(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets is not None and any(r.asks for r in self.rollouters))
     @rule(data=st.data())
     def a_lease_of_long_ago_comes_again(self, data: st.DataObject) -> None:
-        """Nobody waits for its answer."""
+        """A copy of a lease call arrives. Its answer is received only if the rollouter still waits for that call."""
         assert self.tickets is not None
         rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.asks]))
         ask = data.draw(st.sampled_from(rollouter.asks))
         self.tickets.meet(ask)
-        self.tickets.lease(ask)
+        grants = self.tickets.lease(ask)
+        if rollouter.waits_for is ask:
+            rollouter.dataloader = self.dataloader
+            self.late_grants.append((rollouter, rollouter.incarnation, self.dataloader, grants))
 
     @precondition(lambda self: self.late_grants)
     @rule(data=st.data())
     def receive_late(self, data: st.DataObject) -> None:
-        """The answer to a lease, perhaps of a dataloader that is no more."""
+        """An answer to the latest lease call arrives, perhaps from a dataloader that has died since."""
         late = data.draw(st.sampled_from(self.late_grants))
         self.late_grants.remove(late)
         rollouter, incarnation, dataloader, grants = late
@@ -510,8 +519,9 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.deliver(rollouter, uid, kind, acknowledged)
 
     def deliver(self, rollouter: Rollouter, uid: str, kind: str, acknowledged: str) -> None:
-        self.take_delivery(rollouter.held[uid], kind)
-        ack = (rollouter, rollouter.incarnation, self.learner, uid)
+        held = rollouter.held[uid]
+        self.take_delivery(held, kind)
+        ack = (rollouter, rollouter.incarnation, self.learner, uid, held)
         if acknowledged == "now":
             self.acknowledge(*ack)
         elif acknowledged == "late":
@@ -524,11 +534,15 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.late_acks.remove(ack)
         self.acknowledge(*ack)
 
-    def acknowledge(self, rollouter: Rollouter, incarnation: int, learner: int, uid: str) -> None:
-        """Releases the ticket, unless it is of a learner that is known to have a successor."""
+    def acknowledge(self, rollouter: Rollouter, incarnation: int, learner: int, uid: str, delivered: Held) -> None:
+        """Release the lease that was delivered, and no other lease of the same prompt.
+
+        An acknowledgement of a learner that is known to have a successor releases nothing.
+        """
         if rollouter.incarnation == incarnation and learner >= rollouter.learner:
             rollouter.learner = learner
-            rollouter.held.pop(uid, None)
+            if rollouter.held.get(uid) is delivered:
+                del rollouter.held[uid]
 
     def kill(self, rollouter: Rollouter, *, heard: bool = True) -> None:
         if len(rollouter.held) == 1:
@@ -536,7 +550,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         dead = rollouter.incarnation
         rollouter.incarnation += 1
         rollouter.seen, rollouter.served, rollouter.learner, rollouter.dataloader = 0, -1, 0, 0
-        rollouter.held = {}
+        rollouter.held, rollouter.waits_for = {}, None
         if heard:
             self.dead[rollouter.name] = dead
             if self.tickets is not None:
