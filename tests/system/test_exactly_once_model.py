@@ -54,6 +54,8 @@ class RememberedOrder(EpochOrder):
 class Held:
     grant: Grant
     finished: bool = False
+    lost_history: bool = False
+    """Whether a learner that went back to a checkpoint has forgotten the requeue after which it was granted."""
 
 
 @dataclass
@@ -75,7 +77,13 @@ class Rollouter:
     held: dict[str, Held] = field(default_factory=dict)
 
     def generates(self, uid: str, requeues: int) -> bool:
-        return uid in self.held and self.held[uid].grant.requeues >= requeues
+        """Whether it holds an attempt that makes one with so many requeues useless.
+
+        A learner that went back may hold an earlier attempt, and requeue that: its count then equals that of an attempt
+        which only its predecessor had asked for. Both are generated, and the learner takes the first.
+        """
+        held = self.held.get(uid)
+        return held is not None and not held.lost_history and held.grant.requeues >= requeues
 
 
 @dataclass(frozen=True)
@@ -266,6 +274,13 @@ class ExactlyOnce(RuleBasedStateMachine):
         """Its successor starts from one of the last checkpoints, of which the later ones are then void."""
         del self.checkpoints[max(1, len(self.checkpoints) - back) :]
         self.start_learner(self.checkpoints[-1])
+        for rollouter in self.rollouters:
+            for held in rollouter.held.values():
+                held.lost_history |= self.is_of_lost_history(held.grant)
+
+    def is_of_lost_history(self, grant: Grant) -> bool:
+        """Whether the learner knows nothing of the requeue after which this was granted."""
+        return grant.requeues > self.intake.ledger.requeues.get(grant.prompt.uid, 0)
 
     def say_restored(self) -> None:
         """Where the run stands; the dataloader begins to ask around."""
@@ -457,7 +472,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         for grant in grants:
             assert grant.number > rollouter.seen
             rollouter.seen = grant.number
-            rollouter.held.setdefault(grant.prompt.uid, Held(grant))
+            rollouter.held.setdefault(grant.prompt.uid, Held(grant, lost_history=self.is_of_lost_history(grant)))
 
     @precondition(lambda self: self.tickets is not None and any(r.asks for r in self.rollouters))
     @rule(data=st.data())
