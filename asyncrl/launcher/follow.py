@@ -26,9 +26,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import HostFailed
+from asyncrl.errors import PREEMPTED_EXIT_CODE, HostFailed
 from asyncrl.launcher.agent_handle import SLACK_S, AgentHandle, end_in_steps, hang_up
 from asyncrl.launcher.fleet.contact import Contact
+from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
@@ -49,6 +50,13 @@ from asyncrl.runtime.linux import children_of
 
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""
+ENDED_BY_CODE = {
+    0: EndedEvent(result="done"),
+    PREEMPTED_EXIT_CODE: EndedEvent(
+        result="preempted", reason="asked to end; the launcher did not hear by what", exit_code=PREEMPTED_EXIT_CODE
+    ),
+}
+"""Ends that an agent's exit code alone describes."""
 LOOK_AGAIN_S = 2.0
 """Pause between two looks at a head whose connection is lost."""
 
@@ -99,8 +107,23 @@ class Follower:
 
     async def _follow(self, member: AgentHandle) -> None:
         await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
+        if member.ended is None and not member.lost and not self._killing:
+            member.ended = await self._unread_end(member)
         self._take_end(member)
         self._news.set()
+
+    async def _unread_end(self, member: AgentHandle) -> EndedEvent | None:
+        """The end of an agent whose last event did not arrive, as where this process was stopped meanwhile."""
+        ended = None
+        if member is self._head:
+            with contextlib.suppress(OSError):
+                ended = await asyncio.to_thread(read_ended, self.folder)
+            if ended is None and member.contact is not None:
+                with contextlib.suppress(HostFailed, TimeoutError):
+                    found = await self._ask_anew(member, CONFIRM_S, patience_s=0.0, kill=False)
+                    ended = found.ended
+        # Without a record, as on a full disk, the agent's exit code is the run's.
+        return ended or ENDED_BY_CODE.get(-1 if member.exit_code is None else member.exit_code)
 
     def _take(self, member: AgentHandle, event: Any) -> None:
         match event:
@@ -236,7 +259,7 @@ class Follower:
         """Wait until the run, now unheard, has ended, is to end at once, or the head stays out of reach."""
         head, supervision = self._head, self.config.supervision
         assert head.contact is not None
-        order = EndOrder(run_dir=str(self.folder.path), index=head.index, patience_s=LOOK_AGAIN_S, kill=False)
+        order = self._order(head, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
         until = loop.time() + supervision.host_grace_s + supervision.drain_s
         while not self._killing and loop.time() < until:
@@ -246,8 +269,10 @@ class Follower:
                     await again.reach()
                 while not self._killing:
                     async with asyncio.timeout(CONFIRM_S):
-                        if not (await again.ask(order, HostEnded)).living:
-                            return
+                        found = await again.ask(order, HostEnded)
+                    if not found.living:
+                        head.ended = found.ended
+                        return
                     # It was reached, and from now on may be out of reach for as long again.
                     until = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
@@ -284,6 +309,8 @@ class Follower:
                 ]
             )
         else:
+            if member is self._head and member.ended is None:
+                member.ended = found.ended
             what = "its part of the run lives on" if found.living else "nothing is left there"
             self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if found.killed else ""))
 
@@ -294,12 +321,15 @@ class Follower:
         try:
             async with asyncio.timeout(within_s):
                 await again.reach()
-                return await again.ask(EndOrder(run_dir=str(self.folder.path), index=member.index, **order), HostEnded)
+                return await again.ask(self._order(member, **order), HostEnded)
         except (HostFailed, TimeoutError):
             again.kill()
             raise
         finally:
             await again.close()
+
+    def _order(self, member: AgentHandle, **order: Any) -> EndOrder:
+        return EndOrder(run_dir=str(self.folder.path), index=member.index, log_dir=str(self.folder.logs), **order)
 
     def _result(self) -> EndedEvent:
         head = self._head.ended

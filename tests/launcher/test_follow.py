@@ -9,6 +9,7 @@ from run_settings import simulated_run
 
 from asyncrl.launcher import follow
 from asyncrl.launcher.follow import Follower
+from asyncrl.launcher.run_folder.ended import write_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terms.spec import STOP, EndedEvent, HostEnded
 
@@ -62,6 +63,65 @@ async def test_agents_that_fail_end_the_run_in_good_order_and_never_hurry_it(tmp
     assert (ended.result, ended.actor, ended.exit_code) == ("failed", "agent/1", 1)
 
 
+class Unread(Member):
+    """An agent whose process ends with this code, and whose last event was not read."""
+
+    log, name, over = "agent-0.log", "agent/0", False
+
+    def __init__(self, exit_code):
+        super().__init__(EndedEvent(result="done", exit_code=exit_code))
+        self.exit_code, self.exit_words = exit_code, f"exit code {exit_code}"
+
+    async def hear(self, _logs, _progress, _on_event):
+        self.over = True
+
+
+FAILED = EndedEvent(result="failed", actor="learner/0", reason="no room", exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "record", "result", "code"),
+    [
+        (0, EndedEvent(result="done"), "done", 0),
+        (75, EndedEvent(result="preempted", exit_code=75), "preempted", 75),
+        (1, FAILED, "failed", 1),
+        (143, EndedEvent(result="stopped", reason="stopped", exit_code=143), "stopped", 143),
+        # The disk was full, so that there is no record.
+        (0, None, "done", 0),
+        (75, None, "preempted", 75),
+        (137, None, "failed", 1),
+    ],
+)
+async def test_the_exit_code_follows_the_record_where_the_last_event_was_not_read(
+    tmp_path, exit_code, record, result, code
+):
+    """The launcher was stopped, or its output was not read, while the run ended."""
+    folder = RunFolder(path=tmp_path, run_id="r")
+    write_ended(tmp_path, str(folder.logs.with_name("attempt_0")), FAILED)
+    if record is not None:
+        write_ended(tmp_path, str(folder.logs), record)
+    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
+    head, other = Unread(exit_code), Unread(0)
+    follower = Follower(simulated_run(), folder, [head, other], shown, phase="running")
+    async with asyncio.timeout(20):
+        ended = await follower.main()
+    assert (ended.result, ended.exit_code) == (result, code)
+    assert ended.actor == ("" if code != 1 else "agent/0" if record is None else "learner/0")
+
+
+async def test_a_head_elsewhere_is_asked_for_the_record(tmp_path, monkeypatch):
+    """Its connection was lost, or did not bring the last event."""
+    monkeypatch.setattr(follow, "Contact", Recorded)
+    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
+    unread = Unread(1)
+    unread.contact, unread.index = Recorded(), 0
+    for head in (Cut(EndedEvent(result="done")), unread):
+        follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head], shown, phase="running")
+        async with asyncio.timeout(20):
+            ended = await follower.main()
+        assert ended == FAILED
+
+
 class Connection:
     """One to a host on which nothing is left, whenever it is made."""
 
@@ -80,6 +140,14 @@ class Connection:
 
     async def ask(self, order, kind):
         return HostEnded(living=False, killed=False)
+
+
+class Recorded(Connection):
+    """One to the head, which has a record of how the run ended."""
+
+    async def ask(self, order, kind):
+        assert order.log_dir.endswith("attempt_1")
+        return HostEnded(living=False, killed=False, ended=FAILED)
 
 
 class Cut(Member):

@@ -30,6 +30,7 @@ from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.fleet.addresses import find_routes
 from asyncrl.launcher.fleet.hosts import find_facts
 from asyncrl.launcher.run_folder.begun import CONFIG, PART
+from asyncrl.launcher.run_folder.ended import read_end_of
 from asyncrl.launcher.run_folder.private import RUN_ID, hold_private, is_living, remove_abandoned, remove_part
 from asyncrl.launcher.terms.spec import (
     EndOrder,
@@ -168,9 +169,12 @@ def end(order: EndOrder) -> HostEnded:
             # The guard has as long to end what is left.
             until = time.monotonic() + order.patience_s
         time.sleep(LOOK_S)
+    ended = None
+    with contextlib.suppress(OSError):
+        ended = read_end_of(run_dir, Path(order.log_dir).name)
     for path in remove_abandoned(run_dir.parent):
         sys.stderr.write(f"removed {path}\n")
-    return HostEnded(living=False, killed=killed)
+    return HostEnded(living=False, killed=killed, ended=ended)
 
 
 def _signal_agents(private: str, number: signal.Signals) -> bool:

@@ -49,7 +49,9 @@ from asyncrl.launcher.terms.spec import (
     ActorSpec,
     AgentSpec,
     ControllerEvent,
+    EndedEvent,
     Event,
+    LogEvent,
     MetricsEvent,
     NoticeEvent,
     ReadyEvent,
@@ -68,7 +70,10 @@ from asyncrl.telemetry.logging import get_logger, listen
 
 LOOK_FOR_CONTROLLER_S = 0.02
 UNREAD_BYTES = 1 << 20
-"""Bytes unread by the launcher above which it is told of no more metrics; their file has them all."""
+"""Bytes unread by the launcher above which it gets no more metrics, whose file has them all; above twice as many it
+gets only what _ALWAYS_SENT names."""
+_ALWAYS_SENT = (ControllerEvent, LogEvent, EndedEvent)
+"""Events without which the launcher would be wrong. Log lines have a limit of their own (``_room``)."""
 STACKS_S = 5.0
 """Time that an actor has to write its stacks, beside that of four heartbeats."""
 FAREWELL_S = 2.0
@@ -383,7 +388,10 @@ class Agent:
         return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
 
     def _emit(self, event: Event) -> None:
-        if not self._output.is_closing() and (self._room() > 0 or not isinstance(event, MetricsEvent)):
+        # A launcher that is stopped reads nothing, perhaps for days. What is dropped here is in the logs.
+        unread = 0 if isinstance(event, _ALWAYS_SENT) else self._output.transport.get_write_buffer_size()
+        limit = UNREAD_BYTES if isinstance(event, MetricsEvent) else 2 * UNREAD_BYTES
+        if unread < limit and not self._output.is_closing():
             self._output.write(msgspec.json.encode(event) + b"\n")
 
     def _say_how_it_ended(self) -> int:

@@ -43,11 +43,16 @@ def write_ended(run_dir: Path, log_dir: str, ended: EndedEvent) -> None:
 
 
 def read_ended(folder: RunFolder) -> EndedEvent | None:
-    """The end of this attempt; None if nobody could say. Raises OSError."""
+    """The end of this attempt; None if there is no record of it. Raises OSError."""
+    return read_end_of(folder.path, folder.logs.name)
+
+
+def read_end_of(run_dir: Path, logs: str) -> EndedEvent | None:
+    """The end of the attempt whose folder of logs has this name, as ``read_ended``. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-        record = msgspec.json.decode((folder.path / ENDED).read_bytes(), type=EndRecord)
-        # The same folder may have several names.
-        return record.ended if Path(record.log_dir).name == folder.logs.name else None
+        record = msgspec.json.decode((run_dir / ENDED).read_bytes(), type=EndRecord)
+        # The same folder may have several paths.
+        return record.ended if Path(record.log_dir).name == logs else None
     return None
 
 

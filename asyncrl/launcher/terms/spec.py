@@ -110,6 +110,8 @@ class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
     patience_s: float
     kill: bool = True
     make_way: bool = False
+    log_dir: str = ""
+    """Folder of the attempt's logs: the answer has the record of how this attempt ended."""
 
 
 class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
@@ -117,6 +119,8 @@ class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
 
     living: bool
     killed: bool
+    ended: EndedEvent | None = None
+    """The end of the attempt, if nothing lives and the host has its record: the head has."""
 
 
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
