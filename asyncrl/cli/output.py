@@ -1,7 +1,8 @@
-"""The end of a command: its output is flushed where a failure can still be told, and its complaints never fail.
+"""The output of a command: characters that it lacks are replaced, it is flushed, and complaints never fail.
 
-A reader of the output that has read enough, as ``head`` does, ends a command with exit code 141; a full disk, or an
-output that is closed, with code 1 and a word of it. Standard library only.
+A reader of the output that has read enough, as ``head`` does, ends a command with exit code 141. A full disk or a
+closed output ends it with code 1 and an error. Text that was given to ``PRINTER`` never changes the exit code. A
+terminal that takes nothing delays the end by LAST_S at most. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from asyncrl.text.printable import say
-from asyncrl.text.streams import send_nowhere
+from asyncrl.text.printable import printable
+from asyncrl.text.streams import PRINTER, replace_unknown, send_nowhere
 
 
 class _CannotPrint(Exception):
@@ -22,14 +23,16 @@ class _CannotPrint(Exception):
 def flushed(program: str, command: Callable[[], int]) -> int:
     """Call the rest of ``program`` and flush what it has printed; the exit code."""
     if sys.stderr is None:
-        # Closed by who started it: all that is said there is lost, and nothing else.
+        # Closed by the caller: errors are lost, and nothing else changes.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         return complain(program, "what is printed cannot be written: standard output is closed", 1)
+    replace_unknown(sys.stdout, sys.stderr)
     try:
         try:
             return command()
         finally:
+            PRINTER.finish()
             # Also where argparse ends the program after --help or --version.
             _flush()
     except BrokenPipeError:
@@ -54,10 +57,6 @@ def _flush() -> None:
 
 def complain(program: str, problem: str, exit_code: int) -> int:
     """Say on standard error why a command ends; returns ``exit_code``."""
-    try:
-        say(f"{program}: {problem}", sys.stderr)
-        sys.stderr.flush()
-    except OSError:
-        # A terminal that was closed.
-        send_nowhere(sys.stderr)
+    PRINTER.print_to(sys.stderr, printable(f"{program}: {problem}\n", keep="\n"))
+    PRINTER.finish()
     return exit_code

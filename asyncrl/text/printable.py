@@ -12,6 +12,8 @@ import re
 import unicodedata
 from typing import TextIO
 
+from asyncrl.text.streams import REPLACED
+
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
 
@@ -24,9 +26,9 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print lines of text; what the encoding of ``stream`` does not know is escaped too. Raises OSError."""
+    """Print lines of text; characters that the encoding of ``stream`` lacks are replaced. Raises OSError."""
     encoding = stream.encoding or "utf-8"
-    shown = printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding)
+    shown = printable(text, keep="\n").encode(encoding, REPLACED).decode(encoding)
     stream.write(shown + "\n")
 
 

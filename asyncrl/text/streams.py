@@ -1,16 +1,188 @@
-"""Output that nobody reads any more. Standard library only."""
+"""Output to a terminal, a pipe or a file that may take nothing. Standard library only.
+
+``PRINTER`` writes text on a thread of its own, in the order in which it was given. A terminal may take nothing:
+a pager, Ctrl-S, a stopped reader. Its text waits in a bounded queue, which drops the oldest text first. The dropped
+lines are counted and reported where they are missing.
+
+Invariant: ``print_to`` blocks for PROMPT_S at most, ``finish`` for the time it is given. Output that takes nothing
+raises no error. A stream that is closed for good loses its text, and a full disk loses what does not fit, which is
+counted as well. A stream without a descriptor, as in a test, is written directly and may raise.
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import errno
+import io
 import os
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import FrameType
 from typing import TextIO
+
+REPLACED = "asyncrl.replaced"
+"""Error handler of encodings: replaces what an encoding lacks by ASCII that says the same, or by an escape."""
+_ASCII = {"→": "->", "←": "<-", "–": "-", "…": "...", "≤": "<=", "±": "+-", "×": "x", "·": "|", "µ": "u"}
+PROMPT_S = 0.05
+"""Longest wait for a stream that takes text at once, as nearly every one does."""
+LAST_S = 5.0
+"""Longest wait at the end of a command for a stream that takes nothing."""
+MOST_BYTES = 1 << 20
+"""Most text that waits."""
+LOOK_S = 0.05
+_CHUNK = 4096
+_CLOSED = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET})
+"""Errors after which a stream takes nothing ever again."""
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_ASCII.get(each) or _escaped(each) for each in lacking), error.end
+
+
+def _escaped(character: str) -> str:
+    return character.encode("ascii", "backslashreplace").decode()
+
+
+codecs.register_error(REPLACED, _replace)
+
+
+def replace_unknown(*streams: TextIO | None) -> None:
+    """Have these streams replace the characters that their encoding lacks, instead of an error."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=REPLACED)
 
 
 def send_nowhere(stream: TextIO) -> None:
-    """Let all that is written to ``stream`` be lost, what it still holds too.
+    """Discard what is written to ``stream`` from here on, and the text that it still holds.
 
-    A terminal that was closed, or a reader that has ended, is no reason for a command to end, or to end otherwise: what
-    cannot be written would be tried again at the end, and be an error there.
+    A closed terminal or reader is no reason for a command to end. Without this, the end of the process would write the
+    rest again, and fail.
     """
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
+
+
+class Printer:
+    """The writer thread and its queue; the module describes the rules. Its methods are called by one thread."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._waiting: deque[tuple[TextIO, bytes]] = deque()
+        self._bytes = 0
+        self._idle = True
+        """Whether the thread writes nothing and nothing waits."""
+        self._lost: dict[TextIO, int] = {}
+        """Lines that were dropped since the last text that was written, by stream."""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def print_to(self, stream: TextIO, text: str) -> None:
+        """Write ``text`` to ``stream``, as soon as it takes it. Raises OSError for a stream without a descriptor."""
+        data = text.encode(stream.encoding or "utf-8", REPLACED)
+        if _descriptor(stream) < 0:
+            stream.write(data.decode(stream.encoding or "utf-8"))
+            stream.flush()
+            return
+        with self._changed:
+            was_idle, self._idle = self._idle, False
+            self._waiting.append((stream, data))
+            self._bytes += len(data)
+            while self._bytes > self._most_bytes and len(self._waiting) > 1:
+                self._drop(*self._waiting.popleft())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="printer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            if was_idle:
+                # Only here: a stream that is behind is not waited for again.
+                self._changed.wait_for(lambda: self._idle, PROMPT_S)
+
+    def finish(self, within_s: float = LAST_S) -> bool:
+        """Wait until all is written, at most ``within_s`` or until a signal comes; whether it is."""
+        until = time.monotonic() + within_s
+        with _signals_noted() as came, self._changed:
+            while not self._idle and not came and time.monotonic() < until:
+                self._changed.wait(LOOK_S)
+            return self._idle
+
+    def _drop(self, stream: TextIO, data: bytes) -> None:
+        self._bytes -= len(data)
+        self._lost[stream] = self._lost.get(stream, 0) + data.count(b"\n")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle = not self._waiting
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting)
+                stream, data = self._waiting.popleft()
+                self._bytes -= len(data)
+                lost = self._lost.pop(stream, 0)
+            said = f"({lost} lines are missing here: the output took no text)\n".encode() if lost else b""
+            if left := _write(stream, said + data):
+                unsaid = lost if len(left) > len(data) else 0
+                with self._changed:
+                    self._lost[stream] = self._lost.get(stream, 0) + unsaid + left[-len(data) :].count(b"\n")
+
+
+PRINTER = Printer()
+"""The printer of this process."""
+
+
+def _descriptor(stream: TextIO) -> int:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return -1
+
+
+def _write(stream: TextIO, data: bytes) -> bytes:
+    """Write, without a deadline. Returns the rest that found no room; a closed output has none."""
+    try:
+        # Not by the stream: the end of the interpreter would wait for its lock.
+        descriptor = stream.fileno()
+        while data:
+            try:
+                data = data[os.write(descriptor, data[:_CHUNK]) :]
+            except BlockingIOError:
+                # Another program on the same terminal has made it so.
+                select.select([], [descriptor], [], 1.0)
+    except ValueError:
+        return b""
+    except OSError as error:
+        if error.errno not in _CLOSED:
+            return data
+        with contextlib.suppress(OSError, ValueError):
+            send_nowhere(stream)
+        return b""
+    return b""
+
+
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """Note the signals that ask for an end instead of acting on them: this process is ending."""
+    came: list[int] = []
+    before: dict[signal.Signals, object] = {}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+            if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN):
+                before[number] = handler
+                signal.signal(number, note)
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -205,6 +205,7 @@ def _take_terminal() -> None:
 
 
 def main() -> int:
+    from asyncrl.cli.output import flushed
     from asyncrl.config.load import validate_config
     from asyncrl.launcher.fleet.hostfile import HostLine
     from asyncrl.launcher.launch import Launch
@@ -223,7 +224,7 @@ def main() -> int:
     launch = Launch(config, [HostLine("here")], actor_argv=argv, head="here", head_is_here=True)
     launch.hosts, launch.resumption = [PlacementHost(name="here", cpus=2)], resumption
     launch.placed = [dataclasses.replace(actor, host="here") for actor in place(config, hosts)]
-    return asyncio.run(undone_by_signals(launch.run(), launch.progress))
+    return flushed("launched", lambda: asyncio.run(undone_by_signals(launch.run(), launch.progress)))
 
 
 if __name__ == "__main__":

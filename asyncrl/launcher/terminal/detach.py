@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
-from asyncrl.text.streams import send_nowhere
+from asyncrl.text.streams import PRINTER, send_nowhere
 
 LOG = "launcher.log"
 LOOK_S = 0.2
@@ -42,6 +42,7 @@ class Detached:
 
     def has_folder(self, run_dir: Path, logs: Path, head: str = "") -> None:
         """Write into this folder from here on. ``head`` is the host where the run is, empty for this one."""
+        PRINTER.finish()
         _flush()
         log = (logs / LOG).open("ab")
         with os.fdopen(os.dup(self.output.fileno()), "rb") as written:

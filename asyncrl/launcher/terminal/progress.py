@@ -1,4 +1,7 @@
-"""The launcher's view of a run while it lives: one live line on a terminal, plain lines elsewhere."""
+"""The launcher's view of a run while it lives: one live line on a terminal, plain lines elsewhere.
+
+All text goes through ``PRINTER``: an output that takes nothing never holds up the launcher.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from asyncrl.runtime.lifecycle.roster import CONTROLLER
 from asyncrl.telemetry.metrics_line import Line, is_eval_mean, versions_in_words
 from asyncrl.text.numbers import count, duration, fixed
 from asyncrl.text.printable import printable
-from asyncrl.text.streams import send_nowhere
+from asyncrl.text.streams import PRINTER
 
 NAMES_SHOWN = 4
 WARM_STEP = "warm step"
@@ -185,11 +188,7 @@ class Progress:
         """Show lines that stay, on ``err``."""
         if self._live:
             self._write("")
-        try:
-            self._err.write("".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
-            self._err.flush()
-        except OSError:
-            send_nowhere(self._err)
+        PRINTER.print_to(self._err, "".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
         if self._live:
             self._write(self._fitted(self._shown))
 
@@ -223,11 +222,7 @@ class Progress:
         return text if cell_len(text) <= width else set_cell_size(text, width)
 
     def _write(self, text: str) -> None:
-        try:
-            self._out.write(CLEAR_LINE + text if self._live else text)
-            self._out.flush()
-        except OSError:
-            send_nowhere(self._out)
+        PRINTER.print_to(self._out, CLEAR_LINE + text if self._live else text)
 
 
 _STEP_WORDS: dict[str, Callable[[float], str]] = {
