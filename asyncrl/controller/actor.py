@@ -24,6 +24,7 @@ from asyncrl.controller.health.liveness import Oversight
 from asyncrl.controller.joining.host_changes import ComingAndGoing
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.observation.observers import Watching
+from asyncrl.controller.observation.open_waits import OpenWaits
 from asyncrl.controller.observation.recent_lines import RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.snapshot_builder import LONGEST_TEXT
@@ -106,6 +107,7 @@ class Controller(Actor):
         self._numbered = 0
         """Changes of the registry's numbers that a successor would know."""
         self._lines = RecentLines()
+        self._waits = OpenWaits()
         self._sinks = SinksFeed(
             self.counters, numbers_begin_above(context.incarnation), wanted=self.config.sinks.are_wanted
         )
@@ -346,7 +348,8 @@ class Controller(Actor):
     @handler
     def notice(self, request: Notice, caller: Caller) -> Done:
         """Pass on what the user must know to those who follow the run step by step."""
-        self._lines.add_notice(caller.name, request)
+        self._waits.take(caller.name, caller.incarnation, request.key, request.waits_for)
+        self._lines.add_notice(caller.name, caller.incarnation, request)
         self._followers.wake()
         return Done()
 
@@ -355,7 +358,8 @@ class Controller(Actor):
     ) -> None:
         super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
         # Nobody else takes its notices: actors hand theirs in to the controller.
-        self._lines.add_notice(self.name, sendable(key, text, count, meanwhile, waits_for, of))
+        own = sendable(key, text, count, meanwhile, waits_for, of)
+        self._lines.add_notice(self.name, self.context.incarnation, own)
         self._followers.wake()
 
     @handler
@@ -524,7 +528,10 @@ class Controller(Actor):
 
     def _state_and_lines(self, seen_line: int) -> RunState:
         lines, last = self._lines.after(seen_line)
-        return msgspec.structs.replace(self._state(), lines=lines, last_line=last, waiting_for=self._run.waiting_for)
+        # While the run drains, actors end in order and no notice says what it waits for.
+        waits = self._waits.words(self._registry.hears) if not self._run.drain else []
+        awaited = self._run.waiting_for
+        return msgspec.structs.replace(self._state(), lines=lines, last_line=last, waiting_for=awaited, waits=waits)
 
     def _state(self) -> RunState:
         if self._said is None or self._said[0] != self._run.number:
@@ -564,7 +571,8 @@ class Controller(Actor):
                 self.notify(f"aside {name}", f"{name} is set aside: {actor.reason}", count=times, meanwhile=meanwhile)
         # While the run drains none counts as set aside, and none is tried again for that.
         for name in before.keys() - self._aside.keys() if not self._run.drain else ():
-            text = f"{name} was set aside ({before[name].reason}) and is tried again"
+            then = "is tried again" if name in self._run.expected else "has left the run"
+            text = f"{name} was set aside ({before[name].reason}) and {then}"
             self.notify(f"aside {name}", text, count=self._times_aside[name])
 
     def _tell(self) -> None:

@@ -115,6 +115,8 @@ class RunState(Message, frozen=True, kw_only=True):
     lines: list[dict[str, Any]] = []
     waiting_for: list[str] = []
     """Actors that are not ready yet, while the run starts. Told to those alone who ask for the metrics."""
+    waits: list[str] = []
+    """Words for what the run waits for, by the notices of live actors. Sent to those alone who ask for the metrics."""
     condemned: list[Condemned] = []
     """The actors that are to be killed so that they are started again."""
     stuck: list[Stuck] = []
@@ -228,7 +230,7 @@ class ActorEnded(Request, frozen=True, kw_only=True):
 LONGEST_NOTICE, LONGEST_KEY = 2000, 500
 """Characters of a notice's text and of its key."""
 NOTICE = "notice"
-"""Kind of the line among RunState.lines that is a notice: its actor, and the fields of Notice."""
+"""Kind of the line among RunState.lines that is a notice: its actor and incarnation, and the fields of Notice."""
 READY = "ready"
 """Kind of the line among RunState.lines that tells that an actor, which was started again, is ready."""
 
@@ -248,7 +250,7 @@ class Notice(Request, frozen=True, kw_only=True):
     meanwhile: Annotated[str, Meta(max_length=LONGEST_NOTICE)] = ""
     """Sentences that hold, and say what to do, while the run goes on; the summary at its end leaves them out."""
     waits_for: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
-    """Words for what the run waits for until a later notice of this key says otherwise."""
+    """Words for what the run waits for until a later notice of this key, or the end of this incarnation."""
     of: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
     """Whole that the count is a part of, as in "279 calls"."""
 

@@ -220,8 +220,8 @@ class Actor:
 
         A later notice with the same ``key`` replaces it; ``count`` says how often it has happened, ``of`` what these
         are a part of, as in "279 calls". ``meanwhile`` are sentences that hold while the run goes on, and so not in the
-        summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key. To be called
-        in the thread of the event loop.
+        summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key or the end of
+        this incarnation. To be called in the thread of the event loop.
         """
         if self._notices.add(key, text, count, meanwhile, waits_for, of):
             self.log.warning(text, notice=key)

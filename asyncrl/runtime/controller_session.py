@@ -86,6 +86,8 @@ class RunWatch:
                         raise
                     await wait_out(actor.log, "controller", error)
                     continue
+                self._notices.repeat_waits()
+                self._noticed.set()
             actor.run_state = state
             actor.fence(state.dead)
             if state.trace and state.trace != self._traced:

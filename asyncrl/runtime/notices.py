@@ -1,7 +1,8 @@
-"""Notices of an actor to the user: what must be known while the run goes on, one for each key.
+"""Notices of an actor to the user: what the user must know while the run lives, one notice for each key.
 
-Invariant: a notice that changes before it was told is told once, as it is then; there are never more than MOST_KEYS,
-and further keys are counted in the last one. Pure.
+Invariant: a notice that changes before it is sent is sent once, in its newest form. There are never more than MOST_KEYS
+notices; further keys are counted in the last one. A notice belongs to the incarnation of its actor: what the run waits
+for by a notice ends with that incarnation (controller/observation/open_waits.py). Pure.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class UntoldNotices:
         taken = [self._known[key] for key in self._untold]
         self._untold.clear()
         return taken
+
+    def repeat_waits(self) -> None:
+        """Send the notices that say what the run waits for once more: another controller knows none of them."""
+        for notice in self._known.values():
+            if notice.waits_for:
+                self._untold.setdefault(notice.key)
 
     def put_back(self, notices: list[Notice]) -> None:
         """Take back notices that were not heard."""

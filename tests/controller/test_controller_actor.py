@@ -17,10 +17,13 @@ from asyncrl.controller.observation.recent_lines import LINES_KEPT
 from asyncrl.errors import AsyncRLError, DataError, Refused, RemoteError
 from asyncrl.launcher.terms.link import ControllerLink
 from asyncrl.messages.actors import (
+    ActorEnded,
     ActorRecord,
+    Notice,
     Register,
     ReportFailure,
     Resolve,
+    RunState,
     StopRun,
     WatchRun,
 )
@@ -278,7 +281,7 @@ async def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end_and_metr
     while not (told := await lines()):
         pass
     first = {"kind": "notice", "actor": "reward/0", "key": "first", "text": "it begins", "count": 1, "of": ""}
-    assert told == [first | {"meanwhile": "Free some", "waits_for": "room"}]
+    assert told == [first | {"incarnation": 5, "meanwhile": "Free some", "waits_for": "room"}]
     await learner.call(WatchRun())
     learner.cast(MetricsLine(line={"kind": "notice", "step": 1}))
     speaker.begin_drain()
@@ -418,6 +421,57 @@ async def test_an_actor_that_the_successor_refuses_ends(cluster):
     await cluster.register("rollouter/0", incarnation=11)
     with pytest.raises(AsyncRLError, match="incarnation"):
         await life
+
+
+@on_cluster()
+async def test_waits_end_with_the_incarnation_that_gave_the_notice(cluster):
+    """However late a notice comes; and a later incarnation has waits of its own."""
+    watcher, agent = cluster.caller(), cluster.caller("agent/0")
+
+    async def waits():
+        return (await watcher.call(WatchRun(seen_line=0))).waits
+
+    async def wait(incarnation, words):
+        await cluster.caller("learner/0", incarnation).call(Notice(key="publish", text="full", waits_for=words))
+
+    await cluster.all_ready()
+    await wait(1, "room")
+    assert await waits() == ["room"]
+    died = ActorEnded(name="learner/0", incarnation=1, exit_code=-9, fatal=False, reason="")
+    await agent.call(died)
+    assert await waits() == []
+    await wait(1, "room")
+    assert await waits() == []
+    await cluster.register("learner/0", incarnation=2)
+    await wait(2, "more room")
+    line = (await watcher.call(WatchRun(seen_line=0))).lines[-1]
+    assert (line["actor"], line["incarnation"], line["waits_for"]) == ("learner/0", 2, "more room")
+    assert await waits() == ["more room"]
+    await wait(2, "")
+    assert await waits() == []
+
+
+@on_cluster()
+async def test_a_successor_of_the_controller_hears_what_the_run_waits_for(cluster):
+    class Waiting(Working):
+        role = "rollouter"
+
+        async def setup(self):
+            self.notify("weights", "no weights", waits_for="weights")
+
+    actor = Waiting(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+    life = asyncio.create_task(actor.main())
+    try:
+        await resolved(cluster, "rollouter/0")
+        await cluster.die()
+        await cluster.start(8)
+        await resolved(cluster, "rollouter/0")
+        state = RunState(number=-1, phase="starting")
+        while state.waits != ["weights"]:
+            state = await cluster.caller().call(WatchRun(seen=state.number, seen_line=state.last_line))
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
 
 
 @on_cluster()

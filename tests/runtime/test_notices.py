@@ -20,6 +20,15 @@ def test_each_is_told_once_as_it_is_by_then():
     assert notices.take() == [Notice(key="a", text="one", count=7)]
 
 
+def test_waits_are_sent_again_to_a_controller_that_knows_none():
+    notices = UntoldNotices()
+    notices.add("past", "it has room", 1)
+    notices.add("now", "the disk is full", 1, waits_for="room")
+    notices.take()
+    notices.repeat_waits()
+    assert [notice.key for notice in notices.take()] == ["now"]
+
+
 def test_keys_and_texts_are_bounded():
     notices = UntoldNotices()
     for at in range(3 * MOST_KEYS):

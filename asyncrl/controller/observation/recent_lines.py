@@ -46,9 +46,9 @@ class RecentLines:
         self._lines.append(line)
         self.last += 1
 
-    def add_notice(self, actor: str, notice: Notice) -> None:
+    def add_notice(self, actor: str, incarnation: int, notice: Notice) -> None:
         """A notice to the user goes the way of the lines."""
-        self.add({"kind": NOTICE, "actor": actor, **msgspec.structs.asdict(notice)})
+        self.add({"kind": NOTICE, "actor": actor, "incarnation": incarnation, **msgspec.structs.asdict(notice)})
 
     def add_ready(self, actor: str) -> None:
         """An actor that was started again is ready."""

@@ -352,7 +352,10 @@ class AgentState:
             instructions += self._died_after_all(name, now)
         for name in [name for name, (at, *_) in self._due.items() if now >= at]:
             _, reason, died = self._due.pop(name)
-            instructions += [AnnounceRestart(name, reason, now - died), *self._spawn(name)]
+            instructions += [
+                AnnounceRestart(name, reason, now - died, self.incarnations.get(name, 0)),
+                *self._spawn(name),
+            ]
             if name == CONTROLLER and self._all_started:
                 self._reach_by = now + self._first_word_s
         return instructions

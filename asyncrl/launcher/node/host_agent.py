@@ -183,8 +183,8 @@ class Agent:
                         self._tasks.create_task(self._link.report_start(started))
                 case ReportEnd():
                     self._report(instruction)
-                case AnnounceRestart(name, reason, after_s):
-                    self._emit(RestartEvent(name=name, reason=reason, after_s=after_s))
+                case AnnounceRestart(name, reason, after_s, incarnation):
+                    self._emit(RestartEvent(name=name, reason=reason, after_s=after_s, incarnation=incarnation))
                 # Not there is one that this same answer was to start.
                 case Kill(name, reason) if name in self._children:
                     if name == CONTROLLER:
@@ -290,6 +290,7 @@ class Agent:
         told = StateEvent(
             phase=state.phase,
             waiting_for=state.waiting_for,
+            waits=state.waits,
             lost_hosts=state.lost_hosts,
             leaving=[leaving.name for leaving in state.leaving],
             controller=self._link.controller,

@@ -38,6 +38,8 @@ class AnnounceRestart:
     name: str
     reason: str
     after_s: float = field(default=0.0, compare=False)
+    incarnation: int = field(default=0, compare=False)
+    """The incarnation that died."""
 
 
 @dataclass(frozen=True, slots=True)

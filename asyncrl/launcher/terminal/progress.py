@@ -67,8 +67,8 @@ class Progress:
         """The state of the run, in the newest words."""
         self._shown = ""
         """The state as it was written last, with what the run waits for."""
-        self._waits: dict[tuple[str, str], str] = {}
-        """Words of actors for what the run waits for, by actor and key of the notice."""
+        self._waits: list[str] = []
+        """Words for what the run waits for, by the controller's newest state."""
         self._died: dict[str, float] = {}
         """Time of death of each actor that is not ready again."""
         self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
@@ -82,6 +82,7 @@ class Progress:
             if event.controller != self._lost[0]:
                 self._tell_of_ready(CONTROLLER)
             self._tell_of_hosts(event)
+            self._wait(event.waits)
         match event:
             case StateEvent(phase="starting", waiting_for=names):
                 # As plain lines, each half as many as before: a large run does not fill the screen.
@@ -95,14 +96,12 @@ class Progress:
             case StateEvent(phase="preempting"):
                 self._now("making way: waiting for a checkpoint")
             case StateEvent(phase="draining"):
-                self._waits.clear()
                 self._now("draining: ending the actors in order")
-            case RestartEvent(name=name, reason=reason, after_s=after_s):
+            case RestartEvent(name=name, reason=reason, after_s=after_s, incarnation=incarnation):
                 self.warn([f"{name} died ({reason}) and is started again"])
                 self.restarts[name] = self.restarts.get(name, 0) + 1
                 self._died[name] = died = self._now_s() - after_s
-                for waits in [waits for waits in self._waits if waits[0] == name]:
-                    self._wait(waits, "")
+                self.notices.ended(name, incarnation)
                 if role_of(name) == "learner" and self._learner_died is None:
                     self._learner_died = name, died
             case ReadyEvent(name=name):
@@ -115,7 +114,6 @@ class Progress:
             case NoticeEvent():
                 if line := self.notices.take(event, self._now_s()):
                     self.warn([line])
-                self._wait((event.actor, event.key), event.waits_for)
             case MovingEvent():
                 self.warn(["watchdog: the run moves again"])
             case MetricsEvent(line=line) if line.get("kind") == "eval":
@@ -197,20 +195,18 @@ class Progress:
         self._shown = ""
         self._write("")
 
-    def _wait(self, waits: tuple[str, str], waits_for: str) -> None:
-        """The run waits for this, says a notice of this actor and key; for nothing if it is empty."""
-        if waits_for == self._waits.get(waits, ""):
+    def _wait(self, waits: list[str]) -> None:
+        """Show what the run waits for."""
+        if waits == self._waits:
             return
-        self._waits.pop(waits, "")
-        if waits_for:
-            self._waits[waits] = waits_for
+        self._waits = waits
         # As plain lines, the next step says soon enough that there is nothing to wait for.
-        if self._live or waits_for:
+        if self._live or waits:
             self._now(self._stands)
 
     def _now(self, text: str) -> None:
         self._stands = text
-        waits = ", ".join(dict.fromkeys(self._waits.values()))
+        waits = ", ".join(self._waits)
         # First, for a narrow terminal cuts the end.
         text = printable(f"waiting for {waits}  {text}".rstrip() if waits else text)
         if text != self._shown:

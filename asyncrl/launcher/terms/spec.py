@@ -190,6 +190,8 @@ class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
 
     phase: str
     waiting_for: list[str] = []
+    waits: list[str] = []
+    """Words for what the run waits for, as in RunState."""
     lost_hosts: dict[str, list[str]] = {}
     """Actors by lost host, as in RunState."""
     leaving: list[str] = []
@@ -208,6 +210,8 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     """An actor's notice to the user; a later one with the same actor and key takes its place."""
 
     actor: str
+    incarnation: int = 0
+    """Incarnation of the actor that gave it."""
     key: str
     text: str
     count: int = 1
@@ -215,7 +219,7 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     meanwhile: str = ""
     """Sentences that hold while the run goes on."""
     waits_for: str = ""
-    """Words for what the run waits for until a later notice of this actor and key."""
+    """Words for what the run waits for; the terminal shows StateEvent.waits instead."""
     of: str = ""
     """Whole of which the count is a part, as in "279 calls"."""
 
@@ -226,6 +230,8 @@ class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
     name: str
     reason: str
     after_s: float = 0.0
+    incarnation: int = 0
+    """The incarnation that died."""
 
 
 class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):

@@ -207,6 +207,13 @@ class Registry:
         for record in lost:
             self._end_generation_of(record.name, record.incarnation, "was lost with its host")
 
+    def hears(self, name: str, incarnation: int) -> bool:
+        """Whether this incarnation still counts: it is the newest, and has neither ended nor is to be killed."""
+        entry = self.entries.get(name)
+        if entry is None or incarnation > entry.record.incarnation:
+            return incarnation >= self.newest.get(name, 0)
+        return incarnation == entry.record.incarnation and entry.heard_of
+
     @property
     def dead(self) -> list[Dead]:
         """The newest incarnation of each name of which nothing can come any more."""

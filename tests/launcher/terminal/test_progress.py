@@ -218,26 +218,37 @@ def test_a_terminal_has_one_live_line_which_makes_way_for_what_stays():
     assert (shown, end) == (["", "running", live, *stays], "")
 
 
-@pytest.mark.parametrize("by", ["a later notice", "the end of its actor", "the end of the run"])
+@pytest.mark.parametrize("by", ["a later state", "the end of the run"])
 def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
     out, err = Terminal(), io.StringIO()
     progress = Progress(out, 10, err, now=lambda: 0.0)
     progress.show(MetricsEvent(line=TRAIN | {"step": 3}))
     said = {"actor": "learner/0", "key": "publish", "text": "the disk is full"}
+    progress.show(StateEvent(phase="running", waits=["room on /disk"]))
     progress.show(NoticeEvent(**said, meanwhile="Free some", waits_for="room on /disk"))
     for step, rest in ((3, ""), (4, "  left 0:00")):
         progress.show(MetricsEvent(line=TRAIN | {"step": step}))
         shown = out.getvalue().split(CLEAR_LINE)
         assert shown[-1] == f"waiting for room on /disk  step {step}/10  elapsed 0:00{rest}"
-    match by:
-        case "a later notice":
-            progress.show(NoticeEvent(**said | {"text": "it has room"}))
-        case "the end of its actor":
-            progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL"))
-        case "the end of the run":
-            progress.show(StateEvent(phase="draining"))
+    progress.show(StateEvent(phase="running" if by == "a later state" else "draining"))
     assert "waiting" not in out.getvalue().split(CLEAR_LINE)[-1]
     assert err.getvalue().splitlines()[0] == "learner/0: the disk is full. Free some"
+
+
+def test_a_late_notice_of_a_dead_actor_leaves_nothing_on_the_line():
+    """The agent reports the restart at once; the notice takes the longer way, through the controller."""
+    out = Terminal()
+    progress = Progress(out, 10, io.StringIO(), now=lambda: 0.0)
+    progress.show(RestartEvent(name="learner/0", reason="exit code 1", incarnation=3))
+    said = {"actor": "learner/0", "key": "publish", "text": "the disk is full", "waits_for": "room on /disk"}
+    progress.show(NoticeEvent(**said, incarnation=3))
+    progress.show(MetricsEvent(line=LINE))
+    assert "waiting" not in out.getvalue().split(CLEAR_LINE)[-1]
+    before = "learner/0 (before it was started again): the disk is full"
+    assert progress.notices.summary() == [before]
+    progress.show(NoticeEvent(**said, incarnation=4))
+    progress.show(NoticeEvent(**said, incarnation=3))
+    assert progress.notices.summary() == ["learner/0: the disk is full"]
 
 
 # --- notices ---
@@ -256,6 +267,14 @@ def test_another_text_is_news_another_actor_another_notice_and_a_count_comes_wit
     last = "reward/0: worst (177 of 279 calls)"
     assert show.err() == ["reward/0: f raised. Mend it", "reward/1: f raised", "reward/0: worst", last]
     assert show.out() == [] and show.progress.notices.summary() == [last, "reward/1: f raised"]
+
+
+def test_counts_of_an_actor_that_was_started_again_begin_anew():
+    notices = ShownNotices()
+    first, second = ({"actor": "reward/0", "key": "k", "text": "bad", "incarnation": number} for number in (1, 2))
+    assert notices.take(NoticeEvent(**first, count=64), 0.0) == "reward/0: bad (64 times)"
+    assert notices.take(NoticeEvent(**second, count=1), PACE_S) == ""
+    assert notices.take(NoticeEvent(**second, count=2), 2 * PACE_S) == "reward/0: bad (2 times)"
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1))

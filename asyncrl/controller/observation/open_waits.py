@@ -1,0 +1,37 @@
+"""What the run waits for, by the notices of its actors ("room on /runs"). Pure.
+
+Invariant: a wait ends with the incarnation of the actor that gave the notice, however late the notice arrives; or with
+a later notice of that actor and key. It is part of the state of the run, so that a lost or late message cannot leave
+it on a screen. The number of waits is bounded by MOST; a notice beyond that is shown, and its wait is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+MOST = 256
+
+
+class OpenWaits:
+    """Waits by actor and key of the notice."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], tuple[int, str]] = {}
+        """Incarnation of the actor and the words."""
+
+    def take(self, actor: str, incarnation: int, key: str, waits_for: str) -> None:
+        """Take in a notice; it ends an earlier wait of the same actor and key, unless that is of a later incarnation.
+
+        The wait ends as well if ``waits_for`` is empty.
+        """
+        before, _ = self._open.get((actor, key), (0, ""))
+        if incarnation < before:
+            return
+        self._open.pop((actor, key), None)
+        if waits_for and len(self._open) < MOST:
+            self._open[actor, key] = incarnation, waits_for
+
+    def words(self, lives: Callable[[str, int], bool]) -> list[str]:
+        """Words of the open waits, each once, the oldest first. ``lives`` gets an actor's name and incarnation."""
+        self._open = {key: wait for key, wait in self._open.items() if lives(key[0], wait[0])}
+        return list(dict.fromkeys(words for _, words in self._open.values()))
