@@ -1,7 +1,8 @@
 """Files that are written as a whole or not at all, that outlive a power cut, and that a checksum can be held against.
 
 A file is durable once it and the folder that names it have been flushed; the functions say which of the two they do.
-A lock is flock's, on a file that is there for nothing else: it goes with the process that holds it.
+A lock is flock's, on a file that is there for nothing else: it goes with the process that holds it. Records that a full
+disk refuses wait in memory (``KeptWrites``).
 
 Fails with OSError, as the operating system says it.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -88,6 +90,56 @@ def append_whole(descriptor: int, data: bytes | memoryview) -> None:
     except OSError:
         os.ftruncate(descriptor, size)
         raise
+
+
+class KeptWrites:
+    """Writes of records, in order. One that fails is kept in memory, with all that follow, until it succeeds.
+
+    At most ``most_bytes`` are kept: beyond that the oldest records are lost, and counted. A write either does all of
+    its work or raises OSError. To be used by one thread at a time.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._kept: deque[tuple[Callable[[], None], int, int]] = deque()
+        self._bytes = 0
+        self.records = 0
+        """Records that are kept."""
+        self.lost = 0
+        """Records that were dropped because too many were kept."""
+        self.error: OSError | None = None
+        """Reason that the last try failed; None if it did not."""
+
+    def add(self, write: Callable[[], None], size: int, records: int = 1) -> None:
+        """Write ``records`` records of ``size`` bytes behind all that are kept, now or later."""
+        self._kept.append((write, size, records))
+        self._bytes += size
+        self.records += records
+        self.retry()
+        while self._bytes > self._most_bytes:
+            self.lost += self._forget()
+
+    def retry(self) -> None:
+        """Write what is kept; ``error`` and ``records`` say what came of it."""
+        self.error = None
+        while self._kept:
+            try:
+                self._kept[0][0]()
+            except OSError as error:
+                self.error = error
+                return
+            self._forget()
+
+    def give_up(self) -> None:
+        """Count what is kept as lost."""
+        while self._kept:
+            self.lost += self._forget()
+
+    def _forget(self) -> int:
+        _, size, records = self._kept.popleft()
+        self._bytes -= size
+        self.records -= records
+        return records
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:

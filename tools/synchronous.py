@@ -96,6 +96,8 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
             line |= {"weights/version": newest, "ledger/trained": trainer.steps * learner.groups_per_step}
             records.metrics(line)
             records.samples(trainer.steps, newest, groups[: config.run.samples_per_step])
+            if records.error is not None:
+                raise records.error
 
 
 def make_ticket(config: Config, prompts: PromptSet, version: int, epoch: int, index: int) -> Ticket:

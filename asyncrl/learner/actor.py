@@ -226,7 +226,7 @@ class Learner(Actor):
             self.services,
             samples_per_step=self.config.run.samples_per_step,
             tell=self._tell_line,
-            notify=self._tell_lost_records,
+            notify=self._report_records,
             step=restored.state.step if restored is not None else 0,
         )
         steps = self.trace.track("steps", STEPS)
@@ -320,7 +320,8 @@ class Learner(Actor):
             self._backend.interrupt()
             await following
             return
-        for work in (self._lines.run(), self._conclude_rounds(), self._write_quarantined()):
+        lines = self._lines
+        for work in (lines.run(), lines.retry(), self._conclude_rounds(), self._write_quarantined()):
             self.tasks.create_task(work)
         training = self.tasks.create_task(self._train())
         draining = self.tasks.create_task(self.drained())
@@ -568,12 +569,17 @@ class Learner(Actor):
                 self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
             await self._lines.quarantined(self._training.step, found)
 
-    def _tell_lost_records(self, lost: int, error: OSError) -> None:
-        where = in_words(error, self.context.run_dir)
-        what = "it is missing from metrics.jsonl, quarantine.jsonl or samples/, and from the report"
-        self.notify(
-            "records", f"a record of the run is lost: {where}; {what}", count=lost, meanwhile="Training goes on"
-        )
+    def _report_records(self, lost: int, error: OSError | None) -> None:
+        files = "metrics.jsonl, quarantine.jsonl or samples/"
+        where = f": {in_words(error, self.context.run_dir)}" if error is not None else ""
+        if lost:
+            text = f"lines of {files} are lost{where}; they are missing from the report, too"
+            self.notify("records", text, count=lost, meanwhile="Training continues")
+        elif error is not None:
+            kept = "Training continues; the lines are kept in memory and are written when there is room"
+            self.notify("records", f"lines of {files} cannot be written{where}", meanwhile=kept)
+        else:
+            self.notify("records", f"lines of {files} were written late, when there was room again; none is lost")
 
     async def _conclude_rounds(self) -> None:
         while True:

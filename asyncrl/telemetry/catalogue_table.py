@@ -75,7 +75,7 @@ events/dropped | events | log lines of level warning and above that did not fit 
 facts/cpu_s | s | processor time of the thread that gathers and sends all of this
 facts/late | figures | figures that had to wait for a later heartbeat
 heartbeats/sent | heartbeats | sent
-logs/lost | lines | of the log that could not be written, as on a full disk
+logs/lost | lines | of the log that found no room on the disk nor in memory
 heartbeats/sent_bytes | bytes | of all heartbeats: what monitoring puts on the wire
 wire/strangers | messages | connections turned away, and messages of who has not said HELLO
 wire/refused | messages | HELLOs refused, and messages that do not fit their connection or its rights
@@ -282,14 +282,14 @@ groups/quarantined | groups | delivered and not to be trained
 weights/not_published | attempts | to write a version that failed, as for want of memory
 checkpoint/failed | checkpoints | that could not be written
 checkpoint/skipped | checkpoints | not begun because the one before was still being written
-records/lost | writes | of metrics.jsonl, quarantine.jsonl or samples that failed
+records/lost | lines | of metrics.jsonl, quarantine.jsonl or samples that found no room on the disk nor in memory
 
 [gauge] learner
 learner/step | step | the last one that was trained
 checkpoint/version | version | of the newest complete checkpoint
 checkpoint/stage_s | s | for which training stood still for it
 checkpoint/write_s | s | until it was complete
-records/pending | lines | of steps that wait to be written
+records/pending | lines | that wait to be written, for reports of the rollouters or for room on the disk
 
 [histogram] learner
 staleness/tokens | versions | of a trained token: the version being trained minus the one that sampled it | VERSIONS

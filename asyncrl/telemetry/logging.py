@@ -1,15 +1,19 @@
 """Structured logs: one JSON object a line on standard error, which the node agent keeps in the actor's log file.
 
-A line that cannot be written, as on a full disk, is lost and counted; logging never fails.
+A line that cannot be written, as on a full disk, stays in memory with those that follow it, and is written before the
+next line that can be; the oldest beyond MOST_BYTES are lost and counted. Logging never fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 # For its console formatter structlog takes rich along: a sixth of the start of each actor, and lines here are JSON.
@@ -21,9 +25,13 @@ import structlog  # noqa: E402
 if _without_rich:
     del sys.modules["rich"]
 
+from asyncrl.files import KeptWrites  # noqa: E402
+
 Logger = structlog.typing.FilteringBoundLogger
 
 STANDARD_ERROR = 2
+MOST_BYTES = 1 << 20
+"""Bytes of lines that are kept in memory while they cannot be written."""
 QUIET = frozenset({"debug", "info"})
 _listener: Callable[[str, str], None] | None = None
 _level: int | None = None
@@ -78,7 +86,7 @@ def writes(level: str) -> bool:
 
 
 def lost_lines() -> int:
-    """Lines of this process that could not be written."""
+    """Lines of this process that were dropped because too many could not be written."""
     return _lines.lost
 
 
@@ -103,18 +111,26 @@ class _Lines:
 
     def __init__(self) -> None:
         self._torn = b""
-        self.lost = 0
+        self._kept = KeptWrites(MOST_BYTES)
+        # Reentrant: what interrupts a thread that writes may log as well.
+        self._writing = threading.RLock()
+
+    @property
+    def lost(self) -> int:
+        return self._kept.lost
 
     def msg(self, message: str) -> None:
-        line = self._torn + message.encode(errors="replace") + b"\n"
-        try:
-            written = os.write(STANDARD_ERROR, line)
-        except OSError:
-            self.lost += 1
-            return
-        # A disk that fills up takes the beginning of a line; the next one starts afresh.
-        self._torn = b"\n" if written < len(line) else b""
-        self.lost += written < len(line)
+        line = message.encode(errors="replace") + b"\n"
+        with self._writing:
+            self._kept.add(partial(self._write, line), len(line))
+
+    def _write(self, line: bytes) -> None:
+        written = os.write(STANDARD_ERROR, self._torn + line)
+        if written < len(self._torn + line):
+            # A disk that fills up takes the beginning of a line; the whole line follows later, and begins afresh.
+            self._torn = b"\n"
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = b""
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg

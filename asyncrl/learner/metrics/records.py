@@ -3,24 +3,30 @@
 Append-only, one JSON object a line, each with the learner's start number; a reader keeps the last line of a step, and
 leaves out a line that is no JSON: the torn one of a process that was killed.
 
-Fails with OSError, after which the files are as before. To be used by one thread at a time.
+A line that cannot be written, as on a full disk, stays in memory with those that follow it in its kind of file, and is
+written later, in order. Memory for them is bounded by MOST_BYTES; the oldest lines beyond that are lost and counted.
+No method raises OSError. To be used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from asyncrl.files import append_whole
+from asyncrl.files import KeptWrites, append_whole
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.telemetry.metrics import check_name
+
+MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "samples": 32 << 20}
+"""Bytes of lines that wait in memory, by kind of file: samples are large, and must not push out metrics."""
 
 
 class RecordFiles:
@@ -33,20 +39,47 @@ class RecordFiles:
         self.start = start
         """Number of the learner's start, in every line."""
         self._samples.mkdir(exist_ok=True)
+        self._kept = {kind: KeptWrites(most) for kind, most in MOST_BYTES.items()}
+
+    @property
+    def waiting(self) -> int:
+        """Lines that wait for room."""
+        return sum(kept.records for kept in self._kept.values())
+
+    @property
+    def lost(self) -> int:
+        """Lines that were dropped because too many waited."""
+        return sum(kept.lost for kept in self._kept.values())
+
+    @property
+    def error(self) -> OSError | None:
+        """Reason that the last try to write lines failed; None if it did not."""
+        return next((kept.error for kept in self._kept.values() if kept.error is not None), None)
+
+    def retry(self) -> None:
+        """Write the lines that wait."""
+        for kept in self._kept.values():
+            kept.retry()
+
+    def give_up(self) -> None:
+        """Count the lines that wait as lost."""
+        for kept in self._kept.values():
+            kept.give_up()
 
     def metrics(self, *lines: dict[str, Any]) -> None:
         """Append lines to metrics.jsonl."""
         for line in lines:
             for name in line:
                 check_name(name, "line")
-        _append(self._metrics, (line | {"start": self.start} for line in lines))
+        self._append("metrics", self._metrics, [line | {"start": self.start} for line in lines])
 
     def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
         """Append prompts that will not be trained, with the reason, to quarantine.jsonl."""
         tickets = [item.group.ticket if item.group is not None else None for item in found]
-        _append(
+        self._append(
+            "quarantine",
             self._quarantine,
-            (
+            [
                 {
                     "uid": item.uid,
                     "reason": item.reason,
@@ -56,26 +89,28 @@ class RecordFiles:
                     "start": self.start,
                 }
                 for item, ticket in zip(found, tickets, strict=True)
-            ),
+            ],
         )
 
     def samples(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Write the trajectories of some groups of a step."""
-        _append(
+        self._append(
+            "samples",
             self._samples / f"step_{step:06d}.jsonl",
-            (_sample(step, version, group) | {"start": self.start} for group in groups),
+            [_sample(step, version, group) | {"start": self.start} for group in groups],
         )
 
+    def _append(self, kind: str, path: Path, lines: list[dict[str, Any]]) -> None:
+        """Append the lines. Without lines, no file is made."""
+        if not lines:
+            return
+        # Fast, because a step has many tokens; numbers that JSON cannot say (nan, inf) become null.
+        data = b"".join(msgspec.json.encode(line, enc_hook=_number) + b"\n" for line in lines)
+        self._kept[kind].add(partial(_append_data, path, data), len(data), len(lines))
 
-def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append all of the lines, or none and raise OSError. A line that a dead process left torn stays one of its own.
 
-    Where there are none, no file is made.
-    """
-    # Fast, because a step has many tokens; numbers that JSON cannot say (nan, inf) become null.
-    data = b"".join(msgspec.json.encode(line, enc_hook=_number) + b"\n" for line in lines)
-    if not data:
-        return
+def _append_data(path: Path, data: bytes) -> None:
+    """Append all of the data, or none and raise OSError. A line that a dead process left torn stays one of its own."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(descriptor).st_size

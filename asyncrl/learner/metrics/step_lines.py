@@ -4,7 +4,8 @@ A step's line waits, for a limited time, until the rollouters have reported on t
 go the lines of the weight updates that ended meanwhile. Nobody is told of a step before its line: by the first line of
 a learner they forget what an earlier one told of that step and later ones. Sampled tokens are counted from the end of
 one step's training to the end of the next one's, and left out where not all of them are known. A line that cannot be
-written is lost, counted and told to the user; training goes on.
+written waits in memory (records.py), is tried again every RETRY_S, before a checkpoint and at the end, and is reported
+to the user; training does not wait for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from asyncrl.runtime.services import ActorServices
 STATS_WAIT_S = 3.0
 """Longest that a metrics line waits for the rollouters' statistics of its step."""
 LINES_PENDING = 64
+RETRY_S = 1.0
+"""Pause between two tries to write lines that could not be written."""
+LAST_TRY_S = 10.0
+"""Longest time that the end of a run waits until such lines can be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +53,12 @@ class StepLines:
         *,
         samples_per_step: int,
         tell: Callable[[dict[str, Any]], object],
-        notify: Callable[[int, OSError], object],
+        notify: Callable[[int, OSError | None], object],
         step: int = 0,
     ) -> None:
-        """``step`` is the last one whose line is written already; ``notify`` is told the number of lost writes so far,
-        and the error of the last one.
+        """``step`` is the last one whose line is written already. ``notify`` is called when lines begin to wait, when
+        all have been written, and when lines are lost: with the number of lines lost so far, and the reason, or None
+        if no lines wait.
         """
         self._records = records
         self._samples_per_step = samples_per_step
@@ -68,6 +74,8 @@ class StepLines:
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
         self._writing = threading.Lock()
+        self._reported: tuple[bool, int] = False, 0
+        """Whether lines wait, and how many are lost, as was reported."""
         self._early: list[dict[str, Any]] = []
         """Lines that are written and not told: of steps whose own line is not written yet."""
 
@@ -78,8 +86,8 @@ class StepLines:
 
     @property
     def pending(self) -> int:
-        """Lines that wait to be written."""
-        return self._steps.qsize()
+        """Lines that wait to be written, for the rollouters' reports or for room on the disk."""
+        return self._steps.qsize() + self._records.waiting
 
     async def put(self, step: TrainedStep) -> None:
         """Write the line of this step; waits only when too many are pending."""
@@ -119,16 +127,34 @@ class StepLines:
             self._tell_lines(told)
             self._steps.task_done()
 
+    async def retry(self) -> None:
+        """Write lines that could not be written, until cancelled."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            if self._records.waiting:
+                await self._write(self._records.retry)
+
     async def written(self, step: int) -> None:
-        """Wait until the line of this step, which was put, is written or lost."""
+        """Wait until the line of this step, which was put, is written, or waits for room after another try."""
         while self._written < step:
             self._line_written.clear()
             await self._line_written.wait()
+        if self._records.waiting:
+            await self._write(self._records.retry)
 
     async def finish(self) -> None:
-        """Wait until all lines are written, with the updates that ended after the last step."""
+        """Wait until all lines are written, with the updates that ended after the last step.
+
+        Lines that find no room within LAST_TRY_S are lost.
+        """
         await self._steps.join()
         self._tell_lines(await self._write_updates(self._generation.take_updates(), self._written))
+        until = self._clock.now() + LAST_TRY_S
+        while self._records.waiting and self._clock.now() < until:
+            await asyncio.sleep(RETRY_S)
+            await self._write(self._records.retry)
+        if self._records.waiting:
+            await self._write(self._records.give_up)
 
     async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> list[dict[str, Any]]:
         lines = [update_line(*update) | {"step": step} for update in updates]
@@ -170,12 +196,16 @@ class StepLines:
         }
 
     async def _write(self, write: Callable[[], None]) -> None:
-        try:
-            await asyncio.to_thread(self._alone, write)
-        except OSError as error:
-            self._counters["records/lost"] = self._counters.get("records/lost", 0) + 1
-            self._log.error("record not written", error=str(error))
-            self._notify(int(self._counters["records/lost"]), error)
+        await asyncio.to_thread(self._alone, write)
+        records = self._records
+        waits, lost = records.waiting > 0, records.lost
+        if (waits, lost) == self._reported:
+            return
+        more, self._reported = lost > self._reported[1], (waits, lost)
+        self._counters["records/lost"] = lost
+        if waits or more:
+            self._log.error("records are not written", waiting=records.waiting, lost=lost, error=str(records.error))
+        self._notify(lost, records.error)
 
     def _alone(self, write: Callable[[], None]) -> None:
         """Write, in a thread, while no other does, also one whose caller was cancelled."""

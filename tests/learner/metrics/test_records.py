@@ -15,7 +15,8 @@ from services import services
 from test_messages import make_group
 
 from asyncrl.learner.groups.intake import Quarantined
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics import step_lines
+from asyncrl.learner.metrics.records import MOST_BYTES, RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.groups import Turn
 from asyncrl.telemetry.metrics import Figures
@@ -103,27 +104,66 @@ def test_a_torn_line_stands_by_itself_and_one_that_does_not_fit_leaves_nothing(t
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
-        with pytest.raises(OSError, match="No space left"):
-            records.metrics({"step": 2})
+        records.metrics({"step": 3})
+        records.metrics({"step": 4}, {"step": 5})
+        assert (records.waiting, records.lost, records.error.errno) == (3, 0, errno.ENOSPC)
     assert path.read_text() == before
+    records.metrics({"step": 6})
+    assert (records.waiting, records.lost, records.error) == (0, 0, None)
+    assert path.read_text() == before + "".join(f'{{"step":{step},"start":1}}\n' for step in (3, 4, 5, 6))
 
 
-def test_lines_that_find_no_room_are_counted_and_told(tmp_path):
-    counters, told, shown = Figures(), [], []
-    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+@pytest.mark.parametrize("ends", ["there is room again", "there is none to the end"])
+def test_lines_that_find_no_room_wait_for_it(tmp_path, monkeypatch, ends):
+    counters, reported, shown = Figures(), [], []
+    monkeypatch.setattr(step_lines, "RETRY_S", 0.01)
+    monkeypatch.setattr(step_lines, "LAST_TRY_S", 0.05)
+
+    async def live(disk):
         lines = StepLines(
             RecordFiles(disk, 1),
             services(counters=counters),
             samples_per_step=1,
             tell=shown.append,
-            notify=lambda lost, error: told.append((lost, error.errno, error.filename)),
+            notify=lambda lost, error: reported.append((lost, error and (error.errno, error.filename))),
         )
-        fill(disk)
-        asyncio.run(lines.emit({"kind": "eval", "step": 0}))
-        asyncio.run(lines.quarantined(1, [Quarantined("0-8", "too long")]))
-    assert told == [
-        (1, errno.ENOSPC, str(disk / "metrics.jsonl")),
-        (2, errno.ENOSPC, str(disk / "quarantine.jsonl")),
-    ]
-    assert counters == {"records/lost": 2}
-    assert shown == [{"kind": "eval", "step": 0, "start": 1}], "whoever watches has it all the same"
+        ballast = fill(disk)
+        for step in range(3):
+            await lines.emit({"kind": "eval", "step": step})
+        await lines.quarantined(1, [Quarantined("0-8", "too long")])
+        assert lines.pending == 4
+        if ends == "there is room again":
+            ballast.unlink()
+            retrying = asyncio.create_task(lines.retry())
+            while lines.pending:
+                await asyncio.sleep(0.01)
+            retrying.cancel()
+        await lines.finish()
+        assert lines.pending == 0
+
+    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+        asyncio.run(live(disk))
+        full = 0, (errno.ENOSPC, str(disk / "metrics.jsonl"))
+        if ends == "there is room again":
+            assert [line["step"] for line in lines(disk / "metrics.jsonl")] == [0, 1, 2]
+            assert len(lines(disk / "quarantine.jsonl")) == 1
+            assert (reported, counters) == ([full, (0, None)], {"records/lost": 0})
+        else:
+            assert (reported, counters) == ([full, (4, full[1])], {"records/lost": 4})
+    assert shown == [{"kind": "eval", "step": 0, "start": 1}], "viewers have it all the same"
+
+
+def test_lines_that_wait_are_bounded_and_the_oldest_are_lost(tmp_path, monkeypatch):
+    monkeypatch.setitem(MOST_BYTES, "metrics", 100)
+    records, path = RecordFiles(tmp_path, 1), tmp_path / "metrics.jsonl"
+    path.mkdir()
+    for step in range(10):
+        records.metrics({"step": step})
+    assert records.waiting + records.lost == 10 and 0 < records.waiting <= 100 / len('{"step":2,"start":1}\n')
+    # Another kind of file has room of its own.
+    records.quarantined(1, [Quarantined("0-8", "too long")])
+    path.rmdir()
+    waiting = records.waiting
+    records.retry()
+    assert [line["step"] for line in lines(path)] == list(range(10))[-waiting:]
+    assert records.waiting == 0 and len(lines(tmp_path / "quarantine.jsonl")) == 1
