@@ -177,11 +177,11 @@ class LearnerConfig(Section):
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegative = 0
-    """Linear warm-up."""
+    """Steps over which the learning rate rises linearly; the last of them has the peak."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after the warm-up."""
+    """Schedule after the warm-up. The minimum lies behind the last step, so each step has a rate above it."""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end of the decay, as a share of the peak."""
+    """Learning rate behind the last step, at the end of the decay, as a share of the peak."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     """Betas of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

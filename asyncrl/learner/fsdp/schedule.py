@@ -1,4 +1,8 @@
-"""The learning rate: a pure function of the step."""
+"""The learning rate of a step: a pure function of the step and the configuration.
+
+Invariant: every step from the first to the last has a rate above 0, where the peak is above 0. A decay reaches its
+minimum at the step behind the last one, so no batch is generated for an update of rate 0.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,15 @@ from asyncrl.config.training import LearnerConfig
 
 
 def learning_rate(step: int, config: LearnerConfig) -> float:
-    """Learning rate of ``step`` (from 1 to ``config.steps``).
+    """Learning rate of ``step`` (1 to N = ``config.steps``), with W = max(1, warmup_steps) and f = min_lr_ratio.
 
-    Warm-up: lr * step / warmup_steps up to warmup_steps. After it x runs from 0 to 1 at the last step, and
-    with f = min_lr_ratio: constant lr; linear lr * (1 - (1 - f) x); cosine lr * (f + (1 - f) (1 + cos(pi x))
-    / 2). Steps past the last keep its learning rate.
+    Warm-up: lr * step / W up to step W, which has the peak. From there x = (step - W) / (N + 1 - W) rises to 1 at step
+    N + 1, behind the last. constant: lr; linear: lr * (1 - (1 - f) x); cosine: lr * (f + (1 - f) (1 + cos(pi x)) / 2).
+    Later steps have the minimum.
     """
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    x = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
-    floor = config.min_lr_ratio
+    x, floor = _decayed(step, config.warmup_steps, config.steps), config.min_lr_ratio
     if config.decay == "linear":
         return config.lr * (1.0 - (1.0 - floor) * x)
     if config.decay == "cosine":
@@ -27,10 +30,14 @@ def learning_rate(step: int, config: LearnerConfig) -> float:
 
 
 def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> float:
-    """Learning rate of a warm step (from 1 to ``sft.warm_steps``): peak * step / rise_steps up to rise_steps, then
-    linear to 0 behind the last one.
-    """
+    """Learning rate of a warm step (1 to ``sft.warm_steps``): as ``learning_rate``, with rise_steps and linear to 0."""
     peak = learner.lr if sft.lr is None else sft.lr
     if step < sft.rise_steps:
         return peak * step / sft.rise_steps
-    return peak * (sft.warm_steps + 1 - step) / (sft.warm_steps + 1 - sft.rise_steps)
+    return peak * (1.0 - _decayed(step, sft.rise_steps, sft.warm_steps))
+
+
+def _decayed(step: int, rise: int, steps: int) -> float:
+    """Share of the decay that is over: 0 at the step that has the peak, 1 at the step behind the last."""
+    peak_at = max(1, rise)
+    return min(1.0, (step - peak_at) / max(1, steps + 1 - peak_at))

@@ -180,7 +180,7 @@ def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(fold
     assert max(warm[-3:]) < 0.5 * warm[0]
     assert max(mixed) < 0.5 * warm[0]
     assert found["fresh"] == [True, False, False] and found["steps"] == 3
-    assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 15) for step in range(1, 15)]
+    assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 14) for step in range(1, 15)]
     resumed = run_alone(config, _load_then_train, target)
     assert resumed["before"] == (10, 0)
     assert resumed["losses"] == found["losses"][10:]
@@ -230,4 +230,5 @@ def test_the_learning_rate_of_warm_steps_rises_and_falls(folder) -> None:
     rate = partial(warm_learning_rate, learner=make_config(folder, lr=1e-3).learner)
     sft = SftConfig(data="x", warm_steps=6, rise_steps=2, lr=1.0)
     assert [rate(step, sft=sft) for step in range(1, 7)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
-    assert rate(1, sft=SftConfig(data="x", warm_steps=3)) == pytest.approx(1e-3 * 3 / 4)
+    without_rise = SftConfig(data="x", warm_steps=4)
+    assert [rate(step, sft=without_rise) for step in range(1, 5)] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
