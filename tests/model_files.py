@@ -4,14 +4,15 @@ import json
 import struct
 
 
-def write_weights(path, shape=(4, 5), cut=0, name="w"):
+def write_weights(path, shape=(4, 5), cut=0, name="w", dtype="BF16"):
+    size = shape[0] * shape[1] * (2 if dtype == "BF16" else 1)
     header = json.dumps(
         {
             "__metadata__": {"format": "pt"},
-            name: {"dtype": "BF16", "shape": list(shape), "data_offsets": [0, 2 * shape[0] * shape[1]]},
+            name: {"dtype": dtype, "shape": list(shape), "data_offsets": [0, size]},
         }
     ).encode()
-    data = struct.pack("<Q", len(header)) + header + bytes(2 * shape[0] * shape[1])
+    data = struct.pack("<Q", len(header)) + header + bytes(size)
     path.write_bytes(data[: len(data) - cut])
 
 

@@ -1,4 +1,4 @@
-"""The models that only score, the reference and the teacher: they must have the policy's tokens.
+"""The models that only score, the reference and the teacher: whole, not quantized, and with the policy's tokens.
 
 The tokens of a sequence go to them as ids, so with another tokenizer each log-prob would be that of another word, and
 no later check could tell. Compared is the token of each id; a scoring model may have more tokens than the policy and
@@ -22,6 +22,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.data.hub import fetch_advice
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.findings import Finding, fail, ok, warn
+from asyncrl.preflight.model import check_model
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,6 +44,10 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
         folders[TEACHER] = learner.teacher
     for key, path in folders.items():
         if path is not None:
+            whole, _ = check_model(path, key=key)
+            if whole.result == "fail":
+                found.append(whole)
+                continue
             problem = compare(Path(config.model.path), Path(path), tokenizer)
             told, fix = f"{path} has the policy's tokens", OTHERS
             if not Path(path).is_dir():

@@ -22,6 +22,9 @@ def model(tmp_path):
 
 
 def write_index(folder, places):
+    """The index of a model in shards; its one file becomes the only shard."""
+    if (folder / WEIGHTS).exists():
+        (folder / WEIGHTS).rename(folder / SHARD)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
@@ -65,13 +68,15 @@ def test_adapters_are_counted_where_layers_are_numbered(model):
     for name, shape in shapes.items():
         write_weights(model / f"{name}.safetensors", shape, name=f"{name}.weight")
     write_weights(model / "bias.safetensors", (6, 1), name="model.layers.0.q_proj.bias")
+    places = {f"{name}.weight": f"{name}.safetensors" for name in shapes}
+    write_index(model, places | {"model.layers.0.q_proj.bias": "bias.safetensors"})
     assert measure(model).adapters == 0
     assert measure(model, LoraConfig(rank=2)).adapters == 2 * (6 + 4) + 2 * (8 + 4)
     _, size = check_model(str(model), LoraConfig(rank=2, targets=["mlp.up_proj", "lm_head"]))
     assert size is not None and (size.adapters, size.trained) == (2 * (8 + 4), 2 * (8 + 4))
 
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, SHARD = "model.safetensors", "model-00001-of-00001.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -83,12 +88,12 @@ WEIGHTS = "model.safetensors"
         (lambda m: write_weights(m / WEIGHTS, cut=3), "model.safetensors is cut off: it has "),
         (lambda m: write_weights(m / WEIGHTS, cut=60), "and its header alone takes "),
         (lambda m: (m / WEIGHTS).write_bytes(b"123"), "model.safetensors is cut off: it has 3 bytes"),
-        (lambda m: (m / WEIGHTS).write_bytes((m / WEIGHTS).read_bytes() + b"more"), "and its header tells of"),
+        (lambda m: (m / WEIGHTS).write_bytes((m / WEIGHTS).read_bytes() + b"more"), "and its header describes"),
         (lambda m: (m / WEIGHTS).write_text("version https://git-lfs"), "git-lfs"),
         (lambda m: (m / WEIGHTS).write_bytes(bytes([3, *[0] * 7]) + b"{}x"), "cannot be read"),
-        (lambda m: write_index(m, {"w": WEIGHTS, "v": "b.safetensors"}), "not there: b.safetensors"),
-        (lambda m: write_index(m, {"w": WEIGHTS, "v": WEIGHTS}), "holds no v, which its index"),
-        (lambda m: write_index(m, ["w"]), "weight_map does not tell"),
+        (lambda m: write_index(m, {"w": SHARD, "v": "b.safetensors"}), "files that are missing: b.safetensors"),
+        (lambda m: write_index(m, {"w": SHARD, "v": SHARD}), f"{SHARD} lacks v, which its index lists"),
+        (lambda m: write_index(m, ["w"]), "weight_map does not map"),
     ],
 )
 def test_a_model_that_is_not_whole_says_what_is_missing(model, spoil, said):
