@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from asyncrl.config import resuming
 from asyncrl.learner.algorithm import losses
 from asyncrl.learner.algorithm.advantage import advantages
 from asyncrl.reward import arguments
@@ -20,6 +21,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "arguments": ("first-run.md", arguments.document),
     "losses": ("algorithms.md", partial(losses.BUILT_IN.document, "`loss`", "token loss", "options", "for")),
     "advantages": ("algorithms.md", partial(advantages.BUILT_IN.document, "`advantage`", "A of a turn", "for")),
+    "resume": ("runs.md", resuming.document),
     "senders": ("protocol.md", message_table.document),
 }
 

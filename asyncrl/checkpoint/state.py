@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.messages import Count
 from asyncrl.messages.groups import LedgerState
@@ -90,3 +91,5 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     adapters: Adapters = Adapters()
     conversations: str = ""
     """Fingerprint of the conversations of sft.data; empty without."""
+    origin: Origin = Origin()
+    """The configuration and the files that the groups were made with."""

@@ -49,9 +49,11 @@ def begin(
 def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: Progress) -> None:
     for path in resumption.begin(config):
         progress.say(f"set aside as {path}")
-    progress.say(resumption.describe())
+    said = [resumption.describe(), *resumption.describe_changes(config)]
+    for line in said:
+        progress.say(line)
     progress.warn(resumption.warnings)
-    said = [resumption.describe(), *resumption.warnings]
+    said += resumption.warnings
     (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in said))
 
 

@@ -29,6 +29,6 @@ def plan_rows(
     if resumption is None:
         rows += ["", f"run folder: {free_run_folder(config)}"]
     else:
-        rows += ["", resumption.describe()]
+        rows += ["", resumption.describe(), *resumption.describe_changes(config)]
         rows += [resumption.describe_finished(config)] if resumption.is_finished else []
     return rows

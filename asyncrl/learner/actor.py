@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
+from asyncrl.checkpoint.origin import Origin
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
 from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted, RemoteError
@@ -73,6 +74,8 @@ class Learner(Actor):
         self._story = StoryLog(self.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._backend: Backend
+        self._origin = Origin()
+        """The configuration and the files of this learner."""
         self._start = 0
         """Number of learners that have begun in this run folder."""
         self._intake = Intake(self.config.learner)
@@ -180,24 +183,25 @@ class Learner(Actor):
             on_failed=self._checkpoint_failed,
             on_damaged=damaged.__setitem__,
         )
+        self._origin = await asyncio.to_thread(Origin.of, self.config)
         contents = await self._checkpoints.restore()
         if contents is None:
             self._story.tell(RESTORED, step=0, uids=[])
             return None
-        buffered = [group.ticket.uid for group in contents.buffered]
-        self._story.tell(RESTORED, step=contents.state.step, version=contents.state.version, uids=buffered)
-        state = contents.state
+        state, restored = contents.state, _restored(contents)
+        # Also after a death within the run, until there is a checkpoint of this configuration.
+        if reason := state.origin.compare(self.config, self._origin).gives_back:
+            self.log.info("gives the groups of the checkpoint back", groups=len(contents.buffered), reason=reason)
+            self.counters.add("groups/given_back", len(contents.buffered))
+            restored = IntakeState(state.ledger, [], [])
+        buffered = [group.ticket.uid for group in restored.buffered]
+        self._story.tell(RESTORED, step=state.step, version=state.version, uids=buffered)
         for name, text in damaged.items():
             self.notify(f"damaged {name}", text)
         if damaged:
             # The controller may have found the damaged one.
             self._tell_of_checkpoint(state.version, state.step, contents.path)
-        self._intake = Intake(
-            self.config.learner,
-            IntakeState(
-                state.ledger, contents.buffered, contents.filtered, state.quarantined, list(state.delivered_lengths)
-            ),
-        )
+        self._intake = Intake(self.config.learner, restored)
         self._evals = EvalCollector(state.rounds_closed)
         self._rounds_written = set(state.rounds_closed)
         self.log.info(
@@ -205,7 +209,7 @@ class Learner(Actor):
             version=state.version,
             step=state.step,
             path=str(contents.path),
-            buffered=len(contents.buffered),
+            buffered=len(buffered),
         )
         return contents
 
@@ -511,6 +515,7 @@ class Learner(Actor):
             quarantined=snapshot.failed,
             delivered_lengths=snapshot.delivered_lengths,
             conversations=self._conversations.fingerprint if self._conversations is not None else "",
+            origin=self._origin,
         )
         await self._checkpoints.write(state, snapshot.buffered, snapshot.filtered, final=final)
         self.counters["checkpoint/skipped"] = self._checkpoints.skipped
@@ -616,3 +621,10 @@ class Learner(Actor):
                 raise
             await wait_out(self.log, "controller", error)
             return None
+
+
+def _restored(contents: Contents) -> IntakeState:
+    state = contents.state
+    return IntakeState(
+        state.ledger, contents.buffered, contents.filtered, state.quarantined, list(state.delivered_lengths)
+    )

@@ -52,6 +52,8 @@ class Resumption:
     """Search that has found the checkpoint, where the user has named none."""
     prompts: KnownPrompts | None = None
     """Prompts that the run is to have, where they must not be others."""
+    state: CheckpointState | None = None
+    """State of the run in the checkpoint."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -61,6 +63,13 @@ class Resumption:
             return f"resuming {self.folder.path}{why}: {begins}"
         found = self.checkpoint
         return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{why}"
+
+    def describe_changes(self, config: Config) -> list[str]:
+        """Lines for people: each key that ``config``, the resolved configuration, changes, and what it applies to.
+
+        Reads the files of users' code and of the model's tokenizer.
+        """
+        return self.state.origin.compare(config).describe(self.state.buffered) if self.state is not None else []
 
     def describe_finished(self, config: Config) -> str:
         """One line for people, of a run that ``is_finished``."""
@@ -116,7 +125,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         found, search = newest_whole(checkpoints, CHECKED_BYTES)
     else:
         found = _named(checkpoints, chosen, path)
-    done, prompts = False, None
+    done, prompts, state = False, None, None
     if found is not None:
         state = read_state(found.path)
         _compare(config, state)
@@ -131,6 +140,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         choice=choice,
         search=search,
         prompts=prompts,
+        state=state,
     )
 
 
@@ -178,7 +188,8 @@ def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
 def _compare(config: Config, state: CheckpointState) -> None:
     if state.seed != config.run.seed and "seed" not in config.resume.allow:
         raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))
-    if problems := list(_adapter_problems(state.adapters, Adapters.of(config))):
+    problems = [*_adapter_problems(state.adapters, Adapters.of(config)), *_backend_problems(config, state)]
+    if problems:
         raise ConfigError(problems, found=True)
     changed = [] if "batch" in config.resume.allow else list(_differences(state.geometry, Geometry.of(config)))
     if changed:
@@ -192,6 +203,13 @@ def _adapter_problems(was: Adapters, now: Adapters) -> Iterator[str]:
         if before != after:
             told = f"was {before} when the run was left, is {after} now; its checkpoint fits no other"
             yield f"lora.{key}: {told}: put it back, or begin another run"
+
+
+def _backend_problems(config: Config, state: CheckpointState) -> Iterator[str]:
+    now = config.learner.backend
+    was = state.origin.settings.get("learner", {}).get("backend", now)
+    if was != now:
+        yield f"learner.backend: was {was} when the run was left, is {now} now: put it back, or begin another run"
 
 
 def _differences(was: Geometry, now: Geometry) -> Iterator[tuple[str, str, str]]:

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from run_settings import simulated_run
+from test_messages import make_group
 
 from asyncrl.checkpoint.contents import TrainerContents, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.origin import Origin
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
@@ -19,10 +21,12 @@ from asyncrl.files import write_file
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.launch import Launch
 from asyncrl.launcher.local import begin
+from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.run_folder import resume
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.resume import find_resumption
 from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terms import placement
 from asyncrl.messages.groups import LedgerState
 
 FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
@@ -59,7 +63,8 @@ def write_checkpoint(settings, run, version, **changes):
         "geometry": Geometry.of(settings),
         "world_size": 1,
     }
-    write_contents(partial, CheckpointState(**state | changes), [], [])
+    buffered = changes.pop("buffered", [])
+    write_contents(partial, CheckpointState(**state | changes), buffered, [])
     return folder.commit(partial, version=version, step=version, files=FILES)
 
 
@@ -278,6 +283,58 @@ def test_adapters_must_be_of_the_same_form(tmp_path, was, now, said):
         find_resumption(settings(now), "auto")
     assert refused.value.exit_code == 78 and len(refused.value.problems) == len(said)
     assert all(text in problem for text, problem in zip(said, refused.value.problems, strict=True))
+
+
+def test_a_backend_cannot_go_on_from_the_checkpoint_of_another(tmp_path):
+    was = config(tmp_path)
+    left = create_run_folder(was).path
+    write_checkpoint(was, left, 2, origin=Origin.of(was))
+    rollout = {"engine": "reference", "gpus_per_replica": 0}
+    now = config(tmp_path, model={"path": "m"}, rollout=rollout, learner={"backend": "fsdp2"})
+    with pytest.raises(ConfigError, match=r"learner\.backend: was sim when the run was left, is fsdp2 now"):
+        find_resumption(now, "auto")
+
+
+# --- what a resume changes ---
+
+
+def test_each_changed_key_is_printed_with_both_values_what_it_applies_to_and_the_groups_given_back(tmp_path):
+    was = config(tmp_path)
+    left = create_run_folder(was).path
+    write_checkpoint(was, left, 2, origin=Origin.of(was), buffered=[make_group(f"0-{index}") for index in range(3)])
+    # The folder is the run's own, whatever the configuration names.
+    changed = {"learner": {"lr": 1e-5}, "rollout": {"temperature": 0.25}, "resume": {"allow": ["seed"]}}
+    settings, resumption = find_resumption(config(tmp_path, run={"dir": "elsewhere", "seed": 4}, **changed), str(left))
+    expected = [
+        "changed: run.seed was 3, is 4; the change applies to the order of the prompts",
+        "changed: rollout.temperature was 1.0, is 0.25; the change applies to groups that are generated from now on",
+        "changed: learner.lr was 1e-06, is 1e-05; the change applies at once",
+        "3 groups of the checkpoint are given back and generated again: rollout.temperature",
+    ]
+    assert resumption.describe_changes(settings) == expected
+    placed = placement.place(settings, [placement.PlacementHost(name="here", cpus=2)])
+    assert plan_rows(settings, placed, [], resumption)[-4:] == expected
+    out = io.StringIO()
+    with private_folder(resumption.folder, settings):
+        begin(resumption.folder, resumption, settings, Progress(out, 10))
+    said = out.getvalue().splitlines()
+    assert said[1:5] == expected
+    assert (resumption.folder.logs / "resumed_from.txt").read_text().splitlines()[1:5] == expected
+    # Nothing that groups depend on: they stay.
+    settings, resumption = find_resumption(config(tmp_path, learner={"lr": 1e-5}), "auto")
+    assert resumption.describe_changes(settings) == expected[2:3]
+    settings, resumption = find_resumption(config(tmp_path), "auto")
+    assert resumption.describe_changes(settings) == []
+
+
+def test_an_earlier_checkpoint_has_no_configuration_and_its_groups_are_generated_again(tmp_path):
+    settings = config(tmp_path)
+    left = create_run_folder(settings).path
+    write_checkpoint(settings, left, 2, buffered=[make_group("0-1")])
+    _, resumption = find_resumption(settings, "auto")
+    unknown, given_back = resumption.describe_changes(settings)
+    assert unknown.endswith("changed keys are unknown")
+    assert given_back.startswith("1 group of the checkpoint is given back and generated again")
 
 
 # --- damaged checkpoints ---

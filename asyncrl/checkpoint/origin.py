@@ -1,0 +1,130 @@
+"""The origin of the groups in a checkpoint: the configuration and the users' files that they were made with.
+
+When a learner restores a checkpoint it compares this origin with its own. If the groups depend on something that
+differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader grants their
+prompts again. So a group is trained only under the configuration that made it.
+
+Files are compared by digests: the module that MODULE:FUNCTION names, and the files of the model's folder that decide
+about tokens, chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
+and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.resuming import Applies, Change, applies, changes
+
+CODE = ("reward.function", "episode.function", "episode.env", "episode.tools", "learner.loss", "learner.advantage")
+"""Keys that name users' code as MODULE:NAME, or a list of such names."""
+MODEL = "model.path"
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration and the files at one time. Fields are only ever added, with a default."""
+
+    settings: dict[str, Any] = {}
+    """The resolved configuration, as in config.json; empty where a checkpoint of an earlier release has none."""
+    files: dict[str, str] = {}
+    """Digest of the files that a key names."""
+
+    @classmethod
+    def of(cls, config: Config) -> Origin:
+        """The origin of what a run makes now. Reads files."""
+        found = {key: digest for key in (*CODE, MODEL) if (digest := _digest(_files_of(key, config)))}
+        return cls(settings=config.model_dump(mode="json"), files=found)
+
+    def compare(self, config: Config, now: Origin | None = None) -> Comparison:
+        """Compare with ``config``, whose origin is ``now``; by default it is made here, which reads files."""
+        now = Origin.of(config) if now is None else now
+        found = changes(self.settings, config) if self.settings else []
+        named = {change.key for change in found}
+        for key, digest in now.files.items():
+            if self.files.get(key, digest) != digest and key not in named:
+                found.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
+        return Comparison(found, is_known=bool(self.settings))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The changes of a resume, and their consequence for the groups of the checkpoint."""
+
+    changes: list[Change]
+    is_known: bool
+    """Whether the checkpoint holds its configuration."""
+
+    @property
+    def gives_back(self) -> str:
+        """The reason that the groups of the checkpoint are generated again; empty if they are kept."""
+        if not self.is_known:
+            return "the checkpoint does not hold their configuration"
+        return ", ".join(change.key for change in self.changes if change.applies is Applies.GENERATED)
+
+    def describe(self, groups: int) -> list[str]:
+        """Lines for people: each change, and what becomes of the ``groups`` that wait in the checkpoint."""
+        lines = [f"changed: {change.describe()}" for change in self.changes]
+        if not self.is_known:
+            lines.append("an earlier asyncrl wrote the checkpoint, without its configuration: changed keys are unknown")
+        if self.gives_back and groups:
+            which = "1 group of the checkpoint is" if groups == 1 else f"{groups} groups of the checkpoint are"
+            lines.append(f"{which} given back and generated again: {self.gives_back}")
+        return lines
+
+
+def _files_of(key: str, config: Config) -> Iterator[Path]:
+    section, _, name = key.partition(".")
+    value = getattr(getattr(config, section), name)
+    if key == MODEL:
+        yield from (Path(value) / file for file in MODEL_FILES if value is not None)
+        return
+    for spec in [value] if isinstance(value, str) else value or []:
+        if ":" in spec and (file := _source_of(spec.partition(":")[0])) is not None:
+            yield file
+
+
+def _source_of(module: str) -> Path | None:
+    """The file of a module, found without importing it or its packages; None where it is not found so."""
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, places) if places is not None else None
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Digest of names and contents; empty if there is no file that can be read."""
+    digest, count = hashlib.sha256(), 0
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            continue
+        digest.update(f"{file.name} {len(content)}\n".encode())
+        digest.update(content)
+        count += 1
+    return digest.hexdigest() if count else ""
+
+
+def _named(key: str, config: Config) -> str:
+    if key == MODEL:
+        return f"tokenizer, chat template or configuration in {config.model.path}"
+    return ", ".join(str(file) for file in _files_of(key, config))

@@ -1,0 +1,177 @@
+"""Changes of the configuration at a resume, and the data that each change applies to. Pure.
+
+``TABLE`` classifies every key once. A checkpoint holds groups that were generated and scored under its configuration.
+If a key that they depend on changes, the learner gives them back, and they are generated again.
+
+Invariant: every key of the configuration is in one class. A key that generation, scoring or the choice of groups
+depends on is in the class GENERATED, or cannot change.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from asyncrl.config import Config
+from asyncrl.config.keys import table_of
+from asyncrl.config.section import Section
+
+LONGEST_VALUE = 60
+"""Characters of a value that are shown."""
+
+
+class Applies(enum.Enum):
+    """The data that a change at a resume applies to."""
+
+    NOW = "at once"
+    GENERATED = "to groups that are generated from now on"
+    PROMPTS = "to the prompts, which are compared"
+    SEED = "to the order of the prompts"
+    BATCH = "to the geometry of the batches"
+    REFUSED = "never: the checkpoint fits no other value"
+    COMMAND = "to the choice of the run, and is not compared"
+
+
+TABLE: dict[Applies, str] = {
+    Applies.NOW: """
+        run.samples_per_step
+        data.max_prompt_tokens data.shuffle
+        rollout.replicas rollout.min_replicas rollout.gpus_per_replica rollout.concurrency rollout.episodes
+        rollout.stream_interval rollout.on_update rollout.keep_kv rollout.request_seeds rollout.max_attempts
+        rollout.retry_backoff_s rollout.on_failed_trajectory rollout.engine_timeout_s
+        rollout.vllm.max_num_seqs rollout.vllm.gpu_memory_utilization rollout.vllm.cpu_kv_cache_bytes
+        rollout.vllm.block_size rollout.vllm.enforce_eager rollout.vllm.threads rollout.sim.*
+        episode.workers episode.extra_hosts episode.start_timeout_s episode.turn_timeout_s episode.timeout_s
+        episode.close_timeout_s episode.stall_timeout_s episode.max_memory_bytes episode.max_output_bytes
+        episode.max_request_bytes
+        chat.check_timeout_s chat.render_threads
+        reward.pools reward.workers reward.timeout_s reward.max_memory_bytes reward.max_output_bytes
+        learner.ranks learner.replicas learner.device learner.dtype learner.threads learner.steps
+        learner.lr learner.warmup_steps learner.decay learner.min_lr_ratio learner.betas learner.weight_decay
+        learner.max_grad_norm learner.updates_per_batch learner.loss learner.loss_options learner.correction.*
+        learner.tis_cap learner.kl.* learner.entropy_bonus learner.teacher learner.teacher_server.* learner.advantage
+        learner.advantage_options learner.aggregation learner.max_filtered_ratio learner.max_quarantined_fraction
+        learner.on_nonfinite learner.tokens_per_microbatch learner.packing learner.activation_checkpointing
+        learner.offload learner.compile learner.collective_timeout_s learner.sim.*
+        lora.publish sft.* staleness.* weights.* drift.* eval.* checkpoint.* preempt.* watchdog.* network.* security.*
+        supervision.* monitor.* log.* sinks.* trace.*
+    """,
+    Applies.GENERATED: """
+        model.path model.trust_remote_code
+        data.template data.system
+        rollout.engine rollout.max_tokens rollout.temperature rollout.stop rollout.stop_token_ids
+        rollout.vllm.max_model_len rollout.vllm.extra
+        episode.function episode.env episode.tools episode.command episode.options episode.max_turns
+        episode.max_context_tokens
+        chat.template_options chat.history chat.tool_parser chat.reasoning_parser chat.renderer chat.date
+        reward.function reward.per reward.options reward.on_timeout reward.truncated reward.overlong.*
+        learner.dynamic_sampling learner.signal learner.signal_tolerance
+    """,
+    Applies.PROMPTS: """
+        data.source data.path data.split data.task data.size data.seed data.options data.prompt_key data.on_bad_row
+    """,
+    Applies.SEED: "run.seed",
+    Applies.BATCH: "learner.groups_per_step learner.steps_per_version rollout.samples_per_prompt",
+    Applies.REFUSED: "learner.backend lora.rank lora.alpha lora.targets",
+    Applies.COMMAND: "run.name run.dir resume.allow",
+}
+"""Every key of the configuration, by what a change of it applies to; SECTION.* are all keys of a section."""
+CONDITIONS: dict[Applies, str] = {
+    Applies.GENERATED: "groups of the checkpoint are given back and generated again",
+    Applies.PROMPTS: "refused if these differ, unless `resume.allow` has `data`",
+    Applies.SEED: "refused, unless `resume.allow` has `seed`",
+    Applies.BATCH: "refused, unless `resume.allow` has `batch`; groups of the checkpoint keep their size",
+    Applies.REFUSED: "refused",
+}
+"""Further consequences of a change, for the page."""
+_CLASS = {entry: applies for applies, entries in TABLE.items() for entry in entries.split()}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that differs from the configuration that a checkpoint was written under."""
+
+    key: str
+    applies: Applies
+    difference: str
+    """The old and the new value, or what else differs."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.key} {self.difference}; the change applies {self.applies.value}"
+
+
+def applies(key: str) -> Applies:
+    """The class of a dotted key, or of a table. Raises KeyError for a key that TABLE does not have."""
+    parts = key.split(".")
+    for entry in (key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))):
+        if entry in _CLASS:
+            return _CLASS[entry]
+    raise KeyError(f"{key} is not in TABLE of {__name__}: say what a change of it at a resume applies to")
+
+
+def changes(was: Mapping[str, Any], config: Config) -> list[Change]:
+    """Keys that ``config`` changes from ``was``, an earlier configuration as plain data, in the order of the sections.
+
+    Keys of the class REFUSED are left out, since a resume that changes them is refused; so are those of COMMAND. A key
+    that the earlier release did not know counts as its default.
+    """
+    found = []
+    for key, before, after in _differences(Config, was, config.model_dump(mode="json"), ""):
+        kind = applies(key)
+        if kind not in (Applies.REFUSED, Applies.COMMAND):
+            found.append(Change(key, kind, f"was {_shown(before)}, is {_shown(after)}"))
+    return found
+
+
+def document() -> str:
+    """The table of docs/runs.md."""
+    rows = ["| keys | a change applies |", "|---|---|"]
+    for kind, entries in TABLE.items():
+        if kind is not Applies.NOW:
+            words = f"{kind.value}; {CONDITIONS[kind]}" if kind in CONDITIONS else kind.value
+            rows.append(f"| {', '.join(f'`{entry}`' for entry in entries.split())} | {words} |")
+    return "\n".join([*rows, f"| every other key | {Applies.NOW.value} |"])
+
+
+def _differences(
+    section: type[Section], was: Mapping[str, Any], now: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, Any]]:
+    """(key, before, after) of each value that differs. A table that only one side has is one value."""
+    for name, field in section.model_fields.items():
+        before, after, table = was.get(name, _default(field)), now.get(name), table_of(field)
+        if before == after:
+            continue
+        if table is None or not (isinstance(before, Mapping) and isinstance(after, Mapping)):
+            yield f"{prefix}{name}", before, after
+        elif table[1]:
+            for each in dict.fromkeys([*before, *after]):
+                yield from _of_named(table[0], before.get(each), after.get(each), f"{prefix}{name}.{each}")
+        else:
+            yield from _differences(table[0], before, after, f"{prefix}{name}.")
+
+
+def _of_named(section: type[Section], before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if before is not None and after is not None:
+        yield from _differences(section, before, after, f"{key}.")
+    else:
+        yield key, before, after
+
+
+def _default(field: FieldInfo) -> Any:
+    if field.is_required():
+        return None
+    return field.default.model_dump(mode="json") if isinstance(field.default, BaseModel) else field.default
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"

@@ -1,0 +1,108 @@
+"""Changes of the configuration at a resume: each key has a class, and each change is named with what it applies to."""
+
+import json
+from collections import Counter
+
+import pytest
+from run_settings import simulated_run
+
+from asyncrl.config.keys import known_keys
+from asyncrl.config.load import config_from_json, config_to_json
+from asyncrl.config.resuming import TABLE, Applies, applies, changes
+
+KEYS = [key for key, *_ in known_keys()]
+
+
+def tree_of(config):
+    """The configuration as a checkpoint holds it."""
+    return json.loads(config_to_json(config))
+
+
+def test_every_key_of_the_configuration_has_one_class():
+    entries = [entry for entries in TABLE.values() for entry in entries.split()]
+    assert [entry for entry, count in Counter(entries).items() if count > 1] == []
+    of_key = {
+        key: [entry for entry in entries if entry == key or (entry[-1] == "*" and key.startswith(entry[:-1]))]
+        for key in KEYS
+    }
+    wrong = {key: found for key, found in of_key.items() if len(found) != 1}
+    assert wrong == {}, "name each of these keys once in TABLE of asyncrl/config/resuming.py"
+    unused = set(entries) - {entry for found in of_key.values() for entry in found}
+    assert unused == set(), "TABLE names keys that are not in the configuration"
+    assert all(applies(key) for key in KEYS)
+    with pytest.raises(KeyError, match=r"rollout\.min_p is not in TABLE"):
+        applies("rollout.min_p")
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, []),
+        (
+            {"learner": {"lr": 1e-5, "steps": 200}},
+            [
+                ("learner.steps", Applies.NOW, "was 100, is 200"),
+                ("learner.lr", Applies.NOW, "was 1e-06, is 1e-05"),
+            ],
+        ),
+        (
+            {
+                "rollout": {"temperature": 0.5, "stop": ["\n"]},
+                "data": {"system": "Answer briefly.", "template": "chat"},
+            },
+            [
+                ("data.template", Applies.GENERATED, 'was "plain", is "chat"'),
+                ("data.system", Applies.GENERATED, 'was unset, is "Answer briefly."'),
+                ("rollout.temperature", Applies.GENERATED, "was 1.0, is 0.5"),
+                ("rollout.stop", Applies.GENERATED, r'was [], is ["\n"]'),
+            ],
+        ),
+        (
+            {"reward": {"options": {"value": 2.0}, "truncated": "penalty", "overlong": {"scale": 2.0}}},
+            [
+                ("reward.options", Applies.GENERATED, 'was {}, is {"value": 2.0}'),
+                ("reward.truncated", Applies.GENERATED, 'was "score", is "penalty"'),
+                ("reward.overlong.scale", Applies.GENERATED, "was 1.0, is 2.0"),
+            ],
+        ),
+        # The divergence is computed by the learner when it trains a group.
+        (
+            {"learner": {"kl": {"coefficient": 0.1}, "correction": {"reject": {"limit": 1.0}}}},
+            [
+                (
+                    "learner.correction.reject",
+                    Applies.NOW,
+                    'was unset, is {"estimator": "k3", "over": "mean", "limit": 1.0}',
+                ),
+                ("learner.kl.coefficient", Applies.NOW, "was 0.0, is 0.1"),
+            ],
+        ),
+        ({"data": {"size": 8}}, [("data.size", Applies.PROMPTS, "was 1024, is 8")]),
+        # These say which run is resumed, and how.
+        ({"run": {"name": "x", "dir": "y"}, "resume": {"allow": ["batch"]}}, []),
+    ],
+)
+def test_a_change_is_named_with_both_values_and_what_it_applies_to(sections, expected):
+    found = changes(tree_of(simulated_run()), simulated_run(**sections))
+    assert [(change.key, change.applies, change.difference) for change in found] == expected
+    assert all(change.applies.value in change.describe() for change in found)
+
+
+def test_a_set_of_evaluation_that_comes_or_goes_is_one_change():
+    data = {"source": "synthetic"}
+    was = simulated_run(eval={"a": {"data": data}, "b": {"data": data}})
+    now = simulated_run(eval={"a": {"data": data, "n": 2}, "c": {"data": data}})
+    found = changes(tree_of(was), now)
+    assert [change.key for change in found] == ["eval.a.n", "eval.b", "eval.c"]
+    assert [change.difference[:12] for change in found[1:]] == ['was {"data":', "was unset, i"]
+
+
+def test_a_key_that_an_earlier_release_did_not_have_counts_as_its_default():
+    tree = tree_of(simulated_run())
+    del tree["rollout"]["temperature"], tree["trace"]
+    assert changes(tree, simulated_run()) == []
+    (found,) = changes(tree, simulated_run(rollout={"temperature": 0.5}))
+    assert found.difference == "was 1.0, is 0.5"
+    # A key that is gone is not of this release.
+    tree["rollout"]["spool"] = 3
+    assert changes(tree, config_from_json(config_to_json(simulated_run()))) == []
