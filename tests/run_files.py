@@ -14,8 +14,8 @@ def metrics(run_dir, kind):
 
 
 def groups(run_dir):
-    """Every group in samples/, step after step."""
-    return [group for path in sorted((run_dir / "samples").iterdir()) for group in json_lines(path)]
+    """Every trained group in samples/, step after step."""
+    return [group for path in sorted((run_dir / "samples").glob("step_*")) for group in json_lines(path)]
 
 
 def assert_spans_cover(trajectory):

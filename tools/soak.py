@@ -75,7 +75,7 @@ def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
     """Problems, where something does not hold, and figures of the run."""
     problems = []
     trajectories = mixed = 0
-    for path in sorted((run.run_dir / "samples").iterdir()):
+    for path in sorted((run.run_dir / "samples").glob("step_*")):
         for group in map(json.loads, path.read_text().splitlines()):
             for trajectory in group["trajectories"]:
                 trajectories += 1

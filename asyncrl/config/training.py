@@ -22,7 +22,8 @@ class RunConfig(Section):
     seed: NonNegative = 0
     """Seed of the data order, of sampling and of the learner."""
     samples_per_step: NonNegative = 4
-    """Prompt groups whose text is written to samples/ at each step."""
+    """Prompt groups whose text is written to samples/: so many trained and so many filtered ones at each step, and so
+    many of each evaluation."""
 
 
 class ModelConfig(Section):

@@ -78,7 +78,7 @@ class Learner(Actor):
         """The configuration and the files of this learner."""
         self._start = 0
         """Number of learners that have begun in this run folder."""
-        self._intake = Intake(self.config.learner)
+        self._intake = Intake(self.config.learner, samples=self.config.run.samples_per_step)
         self._evals = EvalCollector()
         self._watch = LearningWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
@@ -90,7 +90,7 @@ class Learner(Actor):
         self._rounds_written: set[str] = set()
         """Rounds of evaluation whose line is written, as NAME@ROUND."""
         self._rounds_changed = asyncio.Event()
-        self._quarantine_changed = asyncio.Event()
+        self._found_changed = asyncio.Event()
         self._writing_found = asyncio.Lock()
         self._lines: StepLines
         self._versions: Versions
@@ -201,7 +201,7 @@ class Learner(Actor):
         if damaged:
             # The controller may have found the damaged one.
             self._tell_of_checkpoint(state.version, state.step, contents.path)
-        self._intake = Intake(self.config.learner, restored)
+        self._intake = Intake(self.config.learner, restored, samples=self.config.run.samples_per_step)
         self._evals = EvalCollector(state.rounds_closed)
         self._rounds_written = set(state.rounds_closed)
         self.log.info(
@@ -325,7 +325,7 @@ class Learner(Actor):
             await following
             return
         lines = self._lines
-        for work in (lines.run(), lines.retry(), self._conclude_rounds(), self._write_quarantined()):
+        for work in (lines.run(), lines.retry(), self._conclude_rounds(), self._write_untrained()):
             self.tasks.create_task(work)
         training = self.tasks.create_task(self._train())
         draining = self.tasks.create_task(self.drained())
@@ -449,7 +449,8 @@ class Learner(Actor):
         self.counters.add(f"groups/{taken}")
         if taken == "quarantined":
             self.log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
-            self._quarantine_changed.set()
+        if taken in ("quarantined", "filtered"):
+            self._found_changed.set()
         if taken == "buffered":
             begin_all(self._teacher, [group])
         if taken in ("buffered", "filtered"):
@@ -476,7 +477,7 @@ class Learner(Actor):
 
     def _supply_news(self) -> None:
         self._rounds_changed.set()
-        self._quarantine_changed.set()
+        self._found_changed.set()
         self._training.tell_news()
 
     def _published(self, version: int) -> None:
@@ -557,10 +558,10 @@ class Learner(Actor):
             told = checkpoint_failed(failed, self._checkpoints.newest)
             self.notify("checkpoint", told.text, count=self._checkpoints_failed, meanwhile=told.meanwhile)
 
-    async def _write_quarantined(self) -> None:
+    async def _write_untrained(self) -> None:
         while True:
-            await self._quarantine_changed.wait()
-            self._quarantine_changed.clear()
+            await self._found_changed.wait()
+            self._found_changed.clear()
             await self._write_found()
 
     async def _write_found(self) -> None:
@@ -573,6 +574,11 @@ class Learner(Actor):
             for item in found:
                 self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
             await self._lines.quarantined(self._training.step, found)
+            kept, self._intake.filtered_samples = self._intake.filtered_samples, []
+            for each in kept:
+                await self._lines.samples(
+                    "filtered", each.reason, self._training.step, self._training.version, [each.group]
+                )
 
     def _report_records(self, lost: int, error: OSError | None) -> None:
         files = "metrics.jsonl, quarantine.jsonl or samples/"
@@ -592,8 +598,11 @@ class Learner(Actor):
             self._rounds_changed.clear()
             for round, groups in self._evals.complete():
                 name = round.rpartition("@")[0]
-                line = {"kind": "eval", "step": self._training.step}
-                await self._lines.emit(line | eval_metrics(name, groups))
+                line = {"kind": "eval", "step": self._training.step} | eval_metrics(name, groups)
+                await self._lines.emit(line)
+                shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.ticket.index)
+                version = line.get("weights/version", self._training.version)
+                await self._lines.samples("evaluation", name, line["step"], version, shown)
                 self._rounds_written.add(round)
                 self._story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
                 # The line comes before the outcomes, which end the round, and with the last round the run.

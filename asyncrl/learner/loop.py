@@ -38,7 +38,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
-from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.intake import MASKED, Intake
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.learner.publishing.versions import Versions
@@ -345,9 +345,8 @@ class Training:
         self._intake.filter_step()
         self._counters.add("learner/empty_steps")
         self._counters.add("groups/filtered", len(groups))
-        reason = "every trajectory of its step is masked"
         for group in groups:
-            self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=reason, outcome="filtered")
+            self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=MASKED, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
         self._notify("empty_step", _masked(groups, self.step + 1, self.version, self._config), count=count)
         self._supply.changed()

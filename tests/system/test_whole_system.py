@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from asyncrl.rollouter.delivery import Delivery
 from asyncrl.runtime.actor import Caller
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.lifecycle.registry import Registry
+from asyncrl.telemetry.samples import KINDS, SampleChoice, newest_samples
 
 
 @pytest.fixture
@@ -63,6 +65,28 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(played, on_update
     assert evals[0]["step"] == evals[0]["weights/version"] == evals[0]["eval/held/version_min"] == 0
     assert evals[-1]["eval/held/version_min"] == 12
     assert len(evals) >= 3 and {line["eval/held/prompts"] for line in evals} == {10}
+
+
+def test_samples_of_filtered_groups_and_of_evaluations_are_kept(played):
+    """A few of each, beside those that are trained, so that a user sees texts before the first step is trained."""
+    system = played(
+        run={"samples_per_step": 2},
+        reward={"options": {"spread": 1.0}},
+        learner={"dynamic_sampling": True, "signal_tolerance": 0.5},
+        eval={"held": {"data": {"source": "synthetic", "size": 10}, "n": 2}},
+    )
+    kept = newest_samples(system.run_dir, SampleChoice(), 1000)
+    of_kind = {kind: [group for group in kept if group.kind == kind] for kind in KINDS}
+    assert Counter(group.step for group in of_kind["trained"]) == dict.fromkeys(range(1, 7), 2)
+    assert Counter(group.step for group in of_kind["evaluation"]) == {0: 2, 6: 2}
+    assert [group.uid for group in of_kind["evaluation"]][2:] == ["held@0-0", "held@0-1"]
+    assert {group.name for group in of_kind["evaluation"]} == {"held"}
+    assert [group.version for group in of_kind["evaluation"]] == [6, 6, 0, 0]
+    filtered = Counter(group.step for group in of_kind["filtered"])
+    assert filtered[0] == 2 and max(filtered.values()) == 2
+    assert {group.reason for group in of_kind["filtered"]} == {"all rewards are equal"}
+    assert all(t.length and t.text and t.finish_reason and t.reward for group in kept for t in group.trajectories)
+    assert set(trained_uids(system)) == {group.uid for group in of_kind["trained"]}
 
 
 def test_a_group_is_taken_from_whom_it_was_granted_to_alone(tmp_path, monkeypatch):

@@ -2,9 +2,10 @@
 
 Invariant: the folder of such a start is marked only by a process that knows that nothing of it lives, because it holds
 the lock of the run's private folder: the guard at its end, or one that finds a killed run's folder. It is marked only
-if it holds no line of a step or an evaluation, no sample, no export and no checkpoint of any kind, whole or not; what
-cannot be read counts as something. The next start of the name goes on there as the next attempt, with the logs of the
-one before, and the prompts that it gave up, beside its own; ``claim`` lets one of several have it.
+if it holds no line of a step or an evaluation, no sample of a trained group or an evaluation, no export and no
+checkpoint of any kind, whole or not; what cannot be read counts as something. The next start of the name continues
+there as the next attempt. ``claim`` lets one of several starts have the folder, and moves the prompts that the start
+before gave up, and the samples of its filtered groups, to that start's logs.
 
 Nothing heavy is imported: the guard is to start at once.
 """
@@ -22,6 +23,8 @@ CONFIG = "config.json"
 PART = "part_of_run"
 """Marks a run folder that another host than the head has made for its part, because it does not see the head's."""
 QUARANTINE = "quarantine.jsonl"
+FILTERED = "filtered_000000.jsonl"
+"""File in samples/ that holds groups filtered before the first step."""
 UNBEGUN = "ended_before_first_step"
 """The mark."""
 LOOKED_AT_BYTES = 16 << 20
@@ -45,9 +48,10 @@ def claim(run: Path, working_dir: Path) -> bool:
     try:
         # One of those who come at the same moment can do it.
         (run / UNBEGUN).unlink()
-        # The next attempt makes a file of its own for the prompts that are given up from here on.
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(run / QUARANTINE, logs_of(run, last_attempt(run)) / QUARANTINE)
+        # The next attempt writes files of its own.
+        for path in (run / QUARANTINE, run / "samples" / FILTERED):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, logs_of(run, last_attempt(run)) / path.name)
     except OSError:
         return False
     return True
@@ -77,7 +81,7 @@ def has_begun(run: Path, working_dir: Path | None) -> bool:
         return (
             (run / PART).exists()
             or (run / "export").exists()
-            or _any_entry(run / "samples")
+            or _any_entry(run / "samples", but=FILTERED)
             or holds_checkpoints(checkpoints)
             or _tells_of_a_step(run / "metrics.jsonl")
         )
@@ -106,9 +110,9 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _any_entry(folder: Path) -> bool:
+def _any_entry(folder: Path, *, but: str) -> bool:
     try:
-        return any(True for _ in folder.iterdir())
+        return any(entry.name != but for entry in folder.iterdir())
     except FileNotFoundError:
         return False
 

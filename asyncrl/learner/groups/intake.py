@@ -47,6 +47,18 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class Filtered:
+    """A filtered group whose text is to be kept, and why it was filtered."""
+
+    group: Group
+    reason: str
+
+
+FLAT = "all rewards are equal"
+MASKED = "every trajectory of its step is masked"
+
+
+@dataclass(frozen=True, slots=True)
 class IntakeState:
     """All that a successor needs in order to go on."""
 
@@ -61,10 +73,14 @@ class IntakeState:
 
 
 class Intake:
-    """The groups of a learner, from delivery to outcome."""
+    """The groups of a learner, from delivery to outcome.
 
-    def __init__(self, learner: LearnerConfig, restored: IntakeState | None = None) -> None:
+    ``samples`` is the number of filtered groups between two steps whose text is kept.
+    """
+
+    def __init__(self, learner: LearnerConfig, restored: IntakeState | None = None, *, samples: int = 0) -> None:
         self._learner = learner
+        self._samples = self._sample_room = samples
         self.ledger = Ledger() if restored is None else Ledger.restore(restored.ledger)
         self.buffer = GroupBuffer()
         self.outcomes = OutcomeQueue()
@@ -76,6 +92,8 @@ class Intake:
         """Prompts that are not written so far; the caller takes them."""
         self.left_out: list[Rejected] = []
         """Prompts left out by a rule of the data that are not in the log so far; the caller takes them."""
+        self.filtered_samples: list[Filtered] = []
+        """Filtered groups whose text is not written so far; the caller takes them."""
         self.delivered_lengths: list[int] = []
         """Lengths of the responses taken since the last step."""
         self.dropped_trajectories = 0
@@ -134,6 +152,7 @@ class Intake:
             return "quarantined"
         if self._is_flat(group):
             self.filtered.append(group)
+            self._keep_text([group], FLAT)
             self._conclude(uid, "filtered")
             return "filtered"
         self.buffer.add(group)
@@ -184,12 +203,14 @@ class Intake:
         for uid in self._in_training:
             self._conclude(uid, "trained")
         self._in_training, self.requeued = {}, []
+        self._sample_room = self._samples
         lengths, self.delivered_lengths = self.delivered_lengths, []
         return lengths
 
     def filter_step(self) -> None:
         """Filter the groups of a step that was not taken, for want of a token to train; others replace them."""
         self._take_back(self._in_training.values())
+        self._keep_text(self._in_training.values(), MASKED)
         for uid in self._in_training:
             self._conclude(uid, "filtered")
         self._in_training = {}
@@ -209,6 +230,12 @@ class Intake:
                 self.buffer.add(group)
         if not self._in_training:
             self._take_back()
+
+    def _keep_text(self, groups: Iterable[Group], reason: str) -> None:
+        """Keep the text of the first filtered groups after each step."""
+        kept = [Filtered(group, reason) for group in groups][: self._sample_room]
+        self._sample_room -= len(kept)
+        self.filtered_samples += kept
 
     def _take_back(self, filtered: Iterable[Group] = ()) -> None:
         """Count with the next step what was filtered before one that was not taken, and these groups of it."""

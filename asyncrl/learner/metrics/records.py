@@ -1,7 +1,9 @@
 """The files that the learner writes: metrics.jsonl, quarantine.jsonl and samples/.
 
-Append-only, one JSON object a line, each with the learner's start number; a reader keeps the last line of a step, and
-leaves out a line that is no JSON: the torn one of a process that was killed.
+Each file is append-only and has one JSON object a line, with the learner's start number. A reader keeps the last line
+of a step, and skips a line that is not JSON: a killed process may leave a torn one. ``samples/`` holds the text of a
+few groups of each kind: trained in ``step_N.jsonl``, filtered in ``filtered_N.jsonl``, of an evaluation in
+``eval_NAME_N.jsonl``.
 
 A line that cannot be written, as on a full disk, stays in memory with those that follow it in its kind of file, and is
 written later, in order. Memory for them is bounded by MOST_BYTES; the oldest lines beyond that are lost and counted.
@@ -24,6 +26,8 @@ from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.telemetry.metrics import check_name
+from asyncrl.telemetry.samples import TRAINED, SampleKind, sample_file
+from asyncrl.trajectories import sampled_tokens
 
 MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "samples": 32 << 20}
 """Bytes of lines that wait in memory, by kind of file: samples are large, and must not push out metrics."""
@@ -92,12 +96,19 @@ class RecordFiles:
             ],
         )
 
-    def samples(self, step: int, version: int, groups: Sequence[Group]) -> None:
-        """Write the trajectories of some groups of a step."""
+    def samples(
+        self, step: int, version: int, groups: Sequence[Group], *, kind: SampleKind = TRAINED, name: str = ""
+    ) -> None:
+        """Write the trajectories of some groups of a step.
+
+        For evaluations and filtered groups ``step`` is the last trained one. ``name`` is the name of the evaluation,
+        or the reason why the groups were filtered.
+        """
+        fields = {"evaluation": {"name": name}, "filtered": {"reason": name}}.get(kind, {})
         self._append(
             "samples",
-            self._samples / f"step_{step:06d}.jsonl",
-            [_sample(step, version, group) | {"start": self.start} for group in groups],
+            self._samples / sample_file(kind, step, name),
+            [_sample(step, version, group, kind) | fields | {"start": self.start} for group in groups],
         )
 
     def _append(self, kind: str, path: Path, lines: list[dict[str, Any]]) -> None:
@@ -123,8 +134,9 @@ def _append_data(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _sample(step: int, version: int, group: Group) -> dict[str, Any]:
+def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str, Any]:
     return {
+        "kind": kind,
         "step": step,
         "weights/version": version,
         "uid": group.ticket.uid,
@@ -139,6 +151,7 @@ def _sample(step: int, version: int, group: Group) -> dict[str, Any]:
                 "finish_reason": t.finish_reason,
                 "reward": t.reward,
                 "components": t.components,
+                "length": sampled_tokens(t),
                 "resumes": t.resumes,
                 **({"turns": t.turns, "forks": t.forks, "stage_s": t.stage_s} if t.turns else {}),
             }

@@ -23,6 +23,7 @@ from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.runtime.services import ActorServices
+from asyncrl.telemetry.samples import TRAINED, SampleKind
 
 STATS_WAIT_S = 3.0
 """Longest that a metrics line waits for the rollouters' statistics of its step."""
@@ -106,6 +107,12 @@ class StepLines:
         if found:
             await self._write(partial(self._records.quarantined, step, found))
 
+    async def samples(self, kind: SampleKind, name: str, step: int, version: int, groups: Sequence[Group]) -> None:
+        """Write the text of the first of these groups; the arguments are those of ``RecordFiles.samples``."""
+        kept = groups[: self._samples_per_step]
+        if kept:
+            await self._write(partial(self._records.samples, step, version, kept, kind=kind, name=name))
+
     async def run(self) -> None:
         """Write lines until cancelled."""
         while True:
@@ -175,8 +182,7 @@ class StepLines:
         ended = await self._write_updates(updates, line["step"])
         await self._write(lambda: self._records.metrics(line))
         self._tell_lines([line, *ended])
-        kept = step.groups[: self._samples_per_step]
-        await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
+        await self.samples(TRAINED, "", line["step"], line["weights/version"], step.groups)
 
     def _sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
         """Metrics of the sampling; empty where nothing is known, which is not the same as nothing sampled."""

@@ -112,6 +112,8 @@ SIGNS = {
     "an evaluation": ("metrics.jsonl", '{"kind": "eval"}\n'),
     "a torn line": ("metrics.jsonl", '{"kind": "upd'),
     "a sample": ("samples/step_000001.jsonl", ""),
+    "a sample of an evaluation": ("samples/eval_held_000000.jsonl", ""),
+    "a sample of a filtered group, after a step": ("samples/filtered_000001.jsonl", ""),
     "a checkpoint": ("checkpoints/v00000001/COMPLETE", ""),
     "an unfinished checkpoint": ("checkpoints/.v00000001.partial-7/state.json", ""),
     "a checkpoint that was set aside": ("checkpoints/damaged-v00000001/state.json", ""),
@@ -159,12 +161,15 @@ def test_checkpoints_elsewhere_count_and_are_not_come_upon(tmp_path, failed):
 
 def test_the_next_start_of_the_name_goes_on_there_with_logs_of_its_own(tmp_path, failed):
     (failed / "quarantine.jsonl").write_text('{"uid": "0-1"}\n')
+    (failed / "samples" / "filtered_000000.jsonl").write_text('{"uid": "0-2"}\n')
     leave_name(failed, None)
     folder = create_run_folder(config(tmp_path))
     assert (folder.path, folder.attempt) == (failed, 2)
     # So do the prompts that it gave up.
     assert (failed / "logs" / "attempt_1" / "quarantine.jsonl").read_text() == '{"uid": "0-1"}\n'
     assert not (failed / "quarantine.jsonl").exists()
+    assert (failed / "logs" / "attempt_1" / "filtered_000000.jsonl").read_text() == '{"uid": "0-2"}\n'
+    assert not list((failed / "samples").iterdir())
     assert (failed / "logs" / "attempt_1" / "reward-0.log").read_text() == "there is no module\n"
     assert (folder.logs.name, list(folder.logs.iterdir())) == ("attempt_2", [])
     assert (failed / "config_attempt_1.json").exists() and not (failed / UNBEGUN).exists()

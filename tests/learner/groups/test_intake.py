@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_messages import make_group
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.groups.intake import FRACTION_FROM, Intake
+from asyncrl.learner.groups.intake import FLAT, FRACTION_FROM, MASKED, Intake
 from asyncrl.ledger import KINDS
 from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import Group
@@ -215,3 +215,25 @@ def test_too_many_failures_end_the_run(failing, every, ends):
     assert bool(told[-1]) == ends
     words = ["max_quarantined_fraction = 0.2; the last one because: bad prompt", "trajectories failed and were dropped"]
     assert not ends or words[failing != "whole"] in told[-1]
+
+
+def test_the_text_of_the_first_groups_that_are_filtered_after_each_step_is_kept():
+    """It shows why a run has no signal before its first step, and costs as much at each step as that of the trained."""
+    intake = Intake(LEARNER, samples=2)
+    for index in range(4):
+        intake.deliver(group(index, rewards=(1.0, 1.0)))
+    kept, intake.filtered_samples = intake.filtered_samples, []
+    assert [(each.group.ticket.uid, each.reason) for each in kept] == [("0-0", FLAT), ("0-1", FLAT)]
+    for index in (4, 5):
+        intake.deliver(group(index))
+    intake.begin_step()
+    intake.end_step()
+    for index in (6, 7):
+        intake.deliver(group(index))
+    intake.begin_step()
+    intake.filter_step()
+    intake.deliver(group(8, rewards=(1.0, 1.0)))
+    assert [(each.group.ticket.uid, each.reason) for each in intake.filtered_samples] == [
+        ("0-6", MASKED),
+        ("0-7", MASKED),
+    ]

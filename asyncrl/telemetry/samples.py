@@ -1,0 +1,133 @@
+"""The files in RUN/samples: their names, and the newest groups in them.
+
+Each line is the text of one prompt group, as the learner writes it (learner/metrics/records.py). Groups are of three
+kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is its own step; of the others it is the last
+step that was trained before.
+
+Invariant: a reader opens only the files that it needs, the newest first, and holds one line beside its result. A line
+that is torn, damaged or too long is skipped. A file of an earlier release has neither kind nor lengths: its groups are
+trained. Raises OSError where the folder cannot be read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+SampleKind = Literal["trained", "filtered", "evaluation"]
+KINDS: tuple[SampleKind, ...] = get_args(SampleKind)
+TRAINED: SampleKind = "trained"
+FOLDER = "samples"
+MOST_LINE_BYTES = 64 << 20
+_NAME = re.compile(r"(?:(step|filtered)|eval_([A-Za-z0-9_-]+))_(\d{6,})\.jsonl")
+
+
+class SampleTrajectory(msgspec.Struct, frozen=True):
+    """A response, or the conversation of an episode, with its score."""
+
+    sample: int = 0
+    text: str = ""
+    messages: list[Any] = []
+    """The conversation, as in OpenAI's chat completions; empty where a prompt has one response."""
+    finish_reason: str = ""
+    reward: float | None = None
+    components: dict[str, float | None] = {}
+    length: int | None = None
+    """Sampled tokens."""
+    turns: int = 0
+
+
+class SampleGroup(msgspec.Struct, frozen=True):
+    """A prompt group as it lies in samples/."""
+
+    trajectories: list[SampleTrajectory]
+    kind: SampleKind = TRAINED
+    name: str = ""
+    """Name of the evaluation."""
+    reason: str = ""
+    """Reason why the group was filtered."""
+    step: int = 0
+    version: int | None = msgspec.field(name="weights/version", default=None)
+    uid: str = ""
+    prompt: str = ""
+    start: int = 0
+    """Number of the learner's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleChoice:
+    """The groups to read: of this kind, of this step, of no later step; all where these are None."""
+
+    kind: SampleKind | None = None
+    step: int | None = None
+    until: int | None = None
+
+    def with_next_kind(self) -> SampleChoice:
+        """The choice of the next kind; after the last one, of all kinds."""
+        kinds = (None, *KINDS)
+        return replace(self, kind=kinds[(kinds.index(self.kind) + 1) % len(kinds)])
+
+
+def sample_file(kind: SampleKind, step: int, name: str = "") -> str:
+    """Name of the file that holds groups of this kind; ``name`` is that of the evaluation."""
+    stem = {"trained": "step", "filtered": "filtered", "evaluation": f"eval_{name}"}[kind]
+    return f"{stem}_{step:06d}.jsonl"
+
+
+def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[SampleGroup]:
+    """At most ``count`` groups, the newest first; none where the run has no samples. Raises OSError."""
+    found: list[SampleGroup] = []
+    for path in _files(run_dir / FOLDER, choice):
+        groups = list(_groups(path).values())
+        # Groups of a step, and those of an evaluation, are of one moment; filtered groups come one after the other.
+        found += reversed(groups) if groups and groups[0].kind == "filtered" else groups
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
+def _files(folder: Path, choice: SampleChoice) -> list[Path]:
+    """The files of the choice, the newest first. What was filtered or evaluated after a step is newer than the step."""
+    found: list[tuple[int, int, Path]] = []
+    try:
+        entries = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    for path in entries:
+        if (match := _NAME.fullmatch(path.name)) is None:
+            continue
+        kind: SampleKind = "evaluation" if match[2] else "trained" if match[1] == "step" else "filtered"
+        step = int(match[3])
+        if (
+            choice.kind in (None, kind)
+            and choice.step in (None, step)
+            and (choice.until is None or step <= choice.until)
+        ):
+            found.append((step, KINDS.index(kind), path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _groups(path: Path) -> dict[str, SampleGroup]:
+    """The groups of a file by uid, as its last writer left them: a step that was trained again replaces the first."""
+    found: dict[str, SampleGroup] = {}
+    for group in _lines(path):
+        if group.kind == TRAINED and any(other.start < group.start for other in found.values()):
+            found.clear()
+        found.pop(group.uid, None)
+        found[group.uid] = group
+    return found
+
+
+def _lines(path: Path) -> Iterator[SampleGroup]:
+    decoder = msgspec.json.Decoder(SampleGroup)
+    with path.open("rb") as file:
+        while line := file.readline(MOST_LINE_BYTES):
+            try:
+                yield decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
