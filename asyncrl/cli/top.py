@@ -37,6 +37,9 @@ whose schema is docs/top.schema.json. Both watch for
 5 s first, for rates, where no recording can be read: by HOST:PORT, and in the first seconds of a run. After the end of
 a run --replay goes through what was recorded; with --once or --json it shows the end.
 
+--samples prints the newest groups in RUN/samples, live or after the end: prompts, responses or conversations with tool
+calls, rewards with components, and why each response ended. --step, --kind and --count choose among them.
+
 Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,
 130 Ctrl-C, 141 whoever reads what is printed reads no more.
 """
@@ -49,8 +52,11 @@ EXCLUDED = {
     "replay": ("keys",),
     "report": ("once", "json", "keys"),
     "explain": ("once", "json", "keys"),
+    "samples": ("once", "json", "keys"),
 }
 """Flags that would change nothing beside another."""
+SAMPLES = 3
+MOST_SAMPLES = 100
 PAGE_COLUMNS = 120
 """Columns of a page that goes to no terminal."""
 
@@ -70,6 +76,11 @@ def _main(argv: list[str]) -> int:
         for other in others:
             if all(getattr(given, each) not in (None, False) for each in (one, other)):
                 parser.error(f"--{one} and --{other} exclude each other")
+    for flag in ("step", "kind", "count"):
+        if getattr(given, flag) is not None and not given.samples:
+            parser.error(f"--{flag} belongs to --samples")
+    if given.count is not None and not 1 <= given.count <= MOST_SAMPLES:
+        parser.error(f"--count is 1 to {MOST_SAMPLES}, got {given.count}")
 
     from asyncrl.errors import AsyncRLError, UsageError
 
@@ -79,6 +90,8 @@ def _main(argv: list[str]) -> int:
 
             say(explain(run_folder(given.run, "--explain"), given.explain), sys.stdout)
             return 0
+        if given.samples:
+            return _print_samples(run_folder(given.run, "--samples"), given)
         if given.report is not None:
             from asyncrl.report.report import write_report
 
@@ -119,7 +132,28 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--replay", action="store_true", help="go through what was recorded")
     what.add_argument("--report", metavar="FILE", help="write a report of the run as one HTML file")
     what.add_argument("--explain", metavar="UID", help="tell what became of a prompt group")
+    what.add_argument("--samples", action="store_true", help="print the newest groups: prompts, responses, rewards")
+    parser.add_argument("--step", metavar="N", type=int, help="with --samples: the groups of this step")
+    parser.add_argument("--kind", choices=("trained", "filtered", "evaluation"), help="with --samples: of this kind")
+    parser.add_argument(
+        "--count", metavar="N", type=int, help=f"with --samples: number of groups, {SAMPLES} by default"
+    )
     return parser
+
+
+def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
+    from asyncrl.telemetry.sample_text import sample_page
+    from asyncrl.telemetry.samples import FOLDER, SampleChoice, newest_samples
+
+    choice = SampleChoice(kind=given.kind, step=given.step)
+    found = newest_samples(run_dir, choice, given.count or SAMPLES)
+    if not found:
+        kind, step = f"{given.kind} " if given.kind else "", f" of step {given.step}" if given.step is not None else ""
+        why = "the run has written none so far, or run.samples_per_step is 0"
+        return complain(PROGRAM, f"{run_dir / FOLDER} holds no {kind}group{step}: {why}", 1)
+    for line in sample_page(found):
+        say(line, sys.stdout)
+    return 0
 
 
 def _may_live(run_dir: Path) -> bool:

@@ -3,9 +3,9 @@
 Every view of samples draws these lines: ``asyncrl-top --samples``, the samples screen of asyncrl-top, and
 ``asyncrl-launch --dry-run --generate``.
 
-Invariant: the text of a line is printable and holds no newline, whatever the model or a tool wrote; each text, and the
-number of responses and messages, is bounded, and a line says what is left out. It never fails: a message that does not
-have the form of OpenAI's chat completions is shown as JSON.
+Invariant: a line is printable and holds no newline. Each text, the number of responses and messages, a group and a
+page are bounded, and a line says how much is left out. It never fails: a message that does not have the form of
+OpenAI's chat completions is shown as JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ LONGEST_TEXT = 4000
 """Characters of one text that are shown: its beginning and its end."""
 LONGEST_NAME = 60
 MOST_RESPONSES = 16
+LONGEST_GROUP = 100_000
+"""Characters after which no further response of a group is shown."""
+LONGEST_PAGE = 400_000
+"""Characters after which no further group of a page is shown."""
 MOST_MESSAGES = 60
 """Messages of a conversation that are shown: the first and the last ones."""
 MOST_COMPONENTS = 12
@@ -47,15 +51,36 @@ def sample_lines(group: SampleGroup) -> list[SampleLine]:
         lines += _conversation(trajectories[0].messages[:shared], 0)
     else:
         lines += [SampleLine("prompt", "role"), *_text(group.prompt, INDENT)]
+    shown = 0
     for number, trajectory in enumerate(trajectories[:MOST_RESPONSES], 1):
+        if sum(len(line.text) for line in lines) > LONGEST_GROUP:
+            break
+        shown = number
         lines += [SampleLine(""), SampleLine(_score(trajectory, number, len(trajectories)), "heading")]
         if trajectory.messages:
             lines += _conversation(trajectory.messages[shared:], INDENT)
         else:
             lines += _text(trajectory.text, INDENT)
-    if (more := len(trajectories) - MOST_RESPONSES) > 0:
+    if (more := len(trajectories) - shown) > 0:
         lines += [SampleLine(""), SampleLine(f"[{more} more responses are not shown]", "note")]
     return lines
+
+
+def sample_page(groups: Sequence[SampleGroup]) -> list[str]:
+    """The groups one below the other, as indented text."""
+    page: list[str] = []
+    size = 0
+    for number, group in enumerate(groups):
+        lines = sample_lines(group)
+        size += sum(len(line.text) + line.indent for line in lines)
+        if page and size > LONGEST_PAGE:
+            return [*page, f"[{len(groups) - number} more groups are not shown]"]
+        page += [
+            f"== {line.text} ==" if line.style == "group" else f"{' ' * line.indent}{line.text}".rstrip()
+            for line in lines
+        ]
+        page.append("")
+    return page[:-1]
 
 
 def title_of(group: SampleGroup) -> str:

@@ -4,7 +4,7 @@ Each line is the text of one prompt group, as the learner writes it (learner/met
 kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is its own step; of the others it is the last
 step that was trained before.
 
-Invariant: a reader opens only the files that it needs, the newest first, and holds one line beside its result. A line
+Invariant: a reader opens only the files that it needs, the newest first, and holds no more than one file. A line
 that is torn, damaged or too long is skipped. A file of an earlier release has neither kind nor lengths: its groups are
 trained. Raises OSError where the folder cannot be read.
 """
@@ -61,7 +61,7 @@ class SampleGroup(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SampleChoice:
-    """The groups to read: of this kind, of this step, of no later step; all where these are None."""
+    """The groups to read: of this kind, of this step, of this step at most. None does not restrict them."""
 
     kind: SampleKind | None = None
     step: int | None = None
@@ -92,7 +92,7 @@ def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[Samp
 
 
 def _files(folder: Path, choice: SampleChoice) -> list[Path]:
-    """The files of the choice, the newest first. What was filtered or evaluated after a step is newer than the step."""
+    """The files of the choice, the newest first: what is filtered or evaluated after a step is newer than the step."""
     found: list[tuple[int, int, Path]] = []
     try:
         entries = list(folder.iterdir())

@@ -29,6 +29,7 @@ from asyncrl.top.figures.document import Document
 from asyncrl.top.model import build
 from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
+from asyncrl.top.samples_screen import SamplesScreen
 from asyncrl.top.source.client import Away
 from asyncrl.top.source.replay import Feed, Replay, Source
 from asyncrl.top.widgets import Block, DetailScreen, HelpScreen, PaneView
@@ -113,6 +114,7 @@ class Top(App[int]):
         Binding("space", "freeze", show=False),
         Binding("l", "level", show=False),
         Binding("t", "trace", show=False),
+        Binding("c", "samples", show=False),
         Binding("tab", "next(1)", show=False, priority=True),
         Binding("shift+tab", "next(-1)", show=False, priority=True),
         *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
@@ -360,6 +362,15 @@ class Top(App[int]):
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.glyphs))
+
+    def action_samples(self) -> None:
+        """Show the groups of RUN/samples; in a replay those up to the step that is seen."""
+        if self.screen is self.screen_stack[0]:
+            self.push_screen(SamplesScreen(self.source.run_dir, self.glyphs, until=self._last_step))
+
+    def _last_step(self) -> int | None:
+        past = self.source.replay is not None and self.document is not None
+        return self.document.run.step if past and self.document is not None else None
 
     def _show_actor(self, name: str) -> None:
         past = self.source.replay is not None

@@ -1,0 +1,168 @@
+"""The samples of a run on a screen: one prompt group at a time, as a conversation with its scores.
+
+A thread reads and lays out the groups, so that a large one does not hold up the terminal. The screen looks for newer
+groups every LOOK_S; the group that is read stays where it is. What cannot be read is said on the screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.events import Resize
+from textual.screen import Screen
+
+from asyncrl.telemetry.sample_text import SampleStyle, sample_lines
+from asyncrl.telemetry.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
+from asyncrl.top.drawing.text import Glyphs, Style, fit, wrapped
+from asyncrl.top.widgets import SIDES, Block, Lines
+
+LOOK_S = 2.0
+MOST_HELD = 200
+READ_AT_ONCE = 8
+"""Groups that are read at first, and that are read more when the last of them is reached."""
+STYLES: dict[SampleStyle, Style] = {"group": "bold", "heading": "level", "role": "good", "text": "", "note": "dim"}
+ELSEWHERE = "samples lie in the run's folder on its head: on that host, asyncrl-top RUN shows them"
+KEYS = "   esc back   n older   p newer   f kind   ↑ ↓ scroll"
+
+
+class SamplesScreen(Screen[None]):
+    """The groups of a run, from the newest on."""
+
+    CSS = """
+    #name { height: 1; background: #252b37; padding: 0 1; }
+    #samples { height: 1fr; padding: 0 0 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,backspace,c", "app.pop_screen", show=False),
+        Binding("n", "other(1)", show=False),
+        Binding("p", "other(-1)", show=False),
+        Binding("f", "kind", show=False),
+    ]
+
+    def __init__(self, run_dir: Path | None, glyphs: Glyphs, *, until: Callable[[], int | None]) -> None:
+        """``until`` returns the last step whose groups are shown; None for all."""
+        super().__init__()
+        self._run_dir, self._glyphs, self._until = run_dir, glyphs, until
+        self._choice, self._count = SampleChoice(), READ_AT_ONCE
+        self._groups: list[SampleGroup] = []
+        self._at = 0
+        self._title, self._lines = Block(id="name"), Lines(id="samples", classes="lines")
+
+    def compose(self) -> ComposeResult:
+        yield self._title
+        yield self._lines
+
+    def on_mount(self) -> None:
+        self._read()
+        self.set_interval(LOOK_S, self._read)
+
+    def on_resize(self, event: Resize) -> None:
+        self.call_after_refresh(self._draw)
+
+    # --- reading ---
+
+    @work(thread=True, exclusive=True, group="read")
+    def _read(self) -> None:
+        choice, count, run_dir = replace(self._choice, until=self._until()), self._count, self._run_dir
+        found: list[SampleGroup] = []
+        problem = "" if run_dir is not None else ELSEWHERE
+        try:
+            if run_dir is not None:
+                found = newest_samples(run_dir, choice, count)
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}"
+        self.app.call_from_thread(self._take, choice, found, problem)
+
+    def _take(self, choice: SampleChoice, found: list[SampleGroup], problem: str) -> None:
+        """Take what was read, unless another kind was chosen meanwhile."""
+        if choice.kind != self._choice.kind:
+            return
+        shown = self._groups[self._at] if self._groups else None
+        if found and choice.until is None:
+            # Newer groups do not take away the one that is read.
+            found = [*found, *(old for old in self._groups if not any(_same(old, each) for each in found))][:MOST_HELD]
+        self._groups = found
+        self._at = next((at for at, each in enumerate(found) if shown is not None and _same(each, shown)), 0)
+        if not found:
+            folder = self._run_dir / FOLDER if self._run_dir is not None else ""
+            kind = f"{choice.kind} " if choice.kind else ""
+            self._show_title(kind.strip() or "all kinds")
+            text = problem or f"no {kind}group in {folder} so far"
+            self._show(wrapped([(text, "dim")], self._room, len(text), self._glyphs))
+        elif shown is None or not _same(found[self._at], shown):
+            self._draw()
+        else:
+            self._draw_title()
+
+    # --- drawing ---
+
+    @property
+    def _room(self) -> int:
+        return max(1, self.size.width - SIDES)
+
+    def _draw(self) -> None:
+        if self._groups:
+            self._draw_title()
+            self._lay_out(self._groups[self._at], self._room)
+
+    def _draw_title(self) -> None:
+        more = "+" if len(self._groups) >= self._count else ""
+        self._show_title(f"{self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
+
+    def _show_title(self, where: str) -> None:
+        self._title.show([fit([(f"samples {where}", "bold"), (KEYS, "dim")], self._room, self._glyphs)])
+
+    @work(thread=True, exclusive=True, group="lay out")
+    def _lay_out(self, group: SampleGroup, room: int) -> None:
+        lines = laid_out(group, room, self._glyphs)
+        self.app.call_from_thread(self._show_group, group, lines)
+
+    def _show_group(self, group: SampleGroup, lines: Sequence[Text]) -> None:
+        # The thread may have laid out the group that was shown before.
+        if self._groups and _same(group, self._groups[self._at]):
+            self._show(lines)
+
+    def _show(self, lines: Sequence[Text]) -> None:
+        self._lines.show(list(lines))
+        self._lines.focus()
+
+    # --- keys ---
+
+    def action_other(self, by: int) -> None:
+        """Go to an older group, or to a newer one."""
+        at = max(0, min(len(self._groups) - 1, self._at + by))
+        if at == len(self._groups) - 1 and len(self._groups) >= self._count:
+            self._count += READ_AT_ONCE
+            self._read()
+        if self._groups and at != self._at:
+            self._at = at
+            self._lines.scroll_home(animate=False)
+            self._draw()
+
+    def action_kind(self) -> None:
+        """Show the groups of the next kind."""
+        self._choice, self._groups, self._at = self._choice.with_next_kind(), [], 0
+        self._count = READ_AT_ONCE
+        self._lines.scroll_home(animate=False)
+        self._read()
+
+
+def _same(one: SampleGroup, other: SampleGroup) -> bool:
+    return (one.kind, one.step, one.uid, one.start) == (other.kind, other.step, other.uid, other.start)
+
+
+def laid_out(group: SampleGroup, width: int, glyphs: Glyphs) -> list[Text]:
+    """The lines of a group, wrapped at this width."""
+    found: list[Text] = []
+    for text, style, indent in sample_lines(group):
+        margin = min(indent, width // 4)
+        lines = wrapped([(text, STYLES[style])], width - margin, len(text) + 1, glyphs)
+        found += [Text(" " * margin, end="").append_text(line) for line in lines]
+    return found
