@@ -3,7 +3,7 @@
 episode.options: ``env_id`` (FrozenLake-v1), ``actions`` (their names, by number; by default the numbers), ``prompt``
 (text in front of the first observation; by default the row's prompt, whose messages begin the conversation) and
 arguments of gymnasium.make. The last action that a message names is taken; one that names none costs a turn. Each
-step's reward is that of its turn. Source: gymnasium 1.4.
+step's reward is that of its turn. Without a picture as text, an observation is shown as JSON. Source: gymnasium 1.4.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import gymnasium
 
 from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.tools import result_text
 
 
 class Gymnasium:
@@ -65,4 +66,4 @@ class Gymnasium:
 
     def _shown(self, seen: Any) -> str:
         picture = self._env.render() if self._env.render_mode == "ansi" else None
-        return picture if isinstance(picture, str) else str(seen)
+        return picture if isinstance(picture, str) else result_text(seen)

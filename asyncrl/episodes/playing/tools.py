@@ -2,8 +2,8 @@
 
 A tool is a typed function, plain or asynchronous, or a public method of an object that each episode has of its own,
 made by the user's class (with ``task``, where that takes it). JSON schema and validation of the arguments come from the
-annotations, descriptions from the docstring. A tool that raises answers the policy with its error; the error is counted
-and told to the user.
+annotations, descriptions from the docstring. ``result_text`` turns a result into the text that the policy reads. If a
+tool raises, the policy reads the error; the error is also counted and reported to the user.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from asyncrl.episodes.playing.client import Client
 from asyncrl.episodes.playing.function import Player, call
@@ -62,7 +63,26 @@ class Tool:
         except ValidationError as error:
             raise WrongArguments(str(error)) from error
         value = await call(self._function, *args, **kwargs)
-        return value if isinstance(value, str) else json.dumps(value, default=str)
+        return result_text(value)
+
+
+def result_text(value: Any) -> str:
+    """The text of a tool's result: text as it stands, everything else as JSON whose letters are not escaped.
+
+    Dataclasses, pydantic models, sets, tuples, enums, dates and arrays become JSON at any depth; None is ``null``.
+    An object of any other class is its ``str()``. Raises ValueError for a value that contains itself.
+    """
+    if isinstance(value, str):
+        return value
+    plain = to_jsonable_python(value, fallback=_plain_value, bytes_mode="utf8", inf_nan_mode="constants")
+    # An object that JSON has no form for is its text, without the quotes of JSON.
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def _plain_value(value: Any) -> Any:
+    """A value of a class that pydantic does not know. Arrays of numpy, torch and pandas have ``tolist``."""
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else str(value)
 
 
 def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:

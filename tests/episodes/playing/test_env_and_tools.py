@@ -1,9 +1,17 @@
+import datetime
+import enum
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pydantic
 import pytest
 from episodes.hosted import Rollouter, config_with, hosting
 
 from asyncrl.episodes.playing.players import resolve
+from asyncrl.episodes.playing.tools import result_text
 from asyncrl.errors import EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.runtime.workers.user_code import NotCallable
@@ -83,6 +91,55 @@ async def test_half_of_a_surrogate_pair_in_the_result_of_a_tool_is_told_escaped(
     async with hosting(config_with(tools=["plays:character"], workers=1), tmp_path, rollouter) as host:
         assert await host.play("use it") == EpisodeDone()
         assert rollouter.chats[-1].messages[-1]["content"] == r"\ud83d"
+
+
+@dataclass
+class Place:
+    name: str
+    seen: Any = None
+
+
+class Weather(pydantic.BaseModel):
+    city: Place
+    celsius: float
+
+
+class Colour(enum.Enum):
+    RED = "rød"
+
+
+class Plain:
+    def __str__(self):
+        return 'a "plain" object'
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ('鲁迅 "🙂"\n', '鲁迅 "🙂"\n'),
+        ({"titre": "Œuvres", "作者": ["鲁迅"]}, '{"titre": "Œuvres", "作者": ["鲁迅"]}'),
+        (["東京", {"a": None}], '["東京", {"a": null}]'),
+        (Place("Zürich"), '{"name": "Zürich", "seen": null}'),
+        (Weather(city=Place("Zürich"), celsius=3.5), '{"city": {"name": "Zürich", "seen": null}, "celsius": 3.5}'),
+        ([Place("a", Weather(city=Place("b"), celsius=1))], None),
+        (None, "null"),
+        (True, "true"),
+        (3, "3"),
+        (2.5, "2.5"),
+        ((1, {2}), "[1, [2]]"),
+        ({1: Colour.RED}, '{"1": "rød"}'),
+        (Colour.RED, "rød"),
+        (datetime.date(2026, 11, 28), "2026-11-28"),
+        (Path("a/b"), "a/b"),
+        ("é".encode(), "é"),
+        ({"grid": np.arange(4).reshape(2, 2), "at": np.int64(3)}, '{"grid": [[0, 1], [2, 3]], "at": 3}'),
+        (Plain(), 'a "plain" object'),
+        ([Plain()], '["a \\"plain\\" object"]'),
+    ],
+)
+def test_the_policy_reads_text_as_text_and_structures_as_json(result, text):
+    nested = '[{"name": "a", "seen": {"city": {"name": "b", "seen": null}, "celsius": 1.0}}]'
+    assert result_text(result) == (text or nested)
 
 
 async def test_tools_are_closed_whichever_of_them_fails_to(tmp_path):
