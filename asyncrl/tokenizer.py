@@ -23,20 +23,17 @@ from datetime import date as Date
 from datetime import datetime, time
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-
-Template = Literal["plain", "chat"]
-Prompt = str | Sequence[dict[str, Any]]
-"""Text, or chat messages with role and content."""
 
 _LONGEST_PIECE = 40
 """Characters of a text that an error shows."""
 _BYTES = 256
 BYTES_END = "<|end|>"
 BYTES_CALL = "<tool_call>{}</tool_call>"
+BYTES_REASONING = "<think>\n{}\n</think>\n\n"
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -59,12 +56,10 @@ class Tokenizer(Protocol):
     vocabulary: int
     """Number that all ids are below; that of the model, which may have more than its tokenizer."""
 
-    def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        """The ids of a prompt and its text as the model sees it.
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a plain text that the model continues, with the special tokens that the tokenizer puts in front.
 
-        ``plain``: the text as it stands, with the special tokens that the tokenizer puts in front. ``chat``: through
-        the chat template, up to where the assistant answers; text is one user message; ``system`` goes in front
-        unless the messages bring their own. Raises ValueError when the prompt does not fit the template.
+        Prompts of chat messages are rendered first (chat/prompt.py). Raises ValueError.
         """
 
     def render_chat(
@@ -148,9 +143,8 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.eos_ids, self.special_ids = {_BYTES}, {BYTES_END: _BYTES}
 
-    def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        text = self.render_chat(_messages(prompt, system)) if template == "chat" else _plain(prompt)
-        return self.encode(text), text
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def render_chat(
         self,
@@ -160,13 +154,16 @@ class ByteTokenizer:
         *,
         generate: bool = True,
     ) -> str:
-        """Text of a conversation; a call of a tool is written as Hermes does it."""
+        """Text of a conversation; calls of tools are written as Hermes does it, reasoning as Qwen does it."""
         lines = [f"tools: {json.dumps(list(tools), ensure_ascii=False)}"] if tools else []
         for message in messages:
-            content = message.get("content") or ""
-            if message["role"] != "assistant":
-                lines.append(f"{message['role']}: {content}")
+            content, role = message.get("content") or "", message["role"]
+            if role != "assistant":
+                name = f" ({message['name']})" if role != "tool" and message.get("name") else ""
+                lines.append(f"{role}{name}: {content}")
                 continue
+            if reasoning := message.get("reasoning_content"):
+                content = BYTES_REASONING.format(reasoning) + content
             calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ())
             lines.append(f"assistant:{content}{''.join(map(BYTES_CALL.format, calls))}{BYTES_END}")
         return "\n".join([*lines, "assistant:"] if generate else [*lines, ""])
@@ -285,18 +282,14 @@ class _FileTokenizer(_HuggingFace):
         self.special_ids = {token.content: id for id, token in added.items() if token.special}
         self.vocabulary = self.vocabulary or self._backend.get_vocab_size()
 
-    def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        if template == "chat":
-            text = self.render_chat(_messages(prompt, system))
-            return self.encode(text), text
-        text = _plain(prompt)
+    def encode_prompt(self, text: str) -> list[int]:
         encoding = self._encode(text, add_special_tokens=True)
         ids: list[int] = encoding.ids
         # A token that a post-processor puts behind the text, end-of-sequence say, would end the prompt. The tokens in
         # front are its word alone: transformers too ignores add_bos_token where there is a tokenizer.json.
         while ids and encoding.special_tokens_mask[len(ids) - 1]:
             ids.pop()
-        return ids, text
+        return ids
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
@@ -354,16 +347,12 @@ class _TransformersTokenizer(_HuggingFace):
         self.special_ids = dict(zip(self._backend.all_special_tokens, self._backend.all_special_ids, strict=True))
         self.vocabulary = self.vocabulary or len(self._backend)
 
-    def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        if template == "chat":
-            text = self.render_chat(_messages(prompt, system))
-            return self.encode(text), text
-        text = _plain(prompt)
+    def encode_prompt(self, text: str) -> list[int]:
         with self._one_at_a_time:
             ids: list[int] = self._backend.encode(text)
         # An end-of-sequence token that the tokenizer adds, and the text has not, would end the prompt.
         eos = self._backend.eos_token_id
-        return (ids[:-1] if ids[-1:] == [eos] and self.encode(text)[-1:] != [eos] else ids), text
+        return ids[:-1] if ids[-1:] == [eos] and self.encode(text)[-1:] != [eos] else ids
 
     def encode(self, text: str) -> list[int]:
         with self._one_at_a_time:
@@ -384,19 +373,6 @@ def _in_context(piece: str, text: str) -> str:
     around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
     shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
     return " in ".join(map(repr, dict.fromkeys(shown)))
-
-
-def _plain(prompt: Prompt) -> str:
-    if not isinstance(prompt, str):
-        raise ValueError('chat messages need template = "chat"')
-    return prompt
-
-
-def _messages(prompt: Prompt, system: str | None) -> list[dict[str, Any]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system is not None and not any(message["role"] == "system" for message in messages):
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
 
 
 def _compile(source: str, date: Date) -> Any:

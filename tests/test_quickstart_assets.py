@@ -123,7 +123,7 @@ def test_the_assets_are_as_the_engines_need_them(assets):
     theirs, ours = AutoTokenizer.from_pretrained(str(assets.model)), load_tokenizer(str(assets.model))
     ids = ours.encode(text)
     assert len(ids) == len(text)
-    assert theirs(text).input_ids == ids == ours.encode_prompt(text, "plain", None)[0]
+    assert theirs(text).input_ids == ids == ours.encode_prompt(text)
     assert ours.eos_ids == {theirs.eos_token_id} == {0} and 0 not in ours.encode(CHARACTERS)
     assert ours.decode([*ids, 0]) == theirs.decode([*ids, 0], skip_special_tokens=True) == text
     config = json.loads((assets.model / "config.json").read_text())

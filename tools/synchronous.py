@@ -54,7 +54,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     tokenizer = tokenizer_of(config)
     stops = resolve_stops(config.rollout, tokenizer)
     dataset = load_dataset(config.data)
-    prompts = PromptSet(dataset, config.data, tokenizer)
+    prompts = PromptSet(dataset, config.data, tokenizer, config)
     prompts.tokenize(len(dataset.rows))
     order = EpochOrder(prompts.fingerprint, config.run.seed, len(prompts), shuffle=config.data.shuffle)
     places = (place for place in map(order.at, itertools.count()) if place[1] not in prompts.oversize)

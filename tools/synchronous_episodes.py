@@ -125,7 +125,8 @@ def make_episode(
 async def play(player: Player, renderer: Renderer, config: Config, ask: Ask, ticket: Ticket, sample: int) -> Trajectory:
     """An episode and its reward."""
     seed, where = task_seed(config.run.seed, ticket.uid), f"{ticket.uid}/{sample}/0"
-    said: Any = {"prompt": ticket.prompt, "messages": first_messages(config, ticket), "row": ticket.row}
+    messages, tools = first_messages(config, ticket)
+    said: Any = {"prompt": ticket.prompt, "messages": messages, "tools": tools, "row": ticket.row}
     task = Task(**said, seed=seed, uid=ticket.uid, sample=sample, attempt=0)
     client: Any = Play(renderer, lambda key, ids: ask(f"{where}/{key}", ids))
     reward, components = read_outcome(await player(task, client))

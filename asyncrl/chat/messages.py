@@ -1,7 +1,8 @@
 """Messages and tools of OpenAI's chat completions, brought into the one form that chat templates know. Pure.
 
-Invariant: the result has text alone, the roles system, user, assistant and tool, calls with an id and a name, and
-answers of tools to calls that were made before. Fails with ChatRefused, which names the field, as
+Agents' requests, prompts of rows and supervised conversations all pass through here; ``row_messages.py`` checks rows
+first. Invariant: the result has text alone, the roles system, user, assistant and tool, calls with an id and a name,
+and answers of tools to calls that were made before. Fails with ChatRefused, which names the field, as
 messages[3].content[0].type.
 """
 
@@ -24,40 +25,47 @@ Tool = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 SAME_ROLE = {"developer": "system"}
 """Later names of roles that templates know by an older one."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names that clients and datasets have for an assistant's reasoning; the result has the first."""
+OF_A_FUNCTION = ("name", "description", "parameters")
+NOT_SHOWN = ("strict",)
+"""Fields of a function that are for the sampling of calls, not for the model's eyes."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-def normalise_messages(messages: Sequence[Any]) -> list[Message]:
-    """The messages of a request. Arguments of calls become objects where they are JSON objects: templates write them.
+def normalise_messages(messages: Sequence[Any], *, field: str = "messages") -> list[Message]:
+    """The messages in one form. Arguments of calls become objects where they are JSON objects: templates write them.
 
-    Raises ChatRefused.
+    ``field`` is the name of the messages in errors. Raises ChatRefused.
     """
     if not messages:
-        raise ChatRefused("messages", "there is none")
+        raise ChatRefused(field, "holds no message")
     found: list[Message] = []
     called: set[str] = set()
     for number, given in enumerate(messages):
-        field = f"messages[{number}]"
-        message = _message(given, field)
+        where = f"{field}[{number}]"
+        message = _message(given, where)
         for call in message.get("tool_calls", ()):
             called.add(call["id"])
         if message["role"] == "tool" and message["tool_call_id"] not in called:
             raise ChatRefused(
-                f"{field}.tool_call_id", f"no call of a message before has the id {message['tool_call_id']!r}"
+                f"{where}.tool_call_id", f"no call of a message before has the id {message['tool_call_id']!r}"
             )
         found.append(message)
     return found
 
 
-def normalise_tools(tools: Sequence[Any]) -> list[Tool]:
-    """The tools of a request, with their fields in the order in which models are trained on them.
+def normalise_tools(tools: Sequence[Any], *, field: str = "tools") -> list[Tool]:
+    """The tools in one form, with their fields in the order in which models are trained on them.
 
-    Raises ChatRefused.
+    Further fields of a function, as ``return``, follow behind. ``field`` is the name of the tools in errors. Raises
+    ChatRefused.
     """
     found: list[Tool] = []
+    all_tools = field
     for number, tool in enumerate(tools):
-        field = f"tools[{number}]"
-        function = _object(_object(tool, field).get("function"), f"{field}.function")
+        field = f"{all_tools}[{number}]"
+        function = object_of(object_of(tool, field).get("function"), f"{field}.function")
         if tool.get("type", "function") != "function":
             raise ChatRefused(f"{field}.type", f"is {tool['type']!r}; only functions can be called")
         name = _text(function.get("name"), f"{field}.function.name")
@@ -70,14 +78,16 @@ def normalise_tools(tools: Sequence[Any]) -> list[Tool]:
             written["description"] = _text(function["description"], f"{field}.function.description")
         parameters = function.get("parameters")
         written["parameters"] = (
-            NO_PARAMETERS if parameters is None else _object(parameters, f"{field}.function.parameters")
+            NO_PARAMETERS if parameters is None else object_of(parameters, f"{field}.function.parameters")
         )
+        more = {key: value for key, value in function.items() if key not in (*OF_A_FUNCTION, *NOT_SHOWN)}
+        written |= {key: value for key, value in more.items() if value is not None}
         found.append({"type": "function", "function": written})
     return found
 
 
 def _message(given: Any, field: str) -> Message:
-    given = _object(given, field)
+    given = object_of(given, field)
     role = _text(given.get("role"), f"{field}.role")
     role = SAME_ROLE.get(role, role)
     if role not in ROLES:
@@ -89,7 +99,7 @@ def _message(given: Any, field: str) -> Message:
     if given.get("name") is not None:
         message["name"] = _text(given["name"], f"{field}.name")
     if role == "assistant":
-        for key in ("reasoning_content", "reasoning"):
+        for key in REASONING:
             if given.get(key) is not None:
                 message["reasoning_content"] = _text(given[key], f"{field}.{key}")
                 break
@@ -111,14 +121,14 @@ def _content(given: Mapping[str, Any], role: str, field: str) -> str:
     if isinstance(content, str):
         return _text(content, field)
     if not isinstance(content, list):
-        raise ChatRefused(field, f"must be text or a list of text parts, not {_kind(content)}")
+        raise ChatRefused(field, f"must be text or a list of text parts, not {kind_of(content)}")
     texts = []
     for number, part in enumerate(content):
         where = f"{field}[{number}]"
-        kind = _object(part, where).get("type")
+        kind = object_of(part, where).get("type")
         key = {"text": "text", "refusal": "refusal"}.get(kind) if isinstance(kind, str) else None
         if key is None:
-            raise ChatRefused(f"{where}.type", f"is {kind!r}; the policy reads text alone")
+            raise ChatRefused(f"{where}.type", f"is {kind!r}; the policy reads text parts alone")
         texts.append(_text(part.get(key), f"{where}.{key}"))
     return "\n".join(texts)
 
@@ -127,16 +137,16 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
     if given is None:
         return []
     if not isinstance(given, list):
-        raise ChatRefused(field, f"must be a list, not {_kind(given)}")
+        raise ChatRefused(field, f"must be a list, not {kind_of(given)}")
     calls: list[dict[str, Any]] = []
     for number, call in enumerate(given):
         where = f"{field}[{number}]"
-        if _object(call, where).get("type", "function") != "function":
+        if object_of(call, where).get("type", "function") != "function":
             raise ChatRefused(f"{where}.type", f"is {call['type']!r}; only functions can be called")
         id = _text(call.get("id"), f"{where}.id")
         if any(each["id"] == id for each in calls):
             raise ChatRefused(f"{where}.id", f"{id!r} is the id of a call before it")
-        function = _object(call.get("function"), f"{where}.function")
+        function = object_of(call.get("function"), f"{where}.function")
         name = _text(function.get("name"), f"{where}.function.name")
         arguments = read_arguments(function.get("arguments"), f"{where}.function.arguments")
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
@@ -184,15 +194,16 @@ def _finite(number: str) -> float:
     return value
 
 
-def _object(value: Any, field: str) -> dict[str, Any]:
+def object_of(value: Any, field: str) -> dict[str, Any]:
+    """The value, which is an object. Raises ChatRefused."""
     if not isinstance(value, dict):
-        raise ChatRefused(field, f"must be an object, not {_kind(value)}")
+        raise ChatRefused(field, f"must be an object, not {kind_of(value)}")
     return value
 
 
 def _text(value: Any, field: str) -> str:
     if not isinstance(value, str):
-        raise ChatRefused(field, f"must be text, not {_kind(value)}")
+        raise ChatRefused(field, f"must be text, not {kind_of(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -200,6 +211,7 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value, for errors."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
     return names.get(type(value), "an object")

@@ -1,4 +1,4 @@
-"""The chat template of a model as conversations use it: its oddities are learnt at start, not assumed.
+"""The chat template of a model as conversations use it. Its peculiarities are learnt at start from what it renders.
 
 Invariant: a rendered text depends on messages, tools and options alone. Fails with ChatRefused on a conversation that
 the template refuses, with ConfigError where there is no template.
@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from asyncrl.chat.messages import Message, Tool
-from asyncrl.chat.parsers import write_calls
+from asyncrl.chat.messages import REASONING, Message, Tool
+from asyncrl.chat.parsers import END_THINK, THINK, write_calls
 from asyncrl.errors import ChatRefused, ConfigError
 from asyncrl.tokenizer import Tokenizer
 
@@ -21,6 +21,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _NAME = "qkzcall"
 _TOOLS: list[Tool] = [{"type": "function", "function": {"name": "qkztool", "parameters": {"type": "object"}}}]
 _USER: Message = {"role": "user", "content": "q"}
+_WORDED: Message = {"role": "user", "content": _NAME}
 
 
 class ChatTemplate:
@@ -39,11 +40,19 @@ class ChatTemplate:
         self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
         """Text of the tokens that end an answer, where text becomes them."""
         self._short_ids = False
+        self._as_parts = False
+        """Whether the template shows lists of text parts alone."""
+        self._reasoning_key = REASONING[0]
+        """The field in which the template looks for reasoning."""
+        self.shows_reasoning = False
+        """Whether the template writes the reasoning of any answer, or its generation prompt opens one."""
         self.writes_calls = True
         """Whether the template writes the calls of an earlier answer; else they are put into its content."""
         self._learn()
 
     def _learn(self) -> None:
+        asked_in_parts = _WORDED | {"content": [{"type": "text", "text": _NAME}]}
+        self._as_parts = _NAME not in self._tried([_WORDED], ()) and _NAME in self._tried([asked_in_parts], ())
         asked = [_USER, _call("call_0_0")]
         answered = [*asked, _result("call_0_0")]
         if not self._tried(answered):
@@ -53,7 +62,21 @@ class ChatTemplate:
         self.writes_calls = _NAME in self._tried(asked)
         without = self._tried([_USER], ())
         self.shows_tools = bool(without) and self._tried([_USER]) not in ("", without)
-        """Whether the model is told of tools."""
+        """Whether the template shows tools to the model."""
+        self._learn_reasoning()
+
+    def _learn_reasoning(self) -> None:
+        for key in REASONING:
+            plain = {"role": "assistant", "content": "q", key: _NAME}
+            called = _call("call_0_0", "f") | {key: _NAME}
+            if _NAME in self._tried([_USER, plain]) + self._tried([_USER, called, _result("call_0_0", "f")]):
+                self._reasoning_key, self.shows_reasoning = key, True
+                return
+        try:
+            prompt = self.text([_USER])
+        except ChatRefused:
+            return
+        self.shows_reasoning = prompt.rfind(THINK) > prompt.rfind(END_THINK)
 
     def text(
         self,
@@ -88,6 +111,11 @@ class ChatTemplate:
             message = message | {"tool_calls": [call | {"id": _shorten(call["id"])} for call in calls]}
         elif self._short_ids and "tool_call_id" in message:
             message = message | {"tool_call_id": _shorten(message["tool_call_id"])}
+        if self._reasoning_key != REASONING[0] and REASONING[0] in message:
+            message = dict(message)
+            message[self._reasoning_key] = message.pop(REASONING[0])
+        if self._as_parts and isinstance(message["content"], str):
+            message = message | {"content": [{"type": "text", "text": message["content"]}]}
         return message
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Tool] = _TOOLS) -> str:
@@ -112,8 +140,8 @@ def _shorten(id: str) -> str:
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
 
 
-def _call(id: str) -> Message:
-    function = {"name": _NAME, "arguments": {"q": "q"}}
+def _call(id: str, name: str = _NAME) -> Message:
+    function = {"name": name, "arguments": {"q": "q"}}
     return {
         "role": "assistant",
         "content": "",
@@ -121,5 +149,5 @@ def _call(id: str) -> Message:
     }
 
 
-def _result(id: str) -> Message:
-    return {"role": "tool", "content": "q", "tool_call_id": id, "name": _NAME}
+def _result(id: str, name: str = _NAME) -> Message:
+    return {"role": "tool", "content": "q", "tool_call_id": id, "name": name}

@@ -217,9 +217,10 @@ def cross_check(config: Config) -> Iterator[Problem]:
             "learner.steps",
             f"must be a multiple of learner.steps_per_version = {learner.steps_per_version}",
         )
-    yield from _check_data("data", config.data)
+    is_episode = config.episode.kind != "single"
+    yield from _check_data("data", config.data, is_episode=is_episode)
     for name, evaluation in config.eval.items():
-        yield from _check_data(f"eval.{name}.data", evaluation.data)
+        yield from _check_data(f"eval.{name}.data", evaluation.data, is_episode=is_episode)
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
         if length is not None and length < longest:
             yield _context_key(config), f"is {length}, less than eval.{name} needs: {longest}"
@@ -239,10 +240,15 @@ def cross_check(config: Config) -> Iterator[Problem]:
         yield "security.curve", f"may be off on loopback only; network.host is {config.network.host}"
 
 
-def _check_data(key: str, data: DataConfig) -> Iterator[Problem]:
+def _check_data(key: str, data: DataConfig, *, is_episode: bool) -> Iterator[Problem]:
     if data.source not in ("reasoning_gym", "synthetic") and data.path is None:
         yield f"{key}.path", f'is required by source = "{data.source}"'
     if data.source == "reasoning_gym" and data.task is None:
         yield f"{key}.task", 'is required by source = "reasoning_gym"'
     if data.system is not None and data.template != "chat":
         yield f"{key}.system", 'needs template = "chat"'
+    if data.continue_final_message:
+        if data.template != "chat":
+            yield f"{key}.continue_final_message", 'needs template = "chat"'
+        if is_episode:
+            yield f"{key}.continue_final_message", "is for single answers; an episode's first call is a turn of its own"

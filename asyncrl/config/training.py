@@ -60,13 +60,19 @@ class DataConfig(Section):
     options: dict[str, Any] = {}
     """Further options of the reasoning-gym task."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: text, or a list of chat messages with role and content, which is text or a list of
-    text parts ({"type": "text", "text": ...}), joined by newlines. Dots lead into objects: extra_info.question."""
+    """Column that holds the prompt: text, or a list of chat messages as in OpenAI's API (docs/first-run.md, "Rows of
+    chat messages"). Dots lead into objects: extra_info.question."""
+    tools_key: str = "tools"
+    """Column that holds the tools which the chat template shows with the prompt, as schemas in OpenAI's form or as
+    their JSON text. A row need not have it; empty: no column is shown. Dots lead into objects."""
     template: Literal["plain", "chat"] = "plain"
     """Conversion of a prompt into tokens: as it stands, or through the tokenizer's chat template."""
     system: str | None = None
-    """System message put before each prompt; chat template only. Empty text in an evaluation set: no system message,
-    where data.system has one."""
+    """System message put before each prompt that has no system or developer message; chat template only. Empty text in
+    an evaluation set: no system message, where data.system has one."""
+    continue_final_message: bool = False
+    """Whether the policy continues a prompt whose last message is the assistant's, from the end of its text; chat
+    template and single answers only. If not, such a row is refused."""
     max_prompt_tokens: Positive = 1024
     """Prompts with more tokens are left out before a lease. The start prints their share. They count as left out
     (ledger/left_out), which is no failure."""
@@ -95,7 +101,14 @@ class DataConfig(Section):
         # A system message needs the chat template.
         if self.system == "" if "system" in given else template != "chat":
             taken["system"] = None
+        if template != "chat" and "continue_final_message" not in given:
+            taken["continue_final_message"] = False
         return self.model_copy(update=taken)
+
+    @property
+    def tools_column(self) -> str:
+        """The column of a row that holds its tools; empty for sources that make their prompts."""
+        return "" if self.source in ("reasoning_gym", "synthetic") else self.tools_key
 
 
 class OverlongPenalty(Section):

@@ -34,6 +34,8 @@ class RawRow:
     line: int
     value: Any = None
     problem: str = ""
+    typed: bool = False
+    """Whether it is from a table with typed columns: a field that an object was written without is null there."""
 
 
 def read_jsonl(pattern: str) -> Iterator[RawRow]:

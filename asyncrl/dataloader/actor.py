@@ -119,7 +119,7 @@ class Dataloader(Actor):
 
     async def _read(self, key: str, data: DataConfig, tokenizer: Tokenizer) -> PromptSet:
         dataset = await asyncio.to_thread(load_dataset, data)
-        prompts = PromptSet(dataset, data, tokenizer)
+        prompts = PromptSet(dataset, data, tokenizer, self.config)
         while not await asyncio.to_thread(prompts.tokenize, TOKENIZED_AT_ONCE):
             self.progress()
         self.log.info(

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from asyncrl.chat.prompt import PromptEncoder
+from asyncrl.config import Config
 from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.rows import (
     MEND,
@@ -41,9 +43,10 @@ class PromptSet:
     """The prompts of one dataset, by index.
 
     Built in batches of some rows by ``tokenize``, which blocks and belongs on a thread; complete when it says so.
+    ``run`` is the configuration of the run, whose chat and episode settings count; by default they are the defaults.
     """
 
-    def __init__(self, dataset: Dataset, config: DataConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, dataset: Dataset, config: DataConfig, tokenizer: Tokenizer, run: Config | None = None) -> None:
         self.fingerprint = dataset.fingerprint
         self.skipped = dataset.skipped
         self.oversize: set[int] = set()
@@ -60,7 +63,7 @@ class PromptSet:
         self._next = 0
         self._packed: list[bytes] = []
         self._config = config
-        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, config, run)
         self._ids: list[np.ndarray] = []
         self._texts: list[str] = []
 
@@ -100,7 +103,7 @@ class PromptSet:
     def _encode(self, row: DataRow) -> tuple[list[int], str]:
         """Token ids and text of a row's prompt. Raises BadRow, and ConfigError for what is no fault of the row."""
         try:
-            ids, text = self._tokenizer.encode_prompt(row.prompt, self._config.template, self._config.system)
+            ids, text = self._encoder(row.prompt, row.tools)
         except ConfigError:
             raise
         except ValueError as error:

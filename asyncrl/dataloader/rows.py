@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from asyncrl.chat.messages import Tool
+from asyncrl.chat.prompt import Prompt, read_prompt
+from asyncrl.chat.row_messages import read_tools, without_nulls
 from asyncrl.data.columns import column_names, column_of, has_column
 from asyncrl.data.jsonl import RawRow
-from asyncrl.errors import DataError
+from asyncrl.errors import ChatRefused, DataError
 
-Prompt = str | list[dict[str, str]]
-"""Text, or chat messages with role and content."""
 LISTED_PROBLEMS = 5
 KEPT_PROBLEMS = 1000
 MEND = 'mend it, or leave such rows out with data.on_bad_row = "skip"'
@@ -46,6 +47,8 @@ class DataRow:
     """All its columns as MessagePack: a fraction of the memory, and nobody can change it."""
     path: str
     line: int
+    tools: list[Tool] = field(default_factory=list)
+    """Tools that the model is shown with the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +70,30 @@ def unpack(packed: bytes) -> dict[str, Any]:
 
 
 def collect(
-    source: str, raw_rows: Iterable[RawRow], *, prompt_key: str, on_bad_row: Literal["error", "skip"]
+    source: str,
+    raw_rows: Iterable[RawRow],
+    *,
+    prompt_key: str,
+    on_bad_row: Literal["error", "skip"],
+    tools_key: str = "",
+    continues: bool = False,
 ) -> Dataset:
-    """Check all rows of ``source`` (its name in errors). Raises DataError."""
+    """Check all rows of ``source`` (its name in errors). Raises DataError.
+
+    ``tools_key`` names the column of tools, if rows may have one; ``continues`` is data.continue_final_message.
+    """
     rows: list[DataRow] = []
     bad: list[tuple[RawRow, str]] = []
     skipped = 0
     for raw in raw_rows:
         try:
-            prompt, packed = check_row(raw, prompt_key)
+            row = check_row(raw, prompt_key, tools_key, continues=continues)
         except BadRow as error:
             skipped += 1
             if len(bad) < KEPT_PROBLEMS:
                 bad.append((raw, str(error)))
             continue
-        rows.append(DataRow(prompt, packed, raw.path, raw.line))
+        rows.append(row)
     if bad and on_bad_row == "error":
         first, problem = bad[0]
         others = ", ".join(f"{raw.path}:{raw.line}" for raw, _ in bad[1 : 1 + LISTED_PROBLEMS])
@@ -101,17 +113,17 @@ def nothing_usable(source: str, first_bad: str) -> TooFewUsable:
 
 
 def fingerprint_of(rows: Iterable[DataRow]) -> str:
-    """Hex digest of prompts, rows and their order."""
+    """Hex digest of prompts, tools, rows and their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         # The length marks the row's end, so that no other rows come to the same bytes.
-        digest.update(_ENCODER.encode((row.prompt, len(row.packed))))
+        digest.update(_ENCODER.encode((row.prompt, len(row.packed), *([row.tools] if row.tools else []))))
         digest.update(row.packed)
     return digest.hexdigest()
 
 
-def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
-    """The prompt of a row, and the row as MessagePack. Raises BadRow."""
+def check_row(raw: RawRow, prompt_key: str, tools_key: str = "", *, continues: bool = False) -> DataRow:
+    """The row that ``raw`` holds, with the keys of ``collect``. Raises BadRow."""
     if raw.problem:
         raise BadRow(raw.problem)
     if not isinstance(raw.value, dict):
@@ -120,57 +132,35 @@ def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
         raise BadRow(missing_column(prompt_key, column_names(raw.value)))
     try:
         columns = msgspec.to_builtins(raw.value, enc_hook=_simplify)
+        if raw.typed:
+            _leave_out_nulls(columns, prompt_key, tools_key)
         packed = _ENCODER.encode(columns)
         # Keys of odd types are written without complaint and found out by the reader.
         unpack(packed)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRow(f"cannot be sent as JSON or MessagePack: {error}") from None
-    return _check_prompt(column_of(columns, prompt_key), prompt_key), packed
+    try:
+        prompt = read_prompt(column_of(columns, prompt_key), prompt_key, continues=continues)
+        tools = read_tools(column_of(columns, tools_key), tools_key) if tools_key else []
+    except ChatRefused as error:
+        raise BadRow(str(error)) from None
+    return DataRow(prompt, packed, raw.path, raw.line, tools)
+
+
+def _leave_out_nulls(columns: dict[str, Any], prompt_key: str, tools_key: str) -> None:
+    """Take the nulls out of calls and tools, where a typed table has one for each field that another row has."""
+    tools = column_of(columns, tools_key)
+    if isinstance(tools, list):
+        tools[:] = without_nulls(tools)
+    prompt = column_of(columns, prompt_key)
+    for message in prompt if isinstance(prompt, list) else ():
+        if isinstance(message, dict) and message.get("tool_calls"):
+            message["tool_calls"] = without_nulls(message["tool_calls"])
 
 
 def missing_column(prompt_key: str, columns: Iterable[str]) -> str:
     """Words for a missing prompt column."""
     return f"has no column {prompt_key!r}; it has {', '.join(map(repr, columns)) or 'none'} (set data.prompt_key)"
-
-
-def _check_prompt(prompt: Any, key: str) -> Prompt:
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise BadRow(f"{key} is empty")
-        return prompt
-    if not isinstance(prompt, list):
-        raise BadRow(f"{key} must be text or a list of chat messages, not {_kind(prompt)}")
-    if not prompt:
-        raise BadRow(f"{key} holds no message")
-    messages = []
-    for number, message in enumerate(prompt, 1):
-        if not isinstance(message, dict):
-            raise BadRow(f"{key}: message {number} must be an object, not {_kind(message)}")
-        where, role = f"{key}: message {number}", message.get("role")
-        if not isinstance(role, str):
-            raise BadRow(f"{where} needs a role that is text, not {_kind(role)}")
-        messages.append({"role": role, "content": _check_content(message.get("content"), where)})
-    return messages
-
-
-def _check_content(content: Any, where: str) -> str:
-    """Text, or text parts, which are joined as vLLM's server does it for templates that know no parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise BadRow(f"{where} needs a content that is text or a list of text parts, not {_kind(content)}")
-    texts = []
-    for number, part in enumerate(content, 1):
-        if not isinstance(part, dict):
-            raise BadRow(f"{where}: part {number} of its content must be an object, not {_kind(part)}")
-        if part.get("type") != "text":
-            raise BadRow(
-                f"{where}: part {number} of its content has the type {part.get('type')!r}; only text is trained"
-            )
-        if not isinstance(part.get("text"), str):
-            raise BadRow(f"{where}: part {number} of its content needs a text, not {_kind(part.get('text'))}")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _simplify(value: Any) -> Any:

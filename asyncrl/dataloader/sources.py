@@ -24,7 +24,14 @@ BATCH_ROWS = 1024
 def load_dataset(config: DataConfig) -> Dataset:
     """Read and check every row. Raises DataError."""
     name, rows, prompt_key = open_source(config)
-    return collect(name, rows, prompt_key=prompt_key, on_bad_row=config.on_bad_row)
+    return collect(
+        name,
+        rows,
+        prompt_key=prompt_key,
+        on_bad_row=config.on_bad_row,
+        tools_key=config.tools_column,
+        continues=config.continue_final_message,
+    )
 
 
 def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow], str]:
@@ -119,7 +126,7 @@ def _rows_of(path: str, batches: Any) -> Iterator[RawRow]:
     for batch in batches:
         for value in batch.to_pylist():
             line += 1
-            yield RawRow(path, line, value)
+            yield RawRow(path, line, value, typed=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

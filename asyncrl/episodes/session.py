@@ -77,6 +77,7 @@ class PolicySession:
         self.task = Task(
             prompt=request.prompt,
             messages=request.messages,
+            tools=request.tools,
             row=request.row,
             seed=request.seed,
             uid=request.uid,

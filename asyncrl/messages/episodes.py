@@ -53,6 +53,8 @@ class RunEpisode(Request, frozen=True, kw_only=True):
     """The prompt as text."""
     messages: list[dict[str, Any]]
     """The prompt as the messages that a conversation begins with."""
+    tools: list[dict[str, Any]] = []
+    """Tools of the row, as in OpenAI's chat completions."""
     row: dict[str, Any]
     seed: Count
     """Seed, the same for all samples of a prompt in every attempt: they face the same task."""

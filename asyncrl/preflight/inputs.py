@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.chat.prompt import PromptEncoder
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
@@ -146,11 +147,11 @@ def read_inputs(
     for key, data in reversed(sets.items()):
         left = max(0.0, end - time.monotonic())
         seconds = left / (len(sets) - len(checked))
-        checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None))
+        checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None, config))
     for key, data in sets.items():
         # The sets were checked from the last to the first.
         findings += checked.pop()
-        samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1)
+        samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1, config)
     if for_learner and tokenizer is not None:
         if config.sft.data is not None:
             findings += check_conversations(config, tokenizer, SETS_S)
@@ -185,7 +186,12 @@ def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
 
 
 def _check_set(
-    key: str, data: DataConfig, tokenizer: Tokenizer | None, seconds: float, known: KnownPrompts | None
+    key: str,
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    seconds: float,
+    known: KnownPrompts | None,
+    config: Config,
 ) -> list[Finding]:
     """Read and tokenize a set as the dataloader does, for at most about so long."""
     end = time.monotonic() + seconds
@@ -194,10 +200,17 @@ def _check_set(
         # Half of the time is for reading, the rest for tokenizing.
         reading = _Reading(rows, end - seconds / 2)
         try:
-            dataset = collect(name, reading, prompt_key=prompt_key, on_bad_row=data.on_bad_row)
+            dataset = collect(
+                name,
+                reading,
+                prompt_key=prompt_key,
+                on_bad_row=data.on_bad_row,
+                tools_key=data.tools_column,
+                continues=data.continue_final_message,
+            )
             if tokenizer is None:
                 return [ok("data", f"{name}: {_rows(len(dataset.rows))} can be read", key=key)]
-            prompts = PromptSet(dataset, data, tokenizer)
+            prompts = PromptSet(dataset, data, tokenizer, config)
             is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
             while not is_whole and time.monotonic() < end:
                 is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
@@ -254,7 +267,8 @@ def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
 def _of_set(key: str, text: str) -> str:
     """The text with the keys of the training prompts as those of this set."""
     return re.sub(
-        r"\bdata\.(source|split|path|on_bad_row|prompt_key|max_prompt_tokens|max_left_out_fraction)\b",
+        r"\bdata\.(source|split|path|on_bad_row|prompt_key|tools_key|continue_final_message|system|max_prompt_tokens|"
+        r"max_left_out_fraction)\b",
         rf"{key}.\1",
         text,
     )
@@ -279,21 +293,22 @@ class _Reading:
                 return
 
 
-def _samples(key: str, data: DataConfig, tokenizer: Tokenizer | None, count: int) -> list[Sample]:
+def _samples(key: str, data: DataConfig, tokenizer: Tokenizer | None, count: int, config: Config) -> list[Sample]:
     """Up to ``count`` rows from the beginning of the set, also where they cannot be tokenized."""
     samples: list[Sample] = []
+    encoder = PromptEncoder(tokenizer, data, config) if tokenizer is not None else None
     with contextlib.suppress(DataError):
         _, rows, prompt_key = open_source(data)
         for row in islice(rows, LOOKED_AT):
             try:
-                prompt, packed = check_row(row, prompt_key)
+                found = check_row(row, prompt_key, data.tools_column, continues=data.continue_final_message)
             except BadRow:
                 continue
-            text = prompt if isinstance(prompt, str) else ""
-            if tokenizer is not None:
+            text = found.prompt if isinstance(found.prompt, str) else ""
+            if encoder is not None:
                 with contextlib.suppress(ValueError):
-                    _, text = tokenizer.encode_prompt(prompt, data.template, data.system)
-            samples.append(Sample(key, f"{row.path}:{row.line}", text, unpack(packed)))
+                    _, text = encoder(found.prompt, found.tools)
+            samples.append(Sample(key, f"{row.path}:{row.line}", text, unpack(found.packed)))
             if len(samples) == count:
                 break
     return samples

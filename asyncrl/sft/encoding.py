@@ -17,8 +17,12 @@ from typing import Any
 import numpy as np
 
 from asyncrl.chat.answers import continuation
-from asyncrl.chat.messages import Message, Tool, normalise_messages, normalise_tools
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.prompt import conversation
 from asyncrl.chat.renderer import Renderer
+from asyncrl.chat.row_messages import read_conversation, read_tools
+from asyncrl.chat.shown import ShownCheck
+from asyncrl.chat.template import ChatTemplate
 from asyncrl.config import Config
 from asyncrl.errors import ChatRefused
 from asyncrl.tokenizer import Tokenizer
@@ -51,6 +55,9 @@ class Encoder:
         self._tokenizer, self._renderer = tokenizer, renderer
         self._template, self._system = config.data.template, config.data.system
         self._longest, self._cuts = config.longest_supervised, config.sft.on_long == "cut"
+        self._shown: ShownCheck | None = None
+        if renderer is not None:
+            self._shown = _shown_check(config, tokenizer, renderer)
 
     def __call__(self, row: Any) -> list[Encoded]:
         """The sequences of a row, at least one, each with a loss. Raises BadConversation."""
@@ -77,12 +84,12 @@ class Encoder:
         for key, value in (("prompt", prompt), ("completion", completion)):
             if not isinstance(value, str):
                 raise BadConversation(f'{key}: must be text under data.template = "plain"')
-        ids, text = self._tokenizer.encode_prompt(prompt, "plain", None)
+        ids = self._tokenizer.encode_prompt(prompt)
         if not ids:
             raise BadConversation("prompt: has no tokens")
         # Tokens that a tokenizer puts in front are no part of the text.
-        bare = self._tokenizer.encode(text)
-        answer = continuation(self._tokenizer, bare, text, completion)
+        bare = self._tokenizer.encode(prompt)
+        answer = continuation(self._tokenizer, bare, prompt, completion)
         ends = self._tokenizer.eos_ids
         if ends and answer[-1:] and answer[-1] not in ends:
             answer = [*answer, min(ends)]
@@ -90,20 +97,16 @@ class Encoder:
         return [Encoded(np.array([*ids, *answer], np.int32), trained)] if answer else []
 
     def _chat(self, row: Mapping[str, Any]) -> list[Encoded]:
-        if self._renderer is None:
+        if self._renderer is None or self._shown is None:
             raise BadConversation("needs a chat template, and the model has none")
         given = row["messages"] if "messages" in row else _of_prompt(row)
-        if not isinstance(given, list):
-            raise BadConversation("messages: must be a list")
-        offered = row.get("tools") or []
-        if not isinstance(offered, list):
-            raise BadConversation("tools: must be a list")
-        messages, tools = normalise_messages(given), normalise_tools(offered)
+        own = read_conversation(given, "messages", also=("weight",))
+        tools = read_tools(row.get("tools"), "tools")
         weights = [_weight(message, f"messages[{number}]") for number, message in enumerate(given)]
-        before = self._system is not None and all(message["role"] != "system" for message in messages)
-        if before:
-            messages, weights = [{"role": "system", "content": self._system}, *messages], [1, *weights]
-        return _lay_out(self._renderer, messages, weights, tools, first=int(before))
+        messages = conversation(own, self._system)
+        before = len(messages) - len(own)
+        self._shown.require(messages, tools, field="messages", tools_field="tools", system=before > 0)
+        return _lay_out(self._renderer, messages, [1] * before + weights, tools, first=before)
 
     def _fitted(self, whole: Encoded) -> Encoded:
         if len(whole.ids) <= self._longest:
@@ -112,6 +115,17 @@ class Encoder:
             told = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
             raise LongConversation(told)
         return Encoded(whole.ids[: self._longest], whole.trained[whole.trained < self._longest])
+
+
+def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> ShownCheck:
+    """The check that the model reads all of a row, through the renderer that lays it out."""
+    if config.chat.renderer == "template":
+        return ShownCheck.of(ChatTemplate(tokenizer, tokenizer.eos_ids), config.chat)
+    return ShownCheck(
+        lambda messages, tools: tokenizer.decode(renderer.render(messages, tools, {}), keep_special=True),
+        writes_calls=True,
+        shows_reasoning=True,
+    )
 
 
 def _lay_out(

@@ -13,7 +13,7 @@ from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.prompts import PromptSet, Remark
 from asyncrl.dataloader.rows import collect
 from asyncrl.errors import DataError
-from asyncrl.tokenizer import ByteTokenizer
+from asyncrl.tokenizer import ByteTokenizer, load_tokenizer
 
 CHAT = [{"role": "user", "content": "x" * 40}]
 
@@ -64,6 +64,19 @@ def test_a_set_of_which_the_rules_leave_out_too_large_a_share_is_refused_with_it
 ) -> None:
     with pytest.raises(DataError, match=share) if share else nullcontext():
         assert make_set(prompts, **fields).tokenize(9)
+
+
+def test_what_a_template_does_not_show_is_a_bad_row_with_its_place(family: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    rows = [RawRow("d.jsonl", 1, {"prompt": "hi"}), RawRow("d.jsonl", 2, {"prompt": "ho", "tools": [tool]})]
+    dataset = collect("d.jsonl", rows, prompt_key="prompt", on_bad_row="error", tools_key="tools")
+    tokenizer = load_tokenizer(str(family("plain chatml")))
+    with pytest.raises(DataError, match=r"d\.jsonl:2: tools\[0\].function.name: the chat template shows no tools"):
+        PromptSet(dataset, DataConfig(template="chat"), tokenizer).tokenize(9)
+    prompts = PromptSet(dataset, DataConfig(template="chat", on_bad_row="skip"), tokenizer)
+    assert prompts.tokenize(9) and (len(prompts), prompts.skipped) == (1, 1)
+    shown = PromptSet(dataset, DataConfig(template="chat"), load_tokenizer(str(family("tools first"))))
+    assert shown.tokenize(9) and '"name": "f"' in shown.prompt(1)[1]
 
 
 class Silent(ByteTokenizer):

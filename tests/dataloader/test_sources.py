@@ -79,9 +79,7 @@ def test_chat_messages_may_hold_text_parts_from_either_kind_of_file(tmp_path: Pa
         # The reward function sees the row as it stands.
         assert columns(dataset) == rows
     message = {"role": "user", "content": "u", "name": "x"}
-    assert prompts(load(path=write_rows(tmp_path / "b.jsonl", [{"prompt": [message]}]))) == [
-        [{"role": "user", "content": "u"}]
-    ]
+    assert prompts(load(path=write_rows(tmp_path / "b.jsonl", [{"prompt": [message]}]))) == [[message]]
 
 
 BAD_LINES: dict[str | bytes, str] = {
@@ -90,18 +88,28 @@ BAD_LINES: dict[str | bytes, str] = {
     "[1, 2]": "a row must be an object, not a list",
     '{"question": "q", "answer": 1}': "has no column 'prompt'; it has 'question', 'answer'",
     "{}": "has no column 'prompt'; it has none",
-    '{"prompt": null}': "prompt must be text or a list of chat messages, not null",
+    '{"prompt": null}': "prompt: must be text or a list of messages, not null",
     '{"prompt": true}': "not a boolean",
-    '{"prompt": "  "}': "prompt is empty",
-    '{"prompt": []}': "prompt holds no message",
-    '{"prompt": ["x"]}': "message 1 must be an object, not text",
-    '{"prompt": [{"role": "user", "content": "x"}, {"content": "x"}]}': "message 2 needs a role that is text, not null",
-    '{"prompt": [{"role": "user", "content": []}]}': "message 1 needs a content that is text or a list of text parts",
-    '{"prompt": [{"role": "user", "content": ["x"]}]}': "message 1: part 1 of its content must be an object, not text",
-    '{"prompt": [{"role": "u", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": 1}]}]}': (
-        "message 1: part 2 of its content has the type 'image_url'; only text is trained"
+    '{"prompt": "  "}': "prompt: is empty",
+    '{"prompt": []}': "prompt: holds no message",
+    '{"prompt": ["x"]}': r"prompt\[0\]: must be an object, not text",
+    '{"prompt": [{"role": "user", "content": "x"}, {"content": "x"}]}': r"prompt\[1\].role: must be text, not null",
+    '{"prompt": [{"role": "poet", "content": "x"}]}': r"prompt\[0\].role: is 'poet'; there are system, user",
+    '{"prompt": [{"role": "user", "content": []}]}': r"prompt\[0\].content: has no part",
+    '{"prompt": [{"role": "user", "content": null}]}': r"prompt\[0\].content: is null or missing",
+    '{"prompt": [{"role": "user", "content": ["x"]}]}': r"prompt\[0\].content\[0\]: must be an object, not text",
+    '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}': (
+        r"prompt\[0\].content\[1\].type: is 'image_url'; the policy reads text"
     ),
-    '{"prompt": [{"role": "u", "content": [{"type": "text"}]}]}': "part 1 of its content needs a text, not null",
+    '{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}': (
+        r"prompt\[0\].content\[0\].text: must be text, not null"
+    ),
+    '{"prompt": [{"from": "human", "value": "x"}]}': r"prompt\[0\].from: is not a field of a message; write role",
+    '{"prompt": [{"role": "user", "content": "x", "mood": 1}]}': r"prompt\[0\].mood: cannot be shown to the model",
+    '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}': (
+        r"prompt\[1\]: the last message is the assistant's; .* data.continue_final_message = true"
+    ),
+    '{"prompt": "x", "tools": ["search"]}': r"tools\[0\]: must be an object, not text",
     '{"prompt": "x", "n": 123456789012345678901234567890}': "cannot be sent",
 }
 
@@ -140,6 +148,39 @@ def test_parquet_types_become_ones_that_json_can_hold(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", prompt=["x"], **of_types)
     row = {"prompt": "x", "day": "2024-01-02", "price": "1.50", "raw": "AP8=", "level": None}
     assert columns(load(source="parquet", path=path)) == [row]
+
+
+def test_calls_and_tools_of_parquet_are_those_of_the_same_json_lines(tmp_path: Path) -> None:
+    """A typed column has, in each object, a null for every field that any other row has."""
+
+    def row(key: str, **more: Any) -> dict[str, Any]:
+        kind = {"type": "object", "properties": {key: {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": kind}}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {key: "x"}}}
+        called = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "content": "y", "tool_call_id": "c"}
+        return {"prompt": [{"role": "user", "content": "q"} | more, called, result], "tools": [tool]}
+
+    rows = [row("city"), row("day", name="Ann")]
+    write_table(tmp_path / "a.parquet", **{column: [each[column] for each in rows] for column in rows[0]})
+    typed = load(source="parquet", path=str(tmp_path / "a.parquet"))
+    lines = load(path=write_rows(tmp_path / "a.jsonl", rows))
+    assert prompts(typed) == prompts(lines)
+    assert prompts(lines)[0][1]["tool_calls"][0]["function"]["arguments"] == {"city": "x"}
+    assert (
+        [each.tools for each in typed.rows] == [each.tools for each in lines.rows] == [each["tools"] for each in rows]
+    )
+    # The reward function and the episode see the same.
+    assert columns(typed)[1]["tools"] == rows[1]["tools"]
+
+
+def test_tools_count_for_the_fingerprint_and_may_be_turned_off(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "x", "tools": [tool]}, {"prompt": "y"}])
+    shown, hidden = load(path=path), load(path=path, tools_key="")
+    assert [len(row.tools) for row in shown.rows] == [1, 0] and not any(row.tools for row in hidden.rows)
+    assert shown.fingerprint != hidden.fingerprint
+    assert len(load(path=path, tools_key="functions").rows[0].tools) == 0
 
 
 def test_bad_parquet(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from asyncrl.chat.prompt import PromptEncoder
+from asyncrl.config.training import DataConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -36,6 +38,10 @@ CHAT = """{%- for message in messages -%}
 """
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 TEXTS = ["Hello world", "  two  spaces\n", "naïve café — 你好 🙂", "<|im_start|>inside", "x" * 50]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def make_folder(folder: Path, *, template: str = "$A", **config: Any) -> Path:
@@ -82,8 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(st.text())
 def test_bytes_go_there_and_back(text: str) -> None:
     tokenizer = ByteTokenizer()
-    ids, same = tokenizer.encode_prompt(text, "plain", None)
-    assert same == text
+    ids = tokenizer.encode_prompt(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= id < 256 for id in ids)
     assert tokenizer.decode([104, 105, *tokenizer.eos_ids]) == "hi"
@@ -102,12 +107,11 @@ def test_text_and_chat_as_transformers_has_them_but_for_the_last_token_of_the_po
     path = str(make_folder(tmp_path / "m", template=template, **add_bos_token))
     theirs, ours = AutoTokenizer.from_pretrained(path), load_tokenizer(path)
     for text in TEXTS:
-        ids, same = ours.encode_prompt(text, "plain", None)
-        assert same == text
+        ids = ours.encode_prompt(text)
         assert ids == [id for id in theirs.encode(text) if id != SPECIAL.index("<|endoftext|>")]
         assert ids == first + ours.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ids, rendered = ours.encode_prompt(text, "chat", "brief")
+        ids, rendered = PromptEncoder(ours, DataConfig(template="chat", system="brief"))(text)
         messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": text}]
         assert rendered == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -117,9 +121,10 @@ def test_text_and_chat_as_transformers_has_them_but_for_the_last_token_of_the_po
 def test_a_prompt_of_messages_keeps_its_own_system_message(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
-    assert "own" in (text := tokenizer.encode_prompt(own, "chat", "general")[1])
+    encode = PromptEncoder(tokenizer, DataConfig(template="chat", system="general"))
+    assert "own" in (text := encode(own)[1])
     assert "general" not in text
-    assert "general" in tokenizer.encode_prompt(own[1:], "chat", "general")[1]
+    assert "general" in encode(own[1:])[1]
     assert len(own) == 2
     assert tokenizer.decode([*tokenizer.encode("Hello"), SPECIAL.index("<|im_end|>")]) == "Hello"
 
@@ -128,11 +133,11 @@ def test_the_chat_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> No
     path = make_folder(
         tmp_path / "m", chat_template=[{"name": "tools", "template": "no"}, {"name": "default", "template": "A"}]
     )
-    assert load_tokenizer(str(path)).encode_prompt("x", "chat", None)[1] == "A"
+    assert load_tokenizer(str(path)).render_chat([user("x")]) == "A"
     (path / "chat_template.jinja").write_text(
         '{{ messages[0] | tojson }} {{ bos_token }} {{ strftime_now("%Y") | length }}'
     )
-    text = load_tokenizer(str(path)).encode_prompt("<é>", "chat", None)[1]
+    text = load_tokenizer(str(path)).render_chat([user("<é>")])
     assert text == '{"role": "user", "content": "<é>"} <s> 4'
 
 
@@ -161,7 +166,7 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     (path / "config.json").write_text(json.dumps({"model_type": "bert", "eos_token_id": 3}))
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.encode("hello world") == [4, 5]
-    assert tokenizer.encode_prompt("hello", "plain", None)[1] == "hello"
+    assert tokenizer.decode(tokenizer.encode_prompt("hello")) == "hello"
     assert tokenizer.decode([4, 3]) == "hello"
     assert tokenizer.eos_ids == {3}
     assert tokenizer.special_ids.items() >= {"[SEP]": 3, "[UNK]": 1}.items()
@@ -220,22 +225,22 @@ def test_wrong_folders_name_the_key(tmp_path: Path, file: str, text: str, match:
 )
 def test_wrong_chat_templates_name_the_key(tmp_path: Path, template: str | None, match: str) -> None:
     tokenizer = load_tokenizer(str(make_folder(tmp_path / "a", chat_template=template)))
-    assert tokenizer.encode_prompt("Hello", "plain", None)[0]
+    assert tokenizer.encode_prompt("Hello")
     with pytest.raises(ConfigError, match=match):
-        tokenizer.encode_prompt("x", "chat", None)
+        PromptEncoder(tokenizer, DataConfig(template="chat"))("x")
 
 
 def test_a_prompt_that_does_not_fit_its_template_is_a_value_error(tmp_path: Path, folder: Path) -> None:
     tokenizer, said = load_tokenizer(str(folder)), [{"role": "tool", "content": "x"}]
     for each in (tokenizer, load_tokenizer(None)):
         with pytest.raises(ValueError, match='chat messages need template = "chat"'):
-            each.encode_prompt(said, "plain", None)
+            PromptEncoder(each, DataConfig())(said)
     with pytest.raises(ValueError, match="refuses the prompt: unknown role tool"):
-        tokenizer.encode_prompt(said, "chat", None)
+        PromptEncoder(tokenizer, DataConfig(template="chat"))(said)
     # Nor may a template reach into Python.
     evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ValueError, match="refuses the prompt"):
-        load_tokenizer(str(make_folder(tmp_path / "m", chat_template=evil))).encode_prompt("x", "chat", None)
+        load_tokenizer(str(make_folder(tmp_path / "m", chat_template=evil))).render_chat([user("x")])
 
 
 def test_nothing_heavy_is_imported_for_a_folder_with_tokenizer_json(folder: Path) -> None:
@@ -245,7 +250,7 @@ def test_nothing_heavy_is_imported_for_a_folder_with_tokenizer_json(folder: Path
         "assert not {'tokenizers', 'jinja2', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
         "tokenizer = t.load_tokenizer(sys.argv[1])\n"
         "assert 'jinja2' not in sys.modules\n"
-        "tokenizer.encode_prompt('x', 'chat', None)\n"
+        "tokenizer.render_chat([{'role': 'user', 'content': 'x'}])\n"
         "assert not {'transformers', 'torch'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)

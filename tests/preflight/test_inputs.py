@@ -292,7 +292,7 @@ def data(tmp_path, lines, **settings):
             '1 of 57 (1.8 %) rows cannot be used and are left out (data.on_bad_row = "skip"); the first:',
         ),
         (["{"], SKIP, "fail", "holds no usable row ({folder}/data.jsonl:1: is not valid JSON"),
-        ([HELLO] * 56 + ['{"prompt": " "}'], {}, "fail", "data.jsonl:57: prompt is empty"),
+        ([HELLO] * 56 + ['{"prompt": " "}'], {}, "fail", "data.jsonl:57: prompt: is empty"),
         (['{"question": "hello"}'], {}, "fail", "has no column 'prompt'"),
         ([HELLO, '{"prompt": "a long one"}'], {"max_prompt_tokens": 5}, "warn", "1 of 2 (50 %) prompts have more than"),
         ([HELLO], {"max_prompt_tokens": 3}, "fail", "every prompt is over data.max_prompt_tokens = 3"),

@@ -96,7 +96,7 @@ def test_tools_of_a_row_are_shown(family):
     [
         (["messages"], "is no object"),
         ({"text": "x"}, "has the keys 'text'; a row is"),
-        ({"messages": []}, "messages: there is none"),
+        ({"messages": []}, "messages: holds no message"),
         ({"messages": [{"role": "poet", "content": "x"}]}, r"messages\[0\].role: is 'poet'"),
         ({"messages": TALK[:1]}, "has no answer to train"),
         ({"messages": TALK[1:]}, r"messages\[0\]: is an answer to nothing"),
@@ -110,6 +110,42 @@ def test_tools_of_a_row_are_shown(family):
 def test_a_row_that_cannot_be_trained_says_why(row, told, family):
     with pytest.raises(BadConversation, match=told):
         shown(configured(family("chatml")), row)
+
+
+def test_calls_are_trained_as_the_template_writes_them(family):
+    call = {"function": {"name": "lookup", "arguments": '{"word": "x"}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call], "weight": None}
+    row = {"messages": [TALK[0], asked, {"role": "tool", "name": "lookup", "content": "y"}, TALK[1]]}
+    (found,) = shown(configured(family("chatml")), row)
+    assert '[<tool_call>\n{"name": "lookup", "arguments": {"word": "x"}}\n</tool_call><|im_end|>]' in found
+    assert "y<|im_end|>" in found and found.endswith("[Hi there.<|im_end|>]")
+
+
+def test_reasoning_is_trained_where_the_template_shows_it(family):
+    thoughtful = TALK[1] | {"reasoning_content": "A greeting."}
+    (found,) = shown(configured(family("qwen3")), {"messages": [TALK[0], thoughtful]})
+    assert "[<think>\nA greeting.\n</think>\n\nHi there.<|im_end|>]" in found
+    (opened,) = shown(configured(family("qwen3 thinking")), {"messages": [TALK[0], thoughtful]})
+    assert "[A greeting.\n</think>\n\nHi there.<|im_end|>]" in opened
+
+
+TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "lookup", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "told"),
+    [
+        ("chatml", {"messages": TALK, "tools": [TOOL]}, r"tools\[0\].function.name: the chat template shows no tools"),
+        ("plain chatml", {"messages": [TALK[0], CALLING]}, r"messages\[1\].tool_calls: the chat template shows no"),
+        ("chatml", {"messages": [TALK[0], TALK[1] | {"reasoning": "r"}]}, r"messages\[1\].reasoning_content: the chat"),
+        ("chatml", {"messages": [TALK[0], TALK[1] | {"mood": "r"}]}, r"messages\[1\].mood: cannot be shown"),
+        ("chatml", {"messages": [TALK[0], {"role": "assistant"}]}, r"messages\[1\].content: is null or missing"),
+    ],
+)
+def test_what_the_model_would_not_see_of_a_row_is_refused_by_name(name, row, told, family):
+    with pytest.raises(BadConversation, match=told):
+        shown(configured(family(name)), row)
 
 
 def test_messages_are_named_by_their_place_in_the_row_whatever_is_put_before_them(family):

@@ -233,7 +233,9 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
 
 def ticket(chosen: Config) -> Ticket:
     """One prompt."""
-    ids, text = tokenizer_of(chosen).encode_prompt("Find it out.", "chat", None)
+    tokenizer = tokenizer_of(chosen)
+    text = tokenizer.render_chat([{"role": "user", "content": "Find it out."}])
+    ids = tokenizer.encode(text)
     return Ticket(
         uid="0-0",
         grant=0,

@@ -100,7 +100,8 @@ def make_tickets(settings: Config, tokenizer: Tokenizer) -> list[Ticket]:
     """Different prompts; the same in each pass."""
     found = []
     for index in range(GROUPS):
-        ids, text = tokenizer.encode_prompt(f"What is {index} + {3 * index}? ", "plain", None)
+        text = f"What is {index} + {3 * index}? "
+        ids = tokenizer.encode_prompt(text)
         found.append(
             Ticket(
                 uid=f"0-{index}",

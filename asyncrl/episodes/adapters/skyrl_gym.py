@@ -1,8 +1,9 @@
 """Environments of SkyRL-gym: env = "asyncrl.episodes.adapters.skyrl_gym:SkyRLGym".
 
 episode.options: ``env_id`` (gsm8k), ``config`` (the environment's own settings), ``max_turns``. The row is the
-environment's extras, as ``reward_spec`` with ``ground_truth``; a column ``prompt`` that holds messages comes
-first, else the messages of the row's prompt. Each step's reward is that of its turn. Source: skyrl-gym 0.4.
+environment's extras, as ``reward_spec`` with ``ground_truth``. A column ``prompt`` that holds messages begins the
+conversation, else the row's prompt does; data.system goes in front of the row's prompt alone. Each step's reward is
+that of its turn. Source: skyrl-gym 0.4.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import skyrl_gym
 
+from asyncrl.chat.row_messages import read_conversation
 from asyncrl.episodes.playing.task import Task
 
 
@@ -26,10 +28,7 @@ class SkyRLGym:
         """Make it for the row."""
         extras = {"max_turns": self._max_turns, **task.row}
         self._env = skyrl_gym.make(self._id, env_config=self._config, extras=extras)
-        prompt = task.row.get("prompt")
-        if not isinstance(prompt, list):
-            prompt = list(task.messages)
-        messages, _ = self._env.init(prompt)
+        messages, _ = self._env.init(_beginning(task))
         return list(messages)
 
     def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
@@ -41,3 +40,12 @@ class SkyRLGym:
         """Give back what it holds."""
         if self._env is not None:
             self._env.close()
+
+
+def _beginning(task: Task) -> list[dict[str, Any]]:
+    """The messages of column ``prompt``, or of the row's prompt where that is the same or the column holds none."""
+    column = task.row.get("prompt")
+    if not isinstance(column, list):
+        return list(task.messages)
+    messages = read_conversation(column, "prompt")
+    return list(task.messages) if task.messages[-len(messages) :] == messages else messages

@@ -108,7 +108,7 @@ def env_player(make: Callable[..., Any], options: dict[str, Any]) -> Player:
             messages = _messages(await call(env.reset, task), "reset")
             done = False
             while not done:
-                reply = await client.chat(messages)
+                reply = await client.chat(messages, tools=task.tools)
                 more, reward, done = _step(await call(env.step, reply.message))
                 if reward is not None:
                     client.reward(reward)

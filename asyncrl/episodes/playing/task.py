@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -14,6 +14,8 @@ class Task:
     """Text of the prompt, through the chat template where data.template says so."""
     messages: list[dict[str, Any]]
     """The prompt as the messages that a conversation about it begins with."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools of the row (data.tools_key), as ``client.chat`` takes them."""
     row: dict[str, Any]
     """The dataset row."""
     seed: int

@@ -17,6 +17,9 @@ import hashlib
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.prompt import conversation, read_prompt
+from asyncrl.chat.row_messages import read_tools
 from asyncrl.config import Config
 from asyncrl.data.columns import column_of
 from asyncrl.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
@@ -141,6 +144,7 @@ class EpisodePlayer:
     async def _played(self, session: Session) -> EpisodeDone:
         """Wait until an episode has ended, by itself or by a deadline. Raises HostAway, and the errors of a call."""
         ticket = session.ticket
+        messages, tools = first_messages(self._config, ticket)
         request = RunEpisode(
             session=session.key,
             uid=ticket.uid,
@@ -148,7 +152,8 @@ class EpisodePlayer:
             attempt=session.attempt,
             purpose=ticket.purpose,
             prompt=ticket.prompt,
-            messages=first_messages(self._config, ticket),
+            messages=messages,
+            tools=tools,
             row=ticket.row,
             seed=task_seed(self._config.run.seed, ticket.uid),
         )
@@ -230,14 +235,15 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, RemoteError) and error.code == EpisodeHostFull.code
 
 
-def first_messages(config: Config, ticket: Ticket) -> list[dict[str, Any]]:
-    """The prompt of a ticket as its row has it, text as one message of the user, behind the system message if any."""
+def first_messages(config: Config, ticket: Ticket) -> tuple[list[Message], list[Tool]]:
+    """The messages that an episode's conversation begins with, and the tools of its row.
+
+    They are read from the row as the dataloader reads it to count its tokens. Raises ChatRefused.
+    """
     data = config.data if ticket.purpose == "train" else config.eval[ticket.purpose.removeprefix("eval/")].data
-    prompt = column_of(ticket.row, data.prompt_column, ticket.prompt)
-    messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
-    if data.system is not None and not any(message["role"] == "system" for message in messages):
-        messages.insert(0, {"role": "system", "content": data.system})
-    return messages
+    given = column_of(ticket.row, data.prompt_column, ticket.prompt)
+    prompt = read_prompt(given, data.prompt_column, continues=False) if isinstance(given, list) else str(given)
+    return conversation(prompt, data.system), read_tools(column_of(ticket.row, data.tools_column), data.tools_column)
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:

@@ -25,8 +25,13 @@ async def test_an_environment_is_reset_stepped_rewarded_and_closed(tmp_path):
         said = [message["content"] for message in rollouter.chats[-1].messages]
         assert said == ["count down from 3", "a", "2 left", "b", "1 left"]
         assert [message["role"] for message in rollouter.chats[-1].messages] == ["user", *["assistant", "user"] * 2]
+        assert rollouter.chats[-1].tools == []
         # The last step has no reward: None is not 0.
         assert [(node, value) for _, node, value in rollouter.rewards] == [(0, 0.5), (1, 0.5)]
+        rollouter.answers = ["a", "b", "c"]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        assert await host.play("3", uid="0-7", tools=[tool]) == EpisodeDone()
+        assert rollouter.chats[-1].tools == [tool]
         rollouter.answers = ["a", "raise"]
         rollouter.chats.clear()
         done = await host.play("5", uid="0-2")
@@ -35,7 +40,7 @@ async def test_an_environment_is_reset_stepped_rewarded_and_closed(tmp_path):
         assert await host.play("5", uid="0-3") == EpisodeDone()
         expected = "reset() said 7; text, a message with a role, or a list of such is expected"
         assert expected in (await host.play("wrong", uid="0-4")).error
-        assert [text for _, text, _ in printed] == ["closed 0\n"] * 4
+        assert [text for _, text, _ in printed] == ["closed 0\n"] * 5
 
 
 async def test_tools_are_called_until_the_policy_calls_none(tmp_path):

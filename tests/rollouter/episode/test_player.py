@@ -1,6 +1,7 @@
 """Episodes from a ticket to a trajectory: their ends, their deadlines, their rewards, their hosts."""
 
 import asyncio
+import json
 
 import pytest
 from harness import replace
@@ -8,10 +9,15 @@ from inprocess import sim_config
 from session_cases import HOST, World, played, said, user
 from test_messages import make_group
 
+from asyncrl.chat.prompt import PromptEncoder
+from asyncrl.chat.renderer import make_renderer
+from asyncrl.data.jsonl import RawRow
+from asyncrl.dataloader.rows import check_row
 from asyncrl.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rollouter.episode.player import first_messages, task_seed, total_reward
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.tokenizer import load_tokenizer
 from asyncrl.trajectories import sampled_tokens
 
 WAIT_S, OTHER = 20.0, "episodes/1"
@@ -121,16 +127,36 @@ async def test_cancelling_it_ends_the_episode(tmp_path):
 def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, expected):
     said = {"template": "chat", "system": system} if system else {}
     config = sim_config(data={"source": "jsonl", "path": "prompts.jsonl"} | said)
-    found = first_messages(config, replace(make_group().ticket, row=row))
+    found, tools = first_messages(config, replace(make_group().ticket, row=row))
+    assert tools == []
     assert [message["content"] for message in found] == expected
     assert (found[0]["role"] == "system") == (system is not None)
+
+
+def test_a_conversation_begins_with_the_prompt_whose_tokens_are_counted(family):
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    prompt = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        user("hi") | {"name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "r"},
+    ]
+    row = {"prompt": prompt, "tools": json.dumps([{"name": "f", "parameters": {"type": "object"}}])}
+    data = {"source": "jsonl", "path": "p.jsonl", "template": "chat", "system": "Another."}
+    config = sim_config(data=data)
+    found, tools = first_messages(config, replace(make_group().ticket, row=row))
+    tokenizer = load_tokenizer(str(family("tools first")))
+    checked = check_row(RawRow("p.jsonl", 1, row), "prompt", "tools")
+    ids, text = PromptEncoder(tokenizer, config.data, config)(checked.prompt, checked.tools)
+    assert make_renderer(config, tokenizer).render(found, tools, {}) == ids
+    assert "Another." not in text and "Be\nbrief." in text and '{"name": "f", "arguments": {"a": 1}}' in text
 
 
 @pytest.mark.parametrize("source", [{"source": "synthetic"}, {"source": "reasoning_gym", "task": "chain_sum"}])
 def test_a_conversation_begins_with_the_question_of_a_source_that_makes_its_prompts(source):
     config = sim_config(data=source | {"template": "chat", "system": "Be brief."})
     ticket = replace(make_group().ticket, row={"question": "1+1?"}, prompt="system: Be brief.\nuser: 1+1?\nassistant:")
-    assert first_messages(config, ticket) == [{"role": "system", "content": "Be brief."}, user("1+1?")]
+    assert first_messages(config, ticket) == ([{"role": "system", "content": "Be brief."}, user("1+1?")], [])
 
 
 async def one_turn(world, key):
