@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "asyncrl"
 TESTS = Path(__file__).parent
 MOST_IN_A_FOLDER = 15
 CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "roles"}
-CONTRACT |= {"gathering", "trajectories", "chat", "outcome", "data", "sft", "teacher", "lora", "files"}
+CONTRACT |= {"other_names", "gathering", "trajectories", "chat", "outcome", "data", "sft", "teacher", "lora", "files"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes", "sinks"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "telemetry", "text", "weights", "checkpoint"}
 VIEWERS = {"top", "report", "explain"}
@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "text": {"errors"},
     "roles": set(),
     "gathering": {"errors"},
-    "config": {"errors", "roles"},
+    "other_names": set(),
+    "config": {"errors", "roles", "other_names"},
     "messages": {"snapshot", "roles"},
     "tokenizer": {"errors", "config"},
     "stops": {"errors", "config", "tokenizer"},

@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.actor import Learner
 from asyncrl.learner.publishing.broadcasting import collective_backend
 from asyncrl.messages import Uid
+from asyncrl.other_names import NAMES, meaning_of
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import Actor
 from asyncrl.telemetry.states import STATES
@@ -325,3 +326,47 @@ def test_paths_are_expanded_wherever_they_stand_and_only_once(monkeypatch, tmp_p
     assert config_from_json(config_to_json(config)) == config
     for path in ("$NOT_SET/x", "http://host:1/~me/v1"):
         assert load_config([], given | {"sft.weight": "0.1", "learner.teacher": path}).learner.teacher == path
+
+
+def test_each_name_of_another_system_is_there_once_and_leads_to_a_key_or_says_why_not():
+    known = {key for key, *_ in known_keys()}
+    assert len(set(NAMES)) == len(NAMES) > 300
+    for name in NAMES:
+        meaning = meaning_of(name)
+        assert set(meaning.keys) <= known, name
+        assert meaning.keys or meaning.note, name
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"learner": {"learning_rate": 1.0}}, "learner.learning_rate: unknown key; asyncrl has learner.lr for it"),
+        (
+            {"rollout": {"Max-New-Tokens": 5}},
+            "rollout.Max-New-Tokens: unknown key; asyncrl has rollout.max_tokens for it",
+        ),
+        ({"learner": {"beta": 0.1}}, "learner.beta: unknown key; asyncrl has learner.kl.coefficient for it"),
+        ({"seed": 3}, "seed: unknown key; asyncrl has run.seed for it"),
+        ({"model": {"name": "m"}}, "model.name: unknown key; asyncrl has model.path for it (a folder;"),
+        ({"lora": {"r": 8}}, "lora.r: unknown key; asyncrl has lora.rank for it"),
+        (
+            {"eval": {"held": {"data": {"source": "synthetic"}, "num_generations": 2}}},
+            "eval.held.num_generations: unknown key; asyncrl has eval.held.n for it",
+        ),
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p: unknown key; asyncrl has no such setting: the learner scores"),
+        (
+            {"trainer": {"epochs": 3, "nested": {"wandb_project": "p"}, "foo": 1, "max_tokens": 4}},
+            "trainer: unknown key; trainer.epochs: asyncrl has learner.steps for it (it counts optimizer steps; an "
+            "epoch has as many as the prompts divided by learner.groups_per_step); trainer.nested.wandb_project: "
+            "asyncrl has sinks.wandb.project for it; trainer.max_tokens: asyncrl has rollout.max_tokens and eval.NAME.",
+        ),
+        # The spelling decides where no system has such a name.
+        ({"evl": {"held": {"n": 3}}}, "evl: unknown key; did you mean eval?"),
+        ({"rollout": {"max_token": 5}}, "rollout.max_token: unknown key; did you mean max_tokens?"),
+        ({"learner": {"foo": 5}}, "learner.foo: unknown key"),
+    ],
+)
+def test_an_unknown_key_says_which_one_is_meant(tree, expected):
+    laid = {name: SIMULATED.get(name, {}) | each if isinstance(each, dict) else each for name, each in tree.items()}
+    (found,) = problems(SIMULATED | laid)
+    assert found == expected if expected.endswith("foo: unknown key") else found.startswith(expected)

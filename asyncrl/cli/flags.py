@@ -6,8 +6,9 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from asyncrl.other_names import Meaning, describe_meaning, meaning_of
 from asyncrl.text.printable import printable
 
 
@@ -23,8 +24,17 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.takes_keys = False
+        """Whether dotted flags are keys of the configuration."""
         # Python colours them from 3.14 on, in codes that would be shown as text.
         self.color = False
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, with the keys of the configuration for the flags that it names; end with code 2."""
+        if self.takes_keys and message.startswith("unrecognized arguments: "):
+            message += "".join(f"; {advice}" for advice in map(_key_for, message.split()) if advice)
+            message += "; flags of the configuration are dotted keys, as --learner.lr"
+        super().error(message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         shown = printable(message, keep="\n")
@@ -43,6 +53,17 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
 
 
+def _key_for(word: str) -> str:
+    """What asyncrl has for a flag that is no dotted key, as --learning-rate; empty for any other word."""
+    flag = word.partition("=")[0]
+    meaning = meaning_of(flag.removeprefix("--")) if flag.startswith("--") else None
+    if meaning is None:
+        return ""
+    if meaning.keys:
+        meaning = Meaning(tuple(f"--{key}" for key in meaning.keys), meaning.note)
+    return f"{flag}: {describe_meaning(meaning, '')}"
+
+
 def split_ssh_args(text: str) -> tuple[str, ...]:
     """The words of --ssh-args. Raises UsageError."""
     from asyncrl.errors import UsageError
@@ -53,11 +74,12 @@ def split_ssh_args(text: str) -> tuple[str, ...]:
         raise UsageError(f"--ssh-args {text}: {error}") from None
 
 
-def split_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``, and the other arguments.
 
     Of a repeated key the last counts. Ends the program on wrong usage.
     """
+    parser.takes_keys = True
     overrides: dict[str, str] = {}
     rest: list[str] = []
     queue = list(argv)

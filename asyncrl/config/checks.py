@@ -242,7 +242,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
 
 def _check_data(key: str, data: DataConfig, *, is_episode: bool) -> Iterator[Problem]:
     if data.source not in ("reasoning_gym", "synthetic") and data.path is None:
-        yield f"{key}.path", f'is required by source = "{data.source}"'
+        yield f"{key}.path", 'is required unless source is "reasoning_gym" or "synthetic"'
     if data.source == "reasoning_gym" and data.task is None:
         yield f"{key}.task", 'is required by source = "reasoning_gym"'
     if data.system is not None and data.template != "chat":

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -17,7 +17,10 @@ from pydantic.fields import FieldInfo
 from asyncrl.config import Config
 from asyncrl.config.section import Section
 from asyncrl.config.training import SOURCE_KEYS
+from asyncrl.other_names import describe_meaning, meaning_of
 
+MOST_ADVICE = 8
+"""Keys of an unknown table for which a problem says what to write."""
 _PLAIN = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any value"}
 
 
@@ -69,13 +72,7 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     """One line on what pydantic found wrong at ``path``; ``item`` is an entry of ``ValidationError.errors()``."""
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], _siblings(path), n=1, cutoff=0.5)
-        if not near:
-            # A key of another section is proposed only where it is nearly the same word.
-            everywhere = {known.rsplit(".", 1)[-1]: known for known, *_ in known_keys()}
-            match = difflib.get_close_matches(path[-1], everywhere, n=1, cutoff=0.8)
-            near = [everywhere[match[0]]] if match else []
-        return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        return f"{key}: unknown key{_advice(path, item['input'])}"
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
@@ -90,6 +87,55 @@ def holds_text(key: str) -> bool:
     *_, last = path = key.split(".")
     field = _fields(tuple(path)).get(last)
     return field is not None and field.annotation in (str, str | None)
+
+
+def _advice(path: tuple[str, ...], value: Any) -> str:
+    """What to write in place of an unknown key; empty where nothing is known.
+
+    A name of another system comes first; its meaning is exact. An unknown table is nearly a known one, or each of its
+    keys means something.
+    """
+    siblings = _siblings(path)
+    if isinstance(value, dict):
+        if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.8):
+            return f"; did you mean {near[0]}?"
+        if inner := list(_advice_inside(path, value)):
+            more = len(inner) - MOST_ADVICE
+            return "".join(f"; {each}" for each in inner[:MOST_ADVICE]) + (f"; and {more} more" if more > 0 else "")
+    if found := _meaning_at(path):
+        return f"; {found}"
+    if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5):
+        return f"; did you mean {near[0]}?"
+    # A key of another section is proposed only where it is nearly the same word.
+    everywhere = _keys_by_name()
+    match = difflib.get_close_matches(path[-1], everywhere, n=1, cutoff=0.8)
+    return f"; did you mean {everywhere[match[0]]}?" if match else ""
+
+
+def _advice_inside(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
+    """A line for each value in an unknown table whose name means something, or is a key of another section."""
+    for name, value in table.items():
+        here = (*path, str(name))
+        if isinstance(value, dict):
+            yield from _advice_inside(here, value)
+        elif found := _meaning_at(here):
+            yield f"{'.'.join(here)}: {found}"
+        elif str(name) in _keys_by_name():
+            yield f"{'.'.join(here)}: did you mean {_keys_by_name()[str(name)]}?"
+
+
+def _meaning_at(path: tuple[str, ...]) -> str:
+    """What asyncrl has for a name of another system, with the table's name (lora.r) or alone; empty if unknown."""
+    meaning = meaning_of("_".join(path[-2:])) or meaning_of(path[-1])
+    return describe_meaning(meaning, ".".join(path)) if meaning is not None else ""
+
+
+def _keys_by_name() -> dict[str, str]:
+    """The first dotted key of each last part."""
+    found: dict[str, str] = {}
+    for key, *_ in known_keys():
+        found.setdefault(key.rsplit(".", 1)[-1], key)
+    return found
 
 
 def _siblings(path: tuple[str, ...]) -> list[str]:

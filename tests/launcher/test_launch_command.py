@@ -84,6 +84,12 @@ STOP = ["--stop", "runs/x"]
         (["c.toml", "--detach", "--inside-slurm"], "--detach starts a run from here"),
         (["c.toml", "--learner.lr", "--dry-run"], "--learner.lr: a value is missing"),
         (["c.toml", "--learner.=3"], "not a key"),
+        (
+            ["c.toml", "--learning-rate", "1"],
+            "--learning-rate: asyncrl has --learner.lr for it; flags of the configuration",
+        ),
+        (["c.toml", "--top_p=0.9"], "--top_p: asyncrl has no such setting: the learner scores"),
+        (["c.toml", "--bogus"], "unrecognized arguments: --bogus; flags of the configuration are dotted keys"),
         (["c.toml", "--slurm"], "--nodes"),
         (["c.toml", "--nodes", "2"], "--slurm"),
         (["c.toml", "--container", "x"], "--slurm"),
