@@ -24,8 +24,8 @@ CALLS_LEFT_OUT = (
     '<tool_call>{...}</tool_call>, set chat.tool_parser = "json"'
 )
 TOOLS_LEFT_OUT = (
-    "the chat template shows no tools; take a model whose template does, or describe them in a system message and "
-    'set data.tools_key = ""'
+    "the chat template shows no tools; take a model whose template does, or describe them in a system message and leave "
+    'the column out (for prompts: data.tools_key = "")'
 )
 LEFT_OUT = "the chat template does not show it to the model; {} or take a model whose template does"
 CHANGES = {
@@ -33,11 +33,13 @@ CHANGES = {
     "reasoning_content": "put it into the content,",
     "content": "put it into a message that the template shows,",
     "tool_calls": "leave it out,",
+    "tools": "leave it out,",
 }
 
 Render = Callable[[Sequence[Message], Sequence[Tool]], str]
 Missing = tuple[int, str, str]
 """Place of a message, or -1 for tools; the field below it; and the problem."""
+UNKNOWN: Missing = (0, "", "")
 
 
 class ShownCheck:
@@ -69,11 +71,12 @@ class ShownCheck:
         the row's.
         """
         marked = _Marked(messages, tools)
-        if marked.kind not in self._known:
+        missing = self._known.get(marked.kind, UNKNOWN)
+        if missing is UNKNOWN:
+            missing = self._missing(marked)
             if len(self._known) >= MOST_KEPT:
                 self._known.clear()
-            self._known[marked.kind] = self._missing(marked)
-        missing = self._known[marked.kind]
+            self._known[marked.kind] = missing
         if missing is None:
             return
         place, part, problem = missing
@@ -95,9 +98,9 @@ class ShownCheck:
         for word, place, part in marked.words:
             if word in text or (part == ".reasoning_content" and self._shows_reasoning):
                 continue
-            if place < 0:
+            if place < 0 and part.endswith(".name"):
                 return place, part, TOOLS_LEFT_OUT
-            field = part.partition("[")[0].removeprefix(".")
+            field = "tools" if place < 0 else part.partition("[")[0].removeprefix(".")
             return place, part, LEFT_OUT.format(CHANGES[field])
         return None
 

@@ -7,7 +7,9 @@ the template refuses, with ConfigError where there is no template.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from asyncrl.chat.messages import REASONING, Message, Tool
@@ -19,7 +21,17 @@ SHORT_ID = 9
 """Mistral's templates refuse ids of calls of another length."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _NAME = "qkzcall"
-_TOOLS: list[Tool] = [{"type": "function", "function": {"name": "qkztool", "parameters": {"type": "object"}}}]
+_TOOLS: list[Tool] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "qkztool",
+            "description": "q",
+            "parameters": {"type": "object", "properties": {"q": {"type": "string", "description": "q"}}},
+        },
+    }
+]
+"""A tool with all that a template may ask for."""
 _USER: Message = {"role": "user", "content": "q"}
 _WORDED: Message = {"role": "user", "content": _NAME}
 
@@ -40,6 +52,8 @@ class ChatTemplate:
         self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
         """Text of the tokens that end an answer, where text becomes them."""
         self._short_ids = False
+        self._arguments_as_text = False
+        """Whether the template takes the arguments of calls as JSON text."""
         self._as_parts = False
         """Whether the template shows lists of text parts alone."""
         self._reasoning_key = REASONING[0]
@@ -55,10 +69,12 @@ class ChatTemplate:
         self._as_parts = _NAME not in self._tried([_WORDED], ()) and _NAME in self._tried([asked_in_parts], ())
         asked = [_USER, _call("call_0_0")]
         answered = [*asked, _result("call_0_0")]
-        if not self._tried(answered):
-            self._short_ids = True
-            # Kept only where they are what the template was missing.
-            self._short_ids = bool(self._tried(answered))
+        for self._arguments_as_text, self._short_ids in product((False, True), repeat=2):
+            # An object that a template writes without tojson is Python's text of it.
+            if (text := self._tried(answered)) and "{'q': 'q'}" not in text:
+                break
+        else:
+            self._arguments_as_text = self._short_ids = False
         self.writes_calls = _NAME in self._tried(asked)
         without = self._tried([_USER], ())
         self.shows_tools = bool(without) and self._tried([_USER]) not in ("", without)
@@ -111,6 +127,8 @@ class ChatTemplate:
             message = message | {"tool_calls": [call | {"id": _shorten(call["id"])} for call in calls]}
         elif self._short_ids and "tool_call_id" in message:
             message = message | {"tool_call_id": _shorten(message["tool_call_id"])}
+        if self._arguments_as_text and "tool_calls" in message:
+            message = message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
         if self._reasoning_key != REASONING[0] and REASONING[0] in message:
             message = dict(message)
             message[self._reasoning_key] = message.pop(REASONING[0])
@@ -138,6 +156,14 @@ def _shorten(id: str) -> str:
     """A short id that tells calls apart as the long one does."""
     digest = hashlib.blake2b(id.encode(), digest_size=SHORT_ID).digest()
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as JSON text."""
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _call(id: str, name: str = _NAME) -> Message:

@@ -1,7 +1,7 @@
 """Prompts of rows as the model sees them, and what a template would leave out of them."""
 
 import pytest
-from chat_models import CHATML, QWEN3, config_of, write_chat_model
+from chat_models import CHATML, QWEN3, TOOLS_FIRST, config_of, write_chat_model
 
 from asyncrl.chat.prompt import PromptEncoder, conversation, read_prompt
 from asyncrl.config.load import validate_config
@@ -101,6 +101,21 @@ def test_a_template_gets_reasoning_and_content_in_the_form_that_it_reads(tmp_pat
     assert "I look." in shown(folder, [USER, CALLS | {"reasoning_content": "I look."}, RESULT])
     folder = write_chat_model(tmp_path / "parts", PARTS_ALONE)
     assert "Weather in Oslo?" in shown(folder, [USER])
+
+
+@pytest.mark.parametrize("written", ["('' + call.function.arguments)", "call.function.arguments"])
+def test_a_template_that_writes_arguments_as_they_stand_gets_them_as_json_text(written, tmp_path):
+    folder = write_chat_model(tmp_path / "m", CHATML.replace("(call.function.arguments | tojson)", written))
+    called = CALLS["tool_calls"][0] | {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+    assert '"arguments": {"city": "Zürich"}}' in shown(folder, [USER, CALLS | {"tool_calls": [called]}, RESULT])
+
+
+def test_a_template_that_needs_descriptions_of_tools_shows_calls_and_tools(tmp_path):
+    template = TOOLS_FIRST.replace(
+        "(tools | tojson)", "tools[0].function.name + tools[0].function.description + (tools | tojson)"
+    )
+    text = shown(write_chat_model(tmp_path / "m", template), [USER, CALLS, RESULT], [TOOL])
+    assert "weatherOf a city." in text and '"city": "Oslo"' in text
 
 
 def test_bytes_show_all_of_a_conversation():
